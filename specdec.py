@@ -1,6 +1,6 @@
 """Run the specdec command from a checkout: python specdec.py "Once upon a time"."""
 
-from specdec.cli.entry import main
+from specdec.cli.bootstrap import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Figures of a target and its draft, with the library's own pass and loop: `train.py evaluate`. Knows no training.
+"""Evaluation of a target and its draft with the library's own passes: `train.py evaluate`.
 
 Shapes: T tokens, V vocab_size, N rows. p is the target's probability and q the draft's (Leviathan et al. 2023).
 """
@@ -13,42 +13,42 @@ import numpy as np
 import numpy.typing as npt
 
 from models.stories import Stories, encode_stories, pack_rows
-from specdec.bench.sweep import Setting, Text, measure
-from specdec.decoder import SpeculativeDecoder
+from specdec.bench.sweep import Setting, SweepCase, measure
+from specdec.draft.draft_length import FixedLength
 from specdec.draft.model import ModelDrafter
-from specdec.draft.policy import FixedLength
-from specdec.engine.decoding import Step, decode
-from specdec.kernels import MAX_TOKENS
-from specdec.loaders.loader import load_model
+from specdec.engine.decode_loop import Step, decode
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer
 from specdec.runtime.simd import Float32, Int64
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
+from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.tokenizer import FIRST_BYTE, Tokenizer
 from specdec.verification import CoupledVerifier
 
 Pair = tuple[Transformer, Transformer]  # target and draft
-GAMMA = 4  # of what only has to be written fast: a coupled text is the same with any
+GAMMA = 4  # affects the speed alone: coupled verification gives the same output with any
 
 
-def logits_after(model: Transformer, tokens: list[int]) -> Float32:
-    """Logits (T, V) after every token of a text."""
+def compute_logits(model: Transformer, tokens: list[int]) -> Float32:
+    """Return the logits (T, V) after every token."""
     logits = np.empty((len(tokens), model.config.vocab_size), np.float32)
-    for start in range(0, len(tokens), MAX_TOKENS):
-        block = logits[start : start + MAX_TOKENS]
+    for start in range(0, len(tokens), MAX_BATCH_TOKENS):
+        block = logits[start : start + MAX_BATCH_TOKENS]
         block[:] = model.forward(tokens[: start + len(block)], n_logits=len(block))
     return logits
 
 
-def log_probs_after(model: Transformer, tokens: list[int]) -> Float32:
-    """Log-probabilities (T, V) after every token of a text."""
-    logits = logits_after(model, tokens)
+def compute_log_probs(model: Transformer, tokens: list[int]) -> Float32:
+    """Return the log-probabilities (T, V) after every token."""
+    logits = compute_logits(model, tokens)
     logits -= logits.max(1, keepdims=True)
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
     return logits
 
 
-def continuation(
+def generate_tokens(
     target: Transformer,
     draft: Transformer | None,
     prompt: list[int],
@@ -56,45 +56,47 @@ def continuation(
     sampling: Sampling,
     end_marks: Mapping[int, str],
 ) -> list[int]:
-    """What the target says after the prompt, up to n_tokens or with the end mark; a draft makes it faster, not another text."""
+    """Return the target's continuation of up to n_tokens, with the end token if it comes; a draft only makes it faster."""
     verifier = CoupledVerifier(target.config.vocab_size, sampling)
-    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.draft_noise, end_marks) if draft else None
+    drafter = (
+        ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.get_draft_stream, end_marks) if draft else None
+    )
     tokens: list[int] = []
     for event in decode(target, drafter, verifier, prompt, n_tokens, FixedLength(GAMMA), end_marks):
         if isinstance(event, Step):
             tokens += event.tokens
-            tokens += [mark for mark, name in end_marks.items() if name == event.stop_reason]
+            tokens += [token for token, name in end_marks.items() if name == event.stop_reason]
     return tokens
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
 
 
-def byte_lengths(tokenizer: Tokenizer) -> Int64:
-    """Bytes of text that each token (V,) stands for."""
+def get_byte_lengths(tokenizer: Tokenizer) -> Int64:
+    """Return the bytes of text of each token (V,)."""
     lengths = np.array([len(piece) for piece in tokenizer.pieces])
     lengths[:FIRST_BYTE] = 0
     lengths[FIRST_BYTE : FIRST_BYTE + 256] = 1
     return lengths
 
 
-def token_losses(model: Transformer, tokens: list[int]) -> npt.NDArray[np.float64]:
-    """Nats of tokens[1:], each after all before it, as far as the model's seq_len."""
+def compute_token_losses(model: Transformer, tokens: list[int]) -> npt.NDArray[np.float64]:
+    """Return the nats of tokens[1:], each given all before it, up to the model's seq_len."""
     tokens = tokens[: model.config.seq_len + 1]
-    log_probs = log_probs_after(model, tokens[:-1])
+    log_probs = compute_log_probs(model, tokens[:-1])
     return -log_probs[np.arange(len(log_probs)), tokens[1:]].astype(np.float64)
 
 
-def nats_per_byte(model: Transformer, tokenizer: Tokenizer, stories: Sequence[str], n_bytes: Sequence[int]) -> float:
-    """Mean loss over the first n_bytes of each story; a token across that border counts by its share of bytes.
+def compute_nats_per_byte(model: Transformer, tokenizer: Tokenizer, stories: Sequence[str], n_bytes: Sequence[int]) -> float:
+    """Return the mean loss over the first n_bytes of each story; a token across that border counts by its share of bytes.
 
     Bytes beyond the model's seq_len do not count.
     """
-    lengths = byte_lengths(tokenizer)
+    lengths = get_byte_lengths(tokenizer)
     nats, counted = 0.0, 0
     for story, limit in zip(stories, n_bytes, strict=True):
         tokens = tokenizer.encode(story)
-        losses = token_losses(model, tokens)
+        losses = compute_token_losses(model, tokens)
         ends = np.cumsum(lengths[tokens[1 : len(losses) + 1]]) - 1  # no dummy space
         starts = np.concatenate([[0], ends[:-1]])
         # The dummy space alone is a token of no bytes: it counts whole.
@@ -104,39 +106,50 @@ def nats_per_byte(model: Transformer, tokenizer: Tokenizer, stories: Sequence[st
     return nats / counted
 
 
-def losses_by_position(model: Transformer, tokenizer: Tokenizer, rows: npt.NDArray[np.int32], width: int) -> list[float]:
-    """Nats per byte in each bucket of `width` positions, over rows (N, T + 1) of stories."""
-    nats = np.array([token_losses(model, row.tolist()) for row in rows])
-    n_bytes = byte_lengths(tokenizer)[rows[:, 1:]]
+def compute_losses_by_position(model: Transformer, tokenizer: Tokenizer, rows: npt.NDArray[np.int32], width: int) -> list[float]:
+    """Return the nats per byte in each bucket of `width` positions, over rows (N, T + 1) of stories."""
+    nats = np.array([compute_token_losses(model, row.tolist()) for row in rows])
+    n_bytes = get_byte_lengths(tokenizer)[rows[:, 1:]]
     sums = [values.reshape(len(rows), -1, width).sum((0, 2)) for values in (nats, n_bytes)]
     return [float(rate) for rate in sums[0] / sums[1]]
 
 
 def print_losses(args: argparse.Namespace, pair: Pair, tokenizer: Tokenizer, held_out: list[str]) -> None:
-    """Of the references and the target over the same bytes, then of the pair by position."""
-    rule = Tokenizer(args.byte_tokenizer) if args.byte_tokenizer else tokenizer
-    n_bytes = [int(byte_lengths(rule)[rule.encode(story)[1 : args.byte_tokens]].sum()) - 1 for story in held_out]
+    """Print the losses of the references and the target over the same bytes, then of the pair by position."""
+    byte_tokenizer = Tokenizer(args.byte_tokenizer) if args.byte_tokenizer else tokenizer
+    n_bytes = [
+        int(get_byte_lengths(byte_tokenizer)[byte_tokenizer.encode(story)[1 : args.byte_tokens]].sum()) - 1 for story in held_out
+    ]
     print(f"held out: {len(n_bytes)} stories, {sum(n_bytes)} bytes, their first {args.byte_tokens} tokens", flush=True)
     for path in args.reference:
-        print(f"{path.name}: {nats_per_byte(load_model(path), rule, held_out, n_bytes):.4f} nats per byte", flush=True)
+        print(
+            f"{path.name}: {compute_nats_per_byte(load_model(path), byte_tokenizer, held_out, n_bytes):.4f} nats per byte",
+            flush=True,
+        )
     whole = [len(story.encode()) for story in held_out]
-    print(f"target: {nats_per_byte(pair[0], tokenizer, held_out, n_bytes):.4f} nats per byte", flush=True)
-    print(f"target: {nats_per_byte(pair[0], tokenizer, held_out, whole):.4f}, whole stories (first {pair[0].n_positions} tokens)")
+    print(f"target: {compute_nats_per_byte(pair[0], tokenizer, held_out, n_bytes):.4f} nats per byte", flush=True)
+    print(
+        f"target: {compute_nats_per_byte(pair[0], tokenizer, held_out, whole):.4f}, whole stories (first "
+        f"{pair[0].n_positions} tokens)"
+    )
     for name, model in zip(("target", "draft"), pair, strict=True):
         n, length = sum(map(math.prod, LLAMA.shapes(model.config).values())), model.config.seq_len
         rows = pack_rows(encode_stories(tokenizer, held_out), length + 1, np.random.default_rng(0))
-        buckets = losses_by_position(model, tokenizer, rows, length // 8)
+        buckets = compute_losses_by_position(model, tokenizer, rows, length // 8)
         print(f"{name}: {n} parameters, by eighths of seq_len", *(f"{b:.3f}" for b in buckets), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- acceptance
 
 
-class Acceptance(NamedTuple):
-    """How often the draft's token is accepted along the target's own continuations.
+class AcceptanceRates(NamedTuple):
+    """The acceptance of the draft's tokens along the target's own continuations.
 
-    rejection: the mean of sum min(p, q); coupled: the share of tokens that both choose with the same noise. At temperature 0
-    both are the share of positions where the two argmax agree. first_window: rejection while the draft still sees everything.
+    Attributes:
+        rejection: Mean of sum min(p, q).
+        coupled: Share of tokens that both models choose with the same noise. At temperature 0 both rates are the share of
+            positions with equal argmax.
+        first_window: `rejection` while the draft still sees the whole text.
     """
 
     rejection: float
@@ -144,76 +157,87 @@ class Acceptance(NamedTuple):
     first_window: float
 
 
-def acceptance(
+def measure_acceptance(
     target: Transformer,
     draft: Transformer,
     prompts: Sequence[list[int]],
     n_tokens: int,
     samplings: Sequence[Sampling],
     end_marks: Mapping[int, str],
-) -> Acceptance:
-    """Token by token, as if each proposal were the first of its step; the mark that ends a story counts, nothing behind it.
+) -> AcceptanceRates:
+    """Measure the acceptance token by token, as if each proposal were the first of its step.
 
-    p and q are both cut to their top-p set. Beyond its seq_len the draft's window slides. samplings: one for each prompt.
+    p and q are both cut to their top-p set. Beyond its seq_len the draft's window slides. The token that ends a story counts, and
+    nothing after it.
+
+    Args:
+        target: The target.
+        draft: The draft.
+        prompts: Tokens of the prompts.
+        n_tokens: Limit of new tokens.
+        samplings: One for each prompt.
+        end_marks: Tokens that end a story, and their names.
     """
-    judged: list[tuple[float, bool, bool]] = []
+    results: list[tuple[float, bool, bool]] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
-        tokens = prompt + continuation(target, draft, prompt, n_tokens, sampling, end_marks)
+        tokens = prompt + generate_tokens(target, draft, prompt, n_tokens, sampling, end_marks)
         sampler = Sampler(target.config.vocab_size, sampling)
         p, q = sampler.new_probs(), sampler.new_probs()
-        logits = [logits_after(model, tokens[:-1]) for model in (target, draft)]
+        logits = [compute_logits(model, tokens[:-1]) for model in (target, draft)]
         for position in range(len(prompt), len(tokens)):
-            sampler.probabilities(p, logits[0][position - 1])
+            sampler.compute_probabilities(p, logits[0][position - 1])
             proposal = sampler.draw(q, logits[1][position - 1], TARGET_NOISE, position)
             overlap = float(np.minimum(p, q).sum())
-            judged.append((overlap, proposal == tokens[position], position <= draft.config.seq_len))
-    overlaps, same, inside = (np.array(column) for column in zip(*judged, strict=True))
-    return Acceptance(float(overlaps.mean()), float(same.mean()), float(overlaps[inside].mean()))
+            results.append((overlap, proposal == tokens[position], position <= draft.config.seq_len))
+    overlaps, same, inside = (np.array(column) for column in zip(*results, strict=True))
+    return AcceptanceRates(float(overlaps.mean()), float(same.mean()), float(overlaps[inside].mean()))
 
 
 def print_acceptance(args: argparse.Namespace, pair: Pair, tokenizer: Tokenizer, held_out: list[str]) -> None:
-    prompts = [tokenizer.encode(story)[: args.prompt_tokens] for story in spread(held_out, args.prompts)]
+    """Print the acceptance at several temperatures."""
+    prompts = [tokenizer.encode(story)[: args.prompt_tokens] for story in pick_evenly(held_out, args.prompts)]
     for temperature, top_p in ((0.0, 0.9), (0.8, 0.9), (1.0, 0.9), (1.0, 1.0)):
         samplings = [Sampling(temperature, 0, top_p, args.seed + i) for i in range(len(prompts))]
-        rates = acceptance(*pair, prompts, args.tokens, samplings, tokenizer.end_marks)
-        figures = (f"{name} {rate:.3f}" for name, rate in rates._asdict().items())
-        print(f"acceptance at {temperature}, top-p {top_p}:", *figures, flush=True)
+        rates = measure_acceptance(*pair, prompts, args.tokens, samplings, tokenizer.eos_tokens)
+        values = (f"{name} {rate:.3f}" for name, rate in rates._asdict().items())
+        print(f"acceptance at {temperature}, top-p {top_p}:", *values, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- speed
 
 
 def print_speeds(args: argparse.Namespace, tokenizer: Tokenizer, held_out: list[str]) -> None:
-    """Of the program with its defaults, coupled and the draft int8, beside the target alone: means over the prompts."""
-    prompts = [" ".join(story.split()[: args.prompt_words]) for story in spread(held_out, args.prompts)]
+    """Print the mean speed of the target alone and of the pair with its defaults: coupled verification and an int8 draft."""
+    prompts = [" ".join(story.split()[: args.prompt_words]) for story in pick_evenly(held_out, args.prompts)]
     pair = SpeculativeDecoder(args.out / "target.bin", args.out / "draft.bin", tokenizer)
     alone = Setting("target alone", "", SpeculativeDecoder(pair.target, None, tokenizer), "alone")
     settings = [alone, *(Setting(f"γ {gamma}", "", pair, "pair", gamma) for gamma in args.gamma)]
-    seeded = [*enumerate(prompts, 1)]
-    texts = [Text(prompt, args.tokens, Sampling(t, 0, 0.9, seed)) for t in (0.0, 1.0) for seed, prompt in seeded]
-    for of in measure(settings, texts, 1).cells():
-        rates = f"{of.tokens_per_second:.0f} tok/s, {of.speedup_mean:.2f} times the target alone"
-        print(f"{of.setting}, temperature {of.temperature}: {of.acceptance_rate:.3f} accepted, {rates}", flush=True)
+    seeded_prompts = [*enumerate(prompts, 1)]
+    cases = [SweepCase(prompt, args.tokens, Sampling(t, 0, 0.9, seed)) for t in (0.0, 1.0) for seed, prompt in seeded_prompts]
+    for result in measure(settings, cases, 1).compute_cells():
+        rates = f"{result.tokens_per_second:.0f} tok/s, {result.speedup_mean:.2f} times the target alone"
+        print(f"{result.setting}, temperature {result.temperature}: {result.acceptance_rate:.3f} accepted, {rates}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- command
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--byte-tokenizer", type=Path, help="a tokenizer.bin whose tokens set the bytes counted")
-    parser.add_argument("--byte-tokens", type=int, default=250, help="BOS and the next ones of each story")
-    parser.add_argument("--reference", type=Path, nargs="*", default=[], help="models of that tokenizer")
-    parser.add_argument("--stories", type=int, help="of the held-out ones, the first; all by default")
+    """Add the options of the command."""
+    parser.add_argument("--byte-tokenizer", type=Path, help="tokenizer.bin that defines the bytes to count")
+    parser.add_argument("--byte-tokens", type=int, default=250, help="tokens counted of each story, BOS included")
+    parser.add_argument("--reference", type=Path, nargs="*", default=[], help="models with that tokenizer")
+    parser.add_argument("--stories", type=int, help="number of held-out stories; all by default")
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--prompt-tokens", type=int, default=16, help="of a prompt whose acceptance is judged token by token")
-    parser.add_argument("--prompt-words", type=int, default=8, help="of a prompt whose speed is measured")
-    parser.add_argument("--tokens", type=int, default=200, help="continued from each prompt")
-    parser.add_argument("--gamma", type=int, nargs="*", default=[4], help="draft tokens per step where speed is measured")
+    parser.add_argument("--prompt-tokens", type=int, default=16, help="tokens of a prompt, to measure acceptance token by token")
+    parser.add_argument("--prompt-words", type=int, default=8, help="words of a prompt, to measure speed")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate after each prompt")
+    parser.add_argument("--gamma", type=int, nargs="*", default=[4], help="draft tokens per step, to measure speed")
     parser.add_argument("--seed", type=int, default=0)
 
 
-def command(args: argparse.Namespace) -> None:
-    """The pair in args.out on the held-out stories of args.text."""
+def run_command(args: argparse.Namespace) -> None:
+    """Evaluate the pair in args.out on the held-out stories of args.text."""
     held_out = Stories.read(args.text).held_out[: args.stories]
     tokenizer = Tokenizer(args.out / "tokenizer.bin")
     target = load_model(args.out / "target.bin")
@@ -223,6 +247,6 @@ def command(args: argparse.Namespace) -> None:
     print_speeds(args, tokenizer, held_out)
 
 
-def spread(stories: list[str], n: int) -> list[str]:
-    """n of them, evenly."""
+def pick_evenly(stories: list[str], n: int) -> list[str]:
+    """Return n stories, evenly spaced."""
     return stories[:: max(len(stories) // n, 1)][:n]

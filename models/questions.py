@@ -1,4 +1,4 @@
-"""Questions to let a chat model talk: tasks about topics, made up here. Knows no model."""
+"""Questions that make a chat model write training text: tasks about topics, all written for this project."""
 
 from collections.abc import Iterator
 
@@ -52,7 +52,7 @@ HELD_OUT_TOPICS = (
 
 
 def questions(topics: tuple[str, ...], seed: int) -> Iterator[str]:
-    """Endless, every task about every topic once before one comes again."""
+    """Yield questions without end; every task about every topic comes once before one repeats."""
     rng = np.random.default_rng(seed)
     while True:
         for i in rng.permutation(len(topics) * len(TASKS)):

@@ -11,17 +11,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.decoder import SpeculativeDecoder
-    from specdec.engine.decoding import Prompt, Proposal, Statistics, Step
+    from specdec.engine.decode_loop import Prompt, Proposal, Statistics, Step
     from specdec.loaders import CheckpointError
     from specdec.model.transformer import Transformer
     from specdec.sampling import Sampling
+    from specdec.speculative_decoder import SpeculativeDecoder
     from specdec.text.chat_template import TemplateError
     from specdec.text.detokenizer import Generation
     from specdec.tokenizer import Tokenizer, TokenizerError
 
 __version__ = "0.1.0"
-__arithmetic__ = 2  # revision of the arithmetic: raised whenever the output of a seed changes (tests/tools/golden.py)
+__arithmetic__ = 2  # revision of the arithmetic; raise it whenever the output of a seed changes (tests/tools/golden.py)
 __all__ = [
     "CheckpointError",
     "Generation",
@@ -36,16 +36,16 @@ __all__ = [
     "TokenizerError",
     "Transformer",
 ]
-# Loaded on first use: the library loads no command line, and the command line installs its signal handlers before the library.
+# Imported on first use, so that the command line can install its signal handlers before it loads the library.
 _MODULES = {
     "CheckpointError": "specdec.loaders",
     "Generation": "specdec.text.detokenizer",
-    "Prompt": "specdec.engine.decoding",
-    "Proposal": "specdec.engine.decoding",
+    "Prompt": "specdec.engine.decode_loop",
+    "Proposal": "specdec.engine.decode_loop",
     "Sampling": "specdec.sampling",
-    "SpeculativeDecoder": "specdec.decoder",
-    "Statistics": "specdec.engine.decoding",
-    "Step": "specdec.engine.decoding",
+    "SpeculativeDecoder": "specdec.speculative_decoder",
+    "Statistics": "specdec.engine.decode_loop",
+    "Step": "specdec.engine.decode_loop",
     "TemplateError": "specdec.text.chat_template",
     "Tokenizer": "specdec.tokenizer",
     "TokenizerError": "specdec.tokenizer",

@@ -1,5 +1,5 @@
 """Run the command line as `python -m specdec`."""
 
-from specdec.cli.entry import main
+from specdec.cli.bootstrap import main
 
 main()

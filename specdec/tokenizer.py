@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a llama2.c tokenizer.bin, and what every tokenizer can do. Knows nothing of models.
+"""The tokenizer protocol, the llama2.c and SentencePiece tokenizer, and streaming detokenization. Independent of models.
 
-The encoding is SentencePiece's byte-pair encoding with byte fallback, as in karpathy/llama2.c's run.c: BOS, a space in front
-of the text, one token a character (or one for each of its bytes), then the best-scoring merge of two neighbours, repeatedly.
+The encoding is SentencePiece's byte-pair encoding with byte fallback, as in karpathy/llama2.c's run.c: BOS, a leading space,
+one token per character (or one per byte), then the best-scoring merge of two neighbours, repeatedly.
 """
 
 import codecs
@@ -15,171 +15,209 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from specdec import validation
-from specdec.validation import whole
+from specdec import argument_checks
+from specdec.argument_checks import check_int
 
 UNKNOWN, BOS, EOS = 0, 1, 2
 FIRST_BYTE = 3  # id of <0x00>
-STRIPS = "special_tokens_strip"  # a key beside those of a GGUF file: its special tokens take the white space behind them
+# Our own key next to those of a GGUF file: its special tokens strip the white space after them.
+SPECIAL_TOKENS_STRIP_KEY = "special_tokens_strip"
 WHITE_SPACE = " \t\n\v\f\r"
-NOTHING: Mapping[int, str] = {}
-NO_TEXT_YET = -1  # what a text begins with, of which `piece` is told
+NO_TOKENS: Mapping[int, str] = {}
+TEXT_NOT_STARTED = -1  # initial state of `decode_incrementally`
 
 
 class TokenizerError(ValueError):
-    """A file that cannot be used as a tokenizer: one line with the file, what is wrong and what would be right."""
+    """A file that is not a usable tokenizer. The message is one line: the file, what is wrong and what is expected."""
 
 
 @runtime_checkable
 class AnyTokenizer(Protocol):
-    """Text to ids and back.
+    """The interface of every tokenizer.
 
-    vocab_size: the highest id that it knows, plus one. end_marks: the tokens that end a text, with their names.
+    Attributes:
+        path: The file that the tokenizer was loaded from.
     """
 
     path: Path
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """The highest known token id plus one."""
+
     @property
-    def end_marks(self) -> dict[int, str]: ...
+    def eos_tokens(self) -> dict[int, str]:
+        """The end-of-sequence tokens with their names ("eos", "eot", ...)."""
+
     @property
-    def broken_characters(self) -> str:
-        """What becomes of bytes that are no UTF-8: a name of Python's error handlers."""
+    def utf8_errors(self) -> str:
+        """The name of the Python codec error handler for bytes that are not valid UTF-8."""
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: Iterable[int]) -> str: ...
-    def says(self, token: int) -> bytes | None:
-        """The bytes of a token within a text; None for one that is no text, and for an id that is no token."""
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with BOS if the tokenizer adds it."""
 
-    def piece(self, token: int, before: int) -> tuple[bytes, int]:
-        """The bytes of a token after `before`, and what to tell of it to the next one; NO_TEXT_YET comes before the first."""
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of a whole sequence."""
+
+    def token_to_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None for special tokens and unknown ids."""
+
+    def decode_incrementally(self, token: int, state: int) -> tuple[bytes, int]:
+        """Return the bytes of the next token and the new state.
+
+        Args:
+            token: The token id.
+            state: The state that the previous call returned; TEXT_NOT_STARTED for the first token.
+        """
 
 
-class Part(NamedTuple):
-    """Of what a template wrote: some words, and whether a message said them; else they are the template's own."""
+class RenderedSegment(NamedTuple):
+    """A part of a rendered chat template: text of a message (`is_message`) or of the template itself."""
 
-    words: str
-    is_said: bool
+    text: str
+    is_message: bool
 
 
-class Pieces(NamedTuple):
-    """A vocabulary of SentencePiece's.
+class SentencePieceVocab(NamedTuple):
+    """A SentencePiece vocabulary.
 
-    pieces, scores: of each id, a space being a space. from_text: the ids that characters and merges may become; byte_ids: that of
-    each byte. whole: pieces that are one token wherever they stand. silent: ids that are no text; end_marks: those that end one,
-    with names. bos: what an empty text begins with, and, where begins, any. has_space: whether a space is put in front of each
-    stretch of text. space: how a text may write one otherwise; stripping: ids that take the white space behind them.
+    Attributes:
+        pieces: The bytes of each id, with plain spaces.
+        scores: The merge score of each id.
+        mergeable_ids: The ids that characters and merges can become.
+        byte_ids: The id of each byte value.
+        user_defined: Pieces that are always one token, wherever they occur.
+        non_text_ids: Ids without text.
+        eos_tokens: End-of-sequence ids with their names.
+        bos: The id that an empty text starts with, and with `add_bos` every text.
+        add_bos: Whether `encode` adds BOS.
+        add_space_prefix: Whether each stretch of text gets a leading space.
+        space_symbol: An alternative way to write a space in a text.
+        rstrip_ids: Ids that strip the white space after them.
     """
 
     pieces: list[bytes]
     scores: list[float]
-    from_text: Iterable[int]
+    mergeable_ids: Iterable[int]
     byte_ids: Sequence[int]
-    whole: Collection[bytes]
-    silent: Collection[int]
-    end_marks: dict[int, str]
+    user_defined: Collection[bytes]
+    non_text_ids: Collection[int]
+    eos_tokens: dict[int, str]
     bos: int
-    begins: bool = True
-    has_space: bool = True
-    space: str = " "
-    stripping: Collection[int] = ()
+    add_bos: bool = True
+    add_space_prefix: bool = True
+    space_symbol: str = " "
+    rstrip_ids: Collection[int] = ()
 
 
 class Tokenizer:
-    """The pieces and scores of a tokenizer.bin, whose number of tokens is as many as the file holds, or of another file.
+    """A SentencePiece BPE tokenizer, by default from a llama2.c tokenizer.bin.
 
-    end_marks: tokens that end a text next to those of the vocabulary, as far as it has them.
+    Args:
+        path: The file; the number of tokens is what it holds.
+        vocabulary: The vocabulary of another file format; None to read `path` as a tokenizer.bin.
+        eos_tokens: Additional end-of-sequence tokens; ids beyond the vocabulary are ignored.
     """
 
-    broken_characters = "replace"
+    utf8_errors = "replace"
 
     def __init__(
-        self, path: str | os.PathLike[str], vocabulary: Pieces | None = None, end_marks: Mapping[int, str] = NOTHING
+        self,
+        path: str | os.PathLike[str],
+        vocabulary: SentencePieceVocab | None = None,
+        eos_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
         self.path = Path(path)
-        own = vocabulary or _read(self.path)
-        marks = own.end_marks | {token: name for token, name in end_marks.items() if token < len(own.pieces)}
-        self._vocabulary = own._replace(silent={*own.silent, *marks}, end_marks=marks)
-        self.pieces, self.scores = own[:2]
-        self.end_marks = self._vocabulary.end_marks
+        vocab = vocabulary or _read_llama2c_vocab(self.path)
+        all_eos = vocab.eos_tokens | {token: name for token, name in eos_tokens.items() if token < len(vocab.pieces)}
+        self._vocabulary = vocab._replace(non_text_ids={*vocab.non_text_ids, *all_eos}, eos_tokens=all_eos)
+        self.pieces, self.scores = vocab[:2]
+        self.eos_tokens = self._vocabulary.eos_tokens
         self._ids: dict[bytes, int] = {}
-        for token in self._vocabulary.from_text:
+        for token in self._vocabulary.mergeable_ids:
             self._ids.setdefault(self.pieces[token], token)
-        self._whole = {piece.decode(errors="surrogateescape") for piece in self._vocabulary.whole}
-        beginnings = "|".join(map(re.escape, sorted({piece[:2] for piece in self._whole})))
-        self._begins_whole = re.compile(f"(?={beginnings})" if beginnings else r"(?!)")
-        self._longest_first = sorted({len(piece) for piece in self._whole}, reverse=True)
-        named = [token for token in enumerate(self._vocabulary.byte_ids) if token[1] < self.vocab_size]
-        self._byte_of = {token: byte for byte, token in named if self.pieces[token].upper() == b"<0X%02X>" % byte}
-        self._before_space = self._vocabulary.bos if self._vocabulary.begins else NO_TEXT_YET
+        self._user_defined = {piece.decode(errors="surrogateescape") for piece in self._vocabulary.user_defined}
+        starts = "|".join(map(re.escape, sorted({piece[:2] for piece in self._user_defined})))
+        self._user_defined_start = re.compile(f"(?={starts})" if starts else r"(?!)")
+        self._user_defined_lengths = sorted({len(piece) for piece in self._user_defined}, reverse=True)
+        byte_tokens = [(byte, token) for byte, token in enumerate(self._vocabulary.byte_ids) if token < self.vocab_size]
+        self._byte_by_id = {token: byte for byte, token in byte_tokens if self.pieces[token].upper() == b"<0X%02X>" % byte}
+        self._space_prefix_state = self._vocabulary.bos if self._vocabulary.add_bos else TEXT_NOT_STARTED
 
     @property
     def vocab_size(self) -> int:
+        """The number of tokens."""
         return len(self.pieces)
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.vocab_size} tokens, {self.path}>"
 
     def encode(self, text: str) -> list[int]:
-        """BOS, where there is one, and the ids of the text.
+        """Return the ids of a text, with BOS if the vocabulary adds it.
 
-        Raises TypeError for what is no string, ValueError for half a character.
+        Raises:
+            TypeError: The text is not a string.
+            ValueError: The text contains a lone surrogate.
         """
-        text = validation.text("the text", text)
-        return ([self._vocabulary.bos] if self._vocabulary.begins or not text else []) + self._encoded(text)
+        text = argument_checks.check_string("the text", text)
+        return ([self._vocabulary.bos] if self._vocabulary.add_bos or not text else []) + self._encode_text(text)
 
     @property
     def specials(self) -> dict[str, int]:
-        """Marks by their names, which a chat template may write; llama2.c's files have a line for each."""
-        names = {token: self.pieces[token].decode(errors="replace").strip() for token in self._vocabulary.silent}
+        """The special tokens by name, for chat templates. In a llama2.c file a name is written on a line of its own."""
+        names = {token: self.pieces[token].decode(errors="replace").strip() for token in self._vocabulary.non_text_ids}
         return {name: token for token, name in names.items() if name}
 
     @functools.cached_property
-    def longest(self) -> int:
+    def max_token_length(self) -> int:
+        """The length of the longest token in bytes."""
         return max(map(len, self.pieces))
 
-    def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of what a template wrote; see `ChatTokenizer`. Each stretch between marks is a text of its own."""
+    def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
+        """Return the ids of a rendered chat template; see `ChatTokenizer`.
+
+        Each stretch between special tokens is encoded as a separate text.
+        """
         specials, tokens, at = self.specials, list[int](), 0
-        hole = next(letter for letter in map(chr, range(0x10FFFF)) if not any(letter in name for name in specials))
-        text = "".join([part.words for part in parts])
-        own = "".join([hole * len(part.words) if part.is_said else part.words for part in parts])
-        for found in re.finditer("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", own):
-            tokens += [*self._encoded(text[at : found.start()]), specials[found[0]]]
-            at = found.end() + self._n_stripped(specials[found[0]], text[found.end() :])
-        return tokens + self._encoded(text[at:])
+        # Messages are masked with a character of no special token's name, so that only the template's names match.
+        mask = next(char for char in map(chr, range(0x10FFFF)) if not any(char in name for name in specials))
+        text = "".join([segment.text for segment in segments])
+        masked = "".join([mask * len(segment.text) if segment.is_message else segment.text for segment in segments])
+        for match in re.finditer("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)", masked):
+            tokens += [*self._encode_text(text[at : match.start()]), specials[match[0]]]
+            at = match.end() + self._count_stripped(specials[match[0]], text[match.end() :])
+        return tokens + self._encode_text(text[at:])
 
-    def _n_stripped(self, token: int, behind: str) -> int:
-        """How many characters behind a token it takes."""
-        return len(behind) - len(behind.lstrip(WHITE_SPACE)) if token in self._vocabulary.stripping else 0
+    def _count_stripped(self, token: int, following: str) -> int:
+        """Return how many white-space characters after a token it strips."""
+        return len(following) - len(following.lstrip(WHITE_SPACE)) if token in self._vocabulary.rstrip_ids else 0
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         tokens: list[int] = []
-        for i, part in enumerate(self._cut(text.replace(self._vocabulary.space, " "))):
-            if i % 2:
+        for i, part in enumerate(self._split_user_defined(text.replace(self._vocabulary.space_symbol, " "))):
+            if i % 2:  # a user-defined piece
                 tokens.append(self._ids[part.encode()])
                 continue
-            part = part[self._n_stripped(tokens[-1], part) if i else 0 :]
+            part = part[self._count_stripped(tokens[-1], part) if i else 0 :]
             if part:
-                tokens += self._merge(self._characters(" " * self._vocabulary.has_space + part))
+                tokens += self._merge(self._encode_characters(" " * self._vocabulary.add_space_prefix + part))
         return tokens
 
-    def _cut(self, text: str) -> list[str]:
-        """The text in parts, every second of them a piece that is one token wherever it stands: of several the longest.
+    def _split_user_defined(self, text: str) -> list[str]:
+        """Split a text so that every second part is a user-defined piece; the longest piece wins.
 
-        There may be six thousand, which a pattern of alternatives would try one by one.
+        There can be six thousand pieces, which an alternation pattern would try one by one.
         """
         parts, begin = [], 0
-        for found in self._begins_whole.finditer(text):
-            if (at := found.start()) >= begin:
-                seen = (text[at : at + n] for n in self._longest_first)
-                if piece := next((part for part in seen if part in self._whole), ""):
+        for match in self._user_defined_start.finditer(text):
+            if (at := match.start()) >= begin:
+                candidates = (text[at : at + n] for n in self._user_defined_lengths)
+                if piece := next((each for each in candidates if each in self._user_defined), ""):
                     parts += [text[begin:at], piece]
                     begin = at + len(piece)
         return [*parts, text[begin:]]
 
-    def _characters(self, text: str) -> list[int]:
+    def _encode_characters(self, text: str) -> list[int]:
         tokens = []
         for character in text:
             raw = character.encode()
@@ -188,22 +226,22 @@ class Tokenizer:
         return [token if token < self.vocab_size else UNKNOWN for token in tokens]
 
     def _merge(self, tokens: list[int]) -> list[int]:
-        """Merge the best-scoring pair of neighbours, the leftmost of equals, until no two make a piece.
+        """Merge the best-scoring pair of neighbours, leftmost first, until no pair forms a piece.
 
-        A heap holds every pair that can merge; an entry is stale once one of its two tokens has changed.
+        A heap holds every pair that can merge. An entry is stale once one of its two tokens has changed.
         """
         n = len(tokens)
         left, right = list(range(-1, n - 1)), list(range(1, n + 1))
         heap: list[tuple[float, int, int, int, int, int]] = []
 
-        def consider(i: int, j: int) -> None:
+        def push_pair(i: int, j: int) -> None:
             if i >= 0 and j < n:
                 merged = self._ids.get(self.pieces[tokens[i]] + self.pieces[tokens[j]])
                 if merged is not None:
                     heapq.heappush(heap, (-self.scores[merged], i, j, tokens[i], tokens[j], merged))
 
         for i in range(n - 1):
-            consider(i, i + 1)
+            push_pair(i, i + 1)
         while heap:
             _, i, j, first, second, merged = heapq.heappop(heap)
             if tokens[i] != first or tokens[j] != second or right[i] != j:
@@ -212,79 +250,98 @@ class Tokenizer:
             right[i] = right[j]
             if right[i] < n:
                 left[right[i]] = i
-            consider(left[i], i)
-            consider(i, right[i])
+            push_pair(left[i], i)
+            push_pair(i, right[i])
         return [token for token in tokens if token >= 0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of a sequence that begins with BOS."""
-        return text_of(self, tokens)
+        """Return the text of a sequence that starts with BOS."""
+        return decode_tokens(self, tokens)
 
-    def says(self, token: int) -> bytes | None:
-        if not UNKNOWN < token < self.vocab_size or token in self._vocabulary.silent:
+    def token_to_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None for special tokens and unknown ids."""
+        if not UNKNOWN < token < self.vocab_size or token in self._vocabulary.non_text_ids:
             return None
-        return self._bytes_of(token)
+        return self._get_bytes(token)
 
-    def piece(self, token: int, before: int) -> tuple[bytes, int]:
-        """The token's bytes, less the space that was put in front of the text."""
-        if token in self._vocabulary.silent:
+    def decode_incrementally(self, token: int, state: int) -> tuple[bytes, int]:
+        """Return the bytes of the next token, without the space that `encode` adds to a text, and the new state."""
+        if token in self._vocabulary.non_text_ids:
             return b"", token
-        said = self._bytes_of(token)
-        is_first = before == self._before_space and self._vocabulary.has_space
-        return said.removeprefix(b" ") if is_first else said, token
+        data = self._get_bytes(token)
+        is_first = state == self._space_prefix_state and self._vocabulary.add_space_prefix
+        return data.removeprefix(b" ") if is_first else data, token
 
-    def _bytes_of(self, token: int) -> bytes:
-        return bytes([self._byte_of[token]]) if token in self._byte_of else self.pieces[token]
+    def _get_bytes(self, token: int) -> bytes:
+        return bytes([self._byte_by_id[token]]) if token in self._byte_by_id else self.pieces[token]
 
 
-class TextStream:
-    """Tokens to text as they come; the bytes of an unfinished character wait for the next token.
+class StreamingDetokenizer:
+    """A streaming decoder from tokens to text. Bytes of an incomplete character wait for the next token.
 
-    shown: marks that are text nevertheless, by what they are there.
+    Args:
+        tokenizer: The tokenizer of the sequence.
+        visible_tokens: Special tokens that appear in the text, with the text of each.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer, shown: Mapping[int, str] = NOTHING) -> None:
-        self._tokenizer, self._shown = tokenizer, shown
-        self._before = NO_TEXT_YET
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.broken_characters)
+    def __init__(self, tokenizer: AnyTokenizer, visible_tokens: Mapping[int, str] = NO_TOKENS) -> None:
+        self._tokenizer, self._visible_tokens = tokenizer, visible_tokens
+        self._state = TEXT_NOT_STARTED
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)
 
     def push(self, token: int) -> str:
-        """The text that this token completes; marks are not text. Raises ValueError for a token out of range."""
-        whole("a token", token, 0, self._tokenizer.vocab_size - 1)
-        piece, self._before = self._tokenizer.piece(token, self._before)
-        return self._utf8.decode(b"", True) + self._shown[token] if token in self._shown else self._utf8.decode(piece)
+        """Return the text that a token completes; special tokens have none.
+
+        Raises:
+            ValueError: The token is out of range.
+        """
+        check_int("a token", token, 0, self._tokenizer.vocab_size - 1)
+        piece, self._state = self._tokenizer.decode_incrementally(token, self._state)
+        return (
+            self._utf8_decoder.decode(b"", True) + self._visible_tokens[token]
+            if token in self._visible_tokens
+            else self._utf8_decoder.decode(piece)
+        )
 
     def peek(self, tokens: Iterable[int]) -> list[str]:
-        """The text of each of the tokens that may come next, the stream left as it is."""
-        state, before = self._utf8.getstate(), self._before
+        """Return the text of consecutive next tokens, one string each, without changing the stream."""
+        utf8_state, state = self._utf8_decoder.getstate(), self._state
         texts = [self.push(token) for token in tokens]
-        self._utf8.setstate(state)
-        self._before = before
+        self._utf8_decoder.setstate(utf8_state)
+        self._state = state
         return texts
 
-    def end(self) -> str:
-        """What is left of a character that never ended, as U+FFFD."""
-        return self._utf8.decode(b"", final=True)
+    def flush(self) -> str:
+        """Return U+FFFD for a character that was never completed, else an empty string."""
+        return self._utf8_decoder.decode(b"", final=True)
 
 
-def text_of(tokenizer: AnyTokenizer, tokens: Iterable[int]) -> str:
-    """The text of a whole sequence."""
-    stream = TextStream(tokenizer)
-    return "".join([stream.push(token) for token in tokens]) + stream.end()
+def decode_tokens(tokenizer: AnyTokenizer, tokens: Iterable[int]) -> str:
+    """Return the text of a whole sequence."""
+    stream = StreamingDetokenizer(tokenizer)
+    return "".join([stream.push(token) for token in tokens]) + stream.flush()
 
 
-def file_bytes(path: Path, what: str) -> bytes:
-    """All of a file that is to be `what`. Raises TokenizerError."""
-    with validation.reading(path, TokenizerError, what):
+def read_file_bytes(path: Path, expected: str) -> bytes:
+    """Return the contents of a file.
+
+    Args:
+        path: The file.
+        expected: What the file should be, for the error.
+
+    Raises:
+        TokenizerError: The file cannot be read.
+    """
+    with argument_checks.wrap_read_errors(path, TokenizerError, expected):
         return path.read_bytes()
 
 
-def _read(path: Path) -> Pieces:
-    """uint32 longest piece, then a float32 score, an int32 length and that many bytes for each token."""
-    data = file_bytes(path, "a llama2.c tokenizer file")
+def _read_llama2c_vocab(path: Path) -> SentencePieceVocab:
+    """Read a tokenizer.bin: uint32 longest piece, then per token float32 score, int32 length and the bytes."""
+    data = read_file_bytes(path, "a llama2.c tokenizer file")
     if len(data) < 4:
         raise TokenizerError(f"{path} {'is empty' if not data else 'is truncated'}; expected a llama2.c tokenizer file")
-    (longest,) = struct.unpack_from("<I", data)
+    (max_length,) = struct.unpack_from("<I", data)
     pieces: list[bytes] = []
     scores: list[float] = []
     at = 4
@@ -295,12 +352,12 @@ def _read(path: Path) -> Pieces:
             )
         score, length = struct.unpack_from("<fi", data, at)
         at += 8
-        if not 0 <= length <= longest or at + length > len(data) or math.isnan(score):
-            raise TokenizerError(f"{path} is damaged or no llama2.c tokenizer file: token {len(pieces)} has length {length}")
+        if not 0 <= length <= max_length or at + length > len(data) or math.isnan(score):
+            raise TokenizerError(f"{path} is damaged or not a llama2.c tokenizer file: token {len(pieces)} has length {length}")
         pieces.append(data[at : at + length])
         scores.append(score)
         at += length
     if len(pieces) < 3:
-        raise TokenizerError(f"{path} holds {len(pieces)} tokens; expected <unk>, BOS, EOS and more")
-    marks = {BOS: "bos", EOS: "eos"}
-    return Pieces(pieces, scores, range(len(pieces)), range(FIRST_BYTE, FIRST_BYTE + 256), (), marks, marks, BOS)
+        raise TokenizerError(f"{path} has {len(pieces)} tokens; expected <unk>, BOS, EOS and more")
+    eos = {BOS: "bos", EOS: "eos"}  # llama2.c ends a text at either
+    return SentencePieceVocab(pieces, scores, range(len(pieces)), range(FIRST_BYTE, FIRST_BYTE + 256), (), eos, eos, BOS)

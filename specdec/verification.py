@@ -1,15 +1,17 @@
-"""Which proposals stand, and what the target says behind them. Knows no models and no texts.
+"""Verifiers, which accept or reject draft tokens and sample the target's next token. The module needs logits only, no models.
 
-`coupled` (the default): the target's token at a position is a function of its logits, the seed and the position, computed with
-the very noise that the draft used (Daliri et al. 2024, arXiv:2408.07978); a proposal stands if it is that token. The text is
-the target's own of the same seed, whatever was proposed.
+`coupled` (the default): the target's token at a position is a function of its logits, the seed and the position. It is computed
+with the same noise that the draft used (Daliri et al. 2024, arXiv:2408.07978). A draft token is accepted if it is that token.
+The output is the target's own of the same seed, whatever was proposed.
 
-`rejection`: a proposal stands with probability min(1, p / q), else its place is drawn from the residual (Leviathan et al. 2023,
-arXiv:2211.17192); independent noise, since shared noise would bias it. The distribution is the target's, the text is not that
-of a plain run.
+`rejection`: a draft token is accepted with probability min(1, p / q), else the position is sampled from the residual (Leviathan
+et al. 2023, arXiv:2211.17192). The noise is independent, since shared noise would bias the result. The distribution is the
+target's, but the output is not that of a plain run.
 
-`block`: the longest prefix of the proposal that may stand as a whole (Sun et al. 2024, arXiv:2403.10444): the distribution of
-`rejection`, and never fewer accepted on the average.
+`block`: accepts the longest prefix of the draft that can be accepted as a whole (Sun et al. 2024, arXiv:2403.10444). The
+distribution is that of `rejection`, and on average never fewer tokens are accepted.
+
+Shapes: n draft tokens, V vocabulary, p and q probabilities of target and draft.
 """
 
 import itertools
@@ -24,12 +26,12 @@ from specdec.sampling import (
     TARGET_NOISE,
     Sampler,
     Sampling,
-    happens,
-    keep_or_redraw,
-    keep_or_refuse,
-    redraw,
-    round_noise,
-    weigh_prefix,
+    accept_or_reject,
+    accept_or_resample,
+    compute_block_acceptance,
+    draw_bernoulli,
+    draw_residual,
+    get_round_streams,
 )
 
 VerifyMode = Literal["coupled", "rejection", "block"]
@@ -37,10 +39,15 @@ VerifyMode = Literal["coupled", "rejection", "block"]
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens; where a proposal ends may depend on its tokens and their q, on none that was drawn and left out.
+    """Draft tokens that are proposed to the target.
 
-    q: what each was drawn from, (1, V padded) a token; None where they were not drawn. parents: of each an earlier one's index,
-    or -1; None where each follows the one before. Siblings were drawn from one q in their order, without replacement.
+    Where a proposal ends may depend on its tokens and their q, but not on a token that was drawn and left out.
+
+    Attributes:
+        tokens: The draft tokens.
+        q: The distribution of each token, (1, V padded); None if the tokens were not drawn. Siblings are drawn from one q, in
+            their order, without replacement.
+        parents: The index of each token's parent, which comes earlier, or -1; None for a chain.
     """
 
     tokens: list[int]
@@ -48,13 +55,13 @@ class Draft:
     parents: list[int] | None = None
 
     def children(self, node: int) -> list[int]:
-        """What is proposed behind a token, or, of -1, behind the text: indexes, the first choice first."""
+        """Return the indices of a node's children, the first choice first; node -1 is the sequence's last token."""
         if self.parents is None:
             return [node + 1] if node + 1 < len(self.tokens) else []
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def path(self, tokens: list[int]) -> list[int]:
-        """The proposed tokens from the text on that begin with those, as far as they are proposed; then first choices."""
+        """Return the path from the root that follows `tokens` as far as possible and continues with first choices."""
         if self.parents is None:
             return self.tokens
         path, node = list[int](), -1
@@ -66,134 +73,147 @@ class Draft:
 
 
 class Verifier(Protocol):
-    """Whatever decides which proposals stand, and what the target says behind them."""
+    """Decides which draft tokens are accepted, and samples the target's token after them."""
 
-    def draft_noise(self, position: int) -> int:
-        """The noise stream that a proposal from `position` on is to be drawn with."""
+    def get_draft_stream(self, position: int) -> int:
+        """Return the RNG stream for draft tokens from `position` on."""
 
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        """The text's tokens from `position` on, and how many of them are proposals that stand; those come first.
+    def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        """Verify a draft.
 
-        logits: (n + 1, V) for n proposals; (n, V) where nothing may follow the last one. Behind the proposals that stand comes
-        one token of the target's, if there are logits for it: -1 where none can be drawn from them.
+        Args:
+            logits: (n + 1, V) for n draft tokens, or (n, V) if nothing may follow the last one.
+            draft: The draft.
+            position: Position of its first token.
+
+        Returns:
+            The sequence's tokens from `position` on, and how many of them are accepted draft tokens, which come first. One token
+            of the target follows if there are logits for it; it is -1 if none can be drawn from them.
         """
 
 
-class InTurn:
-    """Judges by the target's token at one position after the other; none is looked at behind the first mismatch."""
+class SequentialVerifier:
+    """Verifies one position after the other, by the target's token, up to the first mismatch."""
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
         self._probs = self._sampler.new_probs()
 
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+    def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        """Return the sequence's next tokens and how many are accepted; see `Verifier`."""
         tokens, node = list[int](), -1
         while node + 1 < len(logits):
             children = draft.children(node)
-            token = self._token(logits[node + 1], draft, children, position + len(tokens))
+            token = self._sample_token(logits[node + 1], draft, children, position + len(tokens))
             tokens.append(token)
-            stands = next((child for child in children if draft.tokens[child] == token), None)
-            if stands is None:
+            accepted = next((child for child in children if draft.tokens[child] == token), None)
+            if accepted is None:
                 return tokens, len(tokens) - 1
-            node = stands
+            node = accepted
         return tokens, len(tokens)
 
-    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
-        """The target's, by which proposals there are for the position."""
+    def _sample_token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
+        """Return the target's token at a position for which the draft has these children."""
         raise NotImplementedError
 
 
-class CoupledVerifier(InTurn):
-    """The target's own token, whatever was proposed."""
+class CoupledVerifier(SequentialVerifier):
+    """Accepts draft tokens that equal the target's own token, which does not depend on the draft."""
 
     @staticmethod
-    def draft_noise(position: int) -> int:
+    def get_draft_stream(position: int) -> int:
+        """Return the target's own stream, so that both models sample with the same noise."""
         return TARGET_NOISE
 
-    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
+    def _sample_token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
         return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
 
 
-def q_of(draft: Draft, i: int, certain: Float32) -> Float32:
-    """What proposal i was drawn from, (1, V padded); one that was not drawn came with certainty, and `certain` is filled."""
+def get_draft_probs(draft: Draft, i: int, one_hot: Float32) -> Float32:
+    """Return the distribution of draft token i, (1, V padded); for a token that was not drawn, fill and return `one_hot`."""
     if draft.q is not None:
         return draft.q[i]
-    certain[0] = 0
-    certain[0, draft.tokens[i]] = 1
-    return certain
+    one_hot[0] = 0
+    one_hot[0, draft.tokens[i]] = 1
+    return one_hot
 
 
-class RejectionVerifier(InTurn):
-    """The proposal with probability min(1, p / q), else a draw from the residual; past the proposals, a draw from p.
+class RejectionVerifier(SequentialVerifier):
+    """Accepts a draft token with probability min(1, p / q), else samples the residual; after the draft, samples p.
 
-    A round's outcome depends on the noise of the positions that it fills, and on none behind them: those, which the next round
-    uses again, are still as good as new.
+    The outcome of a round depends only on the noise of the positions that it fills. The noise of later positions is still unused,
+    so the next round may use it.
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         super().__init__(vocab_size, sampling)
-        self._certain, self._left = (self._sampler.new_probs() for _ in range(2))
+        self._one_hot, self._residual = (self._sampler.new_probs() for _ in range(2))
 
     @staticmethod
-    def draft_noise(position: int) -> int:
+    def get_draft_stream(position: int) -> int:
+        """Return the stream of drafts, which is independent of the target's."""
         return DRAFT_NOISE
 
-    def _token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
+    def _sample_token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
         if not children:
             return self._sampler.draw(self._probs, logits, TARGET_NOISE, position)
-        self._sampler.probabilities(self._probs, logits)
-        seed, n, q = self._sampler.sampling.seed, self._sampler.vocab_size, q_of(draft, children[0], self._certain)
+        self._sampler.compute_probabilities(self._probs, logits)
+        seed, n, q = self._sampler.sampling.seed, self._sampler.vocab_size, get_draft_probs(draft, children[0], self._one_hot)
         tokens = [draft.tokens[child] for child in children]
         if len(tokens) > 1:
-            self._left[:] = q
-            q = self._left
+            self._residual[:] = q
+            q = self._residual
         for token, sibling in itertools.pairwise(tokens):
-            if keep_or_refuse(self._probs, q, n, token, sibling, seed, ACCEPT_NOISE, position):
+            if accept_or_reject(self._probs, q, n, token, sibling, seed, ACCEPT_NOISE, position):
                 return token
-        return int(keep_or_redraw(self._probs, q, n, tokens[-1], seed, ACCEPT_NOISE, TARGET_NOISE, position))
+        return int(accept_or_resample(self._probs, q, n, tokens[-1], seed, ACCEPT_NOISE, TARGET_NOISE, position))
 
 
 class BlockVerifier:
-    """The longest prefix whose own lot falls on standing (Sun et al. 2024, Algorithm 2); behind it, a draw from its residual.
+    """Accepts the longest prefix that its own uniform draw accepts (Sun et al. 2024, Algorithm 2), then samples its residual.
 
-    A prefix is kept because all longer ones fell, so a round's outcome depends on the noise of positions that it does not fill,
-    and those of a next round at the same positions must not be that noise: proposals and lots take streams of their round,
-    which no other round of a text shares, as each begins at another position. What a round draws for the target may take
-    TARGET_NOISE: it is used at that one position, which is filled with it.
+    A prefix is accepted because all longer ones are rejected, so the outcome of a round depends on the noise of positions that it
+    does not fill. The next round must not use that noise again. So draft tokens and acceptance draws take streams of their round.
+    No other round of a sequence shares them, since each round starts at another position. The target's token may take
+    TARGET_NOISE, which is used at one position only, the one that it fills.
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
-        self._probs, self._kept, self._certain, self._nothing = (self._sampler.new_probs() for _ in range(4))
+        self._probs, self._accepted_probs, self._one_hot, self._zero_probs = (self._sampler.new_probs() for _ in range(4))
 
     @staticmethod
-    def draft_noise(position: int) -> int:
-        return round_noise(position)[0]
+    def get_draft_stream(position: int) -> int:
+        """Return a stream of the round that starts at `position`."""
+        return get_round_streams(position)[0]
 
-    def judge(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+    def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
+        """Return the sequence's next tokens and how many are accepted; see `Verifier`. The draft must be a chain."""
         seed, vocab_size, n = self._sampler.sampling.seed, self._sampler.vocab_size, len(draft.tokens)
-        lots = round_noise(position)[1]
+        accept_stream = get_round_streams(position)[1]
         n_accepted, kept_weight, weight = 0, 1.0, 1.0
         for i in range(n + 1):
             if i < len(logits):
-                self._sampler.probabilities(self._probs, logits[i])
-            odds, next_weight = weight, 0.0  # of the whole block
+                self._sampler.compute_probabilities(self._probs, logits[i])
+            acceptance, next_weight = weight, 0.0  # for the whole block
             if i < n:
-                q = q_of(draft, i, self._certain)
-                odds, next_weight = weigh_prefix(self._probs, q, vocab_size, draft.tokens[i], weight)
-            if happens(odds, seed, lots, i) or i == 0:
+                q = get_draft_probs(draft, i, self._one_hot)
+                acceptance, next_weight = compute_block_acceptance(self._probs, q, vocab_size, draft.tokens[i], weight)
+            if draw_bernoulli(acceptance, seed, accept_stream, i) or i == 0:
                 n_accepted, kept_weight = i, weight
-                self._probs, self._kept = self._kept, self._probs
+                self._probs, self._accepted_probs = self._accepted_probs, self._probs
             weight = next_weight
-            if weight == 0.0:  # nor can anything longer stand
+            if weight == 0.0:  # no longer prefix can be accepted
                 break
         tokens = draft.tokens[:n_accepted]
         if n_accepted < len(logits):
-            if n_accepted == n:  # what is left of p is all of it
-                q, kept_weight = self._nothing, 1.0
+            if n_accepted == n:  # the residual is p itself
+                q, kept_weight = self._zero_probs, 1.0
             else:
-                q = q_of(draft, n_accepted, self._certain)
-            tokens.append(int(redraw(self._kept, q, vocab_size, kept_weight, seed, TARGET_NOISE, position + n_accepted)))
+                q = get_draft_probs(draft, n_accepted, self._one_hot)
+            tokens.append(
+                int(draw_residual(self._accepted_probs, q, vocab_size, kept_weight, seed, TARGET_NOISE, position + n_accepted))
+            )
         return tokens, n_accepted
 
 

@@ -1,4 +1,4 @@
-"""Claims about the project, tested as on a machine where nobody has set what Rich, Typer and the kernels read."""
+"""Tests; environment variables that Rich, Typer and the kernels read are unset."""
 
 import os
 

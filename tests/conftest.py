@@ -8,20 +8,21 @@ from typing import NamedTuple
 
 import pytest
 
-from specdec.config import Config
+from specdec.model_config import ModelConfig
 from specdec.tokenizer import Tokenizer
-from tests.tools.checkpoint_files import random_tensors, small_pieces, tame, write_checkpoint, write_tokenizer
+from tests.tools.checkpoint_files import random_tensors, restrict_to_pieces, small_pieces, write_checkpoint, write_tokenizer
 
 VOCAB = 300
-# Hundreds of processes are begun: what Python has compiled for one serves the others, also where that is not asked for.
+# The tests start hundreds of processes, which share compiled bytecode even if that is disabled.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 class Pair(NamedTuple):
-    """Paths of a target (version 0, 128 positions), a draft (version 1, 32 positions: it slides) and their tokenizer.
+    """Paths of a target (version 0, 128 positions), a draft (version 1, 32 positions, sliding window) and their tokenizer.
 
-    endless: the target with 100,000 positions. They write pieces alone (`tame`), so that a text ends by its length.
+    endless is the target with 100,000 positions. They generate pieces alone (`restrict_to_pieces`), so that only the length ends
+    an output.
     """
 
     target: Path
@@ -32,8 +33,8 @@ class Pair(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def no_calibration_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on what a text of another one took."""
-    monkeypatch.setattr("specdec.draft.calibration.folder", lambda: "")
+    """Keep calibration files of one test from others."""
+    monkeypatch.setattr("specdec.draft.cost_calibration.get_cache_dir", lambda: "")
 
 
 @pytest.fixture(scope="session")
@@ -43,18 +44,18 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_path: Path) -> Tokenizer:
-    """300 tokens, with multi-byte characters and [brackets]."""
+    """Return a tokenizer of 300 tokens, with multi-byte characters and [brackets]."""
     return Tokenizer(tokenizer_path)
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """The draft is the target's first layer, so that some of its proposals stand and some do not."""
+    """Write the pair; the draft is the target's first layer, so that some of its proposals are accepted and some are not."""
     folder = tmp_path_factory.mktemp("pair")
-    config = Config(64, 96, 3, 4, 2, VOCAB, 128, shared_classifier=False)
+    config = ModelConfig(64, 96, 3, 4, 2, VOCAB, 128, shared_classifier=False)
     target = random_tensors(config, seed=1, scale=0.1)
     target["tok_emb"] *= 10
-    target = tame(target)
+    target = restrict_to_pieces(target)
     per_layer = ("rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")
     draft = {name: tensor[:1] if name in per_layer else tensor for name, tensor in target.items()}
     return Pair(

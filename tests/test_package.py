@@ -1,4 +1,4 @@
-"""The package: which folder imports which, by which names, and what a fresh clone promises."""
+"""Structure of the package: allowed imports, sizes of files and functions, entry points, and the distribution."""
 
 import ast
 import functools
@@ -21,47 +21,51 @@ else:
 ROOT = Path(__file__).parents[1]
 DISTRIBUTION = "specdec-cpu"
 PACKAGE = ROOT / "specdec"
-LONGEST_FILE = 600  # lines
-# Folders and files of the package, top to bottom, and which of the others each imports. Whatever the order, no two modules import
-# each other (`test_no_module_imports_itself_through_others`).
+MAX_FILE_LINES = 700
+# Folders and files of the package from top to bottom, and the others that each imports. Modules never import each other in a
+# cycle (`test_no_module_imports_itself_through_others`).
 MAY_IMPORT = {
     "__main__": {"cli"},
-    "specdec": {"decoder", "engine", "text", "loaders", "model", "sampling", "tokenizer"},
+    "specdec": {"speculative_decoder", "engine", "text", "loaders", "model", "sampling", "tokenizer"},
     "cli": {
-        "specdec", "ui", "server", "bench", "decoder", "draft", "engine", "text", "verification", "loaders", "model", "config",
-        "sampling", "tokenizer", "runtime", "validation",
+        "specdec", "ui", "server", "bench", "speculative_decoder", "draft", "engine", "text", "verification", "loaders",
+        "model", "model_config", "sampling", "tokenizer", "runtime", "argument_checks",
     },
-    "ui": {"bench", "engine", "text", "loaders", "runtime", "validation"},
-    "server": {"decoder", "engine", "text", "model", "sampling", "kernels", "tokenizer", "runtime", "validation"},
-    "bench": {"decoder", "draft", "engine", "heads", "model", "config", "sampling", "quant", "kernels", "runtime"},
-    "decoder": {"draft", "engine", "text", "verification", "loaders", "model", "sampling", "tokenizer", "runtime"},
+    "ui": {"bench", "engine", "text", "loaders", "runtime", "argument_checks"},
+    "server": {
+        "speculative_decoder", "engine", "text", "model", "sampling", "kernels", "tokenizer", "runtime", "argument_checks",
+    },
+    "bench": {
+        "speculative_decoder", "draft", "engine", "heads", "model", "model_config", "sampling", "quant", "kernels", "runtime",
+    },
+    "speculative_decoder": {"draft", "engine", "text", "verification", "loaders", "model", "sampling", "tokenizer", "runtime"},
     "draft": {
-        "engine", "text", "verification", "loaders", "heads", "model", "layers", "config", "sampling", "quant", "kernels",
-        "tokenizer", "runtime", "validation",
+        "engine", "text", "verification", "loaders", "heads", "model", "layers", "model_config", "sampling", "quant",
+        "kernels", "tokenizer", "runtime", "argument_checks",
     },
     "engine": {
-        "server", "decoder", "draft", "text", "verification", "model", "layers", "sampling", "kernels", "runtime",
-        "validation",
+        "server", "speculative_decoder", "draft", "text", "verification", "model", "layers", "sampling", "kernels", "runtime",
+        "argument_checks",
     },
-    "text": {"engine", "verification", "loaders", "families", "sampling", "tokenizer", "validation"},
+    "text": {"engine", "verification", "loaders", "families", "sampling", "tokenizer", "argument_checks"},
     "verification": {"sampling", "runtime"},
-    "loaders": {"families", "model", "layers", "config", "quant", "tokenizer", "runtime", "validation"},
-    "families": {"heads", "layers", "config"},
-    "heads": {"draft", "model", "layers", "config", "quant", "kernels", "runtime", "validation"},
-    "model": {"heads", "layers", "config", "kernels", "runtime", "validation"},
-    "layers": {"config", "quant", "kernels", "runtime"},
-    "config": set(),
-    "sampling": {"kernels", "runtime", "validation"},
+    "loaders": {"families", "model", "layers", "model_config", "quant", "tokenizer", "runtime", "argument_checks"},
+    "families": {"heads", "layers", "model_config"},
+    "heads": {"draft", "model", "layers", "model_config", "quant", "kernels", "runtime", "argument_checks"},
+    "model": {"heads", "layers", "model_config", "kernels", "runtime", "argument_checks"},
+    "layers": {"model_config", "quant", "kernels", "runtime"},
+    "model_config": set(),
+    "sampling": {"kernels", "runtime", "argument_checks"},
     "quant": {"runtime"},
     "kernels": {"runtime"},
-    "tokenizer": {"validation"},
+    "tokenizer": {"argument_checks"},
     "runtime": set(),
-    "validation": set(),
+    "argument_checks": set(),
 }  # fmt: skip
 OUTSIDE = {
     "cli": {"typer", "rich"},
     "ui": {"rich"},
-    "decoder": {"typing_extensions"},  # mypy's own: nothing imports it at run time
+    "speculative_decoder": {"typing_extensions"},  # for mypy; not imported at run time
     "server": {"h11", "numpy", "starlette", "uvicorn"},
     "engine": {"numpy"},
     "bench": {"numpy", "rich"},
@@ -69,7 +73,7 @@ OUTSIDE = {
     "text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "loaders": {"numpy", "huggingface_hub"},
     "families": {"numpy"},
-    "config": {"numpy"},
+    "model_config": {"numpy"},
     "heads": {"numpy"},
     "model": {"numpy"},
     "layers": {"numpy"},
@@ -77,7 +81,7 @@ OUTSIDE = {
     "kernels": {"numpy"},
     "quant": {"numba", "numpy", "llvmlite"},  # llvmlite comes with numba
     "runtime": {"numba", "numpy", "llvmlite"},
-    "validation": {"numpy"},
+    "argument_checks": {"numpy"},
 }
 
 
@@ -94,7 +98,7 @@ MODULES = modules()
 
 
 @functools.cache
-def tree_of(module: str) -> ast.Module:
+def parse_module(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
@@ -102,7 +106,7 @@ def tree_of(module: str) -> ast.Module:
 def imports(module: str) -> tuple[set[str], set[str]]:
     """Return the modules of the package and the other packages that a module imports, anywhere in its file."""
     inside, outside = set(), set()
-    for node in ast.walk(tree_of(module)):
+    for node in ast.walk(parse_module(module)):
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -119,20 +123,20 @@ def imports(module: str) -> tuple[set[str], set[str]]:
     return inside, outside - set(sys.stdlib_module_names) - {"specdec"}
 
 
-def folder_of(module: str) -> str:
+def get_folder(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_every_module_is_in_a_known_folder() -> None:
-    assert set(map(folder_of, MODULES)) == set(MAY_IMPORT)
+def test_every_module_is_in_known_folder() -> None:
+    assert set(map(get_folder, MODULES)) == set(MAY_IMPORT)
 
 
 def test_folders_import_only_what_they_may() -> None:
     used: dict[str, set[str]] = {name: set() for name in MAY_IMPORT}
     for module in MODULES:
         inside, outside = imports(module)
-        used[folder_of(module)] |= set(map(folder_of, inside)) - {folder_of(module)}
-        assert outside <= OUTSIDE.get(folder_of(module), set()), module
+        used[get_folder(module)] |= set(map(get_folder, inside)) - {get_folder(module)}
+        assert outside <= OUTSIDE.get(get_folder(module), set()), module
     assert used == MAY_IMPORT
 
 
@@ -141,71 +145,73 @@ def test_no_module_imports_itself_through_others() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_nobody_imports_what_no_other_room_may_see() -> None:
+def test_private_names_are_not_imported() -> None:
     for module in MODULES:
-        for node in ast.walk(tree_of(module)):
+        for node in ast.walk(parse_module(module)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("specdec"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
                 assert not private, f"{module} imports {private}"
 
 
-def test_a_file_is_read_in_a_sitting() -> None:
+def test_files_are_short() -> None:
     lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
-    assert {module: n for module, n in lengths.items() if n > LONGEST_FILE} == {}
+    assert {module: n for module, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
-LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 8
 TOO_LARGE = {
-    "decoder.__init__",  # what users name
-    "sampling.draw",  # called at every token: numba looks at a record's fields one by one
-    "runtime.tile.emit", "runtime.tile.float_body", "quant.grouped.emit", "quant.grouped.group_body",  # LLVM code
+    "speculative_decoder.__init__",  # the public options
+    "sampling.draw",  # called at every token; numba unpacks a record's fields one by one
+    "runtime.matmul_tile.emit", "runtime.matmul_tile.make_float_tile_body",  # LLVM code
+    "quant.groupwise.emit", "quant.groupwise.make_group_tile_body",
 }  # fmt: skip
 
 
-def too_large(tree: ast.Module) -> set[str]:
-    """Functions of too many lines, or of too many parameters beside the object that they are of."""
+def find_too_large(tree: ast.Module) -> set[str]:
+    """Return the functions with too many lines, docstrings not counted, or too many parameters besides self or cls."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             names = [parameter.arg for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             n = len(names) - (names[:1] in (["self"], ["cls"]))
-            if n > MOST_PARAMETERS or (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION:
+            n_doc_lines = len(ast.get_docstring(node, clean=False).splitlines()) if ast.get_docstring(node) else 0
+            if n > MAX_PARAMETERS or (node.end_lineno or 0) - node.lineno - n_doc_lines >= MAX_FUNCTION_LINES:
                 found.add(node.name)
     return found
 
 
-def test_a_function_fits_a_screen_and_a_head() -> None:
-    found = {f"{module}.{name}" for module in MODULES for name in too_large(tree_of(module))}
+def test_functions_are_short_with_few_parameters() -> None:
+    found = {f"{module}.{name}" for module in MODULES for name in find_too_large(parse_module(module))}
     assert found == TOO_LARGE, found ^ TOO_LARGE
 
 
-def test_a_function_that_is_too_large_is_found() -> None:
-    lines, parameters = "    pass\n" * LONGEST_FUNCTION, ", ".join(f"p{i}" for i in range(MOST_PARAMETERS))
+def test_too_large_function_is_found() -> None:
+    lines, parameters = "    pass\n" * MAX_FUNCTION_LINES, ", ".join(f"p{i}" for i in range(MAX_PARAMETERS))
     for source, found in (
         (f"def long():\n{lines}", {"long"}), (f"def long():\n{lines[9:]}", set()),
         (f"def wide({parameters}, *, p): ...", {"wide"}), (f"def wide(self, {parameters}): ...", set()),
     ):  # fmt: skip
-        assert too_large(ast.parse(source)) == found
+        assert find_too_large(ast.parse(source)) == found
 
 
-def test_the_wheel_holds_the_package_and_the_embedded_models() -> None:
+def test_wheel_contains_package_and_embedded_models() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["only-include"][0] == "specdec" and wheel["sources"] == {"models": "specdec/models"}
     assert all((ROOT / name).exists() for name in wheel["only-include"])
 
 
-def test_the_distribution_has_a_name_of_its_own_and_brings_the_command_and_the_package() -> None:
-    """On PyPI `specdec` is another project's."""
+def test_distribution_name_command_and_package() -> None:
+    """The name `specdec` on PyPI belongs to another project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == DISTRIBUTION
-    assert project["scripts"] == {"specdec": "specdec.cli.entry:main"}
+    assert project["scripts"] == {"specdec": "specdec.cli.bootstrap:main"}
     assert project["optional-dependencies"]["chat"] == [f"{DISTRIBUTION}[hub]"]
     assert "on no package index: `specdec` on PyPI is another project" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_continuous_integration_types_what_the_readme_says() -> None:
-    """.ci/run all of it, in a clone of its own; the workflow, whose systems differ, the last command."""
+def test_ci_runs_commands_of_readme() -> None:
+    """.ci/run runs all of them in a fresh clone; the workflow, on other systems, the last one."""
     mark = "<!-- typed in a fresh clone -->"
     typed = [part.split("```")[1] for part in (ROOT / "README.md").read_text(encoding="utf-8").split(mark)[1:]]
     assert typed[0].startswith("sh\npython3 -m venv .venv && ")
@@ -214,17 +220,17 @@ def test_continuous_integration_types_what_the_readme_says() -> None:
     assert mark in (ROOT / ".ci/run").read_text(encoding="utf-8")
 
 
-# Ways in
+# Entry points
 
-AT_EXIT = """
+DUMP_MODULES = """
 import atexit, json, os, sys
-def tell():
-    with open(os.environ["TELL"], "w") as file:
+def dump():
+    with open(os.environ["DUMP_PATH"], "w") as file:
         json.dump({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}, file)
-atexit.register(tell)
+atexit.register(dump)
 """
 LIBRARY = ["-c", "import specdec; specdec.SpeculativeDecoder; specdec.Transformer"]
-WAYS_IN = {
+ENTRY_POINTS = {
     "script": (["specdec.py", "--help"], True),
     "script by its path": ([str(ROOT / "specdec.py"), "--help"], False),
     "module": (["-m", "specdec", "--help"], True),
@@ -236,60 +242,60 @@ WAYS_IN = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS_IN)
-def test_every_way_in_agrees_on_the_names_of_the_modules(way: str, tmp_path: Path) -> None:
-    arguments, in_checkout = WAYS_IN[way]
-    if way.startswith("installed") and not is_installed():
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_every_entry_point_uses_same_module_names(entry_point: str, tmp_path: Path) -> None:
+    arguments, in_checkout = ENTRY_POINTS[entry_point]
+    if entry_point.startswith("installed") and not is_installed():
         pytest.skip("specdec is not installed")
-    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TELL": str(tmp_path / "told")}
+    (tmp_path / "sitecustomize.py").write_text(DUMP_MODULES)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "DUMP_PATH": str(tmp_path / "modules.json")}
     cwd = ROOT if in_checkout else tmp_path
-    warnings = ["-W", "error", "-W", "ignore::DeprecationWarning"]  # an older Typer's of a newer Click
+    warnings = ["-W", "error", "-W", "ignore::DeprecationWarning"]  # by older Typers with a newer Click
     done = subprocess.run([sys.executable, *warnings, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    loaded = json.loads((tmp_path / "told").read_text())
-    home = Path(loaded["specdec.decoder"]).parent
+    loaded = json.loads((tmp_path / "modules.json").read_text())
+    home = Path(loaded["specdec.speculative_decoder"]).parent
     files = {home / path.relative_to(PACKAGE): f"specdec.{name}" for name, path in MODULES.items()} | {
         home / "__init__.py": "specdec"
     }
     ours = {name: files[Path(path)] for name, path in loaded.items() if path and Path(path) in files and name != "__main__"}
     assert [*ours] == [*ours.values()]
     assert {name for name in loaded if name.startswith("specdec.")} < set(ours)
-    if "ibrary" in way:
+    if "ibrary" in entry_point:
         assert not {"typer", "rich"} & set(loaded)
     else:
-        assert "specdec.cli.main" in ours
+        assert "specdec.cli.app" in ours
 
 
-ONE_COMMANDS = {
-    "bench.random_weights",
+SINGLE_COMMAND_MODULES = {
+    "bench.layer_speed",
     "bench.sweep",
     "server.app",
     "ui.chat",
     "ui.race",
     "ui.sweep_report",
-    "cli.model_catalog",
+    "cli.installed_models",
 }
 
 
-def test_a_run_loads_nothing_that_others_need(tmp_path: Path) -> None:
-    """Once what it needs is compiled: no compiler's knowledge of arrays, no judge of options, no command but its own."""
-    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TELL": str(tmp_path / "told")}
+def test_run_loads_no_modules_of_other_commands(tmp_path: Path) -> None:
+    """After the first run has compiled: no numba typing of arrays, no pydantic, and no modules of other commands."""
+    (tmp_path / "sitecustomize.py").write_text(DUMP_MODULES)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "DUMP_PATH": str(tmp_path / "modules.json")}
     command = [sys.executable, "specdec.py", "Once upon a time", "--plain", "-n", "30", "-t", "0.5"]
     for _ in range(2):
         subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
-    loaded = set(json.loads((tmp_path / "told").read_text()))
+    loaded = set(json.loads((tmp_path / "modules.json").read_text()))
     assert not {"pydantic", "numba.np.arrayobj", "numba.cpython.unicode", "numpy.ma", "rich.markdown"} & loaded
-    assert set(MODULES) > ONE_COMMANDS and not {f"specdec.{name}" for name in ONE_COMMANDS} & loaded
+    assert set(MODULES) > SINGLE_COMMAND_MODULES and not {f"specdec.{name}" for name in SINGLE_COMMAND_MODULES} & loaded
 
 
-COLLECTED = """
+CHECK_GC = """
 import gc, sys
-from specdec.cli.entry import main
+from specdec.cli.bootstrap import main
 early = []
 gc.collect()
-gc.callbacks.append(lambda *_: early.append(not hasattr(sys.modules.get("specdec.cli.main"), "main")))
+gc.callbacks.append(lambda *_: early.append(not hasattr(sys.modules.get("specdec.cli.app"), "main")))
 sys.argv = ["specdec", "--help"]
 try:
     main()
@@ -298,8 +304,8 @@ finally:
 """
 
 
-def test_nothing_is_collected_while_the_command_loads_and_again_behind_it() -> None:
-    done = subprocess.run([sys.executable, "-c", COLLECTED], cwd=ROOT, capture_output=True, text=True, check=True)
+def test_garbage_collection_is_off_while_command_loads() -> None:
+    done = subprocess.run([sys.executable, "-c", CHECK_GC], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1:] == ["False True True"]
 
 
@@ -310,26 +316,27 @@ def is_installed() -> bool:
         return False
 
 
-def test_what_is_installed_keeps_its_machine_code(tmp_path: Path) -> None:
+def test_installed_package_caches_machine_code(tmp_path: Path) -> None:
     if not is_installed():
         pytest.skip("specdec is not installed")
-    asked = "from specdec.runtime.code_cache import folder; import specdec; print(folder()); print(specdec.__file__)"
+    code = "from specdec.runtime.code_cache import get_cache_dir; import specdec; print(get_cache_dir()); print(specdec.__file__)"
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-    done = subprocess.run([sys.executable, "-c", asked], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     folder, package = done.stdout.splitlines()
     assert folder and Path(package).parent != ROOT
 
 
-def test_an_installation_puts_one_package_on_the_path() -> None:
-    """Hugging Face publishes a top-level package `kernels`; nothing of ours may lie where it is looked for."""
+def test_installation_adds_one_top_level_package() -> None:
+    """Hugging Face publishes a top-level package `kernels`, which our files must not shadow."""
     if not is_installed():
         pytest.skip("specdec is not installed")
     files = metadata.files(DISTRIBUTION) or []
     tops = {file.parts[0] for file in files}
-    assert {top for top in tops if not top.endswith(".dist-info") and top != ".."} == {"specdec"}
+    package = {top for top in tops if not top.endswith(".dist-info") and top != ".."}
+    assert package in ({"specdec"}, {"_specdec_cpu.pth"})  # the second is an editable installation
 
 
-def test_the_library_shows_its_own_names_and_no_others() -> None:
+def test_library_exposes_only_its_public_names() -> None:
     import specdec
 
     assert dir(specdec) == sorted(specdec.__all__)

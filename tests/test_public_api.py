@@ -1,4 +1,4 @@
-"""The library as somebody uses it: prompts, stop strings, streamed text, what a result and an object say of themselves."""
+"""The public API: prompts, stop strings, streamed text, results, and the representation of objects."""
 
 import contextlib
 import doctest
@@ -11,11 +11,11 @@ import re
 import pytest
 
 import specdec
-from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Step, TemplateError, validation
-from specdec.loaders.model_lookup import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.text.detokenizer import Until, Wording, worded
+from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Step, TemplateError, argument_checks
+from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.text.detokenizer import EventDetokenizer, StopStringFilter, detokenize_events
 from specdec.tokenizer import FIRST_BYTE
-from tests.test_end_to_end import folder
+from tests.test_end_to_end import make_folder
 from tests.test_type_checking import documented_examples
 from tests.tools.hf_folders import FIXTURES
 
@@ -28,24 +28,24 @@ def decoder():
 
 
 @pytest.fixture(scope="module")
-def wild(pair):
-    """A pair that writes bytes of broken and unbroken characters."""
+def byte_decoder(pair):
+    """Return a decoder that generates bytes of broken and unbroken characters."""
     return SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=3, n_threads=1)
 
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory):
-    path = folder(tmp_path_factory.mktemp("talk") / "talker", positions=320)
+    path = make_folder(tmp_path_factory.mktemp("talk") / "talker", positions=320)
     (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
     (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
     return SpeculativeDecoder(path, n_threads=1)
 
 
-def texts_of(events):
+def get_texts(events):
     return [event.text for event in events if not isinstance(event, Proposal)]
 
 
-def test_the_example_in_the_docstring_runs():
+def test_the_docstring_example_runs():
     names = {name: getattr(specdec, name) for name in specdec.__all__}
     examples = doctest.DocTestFinder(recurse=False).find(SpeculativeDecoder, "example", globs=names)
     results = [doctest.DocTestRunner().run(example) for example in examples]
@@ -53,34 +53,34 @@ def test_the_example_in_the_docstring_runs():
     assert sum(result.failed for result in results) == 0
 
 
-def test_the_examples_of_the_documents_run():
+def test_the_examples_in_the_documentation_run():
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(documented_examples(), {})
-    told, streamed = out.getvalue().split("\n", 1)[0], out.getvalue()
-    assert told.startswith(",") and "Once upon a time" in streamed
+    first_line, output = out.getvalue().split("\n", 1)[0], out.getvalue()
+    assert first_line.startswith(",") and "Once upon a time" in output
 
 
-def test_help_tells_what_the_package_is_and_which_names_are_its_library():
-    told = pydoc.plain(pydoc.render_doc(specdec))
-    assert "llama2.c" not in told.split("PACKAGE CONTENTS")[0]
-    assert "Everything else in the package may change with any version." in told
-    assert "class SpeculativeDecoder" in told and "temperature: float | None" in told
+def test_help_shows_the_package_and_its_public_names():
+    help_text = pydoc.plain(pydoc.render_doc(specdec))
+    assert "llama2.c" not in help_text.split("PACKAGE CONTENTS")[0]
+    assert "Everything else in the package may change with any version." in help_text
+    assert "class SpeculativeDecoder" in help_text and "temperature: float | None" in help_text
 
 
-def test_the_texts_of_steps_are_the_text_and_of_whole_characters(decoder, wild):
-    for one, seed in itertools.product((decoder, wild), range(15)):
+def test_step_texts_join_to_the_output_in_whole_characters(decoder, byte_decoder):
+    for one, seed in itertools.product((decoder, byte_decoder), range(15)):
         sampling = Sampling(1.5, seed=seed)
-        texts = texts_of(one.stream("", 60, sampling))
+        texts = get_texts(one.stream("", 60, sampling))
         generation = one.generate("", 60, sampling)
         assert "".join(texts) == generation.text
         assert generation.text == one.tokenizer.decode([*one.encode(""), *generation.tokens])
 
 
-def test_a_character_that_steps_divide_is_of_the_step_that_ends_it(tokenizer):
+def test_a_character_split_across_steps_belongs_to_the_last_of_them(tokenizer):
     first, second = (FIRST_BYTE + byte for byte in "é".encode())
     steps = [Step([token], [], 0, 0.0, 0.0) for token in (first, second)] + [Step([first], [], 0, 0.0, 0.0, "max_tokens")]
     events = iter([Prompt(tokenizer.encode("the"), 0.0), *steps])
-    assert texts_of(worded(events, Wording(tokenizer))) == [
+    assert get_texts(detokenize_events(events, EventDetokenizer(tokenizer))) == [
         "the",
         "",
         "é",
@@ -88,7 +88,7 @@ def test_a_character_that_steps_divide_is_of_the_step_that_ends_it(tokenizer):
     ]
 
 
-def test_a_generation_has_its_tokens_and_its_continuation(decoder):
+def test_a_generation_has_tokens_and_continuation(decoder):
     generation = decoder.generate(PROMPT, 30, seed=1)
     text, statistics = generation
     assert text == generation.text == PROMPT + generation.continuation
@@ -97,25 +97,25 @@ def test_a_generation_has_its_tokens_and_its_continuation(decoder):
     assert pickle.loads(pickle.dumps(generation)) == generation
 
 
-def test_a_prompt_may_be_ids(decoder):
+def test_a_prompt_may_be_token_ids(decoder):
     tokens = decoder.encode(PROMPT)
     expected = decoder.generate(PROMPT, 20, seed=2)
-    for prompt in (tokens, tuple(tokens), validation.ids("prompt", tokens)):
-        got = decoder.generate(prompt, 20, seed=2)
-        assert (got.text, got.tokens) == (expected.text, expected.tokens)
+    for prompt in (tokens, tuple(tokens), argument_checks.check_ints("prompt", tokens)):
+        drafted = decoder.generate(prompt, 20, seed=2)
+        assert (drafted.text, drafted.tokens) == (expected.text, expected.tokens)
     assert decoder.generate(tokens + expected.tokens[:5], 15, seed=2).text == expected.text
 
 
 @pytest.mark.parametrize(
-    ("prompt", "kind"),
+    ("prompt", "error"),
     [([], ValueError), ([1024], ValueError), ([-1], ValueError), ([1.0], TypeError), (["a"], TypeError), ({1: 2}, TypeError)],
 )
-def test_ids_that_are_none_are_refused(decoder, prompt, kind):
-    with pytest.raises(kind, match="prompt"):
+def test_bad_token_ids_are_refused(decoder, prompt, error):
+    with pytest.raises(error, match="prompt"):
         decoder.stream(prompt)
 
 
-def test_a_sampling_and_keywords_mean_the_same(decoder):
+def test_sampling_and_keywords_are_equivalent(decoder):
     sampling = Sampling(0.7, 5, 0.8, 3)
     expected = decoder.generate(PROMPT, 20, sampling).text
     assert decoder.generate(PROMPT, 20, temperature=0.7, top_k=5, top_p=0.8, seed=3).text == expected
@@ -129,7 +129,7 @@ def test_a_sampling_and_keywords_mean_the_same(decoder):
         decoder.generate(PROMPT, 20, heat=3)
 
 
-def test_where_no_draft_is_named_n_grams_draft_and_the_text_is_the_same(decoder):
+def test_ngrams_are_the_default_draft_and_change_no_output(decoder):
     drafted = SpeculativeDecoder(decoder.target, tokenizer=decoder.tokenizer, gamma=4)
     alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
     prompt = "Tim ran. Tim ran. Tim ran. Tim"
@@ -141,84 +141,96 @@ def test_where_no_draft_is_named_n_grams_draft_and_the_text_is_the_same(decoder)
 # Conversations
 
 
-TALK = [{"role": "user", "content": "Where did the robin go?"}]
+CONVERSATION = [{"role": "user", "content": "Where did the robin go?"}]
 
 
-def test_an_answer_is_the_text_alone_and_what_chat_streams(talking):
-    answer = talking.answer(TALK, 12, seed=3)
-    events = list(talking.chat(TALK, 12, Sampling(seed=3)))
-    assert answer.text == answer.continuation == "".join(texts_of(events)) != ""
+def test_answer_returns_the_text_that_chat_streams(talking):
+    answer = talking.answer(CONVERSATION, 12, seed=3)
+    events = list(talking.chat(CONVERSATION, 12, Sampling(seed=3)))
+    assert answer.text == answer.continuation == "".join(get_texts(events)) != ""
     assert "robin" not in answer.text
-    assert events[0].tokens == talking.encode_chat(TALK) and answer.statistics.n_prompt == len(events[0].tokens)
-    assert answer.tokens == talking.generate(talking.encode_chat(TALK), 12, seed=3).tokens
-    assert talking.answer(TALK, 12, Sampling(0.7), seed=3).tokens == talking.answer(TALK, 12, temperature=0.7, seed=3).tokens
+    assert events[0].tokens == talking.encode_chat(CONVERSATION) and answer.statistics.n_prompt == len(events[0].tokens)
+    assert answer.tokens == talking.generate(talking.encode_chat(CONVERSATION), 12, seed=3).tokens
+    assert (
+        talking.answer(CONVERSATION, 12, Sampling(0.7), seed=3).tokens
+        == talking.answer(CONVERSATION, 12, temperature=0.7, seed=3).tokens
+    )
 
 
-def test_a_model_without_a_chat_template_is_refused_at_the_call(decoder):
-    for ask in (decoder.chat, decoder.answer, decoder.encode_chat):
+def test_a_missing_chat_template_is_an_error_at_the_call(decoder):
+    for call in (decoder.chat, decoder.answer, decoder.encode_chat):
         with pytest.raises(TemplateError, match=r"stories6M\.bin has no chat template; name one .* llama2"):
-            ask(TALK)
+            call(CONVERSATION)
     named = SpeculativeDecoder(DEFAULT_TARGET, None, template="llama2")
-    assert named.encode_chat(TALK) == decoder.encode(f"[INST] {TALK[0]['content']} [/INST]")
+    assert named.encode_chat(CONVERSATION) == decoder.encode(f"[INST] {CONVERSATION[0]['content']} [/INST]")
 
 
 # Stop strings
 
 
 @pytest.mark.parametrize("stop", ["Lily", "ily", ". ", "\n", "she l", [" wi", "Lil"], "named Lily. She", "e"])
-def test_a_text_ends_before_a_stop_string_whatever_drafted(decoder, stop):
-    """One that tokens and steps divide, too; and the tokens are the same with any draft."""
+def test_output_ends_before_a_stop_string_with_any_draft(decoder, stop):
+    """Also if the string is split across tokens and steps; the tokens are the same with any draft."""
     plain = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
-    stops = [stop] if isinstance(stop, str) else stop
+    stop_strings = [stop] if isinstance(stop, str) else stop
     for seed in range(3):
         sampling = Sampling(0.8, seed=seed)
-        whole = plain.generate(PROMPT, 60, sampling).continuation
-        at = min((whole.find(each) for each in stops if each in whole), default=len(whole))
+        full = plain.generate(PROMPT, 60, sampling).continuation
+        end = min((full.find(each) for each in stop_strings if each in full), default=len(full))
         alone = plain.generate(PROMPT, 60, sampling, stop=stop)
-        got = decoder.generate(PROMPT, 60, sampling, stop=stop)
-        assert got.continuation == alone.continuation == whole[:at]
-        assert got.tokens == alone.tokens
-        assert got.statistics.stop_reason == ("stop" if at < len(whole) else "max_tokens")
-        assert got.statistics.n_generated == len(got.tokens)
+        drafted = decoder.generate(PROMPT, 60, sampling, stop=stop)
+        assert drafted.continuation == alone.continuation == full[:end]
+        assert drafted.tokens == alone.tokens
+        assert drafted.statistics.stop_reason == ("stop" if end < len(full) else "max_tokens")
+        assert drafted.statistics.n_generated == len(drafted.tokens)
 
 
-def test_nothing_of_a_stop_string_is_streamed(decoder):
+def test_no_part_of_a_stop_string_is_streamed(decoder):
     events = list(decoder.stream(PROMPT, 100, Sampling(0), stop=" toys and"))
-    said = "".join(texts_of(events))
-    assert said.endswith("with her")
+    text = "".join(get_texts(events))
+    assert text.endswith("with her")
     assert events[-1].stop_reason == "stop"
-    assert decoder.generate(said + " toys", 10, temperature=0, stop=" and").continuation == ""
+    assert decoder.generate(text + " toys", 10, temperature=0, stop=" and").continuation == ""
 
 
-def test_what_only_begins_a_stop_string_is_told_after_all():
-    until = Until(["abcd", "bx"])
-    assert [until.push(piece) for piece in ("zab", "c", "e", "ab", "", "b", "x", "y")] == ["z", "", "abce", "", "", "ab", "", ""]
-    assert until.found is not None
-    assert until.end() == ""
-    until = Until(["ab"])
-    assert (until.push("a"), until.end(), until.found is not None) == ("", "a", False)
+def test_a_partial_stop_string_is_emitted_once_it_cannot_match():
+    stop_filter = StopStringFilter(["abcd", "bx"])
+    assert [stop_filter.push(piece) for piece in ("zab", "c", "e", "ab", "", "b", "x", "y")] == [
+        "z",
+        "",
+        "abce",
+        "",
+        "",
+        "ab",
+        "",
+        "",
+    ]
+    assert stop_filter.found is not None
+    assert stop_filter.flush() == ""
+    stop_filter = StopStringFilter(["ab"])
+    assert (stop_filter.push("a"), stop_filter.flush(), stop_filter.found is not None) == ("", "a", False)
 
 
-def test_a_prompt_may_hold_a_stop_string(decoder):
+def test_a_prompt_may_contain_a_stop_string(decoder):
     assert decoder.generate("Lily and Tim", 5, stop="Lily and Tim").statistics.n_generated == 5
 
 
-@pytest.mark.parametrize(("stop", "kind"), [("", ValueError), (["a", ""], ValueError), (5, TypeError), ([5], TypeError)])
-def test_a_stop_that_is_no_string_is_refused(decoder, stop, kind):
-    with pytest.raises(kind, match="stop"):
+@pytest.mark.parametrize(("stop", "error"), [("", ValueError), (["a", ""], ValueError), (5, TypeError), ([5], TypeError)])
+def test_a_bad_stop_string_is_refused(decoder, stop, error):
+    with pytest.raises(error, match="stop"):
         decoder.stream(PROMPT, 5, stop=stop)
 
 
-# What objects say of themselves
+# Representation of objects
 
 
-def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
-    shown = {name for name in dir(decoder) if not name.startswith("_")}
+def test_a_decoder_has_no_other_public_names(decoder):
+    names = {name for name in dir(decoder) if not name.startswith("_")}
     calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "stream", "warm_up"}
     calls |= {"json_object", "json_schema", "regex"}
     models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
-    for_many_texts = {"team", "text", "tuning"}  # of whoever lets texts share passes
-    assert shown == calls | models | for_many_texts | {
+    for_scheduler = {"bundle", "make_sequence", "autotuner"}  # for the server's scheduler
+    assert names == calls | models | for_scheduler | {
         "gamma",
         "verify",
         "tree",
@@ -229,9 +241,9 @@ def test_a_decoder_shows_what_is_its_users_and_nothing_else(decoder):
     }
 
 
-def test_objects_say_what_they_are(decoder):
-    said = repr(decoder)
-    assert "target=<llama of 7 layers x 288, 1024 tokens, fp32>" in said
-    assert "gamma=4, verify='coupled'" in said
+def test_objects_have_a_meaningful_repr(decoder):
+    text = repr(decoder)
+    assert "target=<llama of 7 layers x 288, 1024 tokens, fp32>" in text
+    assert "gamma=4, verify='coupled'" in text
     assert re.fullmatch(r"<Tokenizer of 1024 tokens, .*tok1024.bin>", repr(decoder.tokenizer))
     assert "'ngram'" in repr(SpeculativeDecoder(decoder.target, "ngram", decoder.tokenizer))

@@ -1,4 +1,4 @@
-"""mypy over the package, and over code that uses it."""
+"""mypy over the package, and over user code."""
 
 import os
 import re
@@ -12,17 +12,19 @@ from tests.test_package import ROOT, modules
 
 
 def documented_examples() -> str:
-    """What the documents show of the library."""
+    """Return the Python examples of the documentation."""
     pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md"))
     blocks = re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     return "\n".join(blocks)
 
 
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="an older numpy, as Python 3.10 has, tells fewer types")
-def test_mypy_finds_nothing_in_any_module_and_a_misspelt_setting_in_who_uses_them(tmp_path):
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="older numpy versions, as on Python 3.10, have fewer types"
+)
+def test_mypy_accepts_package_and_finds_misspelled_setting_in_user_code(tmp_path):
     (tmp_path / "user.py").write_text(f"{documented_examples()}\ndecoder.generate('x', temprature=1)\n")
-    cache = ROOT / ".mypy_cache" if os.access(ROOT, os.W_OK) else os.devnull  # what has not changed is not read again
+    cache = ROOT / ".mypy_cache" if os.access(ROOT, os.W_OK) else os.devnull  # speeds up repeated runs
     options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", cache]
     command = [sys.executable, "-m", "mypy", *options, "-p", "specdec", "-m", "user"]
     environment = os.environ | {"MYPYPATH": str(tmp_path)}

@@ -1,1 +1,1 @@
-"""Measuring: the target beside the pair, settings beside each other, passes beside the memory. No terminals."""
+"""Benchmarks: speculation against the target alone, settings against each other, and passes against memory bandwidth."""

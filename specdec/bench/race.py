@@ -1,4 +1,4 @@
-"""The target alone against the pair on one text, each measured by itself: neither disturbs the other. Knows no terminals."""
+"""The target alone against the pair on one output, each run separately, so that neither slows the other down."""
 
 import itertools
 import json
@@ -8,70 +8,85 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoder import SpeculativeDecoder
-from specdec.engine.decoding import Event, Statistics, Step
+from specdec.engine.decode_loop import Event, Statistics, Step
 from specdec.sampling import Sampling
+from specdec.speculative_decoder import SpeculativeDecoder
 
-MOST_ROUNDS = 5
-ENOUGH_SECONDS = 3.0  # of running, after which no other round begins
+MAX_ROUNDS = 5
+MAX_MEASURE_S = 3.0  # no round begins after that time
 
 
 @dataclass
-class Lane:
-    """A text as one of several wrote it: all events of a run, and their sums."""
+class RecordedRun:
+    """The events of one run, and their statistics."""
 
     events: list[Event] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
 
     def add(self, event: Event) -> None:
+        """Add an event."""
         self.events.append(event)
         self.statistics.add(event)
 
     @property
-    def written(self) -> tuple[list[int], str | None]:
-        """What two runs must have in common: the tokens, and why they ended."""
+    def output(self) -> tuple[list[int], str | None]:
+        """The tokens and the stop reason, which must be equal between runs."""
         return self.tokens, self.statistics.stop_reason
 
     @property
     def steps(self) -> list[Step]:
+        """The steps."""
         return [event for event in self.events if isinstance(event, Step)]
 
     @property
     def tokens(self) -> list[int]:
-        """What was written behind the prompt."""
+        """The generated tokens."""
         return [token for step in self.steps for token in step.tokens]
 
     @property
-    def ends(self) -> list[float]:
-        """Seconds from the beginning of the first step to the end of each, as they were measured."""
+    def end_seconds(self) -> list[float]:
+        """The measured end of each step, in seconds from the beginning of the first."""
         return list(itertools.accumulate(step.seconds for step in self.steps))
 
 
 @dataclass
 class Race:
-    """The fastest run of each of the two. is_same_text: whether all runs of both wrote the same tokens and ended alike."""
+    """The fastest run of the target alone and of the pair.
 
-    alone: Lane
-    pair: Lane
+    Attributes:
+        alone: Fastest run of the target alone.
+        pair: Fastest run of the pair.
+        n_rounds: Number of runs of each.
+        is_same_text: Whether all runs of both have the same tokens and stop reason.
+    """
+
+    alone: RecordedRun
+    pair: RecordedRun
     n_rounds: int
     is_same_text: bool
 
     @property
-    def ratio(self) -> float:
-        """Tokens a second of the pair over those of the target alone; 0 where nothing was written."""
+    def speedup(self) -> float:
+        """The tokens per second of the pair relative to the target alone; 0 if nothing was generated."""
         plain = self.alone.statistics.tokens_per_second
         return self.pair.statistics.tokens_per_second / plain if plain else 0.0
 
     @property
-    def sentence(self) -> str:
-        """What came of it: "same text, letter for letter; 2.9 times as fast"."""
+    def summary(self) -> str:
+        """The result, such as "same text, letter for letter; 2.9 times as fast"."""
         same = "same text, letter for letter" if self.is_same_text else "another text"
-        return f"{same}; {self.ratio:.{1 if self.ratio >= 1 else 2}f} times as fast" if self.ratio else same
+        return f"{same}; {self.speedup:.{1 if self.speedup >= 1 else 2}f} times as fast" if self.speedup else same
 
-    def report(self, alone: str, pair: str, width: int | None = None) -> list[str]:
-        """The figures of both behind their names, a line each; in lines of that width under them, where they are longer."""
+    def format_lines(self, alone: str, pair: str, width: int | None = None) -> list[str]:
+        """Return one line of statistics for each run; if they exceed `width`, they are wrapped below the names.
+
+        Args:
+            alone: Name of the target alone.
+            pair: Name of the pair.
+            width: Columns of the terminal, None for any.
+        """
         rows = [
-            (name, f"{s.n_generated:,}", f"{s.target_passes:,}", seconds_told(s.decode_seconds), f"{s.tokens_per_second:,.0f}")
+            (name, f"{s.n_generated:,}", f"{s.target_passes:,}", format_seconds(s.decode_seconds), f"{s.tokens_per_second:,.0f}")
             for name, s in ((alone, self.alone.statistics), (pair, self.pair.statistics))
         ]
         longest = max(len(alone), len(pair))
@@ -81,22 +96,22 @@ class Race:
         ]
         if width is None or max(map(len, lines)) <= width:
             return lines
-        told = list[str]()
-        for name, *figures in rows:
-            words = "{} tokens, {} passes, {}, {} tok/s".format(*figures)
-            told += [name, *textwrap.wrap(words, max(width, 1), initial_indent="  ", subsequent_indent="  ")]
-        return told
+        wrapped = list[str]()
+        for name, *values in rows:
+            line = "{} tokens, {} passes, {}, {} tok/s".format(*values)
+            wrapped += [name, *textwrap.wrap(line, max(width, 1), initial_indent="  ", subsequent_indent="  ")]
+        return wrapped
 
-    def figures(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as a dict for JSON."""
         sides = {"alone": self.alone.statistics, "pair": self.pair.statistics}
         names = ("n_generated", "target_passes", "decode_seconds", "tokens_per_second")
-        told = {side: {name: getattr(s, name) for name in names} for side, s in sides.items()}
-        return {**told, "ratio": self.ratio or None, "same_text": self.is_same_text, "rounds": self.n_rounds}
+        fields = {side: {name: getattr(s, name) for name in names} for side, s in sides.items()}
+        return {**fields, "ratio": self.speedup or None, "same_text": self.is_same_text, "rounds": self.n_rounds}
 
 
-def seconds_told(seconds: float) -> str:
-    """Of 0.0462 "46 ms", of 4.62 "4.6 s"."""
+def format_seconds(seconds: float) -> str:
+    """Return 0.0462 as "46 ms" and 4.62 as "4.6 s"."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
@@ -105,31 +120,37 @@ def measure(
     prompt: str | Sequence[int],
     max_tokens: int,
     sampling: Sampling,
-    tell: Callable[[float], object] = lambda share: None,
+    on_progress: Callable[[float], object] = lambda share: None,
 ) -> Race:
-    """Both write the text in turns, and the fastest run of each counts; the prompt's own pass does not.
+    """Run the target alone and the pair in turns, and return the fastest run of each; prefill is not counted.
 
-    A text of a moment is written MOST_ROUNDS times by each, one of minutes once. tell: is told the share of the first round that
-    is done. The decoder is to be warm.
+    A short output is generated MAX_ROUNDS times by each, one that takes minutes once. The decoder must be warmed up.
+
+    Args:
+        decoder: The pair.
+        prompt: Text or tokens.
+        max_tokens: Limit of new tokens.
+        sampling: Sampling settings.
+        on_progress: Called with the completed fraction of the first round.
     """
     both = SpeculativeDecoder(decoder.target, None, decoder.tokenizer), decoder
-    runs: list[tuple[Lane, ...]] = []
+    runs: list[tuple[RecordedRun, ...]] = []
     begin, written = time.perf_counter(), 0
-    while len(runs) < MOST_ROUNDS and (not runs or time.perf_counter() < begin + ENOUGH_SECONDS):
-        lanes = []
-        for writer in both:
-            lane = Lane()
-            for event in writer.stream(prompt, max_tokens, sampling):
-                lane.add(event)
+    while len(runs) < MAX_ROUNDS and (not runs or time.perf_counter() < begin + MAX_MEASURE_S):
+        round_runs = []
+        for side in both:
+            run = RecordedRun()
+            for event in side.stream(prompt, max_tokens, sampling):
+                run.add(event)
                 written += len(event.tokens) if isinstance(event, Step) else 0
-                tell(min(1.0, written / max(2 * max_tokens, 1)))
-            lanes.append(lane)
-        runs.append(tuple(lanes))
-    is_same_text = all(lane.written == runs[0][0].written for lanes in runs for lane in lanes)
-    alone, pair = (min(lanes, key=lambda lane: lane.statistics.decode_seconds) for lanes in zip(*runs, strict=True))
+                on_progress(min(1.0, written / max(2 * max_tokens, 1)))
+            round_runs.append(run)
+        runs.append(tuple(round_runs))
+    is_same_text = all(run.output == runs[0][0].output for round_runs in runs for run in round_runs)
+    alone, pair = (min(round_runs, key=lambda run: run.statistics.decode_seconds) for round_runs in zip(*runs, strict=True))
     return Race(alone, pair, len(runs), is_same_text)
 
 
 def to_json(race: Race, text: str, **extra: Any) -> str:
-    """One JSON object: the text, its tokens, both runs, their ratio, and what the caller adds."""
-    return json.dumps({"text": text, "tokens": race.pair.tokens} | race.figures() | extra)
+    """Return one JSON object with the text, its tokens, both runs, their ratio and the caller's fields."""
+    return json.dumps({"text": text, "tokens": race.pair.tokens} | race.to_dict() | extra)

@@ -1,9 +1,9 @@
-"""Measures the options of speculation on one's own pair and prompts, each beside the target alone. Knows no terminals.
+"""Measurement of speculation settings on a pair and prompts, each compared with the target alone.
 
-Paired and interleaved: all settings write a text in turn, in an order that is rotated from text to text, so that a change of the
-machine's speed meets each of them; a ratio is one of neighbours in time, and a text's ratio the median of the rounds'. What is
-timed is decoding, as the summary of a text counts it: without the prompt's own pass. Texts are the plain ones of their seeds
-(coupled verification), and every one of them is compared.
+Runs are paired and interleaved: all settings generate a case in turn, in an order that rotates from case to case, so that a
+change of the machine's speed affects each of them. A speed-up compares neighbours in time, and that of a case is the median of
+its rounds. Only decoding is timed, as in the statistics of a generation, without prefill. Outputs are the plain ones of their
+seeds (coupled verification), and every one of them is compared.
 """
 
 import statistics
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from specdec.bench.race import Lane
-from specdec.decoder import SpeculativeDecoder
+from specdec.bench.race import RecordedRun
 from specdec.draft.resolver import NGRAM
 from specdec.draft.settings import AUTO
-from specdec.engine.decoding import Event, Statistics
+from specdec.engine.decode_loop import Event, Statistics
 from specdec.heads.head import Head
 from specdec.sampling import Sampling
+from specdec.speculative_decoder import SpeculativeDecoder
 
-PAYS = 1.03  # times the target alone; less than that is noise
-AS_GOOD = 0.98  # of the best setting: one for all temperatures is then simpler than two
+MIN_SPEEDUP = 1.03  # over the target alone; less is noise
+MIN_RELATIVE_SPEED = 0.98  # of the best setting; one setting for all temperatures is then simpler than two
 WARM_UP_TOKENS = 32
-PROMPTS = (  # short: behind each of them a context of 512 has room for 500 tokens
+PROMPTS = (  # short: 500 tokens after each of them fit a context of 512
     "Once upon a time",
     "One day, a little girl named Lily",
     "Tim and Sam were best friends.",
@@ -36,49 +36,56 @@ PROMPTS = (  # short: behind each of them a context of 512 has room for 500 toke
     "It was a rainy day and",
     "The cat was very sad because",
 )
-OF_SUMS = (  # figures that are those of the texts' statistics, summed up
+SUMMED_FIELDS = (  # fields taken from the summed statistics of the runs
     "n_drafted", "n_accepted", "acceptance_rate", "tokens_per_pass", "acceptance_by_position", "experts_alone",
     "experts_per_token",
 )  # fmt: skip
-Kind = Literal["alone", "draft", "ngram", "pair"]
+SettingKind = Literal["alone", "draft", "ngram", "pair"]
 
 
-class TextsDiffer(Exception):
-    """A setting wrote another text than the target alone with the same seed."""
+class OutputMismatchError(Exception):
+    """Raised when a setting's output differs from the target's own with the same seed."""
 
 
-class Writer(Protocol):
-    """What the sweep asks of a decoder."""
+class StreamingDecoder(Protocol):
+    """The part of a decoder that the sweep uses."""
 
-    gamma: Any  # how far it drafts
-    tree: Any  # and whether several candidates for a place
+    gamma: Any  # draft length
+    tree: Any  # token trees: auto, on or off
 
-    def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]: ...
+    def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]:
+        """Yield the events of a generation."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to write a text: its name, the options of the command that choose it beside -m and -d, and what writes.
+    """A decoder with its speculation options.
 
-    kind: "alone" is the target without a draft, "draft" the draft without a target, whose text is its own; gamma: None where
-    nothing is drafted; tree: as the decoder's.
+    Attributes:
+        name: Display name.
+        options: Command-line options that choose it, besides -m and -d.
+        decoder: The decoder.
+        kind: "alone" is the target without a draft; "draft" is the draft without a target, with an output of its own.
+        gamma: Draft length, None without drafting.
+        tree: As the decoder's.
     """
 
     name: str
     options: str
-    decoder: Writer
-    kind: Kind
+    decoder: StreamingDecoder
+    kind: SettingKind
     gamma: int | str | None = None
     tree: str = "off"
 
-    def stream(self, text: "Text") -> Iterator[Event]:
+    def stream(self, case: "SweepCase") -> Iterator[Event]:
+        """Yield the events of a case."""
         if self.gamma is not None:  # settings share decoders
             self.decoder.gamma, self.decoder.tree = self.gamma, self.tree
-        return self.decoder.stream(text.prompt, text.max_tokens, text.sampling)
+        return self.decoder.stream(case.prompt, case.max_tokens, case.sampling)
 
 
-class Text(NamedTuple):
-    """What is to be written."""
+class SweepCase(NamedTuple):
+    """A prompt with its length and sampling."""
 
     prompt: str
     max_tokens: int
@@ -86,17 +93,20 @@ class Text(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one setting at one temperature, over texts of up to max_tokens (None: of any length).
+class SettingResult:
+    """The result of one setting at one temperature, over cases of up to max_tokens (None: of any length).
 
-    speedup: over the target alone, a text's being the median of its rounds; tokens_per_second: the median of the texts';
-    acceptance_by_position: accepted / drafted at each position of a proposal; one that was not drafted does not count. experts:
-    that a layer of a mixture reads for a token alone, and read for each that was written; else 0.
+    Attributes:
+        speedup_mean: Over the target alone; the speed-up of a case is the median of its rounds.
+        tokens_per_second: Median of the cases.
+        acceptance_by_position: Accepted / drafted at each position of a proposal; positions without a draft do not count.
+        experts_alone: Experts that a layer of a mixture reads for a token alone; else 0.
+        experts_per_token: Experts read per generated token; else 0.
     """
 
     setting: str
     options: str
-    kind: Kind
+    kind: SettingKind
     temperature: float
     max_tokens: int | None
     n_texts: int
@@ -114,66 +124,71 @@ class Figures:
 
 
 @dataclass
-class Measured:
-    """The runs of every text by every setting, a list of rounds; a text that was not written by all of them is left out."""
+class SweepRuns:
+    """The runs of every case by every setting, a list of rounds; a case that not all settings finished is left out."""
 
     settings: Sequence[Setting]
-    runs: dict[Text, list[dict[str, Lane]]] = field(default_factory=dict)
-    is_whole: bool = False
+    runs: dict[SweepCase, list[dict[str, RecordedRun]]] = field(default_factory=dict)
+    is_complete: bool = False
 
-    def cells(self) -> list[Figures]:
-        """Of every temperature and length, the settings in their order; those without a text are left out."""
-        return self._of((text.sampling.temperature, text.max_tokens) for text in self.runs)
+    def compute_cells(self) -> list[SettingResult]:
+        """Return the results by temperature, length and setting; settings without a case are left out."""
+        return self._aggregate_all((case.sampling.temperature, case.max_tokens) for case in self.runs)
 
-    def totals(self) -> list[Figures]:
-        """Of every temperature, over all lengths."""
-        return self._of((text.sampling.temperature, None) for text in self.runs)
+    def compute_totals(self) -> list[SettingResult]:
+        """Return the results by temperature and setting, over all lengths."""
+        return self._aggregate_all((case.sampling.temperature, None) for case in self.runs)
 
-    def _of(self, kinds: Iterable[tuple[float, int | None]]) -> list[Figures]:
-        found = (self._figures(setting, *kind) for kind in sorted({*kinds}) for setting in self.settings)
-        return [figures for figures in found if figures]
+    def _aggregate_all(self, groups: Iterable[tuple[float, int | None]]) -> list[SettingResult]:
+        results = (self._aggregate(setting, *group) for group in sorted({*groups}) for setting in self.settings)
+        return [result for result in results if result]
 
-    def _figures(self, setting: Setting, temperature: float, max_tokens: int | None) -> Figures | None:
-        texts = [
-            [(visit[setting.name], visit[self.settings[0].name]) for visit in visits]
-            for text, visits in self.runs.items()
-            if text.sampling.temperature == temperature and max_tokens in (None, text.max_tokens)
+    def _aggregate(self, setting: Setting, temperature: float, max_tokens: int | None) -> SettingResult | None:
+        case_pairs = [
+            [(round_runs[setting.name], round_runs[self.settings[0].name]) for round_runs in rounds]
+            for case, rounds in self.runs.items()
+            if case.sampling.temperature == temperature and max_tokens in (None, case.max_tokens)
         ]
-        # one that ends at once has no speed
-        texts = [pairs for pairs in texts if all(_speed(run) and _speed(alone) for run, alone in pairs)]
-        if not texts:
+        # A run that ends at once has no speed.
+        case_pairs = [pairs for pairs in case_pairs if all(_get_speed(run) and _get_speed(alone) for run, alone in pairs)]
+        if not case_pairs:
             return None
-        speedups = [statistics.median(_speed(run) / _speed(alone) for run, alone in pairs) for pairs in texts]
+        speedups = [statistics.median(_get_speed(run) / _get_speed(alone) for run, alone in pairs) for pairs in case_pairs]
         total = Statistics()
-        for step in (step for pairs in texts for run, _ in pairs for step in run.steps):
+        for step in (step for pairs in case_pairs for run, _ in pairs for step in run.steps):
             total.add(step)
-        return Figures(
+        return SettingResult(
             setting.name,
             setting.options,
             setting.kind,
             temperature,
             max_tokens,
-            n_texts=len(texts),
+            n_texts=len(case_pairs),
             speedup_min=min(speedups),
             speedup_mean=statistics.fmean(speedups),
             speedup_max=max(speedups),
-            tokens_per_second=statistics.median(statistics.median(_speed(run) for run, _ in pairs) for pairs in texts),
-            **{name: getattr(total, name) for name in OF_SUMS},
+            tokens_per_second=statistics.median(statistics.median(_get_speed(run) for run, _ in pairs) for pairs in case_pairs),
+            **{name: getattr(total, name) for name in SUMMED_FIELDS},
         )
 
 
-def _speed(run: Lane) -> float:
+def _get_speed(run: RecordedRun) -> float:
     return run.statistics.tokens_per_second
 
 
-# What is measured
+# Settings and cases
 
 
-def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[list[Setting], list[str]]:
-    """The target alone first, the draft alone, n-grams, the pair with each gamma, with trees and staged; and what was left out.
+def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[list[Setting], list[str]]:
+    """Return the settings to compare, and notes on those that are left out.
 
-    Decoders share the pair's models, whose caches hold one text each: a text is to be written to its end. Without a draft model
-    the gammas are those of n-grams.
+    The target alone comes first, then the draft alone, n-grams, and the pair with each gamma, with trees and staged. Decoders
+    share the pair's models, and each model's cache holds one sequence, so each generation must run to its end. Without a draft
+    model the gammas are those of n-grams.
+
+    Args:
+        pair: Decoder of the pair.
+        gammas: Draft lengths.
     """
     target, tokenizer, notes = pair.target, pair.tokenizer, list[str]()
     settings = [Setting("target alone", "", SpeculativeDecoder(target, None, tokenizer), "alone")]
@@ -182,7 +197,9 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
         return settings + [Setting(f"n-grams γ {g}", f"-d ngram -g {g}", ngrams, "ngram", g) for g in gammas], notes
     is_head = isinstance(pair.draft, Head)
     if is_head:
-        notes.append("the draft alone, trees and stages are left out: a head writes no text, proposes chains, and has no draft")
+        notes.append(
+            "the draft alone, trees and stages are left out: a head generates no text, proposes chains, and has no draft"
+        )
     else:
         try:
             if pair.draft.n_positions < target.n_positions:
@@ -190,122 +207,142 @@ def settings_of(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[
             settings.append(Setting("draft alone", "", SpeculativeDecoder(pair.draft, None, tokenizer), "draft"))
         except ValueError as error:  # also of a vocabulary of another size
             notes.append(f"the draft alone is left out: {error}")
-    most = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
-    settings.append(Setting(f"n-grams γ {most}", f"-d ngram -g {most}", ngrams, "ngram", most))
+    longest = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
+    settings.append(Setting(f"n-grams γ {longest}", f"-d ngram -g {longest}", ngrams, "ngram", longest))
     settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
     if AUTO in gammas and not pair.has_stage and not is_head:
         staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=NGRAM)
-        if target.runs_trees and pair.draft.runs_trees:
+        if target.can_run_trees and pair.draft.can_run_trees:
             settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
         else:
-            notes.append("trees are left out: a state of the target or of the draft is that of one text")
+            notes.append("trees are left out: the target or the draft has a recurrent state, which holds one sequence")
         settings.append(Setting("γ auto, n-grams first", "-g auto --stage ngram", staged, "pair", AUTO))
     return settings, notes
 
 
-def texts_of(
+def make_cases(
     pair: SpeculativeDecoder, prompts: Sequence[str], lengths: Sequence[int], samplings: Sequence[Sampling]
-) -> tuple[list[Text], list[str]]:
-    """Every prompt at every length that the context has room for, and a word on what has none. Raises ValueError for no text."""
+) -> tuple[list[SweepCase], list[str]]:
+    """Return every prompt at every length that fits the context, and notes on those that do not.
+
+    Args:
+        pair: Decoder of the pair.
+        prompts: The prompts.
+        lengths: Numbers of new tokens.
+        samplings: The samplings.
+
+    Raises:
+        ValueError: No case fits.
+    """
     sizes = {prompt: len(pair.encode(prompt)) for prompt in prompts}
-    room = pair.n_positions + 1  # the last token is never run
-    fits = {n: [prompt for prompt in prompts if sizes[prompt] + n <= room] for n in lengths}
+    n_positions = pair.n_positions + 1  # the last token is never run
+    fits = {n: [prompt for prompt in prompts if sizes[prompt] + n <= n_positions] for n in lengths}
     notes = [
-        f"{n} tokens fit the context of {pair.n_positions} behind {len(fits[n]) or 'none'} of the {len(prompts)} prompts"
+        f"{n} tokens fit the context of {pair.n_positions} after {len(fits[n]) or 'none'} of the {len(prompts)} prompts"
         for n in lengths
         if len(fits[n]) < len(prompts)
     ]
-    texts = [Text(prompt, n, s) for prompt in prompts for n in lengths if prompt in fits[n] for s in samplings]
-    if not texts:
+    cases = [SweepCase(prompt, n, s) for prompt in prompts for n in lengths if prompt in fits[n] for s in samplings]
+    if not cases:
         raise ValueError(f"nothing to measure: {'; '.join(notes)} (max_tokens=..., prompts=...)")
-    return texts, notes
+    return cases, notes
 
 
-def samplings_of(temperatures: Sequence[float], top_p: float, n_seeds: int) -> list[Sampling]:
-    """Seeds 1 to n_seeds of each temperature; greedy, whose text depends on no seed, with one."""
+def make_samplings(temperatures: Sequence[float], top_p: float, n_seeds: int) -> list[Sampling]:
+    """Return seeds 1 to n_seeds of each temperature; greedy sampling depends on no seed and gets one."""
     return [Sampling(t, 0, top_p, seed) for t in temperatures for seed in range(1, 1 + (n_seeds if t else 1))]
 
 
-# Measuring
+# Measurement
 
 
 def measure(
     settings: Sequence[Setting],
-    texts: Sequence[Text],
+    cases: Sequence[SweepCase],
     rounds: int,
-    tell: Callable[[float], object] = lambda share: None,
-    is_asked: Callable[[], object] = lambda: False,
-) -> Measured:
-    """All texts by all settings, rounds times; the first setting is the target alone.
+    on_progress: Callable[[float], object] = lambda share: None,
+    should_stop: Callable[[], object] = lambda: False,
+) -> SweepRuns:
+    """Generate all cases with all settings `rounds` times; the first setting must be the target alone.
 
-    tell: is told the share that is done; is_asked: whether to stop with what there is. Raises TextsDiffer.
+    Args:
+        settings: The settings.
+        cases: The cases.
+        rounds: Number of rounds.
+        on_progress: Called with the completed fraction.
+        should_stop: Whether to stop and return the runs so far.
+
+    Raises:
+        OutputMismatchError: The output of a setting differs from that of the target alone.
     """
-    measured = Measured(settings)
-    _warm_up(settings, texts, is_asked)
-    work, done = rounds * len(settings) * sum(text.max_tokens for text in texts), 0
-    visits = [(text, i + number) for number in range(rounds) for i, text in enumerate(texts)]
-    for text, turn in visits:
-        runs: dict[str, Lane] = {}
-        turn %= len(settings)
-        for setting in (*settings[turn:], *settings[:turn]):
-            tell(done / work)
-            run = write(setting, text, is_asked)
+    measured = SweepRuns(settings)
+    _warm_up(settings, cases, should_stop)
+    total, done = rounds * len(settings) * sum(case.max_tokens for case in cases), 0
+    schedule = [(case, i + number) for number in range(rounds) for i, case in enumerate(cases)]
+    for case, offset in schedule:
+        runs: dict[str, RecordedRun] = {}
+        offset %= len(settings)
+        for setting in (*settings[offset:], *settings[:offset]):
+            on_progress(done / total)
+            run = run_setting(setting, case, should_stop)
             if run is None:
                 return measured
             runs[setting.name] = run
-            done += text.max_tokens
-        before = measured.runs.setdefault(text, [])
-        plain = (before[0] if before else runs)[settings[0].name]
+            done += case.max_tokens
+        earlier = measured.runs.setdefault(case, [])
+        plain = (earlier[0] if earlier else runs)[settings[0].name]
         for setting in settings:
             if setting.kind != "draft":
-                _compare(runs[setting.name], plain, setting, text)
-        before.append(runs)
-    measured.is_whole = True
+                _check_same_output(runs[setting.name], plain, setting, case)
+        earlier.append(runs)
+    measured.is_complete = True
     return measured
 
 
-def _warm_up(settings: Sequence[Setting], texts: Sequence[Text], is_asked: Callable[[], object]) -> None:
-    """A short text of every setting and sampling that counts for nothing, so that whatever comes once has come."""
-    for sampling in dict.fromkeys(text.sampling for text in texts):
+def _warm_up(settings: Sequence[Setting], cases: Sequence[SweepCase], should_stop: Callable[[], object]) -> None:
+    """Run every setting and sampling briefly and discard the result, so that one-time costs are paid."""
+    for sampling in dict.fromkeys(case.sampling for case in cases):
         for setting in settings:
-            write(setting, texts[0]._replace(max_tokens=min(WARM_UP_TOKENS, texts[0].max_tokens), sampling=sampling), is_asked)
+            run_setting(
+                setting, cases[0]._replace(max_tokens=min(WARM_UP_TOKENS, cases[0].max_tokens), sampling=sampling), should_stop
+            )
 
 
-def write(setting: Setting, text: Text, is_asked: Callable[[], object] = lambda: False) -> Lane | None:
-    """One text; None where it was asked to stop."""
-    run = Lane()
-    for event in setting.stream(text):
+def run_setting(setting: Setting, case: SweepCase, should_stop: Callable[[], object] = lambda: False) -> RecordedRun | None:
+    """Run a case; return None if it was stopped."""
+    run = RecordedRun()
+    for event in setting.stream(case):
         run.add(event)
-        if is_asked():
+        if should_stop():
             return None
     return run
 
 
-def _compare(run: Lane, plain: Lane, setting: Setting, text: Text) -> None:
-    if run.written == plain.written:
+def _check_same_output(run: RecordedRun, plain: RecordedRun, setting: Setting, case: SweepCase) -> None:
+    if run.output == plain.output:
         return
     pairs = enumerate(zip(run.tokens, plain.tokens, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(run.tokens), len(plain.tokens)))
-    raise TextsDiffer(
-        f"the text of {setting.name} is not the target's own from its token {same + 1} on: prompt {text.prompt!r}, "
-        f"seed {text.sampling.seed}, temperature {text.sampling.temperature:g}, {text.max_tokens} tokens"
+    raise OutputMismatchError(
+        f"the output of {setting.name} differs from the target's own from token {same + 1} on: prompt {case.prompt!r}, "
+        f"seed {case.sampling.seed}, temperature {case.sampling.temperature:g}, {case.max_tokens} tokens"
     )
 
 
-# What it means
+# Conclusions
 
 
-def name_of(temperature: float, temperatures: Iterable[float]) -> str:
-    """ "greedy", "sampled" where there is one temperature of that kind, else the temperature."""
+def format_temperature(temperature: float, temperatures: Iterable[float]) -> str:
+    """Return "greedy", "sampled" if there is one positive temperature, else the temperature."""
     if temperature == 0:
         return "greedy"
     return "sampled" if sum(t > 0 for t in set(temperatures)) == 1 else f"temperature {temperature:g}"
 
 
-def conclusion(totals: Sequence[Figures]) -> str:
-    """In one sentence, which options are best, and by how much."""
-    drafting = [figures for figures in totals if figures.kind in ("ngram", "pair")]
-    temperatures = list(dict.fromkeys(figures.temperature for figures in drafting))
+def format_conclusion(totals: Sequence[SettingResult]) -> str:
+    """Return one sentence on the best options and their speed-up."""
+    drafting = [result for result in totals if result.kind in ("ngram", "pair")]
+    temperatures = list(dict.fromkeys(result.temperature for result in drafting))
     if not temperatures:
         return "Nothing was measured."
     speed = {(f.options, f.temperature): f.speedup_mean for f in drafting}
@@ -316,41 +353,41 @@ def conclusion(totals: Sequence[Figures]) -> str:
         return min(speed[options, t] / speed[best[t], t] for t in temperatures)
 
     for_all = max(choices, key=worst_share)
-    if worst_share(for_all) >= AS_GOOD:
+    if worst_share(for_all) >= MIN_RELATIVE_SPEED:
         best = dict.fromkeys(temperatures, for_all)
-    paying = [t for t in temperatures if speed[best[t], t] >= PAYS]
+    paying = [t for t in temperatures if speed[best[t], t] >= MIN_SPEEDUP]
     others = [t for t in temperatures if t not in paying]
 
-    def told(of: list[float], behind: str) -> str:
-        """Options and what they reach, those of equal options together."""
+    def format_group(group: list[float], suffix: str) -> str:
+        """Return options and their speed-ups, grouped by options."""
         groups: dict[str, list[str]] = {}
-        for t in of:
-            times = f"{speed[best[t], t]:.2f}{'' if groups else behind} ({name_of(t, temperatures)})"
+        for t in group:
+            times = f"{speed[best[t], t]:.2f}{'' if groups else suffix} ({format_temperature(t, temperatures)})"
             groups.setdefault(best[t], []).append(times)
         return "; ".join(f"{options}, {', '.join(times)}" for options, times in groups.items())
 
-    behind = " times the target alone"
+    suffix = " times the target alone"
     if not others:
-        return f"Best here: {told(paying, behind)}."
+        return f"Best here: {format_group(paying, suffix)}."
     if not paying:
-        return f"Leave out -d here: the target alone is as fast or faster (at best {told(others, behind)})."
-    where = " and ".join(name_of(t, temperatures) for t in others)
-    return f"Best here: {told(paying, behind)}; leave out -d for {where} (at best {told(others, '')})."
+        return f"Leave out -d here: the target alone is as fast or faster (at best {format_group(others, suffix)})."
+    where = " and ".join(format_temperature(t, temperatures) for t in others)
+    return f"Best here: {format_group(paying, suffix)}; leave out -d for {where} (at best {format_group(others, '')})."
 
 
-class Overall(NamedTuple):
-    """Of the cells with a fixed draft length: the mean of their mean speed-ups, the best cell, and the best single text."""
+class FixedGammaSummary(NamedTuple):
+    """The settings with a fixed draft length: mean of their mean speed-ups, the best one, and the best single case."""
 
     mean: float
-    best: Figures
+    best: SettingResult
     best_text: float
 
 
-def overall(cells: Sequence[Figures]) -> Overall | None:
-    """Over the pair's fixed lengths, or n-grams' where there is no draft."""
-    kind = "pair" if any(figures.kind == "pair" for figures in cells) else "ngram"
+def summarize_fixed_gamma(cells: Sequence[SettingResult]) -> FixedGammaSummary | None:
+    """Summarize the fixed draft lengths of the pair, or of n-grams without a draft; None if there are none."""
+    kind = "pair" if any(result.kind == "pair" for result in cells) else "ngram"
     fixed = [f for f in cells if f.kind == kind and AUTO not in f.options]
     if not fixed:
         return None
-    best = max(fixed, key=lambda figures: figures.speedup_mean)
-    return Overall(statistics.fmean(f.speedup_mean for f in fixed), best, max(f.speedup_max for f in fixed))
+    best = max(fixed, key=lambda result: result.speedup_mean)
+    return FixedGammaSummary(statistics.fmean(f.speedup_mean for f in fixed), best, max(f.speedup_max for f in fixed))

@@ -1,1 +1,1 @@
-"""The command line: one room a command, and the request that they share."""
+"""The command line: one module per command, and the request dataclass that they share."""

@@ -1,58 +1,60 @@
-"""`specdec bench`: times a model of one's own, or passes of one with random weights. Knows no arrays and no formats."""
+"""`specdec bench`: times a model of your own, or passes of a model with random weights."""
 
 from dataclasses import dataclass
 from typing import cast
 
 from rich.console import Console
 
-from specdec.cli.exits import say, writing
-from specdec.cli.options import flag, of_machine, of_measuring, of_model
-from specdec.cli.parser import several
+from specdec.cli.exits import guard_output, print_message
+from specdec.cli.options import flag, machine_option, measuring_option, model_option
 from specdec.cli.request import Request
-from specdec.loaders.loader import Loader, opened
-from specdec.loaders.model_lookup import find, telling_how_to_restore
-from specdec.model.transformer import KV
-from specdec.runtime.cpu_topology import thread_choices
-from specdec.runtime.threads import available_threads
-from specdec.ui.progress import LOADING, TIMING, Bar, loading, telling
+from specdec.cli.typer_commands import parse_list
+from specdec.loaders.model_loader import Loader, open_checkpoint
+from specdec.loaders.model_paths import add_restore_hint, resolve_path
+from specdec.model.transformer import KVFormatName
+from specdec.runtime.cpu_topology import get_thread_choices
+from specdec.runtime.threads import get_available_threads
+from specdec.ui.progress import LOADING, TIMING, ProgressBar, make_progress_callback, show_status
 
-MOST_TOKENS = 1 << 20
-OF_A_FILE, OF_A_SHAPE = ("prompts", "counts", "depths", "kv"), ("shape", "int8")
+MAX_BENCH_TOKENS = 1 << 20
+FILE_OPTIONS, SHAPE_OPTIONS = ("prompts", "counts", "depths", "kv"), ("shape", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest(Request):
-    """Of `specdec bench`."""
+    """The options of `specdec bench`."""
 
-    offers = "model prompts counts depths thread_counts kv shape int8 as_json"
-    prompts: str = of_measuring("512", "-p", "--n-prompt", metavar="LIST", help="Tokens of prompts to time; 0: none.")
-    counts: str = of_measuring("128", "-n", "--n-gen", metavar="LIST", help="Tokens to write one by one; 0: none.")
-    depths: str = of_measuring("0", "-d", "--depth", metavar="LIST", help="How many tokens stand before what is timed.")
-    thread_counts: str = of_machine(
+    option_names = "model prompts counts depths thread_counts kv shape int8 as_json"
+    prompts: str = measuring_option("512", "-p", "--n-prompt", metavar="LIST", help="Tokens of prompts to time; 0: none.")
+    counts: str = measuring_option("128", "-n", "--n-gen", metavar="LIST", help="Tokens to write one by one; 0: none.")
+    depths: str = measuring_option("0", "-d", "--depth", metavar="LIST", help="How many tokens stand before what is timed.")
+    thread_counts: str = machine_option(
         "0", "-j", "--threads", metavar="LIST",
         help="Numbers of CPU threads. 0: one for each core, and others that may be faster.",
     )  # fmt: skip
-    shape: str = of_model(
+    shape: str = model_option(
         "42M", "--shape", metavar="SHAPE", help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq."
     )
     int8: bool = flag("--int8", group="Model", help="Quantize the weights to int8, as --quantize does.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.threads_to_time
-        if not any((*self.tokens("--n-prompt", self.prompts), *self.tokens("--n-gen", self.counts))):
+        _ = self.timed_thread_counts
+        if not any((*self.parse_token_counts("--n-prompt", self.prompts), *self.parse_token_counts("--n-gen", self.counts))):
             raise ValueError("-p and -n are 0: nothing is left to time")
 
     @property
-    def threads_to_time(self) -> list[int]:
-        """Numbers of threads, those that may be best where none is named."""
-        most = available_threads()
-        named = several("threads", self.thread_counts, int, lambda n: 0 <= n <= most, f"numbers up to this machine's {most}")
-        return [*dict.fromkeys(n for each in named for n in ([each] if each else thread_choices()))]
+    def timed_thread_counts(self) -> list[int]:
+        """The thread counts to time; those that may be the fastest if none is given."""
+        n_available = get_available_threads()
+        named = parse_list(
+            "threads", self.thread_counts, int, lambda n: 0 <= n <= n_available, f"numbers up to this machine's {n_available}"
+        )
+        return [*dict.fromkeys(n for each in named for n in ([each] if each else get_thread_choices()))]
 
-    def tokens(self, option: str, told: str) -> list[int]:
-        """Of a list of numbers of tokens. Raises ValueError."""
-        return several(option, told, int, lambda n: 0 <= n <= MOST_TOKENS, f"numbers of tokens up to {MOST_TOKENS}")
+    def parse_token_counts(self, option: str, text: str) -> list[int]:
+        """Return the token counts of a comma-separated list. Raises ValueError."""
+        return parse_list(option, text, int, lambda n: 0 <= n <= MAX_BENCH_TOKENS, f"numbers of tokens up to {MAX_BENCH_TOKENS}")
 
 
 def run(request: BenchRequest) -> None:
@@ -60,32 +62,37 @@ def run(request: BenchRequest) -> None:
 
     specdec bench -m model.gguf -p 512 -n 128
     """
-    idle = [request.given[name] for name in (OF_A_SHAPE if request.model else OF_A_FILE) if name in request.given]
-    if idle:
-        say(f"{', '.join(idle)}: no effect with{'' if request.model else 'out'} -m")
+    ineffective = [request.given[name] for name in (SHAPE_OPTIONS if request.model else FILE_OPTIONS) if name in request.given]
+    if ineffective:
+        print_message(f"{', '.join(ineffective)}: no effect with{'' if request.model else 'out'} -m")
     if request.model:
-        _time_own(request, request.model)
+        _time_model(request, request.model)
         return
-    from specdec.bench import random_weights  # which nothing else needs
+    from specdec.bench import layer_speed  # imported here, since no other command needs it
 
-    config = random_weights.parse_shape(request.shape)
-    with loading("making weights") as show:
-        result = random_weights.run(config, request.threads_to_time[0], request.int8, lambda doing: telling(show, doing))
-    with writing():
-        print(random_weights.to_json(result)) if request.as_json else Console().print(
-            random_weights.to_table(result, request.shape)
+    config = layer_speed.parse_shape(request.shape)
+    with show_status("making weights") as show:
+        result = layer_speed.run(
+            config, request.timed_thread_counts[0], request.int8, lambda task: make_progress_callback(show, task)
         )
+    with guard_output():
+        print(layer_speed.to_json(result)) if request.as_json else Console().print(layer_speed.to_table(result, request.shape))
 
 
-def _time_own(request: BenchRequest, name: str) -> None:
-    from specdec.bench import model
+def _time_model(request: BenchRequest, name: str) -> None:
+    from specdec.bench import model_speed
 
-    prompts, counts = request.tokens("--n-prompt", request.prompts), request.tokens("--n-gen", request.counts)
-    threads, depths = request.threads_to_time, request.tokens("--depth", request.depths)
-    with loading() as show, telling_how_to_restore():
-        checkpoint = opened("target", find(name))
-        cells = model.cells_of(prompts, counts, depths, threads, checkpoint.config.seq_len)
-        loader = Loader(max(threads), cast(KV, request.kv), lambda name, share: show(Bar(f"{LOADING} {name}", share)))
-        report = model.run(name, loader.load(checkpoint, None), cells, telling(show, TIMING))
-    with writing():
-        print(model.to_json(report)) if request.as_json else Console().print(model.to_table(report))
+    prompts, counts = (
+        request.parse_token_counts("--n-prompt", request.prompts),
+        request.parse_token_counts("--n-gen", request.counts),
+    )
+    threads, depths = request.timed_thread_counts, request.parse_token_counts("--depth", request.depths)
+    with show_status() as show, add_restore_hint():
+        checkpoint = open_checkpoint("target", resolve_path(name))
+        cases = model_speed.make_cases(prompts, counts, depths, threads, checkpoint.config.seq_len)
+        loader = Loader(
+            max(threads), cast(KVFormatName, request.kv), lambda name, share: show(ProgressBar(f"{LOADING} {name}", share))
+        )
+        report = model_speed.run(name, loader.load(checkpoint, None), cases, make_progress_callback(show, TIMING))
+    with guard_output():
+        print(model_speed.to_json(report)) if request.as_json else Console().print(model_speed.to_table(report))

@@ -1,89 +1,92 @@
-"""`specdec chat`: a conversation at the terminal, or an answer to a pipe. Knows no arrays and no formats."""
+"""`specdec chat`: a conversation at the terminal, or one answer to a pipe."""
 
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from specdec.cli.exits import say, writing
-from specdec.cli.model_loading import drawn_as_advised, found, models_of, shaping
-from specdec.cli.options import as_utf8, flag, most_used, of_text
-from specdec.cli.prompts import STDIN, message_of
-from specdec.cli.request import DRAFT, MODELS, SAMPLERS, Request, with_models
+from specdec.argument_checks import check_string
+from specdec.cli.exits import guard_output, print_message
+from specdec.cli.model_loading import get_recommended_sampling, load_models, make_constraint_factory, resolve_model_paths
+from specdec.cli.options import common_option, decode_utf8, flag, text_option
+from specdec.cli.prompt_sources import STDIN, read_first_message
+from specdec.cli.request import DRAFT_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_models
 from specdec.draft.settings import AUTO
-from specdec.loaders import is_llama2c
-from specdec.text.chat_template import GUESSED, RENDERING
-from specdec.validation import text
+from specdec.loaders import is_llama2c_file
+from specdec.text.chat_template import LLAMA2C_TEMPLATE, REQUIRED_PACKAGES
 
 
-def refuse_steps(value: object) -> None:
-    """llama2.c's -n, where a person may look for it."""
+def reject_steps(value: object) -> None:
+    """Reject llama2.c's -n, which users may expect here."""
     if value is not None:
-        raise ValueError("-n counts the prompt too, of which a talk has many; --max-tokens N limits an answer")
+        raise ValueError("-n counts the prompt too, and a conversation has many; --max-tokens N limits an answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(Request):
-    """Of `specdec chat`."""
+    """The options of `specdec chat`."""
 
-    offers = (
-        f"word model draft {MODELS} template system prompt file steps max_tokens schema regex temperature {SAMPLERS} "
+    option_names = (
+        f"word model draft {MODEL_OPTIONS} template system prompt file steps max_tokens schema regex temperature "
+        f"{SAMPLING_OPTIONS} "
         "seed threads plain as_json no_history"
     )
-    draft: str = most_used(AUTO, "-d", "--draft", metavar="NAME", help=f"{DRAFT}.")
-    system: str = of_text("", "-y", "--system", metavar="TEXT", callback=as_utf8, help="System prompt.")
-    prompt: str = of_text("", "-i", "--prompt", metavar="TEXT", callback=as_utf8, help="The first message.")
-    file: str = of_text("", "-f", "--file", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both.")
-    steps: int | None = of_text(None, "-n", "--steps", help="", hidden=True, callback=refuse_steps)
-    max_tokens: int = of_text(1024, "--max-tokens", metavar="N", min=1, help="Tokens of an answer at most.")
+    draft: str = common_option(AUTO, "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
+    system: str = text_option("", "-y", "--system", metavar="TEXT", callback=decode_utf8, help="System prompt.")
+    prompt: str = text_option("", "-i", "--prompt", metavar="TEXT", callback=decode_utf8, help="The first message.")
+    file: str = text_option(
+        "", "-f", "--file", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both."
+    )
+    steps: int | None = text_option(None, "-n", "--steps", help="", hidden=True, callback=reject_steps)
+    max_tokens: int = text_option(1024, "--max-tokens", metavar="N", min=1, help="Tokens of an answer at most.")
     temperature: float = 0.7
     plain: bool = flag("--plain", group="Output", help="No colours.")
     no_history: bool = flag("--no-history", group="Output", help="Keep neither messages nor the talk after the session.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        text("system", self.system)
+        check_string("system", self.system)
 
     @property
-    def is_talk(self) -> bool:
-        """Whether somebody sits at a terminal."""
+    def is_interactive(self) -> bool:
+        """Whether stdin and stdout are terminals."""
         return bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
 
-    def settled(self) -> "ChatRequest":
-        """With its first message and its models where they belong."""
-        self = replace(self, word=None) if self.word == STDIN else self  # a pipe is read in any case
+    def resolve(self) -> "ChatRequest":
+        """Return the request with its first message and models resolved."""
+        self = replace(self, word=None) if self.word == STDIN else self  # stdin is read in any case
         if not (self.word or self.model):
-            raise ValueError("which model? Name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")
-        request = with_models(replace(self, prompt=message_of(self.prompt, self.file)))
-        if not (self.is_talk or request.prompt):
-            raise ValueError("there is no question, and no terminal to ask one at; -i TEXT asks one")
+            raise ValueError("no model is given; name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")
+        request = with_models(replace(self, prompt=read_first_message(self.prompt, self.file)))
+        if not (self.is_interactive or request.prompt):
+            raise ValueError("there is no message, and stdin is not a terminal; -i TEXT gives one")
         return request
 
 
 def run(request: ChatRequest) -> None:
     """Talk to a model that was taught to; a pipe is answered once."""
-    from specdec.text.conversation import USER, Conversation, Settings
-    from specdec.ui import chat as screen  # which nothing else needs
-    from specdec.ui.line_editor import state_folder
+    from specdec.text.conversation import USER, ChatSettings, Conversation
+    from specdec.ui import chat as chat_ui  # imported here, since no other command needs it
+    from specdec.ui.line_editor import get_state_folder
 
-    request = request.settled()
-    places, shape_with = found(request, RENDERING), shaping(request)
-    if is_guess := not request.template and is_llama2c(Path(places[0])):
-        request = replace(request, template=GUESSED)
-    with models_of(request, places) as models:
-        # a model that cannot chat is told before it is warm
+    request = request.resolve()
+    paths, make_constraint = resolve_model_paths(request, REQUIRED_PACKAGES), make_constraint_factory(request)
+    if is_default_template := not request.template and is_llama2c_file(Path(paths[0])):
+        request = replace(request, template=LLAMA2C_TEMPLATE)
+    with load_models(request, paths) as models:
+        # A model without a chat template fails here, before the warm-up.
         models.decoder.encode_chat([{"role": USER, "content": ""}])
-        shape = shape_with(models.decoder)
-    if is_guess:
-        say(f"{request.titles[0]} names no chat template; that of Llama 2 is used, which a story model was not taught")
-    request = models.drafted(request)
-    names = [each.name for each in fields(Settings) if each.name != "seed"]
-    drawn = {name: getattr(request, name) for name in names} | drawn_as_advised(request, models.decoder)
-    settings = Settings(**drawn, seed=request.sampling.seed)
-    conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.made_with, shape)
-    told = {"model": request.model, "draft": request.draft or None} if request.as_json else None
-    talk = screen.Chat(conversation, request.roles, request.plain, told)
-    with writing():
-        if request.is_talk:
-            talk.converse(str(request.prompt), None if request.no_history else state_folder())
+        constraint = make_constraint(models.decoder)
+    if is_default_template:
+        print_message(f"{request.display_names[0]} has no chat template; using Llama 2's, which a story model was not trained on")
+    request = models.resolve_draft(request)
+    names = [each.name for each in fields(ChatSettings) if each.name != "seed"]
+    sampling = {name: getattr(request, name) for name in names} | get_recommended_sampling(request, models.decoder)
+    settings = ChatSettings(**sampling, seed=request.sampling.seed)
+    conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.metadata, constraint)
+    json_extra = {"model": request.model, "draft": request.draft or None} if request.as_json else None
+    session = chat_ui.ChatSession(conversation, request.labels, request.plain, json_extra)
+    with guard_output():
+        if request.is_interactive:
+            session.run(str(request.prompt), None if request.no_history else get_state_folder())
         else:
-            talk.answer(conversation.ask(str(request.prompt)))
+            session.show_answer(conversation.ask(str(request.prompt)))

@@ -1,4 +1,4 @@
-"""How a run ends: a line on stderr, a reader that has left, a full disk. Knows no options."""
+"""How a run ends: error lines on stderr, closed pipes and full disks."""
 
 import os
 import sys
@@ -7,31 +7,35 @@ from contextlib import contextmanager, suppress
 
 import typer
 
-from specdec.ui.output import on_one_line
+from specdec.ui.output import sanitize_line
 
-BROKEN_PIPE = 141  # what a shell reports for SIGPIPE
+BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for SIGPIPE
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """Around all output: a reader that has seen enough ends it quietly, a full disk is told in one line."""
+def guard_output() -> Iterator[None]:
+    """Exit quietly when the reader closes the pipe, and with one line when the disk is full."""
     try:
         yield
         sys.stdout.flush()
     except OSError as error:
-        # let the interpreter's last flush go nowhere
+        # The interpreter flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = BROKEN_PIPE if isinstance(error, BrokenPipeError) else complain(f"cannot write the output: {error.strerror}")
+        code = (
+            BROKEN_PIPE_EXIT_CODE
+            if isinstance(error, BrokenPipeError)
+            else report_error(f"cannot write the output: {error.strerror}")
+        )
         raise typer.Exit(code) from None
 
 
-def complain(message: str) -> int:
-    """The exit code of what the person at the keyboard can mend, once it is told."""
-    say(message)
+def report_error(message: str) -> int:
+    """Print an error that the user can fix, and return its exit code, 2."""
+    print_message(message)
     return 2
 
 
-def say(message: str) -> None:
-    """One line on stderr."""
+def print_message(message: str) -> None:
+    """Print one line on stderr."""
     with suppress(OSError):
-        print(f"specdec: {on_one_line(message)}", file=sys.stderr)
+        print(f"specdec: {sanitize_line(message)}", file=sys.stderr)

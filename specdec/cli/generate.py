@@ -1,4 +1,4 @@
-"""The command without a name: writes a text, in a panel or as it comes. Knows no arrays and no formats."""
+"""The command without a name: generates text in a live panel, as a plain stream, or as JSON."""
 
 import sys
 from collections.abc import Iterator
@@ -7,40 +7,41 @@ from typing import Any
 
 from rich.console import Console
 
-from specdec.cli.exits import say, writing
-from specdec.cli.model_loading import Loaded, models_of, room_of, shaping
-from specdec.cli.options import as_utf8, flag, of_output, of_text
-from specdec.cli.prompts import STDIN, prompt_of
-from specdec.cli.request import MODELS, SAMPLERS, Request, with_models, with_steps
-from specdec.cli.suggestions import word_that_is_none
+from specdec.argument_checks import check_strings
+from specdec.cli.exits import guard_output, print_message
+from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
+from specdec.cli.options import decode_utf8, flag, output_option, text_option
+from specdec.cli.prompt_sources import STDIN, read_prompt
+from specdec.cli.request import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_default_steps, with_models
+from specdec.cli.suggestions import explain_misplaced_word
 from specdec.cli.version import print_version
-from specdec.decoder import SpeculativeDecoder
 from specdec.draft.resolver import NGRAM
 from specdec.draft.settings import AUTO
-from specdec.engine.decoding import Event, Prefill, Prompt, Shape, Statistics
-from specdec.loaders.model_lookup import is_model_name
+from specdec.engine.decode_loop import Constraint, Event, PrefillProgress, Prompt, Statistics
+from specdec.loaders.model_paths import is_model_name
 from specdec.sampling import Sampling
-from specdec.ui.output import FEW_PASSES, PlainView, SilentView, View, print_result, print_summary, show, to_json
-from specdec.ui.panel import LivePanel, ahead
-from specdec.ui.progress import read_in_a_line
-from specdec.ui.terminal_window import Window, obstacle
-from specdec.validation import strings
+from specdec.speculative_decoder import SpeculativeDecoder
+from specdec.ui.live_window import Window, find_obstacle
+from specdec.ui.output import MIN_ADVICE_PASSES, PlainView, SilentView, View, print_result, print_summary, run_view, to_json
+from specdec.ui.panel import LivePanel, buffer_events
+from specdec.ui.progress import show_prefill_progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(Request):
-    """Of the command without a name."""
+    """The options of the command without a name."""
 
-    offers = (
-        f"prompt model draft steps max_tokens temperature file stop schema regex samples {MODELS} {SAMPLERS} logit_bias "
+    option_names = (
+        f"prompt model draft steps max_tokens temperature file stop schema regex samples {MODEL_OPTIONS} {SAMPLING_OPTIONS} "
+        f"logit_bias "
         "seed gamma verify tree threads plain pace stats as_json version"
     )
-    stop: list[str] | None = of_text(
-        None, "--stop", metavar="TEXT", callback=as_utf8, help="Stop before this string; may be given several times."
+    stop: list[str] | None = text_option(
+        None, "--stop", metavar="TEXT", callback=decode_utf8, help="Stop before this string; may be given several times."
     )
-    samples: int = of_text(1, "--samples", metavar="N", min=1, help="Write N texts, with this seed and the next ones.")
+    samples: int = text_option(1, "--samples", metavar="N", min=1, help="Write N texts, with this seed and the next ones.")
     plain: bool = flag("--plain", group="Output", help="No panel: the text goes to stdout as it comes, the result to stderr.")
-    pace: float | None = of_output(
+    pace: float | None = output_option(
         None, "--pace", metavar="X", min=0.0,
         help="Passes a second at most, to watch the panel. 0: full speed. By default a short text takes four seconds.",
     )  # fmt: skip
@@ -49,28 +50,31 @@ class TextRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        strings("stop", self.stops)
+        check_strings("stop", self.stop_strings)
 
     @property
-    def stops(self) -> list[str]:
+    def stop_strings(self) -> list[str]:
+        """The stop strings."""
         return self.stop or []
 
-    def settled(self) -> "TextRequest":
-        """With its words, its prompt and its models where they belong."""
-        if flaw := word_that_is_none(self.words):
-            raise ValueError(flaw)
+    def resolve(self) -> "TextRequest":
+        """Return the request with its words, prompt and models resolved."""
+        if error := explain_misplaced_word(self.words):
+            raise ValueError(error)
         models = [word for word in self.words if word != STDIN and is_model_name(word)]
-        texts = [as_utf8(word) for word in self.words if word not in models]
+        texts = [decode_utf8(word) for word in self.words if word not in models]
         if len(models) > 1 or len(texts) > 1:
-            what = "put quotes around a prompt of several words, or name it with -i"
-            what = "name the draft with -d" if len(models) > 1 else what
-            raise ValueError(f"{' '.join(self.words)!r} are {len(self.words)} words; {what}")
-        self = with_steps(replace(self, word=models[0] if models else None))
-        self = replace(self, prompt=prompt_of(self.prompt, self.file, texts[0] if texts else None))
-        return with_models(self, AUTO if self.verify == "coupled" else "")  # whose text no drafter changes
+            advice = "put quotes around a prompt of several words, or name it with -i"
+            advice = "name the draft with -d" if len(models) > 1 else advice
+            raise ValueError(f"{' '.join(self.words)!r} are {len(self.words)} words; {advice}")
+        self = with_default_steps(replace(self, word=models[0] if models else None))
+        self = replace(self, prompt=read_prompt(self.prompt, self.file, texts[0] if texts else None))
+        return with_models(
+            self, AUTO if self.verify == "coupled" else ""
+        )  # under coupled verification no draft changes the output
 
-    def without_effect(self) -> str:
-        """The options that were given for nothing, and why; "" for none."""
+    def describe_ineffective_options(self) -> str:
+        """Return the given options that have no effect, and why; "" for none."""
         reasons = (
             ("without a draft", not self.draft, ("gamma", "verify")),
             ("without a draft that is a model", self.draft in ("", NGRAM), ("tree",)),
@@ -78,26 +82,26 @@ class TextRequest(Request):
             ("with --plain", self.plain and not self.as_json, ("pace",)),
             ("at temperature 0", self.temperature == 0, ("top_p", "top_k", "min_p")),
         )
-        idle = [(why, [self.given[name] for name in names if name in self.given]) for why, holds, names in reasons if holds]
+        idle = [(why, [self.given[name] for name in names if name in self.given]) for why, is_idle, names in reasons if is_idle]
         return "; ".join(f"{', '.join(names)}: no effect {why}" for why, names in idle if names)
 
-    def settings(self, models: Loaded) -> dict[str, Any]:
-        """For JSON: all that a text depends on but its seed."""
+    def get_settings(self, models: LoadedModels) -> dict[str, Any]:
+        """Return everything that the output depends on except the seed, for JSON."""
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-        drawn = ("temperature", "top_p", "top_k", "min_p", *penalties, "verify", "tree", "quantize")
-        names = ("prompt", "steps", "max_tokens", "schema", "regex", *drawn)
+        sampling_names = ("temperature", "top_p", "top_k", "min_p", *penalties, "verify", "tree", "quantize")
+        names = ("prompt", "steps", "max_tokens", "schema", "regex", *sampling_names)
         return {
-            **self.named,
+            **self.model_names,
             **{name: getattr(self, name) for name in names},
-            "stop": self.stops,
-            "gamma": self.drafting.gamma if self.draft else 0,
+            "stop": self.stop_strings,
+            "gamma": self.draft_settings.gamma if self.draft else 0,
             "threads": models.decoder.target.n_threads,
             "tokenizer": str(models.decoder.tokenizer.path),
-            **models.made_with,
+            **models.metadata,
         }
 
 
-def write(request: TextRequest) -> None:
+def run(request: TextRequest) -> None:
     """Speculative decoding on the CPU: a small draft guesses, the target checks.
 
     specdec "Once upon a time" -t 0
@@ -105,87 +109,97 @@ def write(request: TextRequest) -> None:
     """
     if name := request.command:
         if given := ", ".join(request.given.values()):
-            say(f"{given}: no effect before {name}, whose options come behind it; a prompt of that word is -i {name}")
+            print_message(
+                f"{given}: no effect before {name}, whose options follow it; to use the word as a prompt, write -i {name}"
+            )
         return
     if request.version:
         print_version()
         return
-    request = request.settled()
-    shape_with = shaping(request)
-    with models_of(request) as models:
-        prompt, shape = models.decoder.encode(str(request.prompt)), shape_with(models.decoder)
-    request = models.drafted(request)
-    max_tokens = room_of(request, models.decoder, len(prompt))
-    if idle := request.without_effect():
-        say(idle)
-    why = obstacle(Console())
-    if request.pace and why and not (request.as_json or request.plain):
-        say(f"--pace has no effect: {why}")
-    writer = Writer(request, models, prompt, max_tokens, shape)
+    request = request.resolve()
+    make_constraint = make_constraint_factory(request)
+    with load_models(request) as models:
+        prompt, constraint = models.decoder.encode(str(request.prompt)), make_constraint(models.decoder)
+    request = models.resolve_draft(request)
+    max_tokens = resolve_max_tokens(request, models.decoder, len(prompt))
+    if message := request.describe_ineffective_options():
+        print_message(message)
+    obstacle = find_obstacle(Console())
+    if request.pace and obstacle and not (request.as_json or request.plain):
+        print_message(f"--pace has no effect: {obstacle}")
+    runner = GenerationRunner(request, models, prompt, max_tokens, constraint)
     for i in range(request.samples):
-        with writing():
+        with guard_output():
             if i and not request.as_json:
                 print(flush=True)
-            statistics = writer.write(replace(request.sampling, seed=(request.sampling.seed + i) % 2**63))
+            statistics = runner.generate(replace(request.sampling, seed=(request.sampling.seed + i) % 2**63))
         if statistics.stop_reason == "interrupted":
             break
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Texts of one request. prompt: its tokens."""
+class GenerationRunner:
+    """The generations of one request.
+
+    Attributes:
+        request: The resolved request.
+        models: The loaded models.
+        prompt: Tokens of the prompt.
+        max_tokens: Limit of new tokens.
+        constraint: Structured output, None for free text.
+    """
 
     request: TextRequest
-    models: Loaded
+    models: LoadedModels
     prompt: list[int]
     max_tokens: int
-    shape: Shape | None
+    constraint: Constraint | None
 
-    def write(self, sampling: Sampling) -> Statistics:
-        """One text, and what came of it."""
-        decoder, stops, shape = self.models.decoder, self.request.stops, self.shape
+    def generate(self, sampling: Sampling) -> Statistics:
+        """Generate and show one output; return its statistics."""
+        decoder, stops, constraint = self.models.decoder, self.request.stop_strings, self.constraint
         statistics = Statistics(len(self.prompt))
-        view = self._view(statistics)
-        events: Iterator[Event | Prefill]
-        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops, shape=shape)
-        if isinstance(view, LivePanel):  # which shows itself how far the prompt is read
-            events = ahead(events)
+        view = self._make_view(statistics)
+        events: Iterator[Event | PrefillProgress]
+        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops, shape=constraint)
+        if isinstance(view, LivePanel):  # the panel shows the prefill progress itself
+            events = buffer_events(events)
         else:
-            events = read_in_a_line(events, self.max_tokens if self.request.as_json else 0)
-        show(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))
+            events = show_prefill_progress(events, self.max_tokens if self.request.as_json else 0)
+        run_view(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))
         if isinstance(view, SilentView):
             seconds = {"load_seconds": self.models.load_seconds, "warmup_seconds": self.models.warmup_seconds}
-            told = {**seconds, "seed": sampling.seed, "settings": self.request.settings(self.models)}
-            print(to_json(statistics, view.text, view.tokens, **told), flush=True)
+            details = {**seconds, "seed": sampling.seed, "settings": self.request.get_settings(self.models)}
+            print(to_json(statistics, view.text, view.tokens, **details), flush=True)
         else:
-            self._tell(view, statistics, sampling.seed)
+            self._print_result(view, statistics, sampling.seed)
         return statistics
 
-    def _view(self, statistics: Statistics) -> View:
+    def _make_view(self, statistics: Statistics) -> View:
         if self.request.as_json:
             return SilentView()
         out = Console()
-        if self.request.plain or obstacle(out):
+        if self.request.plain or find_obstacle(out):
             return PlainView(sys.stdout)
-        return LivePanel(Window(out), statistics, self.max_tokens, self.request.roles, self.request.pace)
+        return LivePanel(Window(out), statistics, self.max_tokens, self.request.labels, self.request.pace)
 
-    def _tell(self, view: View, statistics: Statistics, seed: int) -> None:
-        """What came of a text, on stderr."""
-        decoder, roles, errors = self.models.decoder, self.request.roles, Console(stderr=True)
-        is_to_see = bool(roles.guessed) and isinstance(view, LivePanel) and not view.was_seen
-        more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_to_see
-        note, is_coupled = advice(decoder, statistics), decoder.verify == "coupled"
-        print_result(errors, statistics, roles, is_coupled, note, more)
+    def _print_result(self, view: View, statistics: Statistics, seed: int) -> None:
+        """Print the result of a generation on stderr."""
+        decoder, labels, errors = self.models.decoder, self.request.labels, Console(stderr=True)
+        is_hidden_panel = bool(labels.draft_label) and isinstance(view, LivePanel) and not view.was_drawn
+        more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_hidden_panel
+        note, is_coupled = get_advice(decoder, statistics), decoder.verify == "coupled"
+        print_result(errors, statistics, labels, is_coupled, note, more)
         if self.request.stats:
-            told = {"seed": seed, "threads": decoder.tuning.threads, **self.models.made_with}
-            if decoder.has_draft:  # which has no part in it
-                told["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.kind} target's own"
-            print_summary(errors, statistics, **told)
+            details = {"seed": seed, "threads": decoder.autotuner.thread_summary, **self.models.metadata}
+            if decoder.has_draft:  # the draft has no part in the output
+                details["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.format_names} target's own"
+            print_summary(errors, statistics, **details)
 
 
-def advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
-    """Return what to know or to do where a draft does not pay."""
-    if not decoder.draft or statistics.target_passes < FEW_PASSES:
+def get_advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
+    """Return advice for a draft that does not pay, "" if there is none."""
+    if not decoder.draft or statistics.target_passes < MIN_ADVICE_PASSES:
         return ""
     n_drafted = sum(statistics.drafted_histogram[1:])
     if decoder.gamma == AUTO and not n_drafted:

@@ -1,4 +1,4 @@
-"""`specdec models`: the models that are there, and which drafts fit. Knows no arrays and no formats."""
+"""`specdec models`: lists the installed models and the drafts that fit, and downloads, removes or aliases models."""
 
 import json
 import os
@@ -12,28 +12,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.exits import writing
-from specdec.cli.model_resolver import find_model
+from specdec.cli.exits import guard_output
 from specdec.cli.options import argument, flag
 from specdec.cli.request import Request
+from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.resolver import NGRAM, SELF
 from specdec.loaders import CheckpointError, optional_dependencies
-from specdec.loaders.model_aliases import name_model, short_names
-from specdec.loaders.model_lookup import here, needs
-from specdec.loaders.model_removal import files_of, remove, size_of
-from specdec.ui.output import on_one_line
-from specdec.ui.progress import loading
+from specdec.loaders.model_aliases import read_aliases, set_alias
+from specdec.loaders.model_paths import find_local, find_required_packages
+from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
+from specdec.ui.output import sanitize_line
+from specdec.ui.progress import show_status
 
-NONE_THERE = "no models in models/ or in the hub's cache; specdec models pull org/name downloads one"
+NO_MODELS_MESSAGE = "no models in models/ or in the hub's cache; specdec models pull org/name downloads one"
 
-WIDEST = 10_000  # of a table that goes into a pipe, where names are not to be cut
+PIPE_TABLE_WIDTH = 10_000  # wide enough that names in piped tables are never cut
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListRequest(Request):
-    """Of `specdec models`."""
+class ModelsRequest(Request):
+    """The options of `specdec models`."""
 
-    offers = "what yes as_json"
+    option_names = "what yes as_json"
     what: list[str] | None = argument(
         None, metavar="WHAT",
         help="A folder to look into instead, or a model. Or what to do: pull NAME, rm NAME, name SHORT NAME.",
@@ -41,124 +41,129 @@ class ListRequest(Request):
     yes: bool = flag("-y", "--yes", group="Output", help="Remove without a question.")
 
 
-def run(request: ListRequest) -> None:
+def run(request: ModelsRequest) -> None:
     """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
 
     specdec models pull org/name:Q4_K_M downloads one, and rm NAME removes one.
 
-    specdec models name SHORT NAME lets a short name stand for one, wherever a model is named; rm SHORT ends that.
+    specdec models name SHORT NAME makes SHORT an alias, wherever a model is named; rm SHORT removes it.
 
-    A draft fits a target of the same vocabulary that is at least twice as large; a head, the models of its width and vocabulary.
-    Of a model with experts it is told, too, how many weights a token reads.
+    A draft fits a target with the same vocabulary and at least twice its size; a head fits models of its width and vocabulary.
+    For a model with experts, the table also shows how many weights a token reads.
     """
     what, *names = request.what or [""]
-    with writing():
-        if what in DEEDS:
-            DEEDS[what](request, names)
-        elif what in LIST and not (names or os.path.exists(what)):
-            list_all(request, "")
+    with guard_output():
+        if what in ACTIONS:
+            ACTIONS[what](request, names)
+        elif what in LIST_WORDS and not (names or os.path.exists(what)):
+            list_models(request, "")
         elif names:
-            raise ValueError(f"{names[0]!r} is one word too many; expected FOLDER, or pull NAME, rm NAME, name SHORT NAME")
+            raise ValueError(f"unexpected argument {names[0]!r}; expected FOLDER, or pull NAME, rm NAME, name SHORT NAME")
         else:
-            list_all(request, what)
+            list_models(request, what)
 
 
-def pull(request: ListRequest, names: list[str]) -> None:
-    """Download models that are not there yet."""
+def pull_models(request: ModelsRequest, names: list[str]) -> None:
+    """Download models that are not installed yet."""
     if not names:
-        raise ValueError("pull what? expected a name on the hub: pull org/name, or org/name:Q4_K_M")
-    if lacking := optional_dependencies.missing(needs(names)):
-        raise CheckpointError(lacking)
+        raise ValueError("pull needs a name on the hub: pull org/name, or org/name:Q4_K_M")
+    if missing := optional_dependencies.format_missing_packages(find_required_packages(names)):
+        raise CheckpointError(missing)
     for name in names:
         path = find_model(name)
-        print(f"{on_one_line(name)} is in {on_one_line(str(path))} ({_count(size_of([path]))}B)")
+        print(f"{sanitize_line(name)} is in {sanitize_line(str(path))} ({_format_count(compute_total_bytes([path]))}B)")
 
 
-def rm(request: ListRequest, names: list[str]) -> None:
-    """Remove models, or short names, once the person at the keys has said so."""
-    from specdec.cli.model_catalog import places
+def remove_models(request: ModelsRequest, names: list[str]) -> None:
+    """Remove models or aliases, after the user confirms."""
+    from specdec.cli.installed_models import list_installed
 
     if not names:
-        raise ValueError("rm what? expected a name that specdec models lists")
-    there = dict(reversed([*places()]))
+        raise ValueError("rm needs a name that specdec models lists")
+    installed = dict(reversed([*list_installed()]))
     for name in names:
-        if name in short_names():
-            print(f"{on_one_line(name)} stands for nothing any more ({name_model(name, '')})")
+        if name in read_aliases():
+            print(f"{sanitize_line(name)} stands for nothing any more ({set_alias(name, '')})")
             continue
-        path = None if name in there else here(name)  # by a name without its ending
-        name = next((listed for listed, at in there.items() if at == path and listed.startswith(Path(name).name)), name)
-        if name not in there:
-            raise CheckpointError(f"there is no {on_one_line(name)} here; specdec models lists what there is")
-        files = files_of(there[name])
-        told = f"{on_one_line(name)} ({_count(size_of(files))}B, {on_one_line(str(files[0]))})"
-        if not request.yes and not typer.confirm(f"remove {told}?", err=True):
+        path = None if name in installed else find_local(name)  # by a name without its ending
+        name = next(
+            (listed for listed, listed_path in installed.items() if listed_path == path and listed.startswith(Path(name).name)),
+            name,
+        )
+        if name not in installed:
+            raise CheckpointError(f"there is no {sanitize_line(name)} here; specdec models lists what there is")
+        files = list_model_files(installed[name])
+        description = f"{sanitize_line(name)} ({_format_count(compute_total_bytes(files))}B, {sanitize_line(str(files[0]))})"
+        if not request.yes and not typer.confirm(f"remove {description}?", err=True):
             raise typer.Exit(1)
-        remove(files)
-        print(f"removed {told}")
+        delete_files(files)
+        print(f"removed {description}")
 
 
-def name(request: ListRequest, names: list[str]) -> None:
-    """Let a short name stand for a model."""
+def add_alias(request: ModelsRequest, names: list[str]) -> None:
+    """Make a short name an alias of a model."""
     if len(names) != 2:
         raise ValueError("name takes a short name and the model that it is: name small org/name:Q4_K_M")
-    print(f"{names[0]} stands for {on_one_line(names[1])} ({name_model(*names)})")
+    print(f"{names[0]} stands for {sanitize_line(names[1])} ({set_alias(*names)})")
 
 
-def list_all(request: ListRequest, folder: str) -> None:
-    """What is there."""
-    from specdec.cli.model_catalog import entries, row_of  # which nothing else needs
+def list_models(request: ModelsRequest, folder: str) -> None:
+    """Print the installed models, or those of a folder, as a table or JSON."""
+    from specdec.cli.installed_models import list_entries, make_row  # imported here, since no other action needs it
 
-    with loading("looking at models"):
-        found = entries((here(folder) or Path(folder)) if folder else None)
-        rows = [row_of(entry, found) for entry in found if entry.config]
-    broken = [entry for entry in found if entry.flaw]
-    short = {} if folder else short_names()
+    with show_status("looking at models"):
+        found = list_entries((find_local(folder) or Path(folder)) if folder else None)
+        rows = [make_row(entry, found) for entry in found if entry.config]
+    broken = [entry for entry in found if entry.error]
+    aliases = {} if folder else read_aliases()
     if request.as_json:
-        unreadable = [{"name": entry.name, "flaw": entry.flaw} for entry in broken]
-        print(json.dumps({"models": rows, "unreadable": unreadable, "names": short}))
+        unreadable = [{"name": entry.name, "flaw": entry.error} for entry in broken]
+        print(json.dumps({"models": rows, "unreadable": unreadable, "names": aliases}))
         return
     if not (rows or broken):
-        print(f"no models in {on_one_line(folder)}" if folder else NONE_THERE)
+        print(f"no models in {sanitize_line(folder)}" if folder else NO_MODELS_MESSAGE)
     table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
     for column in table.columns:
-        column.overflow = "fold"  # a name is to be copied
+        column.overflow = "fold"  # names must stay whole, to be copied
 
-    def told(*names: str) -> Text:
-        """Without the folder, which whoever asked knows."""
-        return Text(on_one_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
+    def format_names(*names: str) -> Text:
+        """Return the names without the folder, which the user gave."""
+        return Text(sanitize_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
 
     for row in rows:
         table.add_row(
-            told(row["name"]),
+            format_names(row["name"]),
             f"{row['family']} {row['layers']} x {row['dim']}",
-            _count(row["parameters"])
-            + (f", {_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
-            f"{_count(row['bytes'])}B",
+            _format_count(row["parameters"])
+            + (f", {_format_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
+            f"{_format_count(row['bytes'])}B",
             str(row["vocabulary"]),
-            _of_head(row["head"], told) if row["head"] else told(*(row["drafts"] or (*[SELF][: row["self"]], NGRAM))),
+            _format_head_targets(row["head"], format_names)
+            if row["head"]
+            else format_names(*(row["drafts"] or (*[SELF][: row["self"]], NGRAM))),
         )
     console = Console()
-    console = console if console.is_terminal else Console(width=WIDEST)
+    console = console if console.is_terminal else Console(width=PIPE_TABLE_WIDTH)
     if rows:
         console.print(table)
     for entry in broken:
-        console.print(Text(on_one_line(f"cannot be used: {entry.flaw}")), soft_wrap=True)
-    for each, meant in short.items():
-        console.print(Text(on_one_line(f"{each} stands for {meant}")), soft_wrap=True)
+        console.print(Text(sanitize_line(f"cannot be used: {entry.error}")), soft_wrap=True)
+    for alias, name in aliases.items():
+        console.print(Text(sanitize_line(f"{alias} stands for {name}")), soft_wrap=True)
 
 
-DEEDS = {"pull": pull, "rm": rm, "name": name}
-LIST = ("list", "ls")  # as other programs have it
+ACTIONS = {"pull": pull_models, "rm": remove_models, "name": add_alias}
+LIST_WORDS = ("list", "ls")  # other programs' names of the same action
 
 
-def _of_head(head: Mapping[str, Any], told: Callable[..., Text]) -> Text:
-    """Which models a head drafts for: those that are there, else what they have to be like."""
-    deep = f", of {max(head['layers'])} layers or more" if head["layers"] else ""
-    return Text("for ") + told(*head["targets"] or [f"models {head['width']} wide{deep}"])
+def _format_head_targets(head: Mapping[str, Any], format_names: Callable[..., Text]) -> Text:
+    """Return the installed models that a head drafts for, else the requirements on a target."""
+    min_layers = f", of {max(head['layers'])} layers or more" if head["layers"] else ""
+    return Text("for ") + format_names(*head["targets"] or [f"models {head['width']} wide{min_layers}"])
 
 
-def _count(n: int) -> str:
-    """In thousands, millions or billions, two digits or more."""
+def _format_count(n: int) -> str:
+    """Return a number in thousands, millions or billions, with two digits or more."""
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if n >= unit:
             return f"{n / unit:.1f} {name}" if n < 10 * unit else f"{n / unit:.0f} {name}"

@@ -1,4 +1,4 @@
-"""Options of the command line: a request's fields, with the names, help and limits that Typer wants. Knows no request."""
+"""Helpers that declare command-line options as dataclass fields with Typer metadata."""
 
 import os
 import re
@@ -9,9 +9,9 @@ from typing import Any
 
 import typer
 
-OPTION = "option"  # in a field's metadata
-# what the library's errors call by its parameters, as a command line has it
-OF_PARAMETERS = {
+OPTION = "option"  # key of the Typer option in a field's metadata
+# The library's parameter names, which its errors mention, and the command-line option of each.
+PARAMETER_OPTIONS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         "stage", "template", "quantize", "kv", "pack", "gamma", "verify", "tree", "threads", "prompt", "stop", "max_tokens",
@@ -19,48 +19,74 @@ OF_PARAMETERS = {
         "logit_bias",
     )
 } | {"target": "-m", "draft": "-d", "tokenizer": "-z", "repetition_penalty": "--repeat-penalty"}  # fmt: skip
-_PARAMETER = "|".join(OF_PARAMETERS)
-_TOLD = re.compile(rf"\b({_PARAMETER})=(?:\.\.\.|'([^']*)')|(?:^|(?<=, and ))({_PARAMETER})(?= (?:of \d+ )?(?:is|holds) )")
-
-
-def option(default: Any, *names: str, group: str, help: str, **more: Any) -> Any:
-    """A field that is an option of those names; group: the panel of the help that it stands in."""
-    told = typer.Option(*names, help=help, rich_help_panel=group, **more)
-    return field(default=default, metadata={OPTION: told})
-
-
-# the panels of the help, each a way to say an option that stands in it
-PANELS = "Most used", "Text", "Models", "Model", "Sampling", "Speculation", "Measuring", "Server", "Machine", "Output"
-most_used, of_text, of_models, of_model, of_sampling, of_speculation, of_measuring, of_server, of_machine, of_output = (
-    partial(option, group=panel) for panel in PANELS
+_PARAMETER_PATTERN = "|".join(PARAMETER_OPTIONS)
+_PARAMETER_REFERENCE = re.compile(
+    rf"\b({_PARAMETER_PATTERN})=(?:\.\.\.|'([^']*)')"
+    rf"|(?:^|(?<=, and ))({_PARAMETER_PATTERN})(?= (?:of \d+ )?(?:is|holds|contains|must) )"
 )
 
 
+def option(default: Any, *names: str, group: str, help: str, **more: Any) -> Any:
+    """Return a dataclass field that is a command-line option.
+
+    Args:
+        default: Default value.
+        *names: Option names, such as "-n" and "--steps".
+        group: Panel of the help that lists the option.
+        help: Help text.
+        **more: Further arguments of `typer.Option`.
+    """
+    info = typer.Option(*names, help=help, rich_help_panel=group, **more)
+    return field(default=default, metadata={OPTION: info})
+
+
+# The panels of the help, and a function for each that declares an option in it.
+PANELS = "Most used", "Text", "Models", "Model", "Sampling", "Speculation", "Measuring", "Server", "Machine", "Output"
+(
+    common_option,
+    text_option,
+    models_option,
+    model_option,
+    sampling_option,
+    speculation_option,
+    measuring_option,
+    server_option,
+    machine_option,
+    output_option,
+) = (partial(option, group=panel) for panel in PANELS)
+
+
 def flag(*names: str, group: str, help: str) -> Any:
-    """A field that is false unless its option is there."""
+    """Return a field that is false unless its option is given."""
     return option(False, *names, group=group, help=help, metavar="")
 
 
 def argument(default: Any, **more: Any) -> Any:
-    """A field that is a word among the options."""
+    """Return a field that is a positional argument."""
     return field(default=default, metadata={OPTION: typer.Argument(show_default=False, **more)})
 
 
-def option_of(kind: type, name: str) -> Any:
-    """What Typer is told of a field: by the class that says it, of which others have the default alone."""
-    fields = [each.__dict__.get("__dataclass_fields__", {}).get(name) for each in kind.__mro__]
+def get_option_info(request_class: type, name: str) -> Any:
+    """Return the Typer option of a request's field, from the first class in the MRO that declares one.
+
+    Subclasses may override the default alone.
+    """
+    fields = [each.__dict__.get("__dataclass_fields__", {}).get(name) for each in request_class.__mro__]
     return next(each.metadata[OPTION] for each in fields if each and OPTION in each.metadata)
 
 
-def in_options(message: str) -> str:
-    """What the library says of its parameters: draft=... is -d, kv='f32' is --kv f32, and "gamma is 0" is "--gamma is 0"."""
-    return _TOLD.sub(lambda told: f"{OF_PARAMETERS[told[1] or told[3]]} {told[2] or ''}".rstrip(), message)
+def translate_parameters(message: str) -> str:
+    """Replace the library's parameter names in a message by options: draft=... becomes -d, kv='f32' becomes --kv f32.
+
+    "gamma is 0" becomes "--gamma is 0".
+    """
+    return _PARAMETER_REFERENCE.sub(lambda match: f"{PARAMETER_OPTIONS[match[1] or match[3]]} {match[2] or ''}".rstrip(), message)
 
 
-def as_utf8(value: Any) -> Any:
-    """A text of the command line, or several, as it was typed: in UTF-8, also where the locale made other letters of it."""
+def decode_utf8(value: Any) -> Any:
+    """Decode a command-line string, or a list of them, as UTF-8 even if the locale has another encoding."""
     if isinstance(value, list):
-        return [as_utf8(text) for text in value]
-    with suppress(TypeError, UnicodeError):  # None, or bytes of no UTF-8
+        return [decode_utf8(text) for text in value]
+    with suppress(TypeError, UnicodeError):  # None, or bytes that are not UTF-8
         return os.fsencode(value).decode()
     return value

@@ -1,37 +1,37 @@
-"""`specdec race`: the target alone and the pair write one text, each by itself. Knows no arrays and no formats."""
+"""`specdec race`: the target alone and the pair generate the same output, one after the other."""
 
 from dataclasses import dataclass, replace
 
 import typer
 from rich.console import Console
 
-from specdec.cli.exits import writing
-from specdec.cli.model_loading import models_of, room_of
-from specdec.cli.options import most_used
-from specdec.cli.prompts import prompt_of
-from specdec.cli.request import DRAFT, Request, with_models, with_steps
+from specdec.cli.exits import guard_output
+from specdec.cli.model_loading import load_models, resolve_max_tokens
+from specdec.cli.options import common_option
+from specdec.cli.prompt_sources import read_prompt
+from specdec.cli.request import DRAFT_HELP, Request, with_default_steps, with_models
 from specdec.draft.settings import AUTO
-from specdec.ui.progress import READING, loading, telling
+from specdec.ui.live_window import Window, find_obstacle
+from specdec.ui.progress import READING, make_progress_callback, show_status
 from specdec.ui.signals import signals
-from specdec.ui.terminal_window import Window, obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaceRequest(Request):
-    """Of `specdec race`."""
+    """The options of `specdec race`."""
 
-    offers = (
+    option_names = (
         "model draft stage quantize kv pack tokenizer prompt steps max_tokens temperature top_p top_k seed gamma tree "
         "threads as_json"
     )
-    draft: str = most_used("", "-d", "--draft", metavar="NAME", help=f"{DRAFT}.")
+    draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
 
-    def settled(self) -> "RaceRequest":
-        """With its prompt and its models where they belong."""
-        request = with_models(with_steps(self), AUTO)
+    def resolve(self) -> "RaceRequest":
+        """Return the request with its prompt and models resolved."""
+        request = with_models(with_default_steps(self), AUTO)
         if not request.draft:
             raise ValueError("a race needs a draft; name another one with -d, or leave it out")
-        return replace(request, prompt=prompt_of(self.prompt))
+        return replace(request, prompt=read_prompt(self.prompt))
 
 
 def run(request: RaceRequest) -> None:
@@ -40,31 +40,31 @@ def run(request: RaceRequest) -> None:
     Both run by themselves first, a few times each; then their fastest runs are
     shown together, in slow motion.
     """
-    from specdec.bench.race import measure, to_json  # which nothing else needs
+    from specdec.bench.race import measure, to_json  # imported here, since no other command needs it
     from specdec.ui.race import RaceView
 
-    request = request.settled()
-    with models_of(request) as models:
+    request = request.resolve()
+    with load_models(request) as models:
         decoder = models.decoder
         prompt = decoder.encode(str(request.prompt))
-    request = models.drafted(request)
-    max_tokens = room_of(request, decoder, len(prompt))
-    with loading(READING) as show:
-        tell = telling(show, READING)
+    request = models.resolve_draft(request)
+    max_tokens = resolve_max_tokens(request, decoder, len(prompt))
+    with show_status(READING) as show:
+        on_progress = make_progress_callback(show, READING)
         for share in decoder.read(prompt):
-            tell(share)
-        race = measure(decoder, prompt, max_tokens, request.sampling, telling(show, "running both"))
-    out, roles, seed = Console(), request.roles, request.sampling.seed
-    signals.text_begins()
-    with writing():
+            on_progress(share)
+        race = measure(decoder, prompt, max_tokens, request.sampling, make_progress_callback(show, "running both"))
+    out, labels, seed = Console(), request.labels, request.sampling.seed
+    signals.begin_output()
+    with guard_output():
         if request.as_json:
             text = decoder.tokenizer.decode(prompt + race.pair.tokens)
-            print(to_json(race, text, **request.named, seed=seed, **models.made_with))
+            print(to_json(race, text, **request.model_names, seed=seed, **models.metadata))
         else:
-            if not obstacle(out):
-                RaceView(race, roles, Window(out)).play()
-            figures = race.report(f"{roles.target} alone", roles.pair, out.width if out.is_terminal else None)
-            lines = [*figures, f"{race.sentence}; seed {seed}"]
+            if not find_obstacle(out):
+                RaceView(race, labels, Window(out)).play()
+            results = race.format_lines(f"{labels.target} alone", labels.pair, out.width if out.is_terminal else None)
+            lines = [*results, f"{race.summary}; seed {seed}"]
             out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=not out.is_terminal)
     if not race.is_same_text:
         raise typer.Exit(1)

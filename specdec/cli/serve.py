@@ -1,4 +1,4 @@
-"""`specdec serve`: OpenAI's interface and a page to talk at. Knows no arrays and no formats."""
+"""`specdec serve`: the OpenAI and Anthropic APIs over HTTP, and a chat page."""
 
 import ipaddress
 import os
@@ -13,122 +13,126 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import specdec
-from specdec.cli.exits import say, writing
-from specdec.cli.model_loading import Loaded, decoder_of, drawn_as_advised, found, models_of
-from specdec.cli.model_resolver import find_model
-from specdec.cli.options import flag, in_options, of_sampling, of_server
-from specdec.cli.prompts import text_in
-from specdec.cli.request import MODELS, WORDS, Request, with_models
-from specdec.decoder import SpeculativeDecoder
+from specdec.cli.exits import guard_output, print_message
+from specdec.cli.model_loading import LoadedModels, get_recommended_sampling, load_decoder, load_models, resolve_model_paths
+from specdec.cli.options import flag, sampling_option, server_option, translate_parameters
+from specdec.cli.prompt_sources import read_text_input
+from specdec.cli.request import DRAFT_KEYWORDS, MODEL_OPTIONS, Request, with_models
+from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.settings import AUTO
 from specdec.loaders import optional_dependencies
-from specdec.loaders.loader import room_beside
-from specdec.loaders.model_aliases import short_names
-from specdec.runtime.memory import physical_memory_bytes
+from specdec.loaders.model_aliases import read_aliases
+from specdec.loaders.model_loader import get_memory_headroom
+from specdec.runtime.aligned_memory import get_physical_memory_bytes
 from specdec.sampling import Sampling
+from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import TemplateError
-from specdec.text.conversation import Settings as ChatSettings
-from specdec.ui.output import on_one_line
+from specdec.text.conversation import ChatSettings as ChatSettings
+from specdec.ui.output import sanitize_line
 from specdec.ui.signals import signals
 
 if TYPE_CHECKING:
-    from specdec.server.model_manager import Served
+    from specdec.server.model_manager import ModelInstance
 
-SERVING = {optional_dependencies.STARLETTE: "to answer requests", optional_dependencies.UVICORN: "to listen"}
-LAST_WORDS_SECONDS = 10.0  # behind the grace; then the process ends as it stands
-LONGEST_KEY = 1000
-MOST_LINES = 1000  # of the log, that wait for who reads them
-_UNSAID = "for requests that do not say. By default the model's own (generation_config.json), else"
-OF_ONE = ("tokenizer", "template", "stage")  # options that no other model can have
-CACHE_SHARE = 0.5  # of the memory beside the weights, that caches may take
+REQUIRED_PACKAGES = {optional_dependencies.STARLETTE: "to answer requests", optional_dependencies.UVICORN: "to listen"}
+EXIT_MARGIN_S = 10.0  # after the grace period; then the process is ended
+MAX_KEY_LENGTH = 1000
+MAX_LOG_LINES = 1000  # log lines that wait to be written
+_DEFAULT_HELP = "for requests that do not say. By default the model's own (generation_config.json), else"
+SINGLE_MODEL_OPTIONS = ("tokenizer", "template", "stage")  # options that need -m
+CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest(Request):
-    """Of `specdec serve`."""
+    """The options of `specdec serve`."""
 
-    offers = (
-        f"word model draft {MODELS} template gamma tree served_temperature served_top_p served_top_k threads host port "
+    option_names = (
+        f"word model draft {MODEL_OPTIONS} template gamma tree served_temperature served_top_p served_top_k threads host port "
         "api_key_file no_key slots queue cache keep_alive grace"
     )
-    served_temperature: float | None = of_sampling(
-        None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_UNSAID} 0.7. 0 is greedy."
+    served_temperature: float | None = sampling_option(
+        None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_DEFAULT_HELP} 0.7. 0 is greedy."
     )
-    served_top_p: float | None = of_sampling(
-        None, "-p", "--top-p", metavar="X", min=0.0, max=1.0, help=f"Top-p {_UNSAID} 0.9. 0, 1: off."
+    served_top_p: float | None = sampling_option(
+        None, "-p", "--top-p", metavar="X", min=0.0, max=1.0, help=f"Top-p {_DEFAULT_HELP} 0.9. 0, 1: off."
     )
-    served_top_k: int | None = of_sampling(None, "-k", "--top-k", metavar="N", min=0, help=f"Top-k {_UNSAID} 0. 0: off.")
-    host: str = of_server(
+    served_top_k: int | None = sampling_option(
+        None, "-k", "--top-k", metavar="N", min=0, help=f"Top-k {_DEFAULT_HELP} 0. 0: off."
+    )
+    host: str = server_option(
         "127.0.0.1", "--host", metavar="HOST", help="Listen at this address. Others than this machine's own need a key."
     )
-    port: int = of_server(8080, "--port", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")
-    api_key_file: str = of_server("", "--api-key-file", metavar="FILE", help="Ask for one of the keys in this file, one a line.")
+    port: int = server_option(8080, "--port", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")
+    api_key_file: str = server_option(
+        "", "--api-key-file", metavar="FILE", help="Ask for one of the keys in this file, one a line."
+    )
     no_key: bool = flag("--no-key", group="Server", help="Listen beyond this machine without a key: for everybody.")
-    slots: int = of_server(8, "--slots", metavar="N", min=1, max=256, help="Texts that are written at once.")
-    queue: int = of_server(64, "--queue", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused.")
-    cache: int = of_server(
+    slots: int = server_option(8, "--slots", metavar="N", min=1, max=256, help="Texts that are written at once.")
+    queue: int = server_option(64, "--queue", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused.")
+    cache: int = server_option(
         0, "--cache", metavar="MB", min=0,
         help="Memory for keys and values of texts that run or may go on. 0: half of what is there beside the weights.",
     )  # fmt: skip
-    keep_alive: float = of_server(
+    keep_alive: float = server_option(
         300.0, "--keep-alive", metavar="S", min=0.0, max=1e9,
         help="Without -m: seconds that a model stays which nobody asks. It goes earlier where another one needs its memory.",
     )  # fmt: skip
-    grace: float = of_server(
+    grace: float = server_option(
         10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."
     )
 
-    def settled(self) -> "ServeRequest":
-        """With its models where they belong, and somebody who is asked for."""
+    def resolve(self) -> "ServeRequest":
+        """Return the request with its models resolved and its address checked."""
         if self.api_key_file and self.no_key:
             raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
         if self.word and self.word.isdecimal():
-            raise ValueError(f"{self.word!r} is no model; the port is --port {self.word}")
+            raise ValueError(f"{self.word!r} is not a model; the port is --port {self.word}")
         host, _, port = self.host.rpartition(":")
         if port.isdecimal() and host and ":" not in host.strip("[]"):
             raise ValueError(f"--host {self.host} has a port in it; expected --host {host} --port {port}")
         if not (self.is_local or self.api_key_file or self.no_key):
             raise ValueError(
-                f"--host {self.host} lets other machines ask; --api-key-file FILE names their keys, --no-key lets everybody"
+                f"--host {self.host} accepts other machines; give their keys with --api-key-file FILE, or use --no-key"
             )
         model = self.word or self.model
         if model and "keep_alive" in self.given:
-            raise ValueError("--keep-alive is for a server without -m, which loads models as they are asked for")
-        if not model and (fixed := [option for field, option in self.given.items() if field in OF_ONE]):
-            raise ValueError(f"{fixed[0]} is of one model; name it with -m")
+            raise ValueError("--keep-alive needs a server without -m, which loads models on demand")
+        if not model and (fixed := [option for field, option in self.given.items() if field in SINGLE_MODEL_OPTIONS]):
+            raise ValueError(f"{fixed[0]} needs a single model; name it with -m")
         return with_models(replace(self, word=None, model=model), AUTO) if model else self
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can ask."""
+        """Whether only this machine can connect."""
         with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host.lower() == "localhost"
 
     @property
-    def keys(self) -> list[str]:
-        """Those in the file. Raises ValueError for what are none."""
+    def api_keys(self) -> list[str]:
+        """The keys in the key file. Raises ValueError for invalid ones."""
         if not self.api_key_file:
             return []
-        keys = [line.strip() for line in text_in(self.api_key_file).splitlines() if line.strip()]
-        if not keys or not all(key.isascii() and key.isprintable() and len(key) <= LONGEST_KEY for key in keys):
+        keys = [line.strip() for line in read_text_input(self.api_key_file).splitlines() if line.strip()]
+        if not keys or not all(key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH for key in keys):
             raise ValueError(
-                f"{self.api_key_file} holds no API key, or one that no header can hold; expected one a line, in ASCII"
+                f"{self.api_key_file} must have one API key per line, in printable ASCII of at most {MAX_KEY_LENGTH} characters"
             )
         return keys
 
-    def sampling_of(self, advised: Mapping[str, Any]) -> Sampling:
-        """For who says nothing: by options, else as the model's files advise, else as in a chat."""
-        named: dict[str, Any] = {
+    def make_default_sampling(self, recommended: Mapping[str, Any]) -> Sampling:
+        """Return the sampling of requests that set none: from options, else the recommended values, else the chat defaults."""
+        options: dict[str, Any] = {
             "temperature": self.served_temperature, "top_p": self.served_top_p, "top_k": self.served_top_k,
         }  # fmt: skip
-        chat = replace(ChatSettings(), **advised)
-        return replace(chat.sampling(0), **{name: value for name, value in named.items() if value is not None})
+        chat = replace(ChatSettings(), **recommended)
+        return replace(chat.make_sampling(0), **{name: value for name, value in options.items() if value is not None})
 
     @property
     def name(self) -> str:
-        """What clients call the model: its name on the hub, or its file's; never where it is."""
-        return self.titles[0] if os.path.exists(str(self.model)) else on_one_line(str(self.model))
+        """The model's name for clients: its name on the hub, or its file's name, never its path."""
+        return self.display_names[0] if os.path.exists(str(self.model)) else sanitize_line(str(self.model))
 
 
 def run(request: ServeRequest) -> None:
@@ -136,139 +140,148 @@ def run(request: ServeRequest) -> None:
 
     specdec serve -m HuggingFaceTB/SmolLM2-135M-Instruct
 
-    Without -m: every model that `specdec models` lists, each loaded when it is asked for.
+    Without -m: every model that `specdec models` lists, each loaded on demand.
     """
-    request = request.settled()
-    places, keys = found(request, SERVING) if request.model else [], request.keys
-    if lacking := optional_dependencies.missing(SERVING):
-        raise ValueError(lacking)
-    if not request.model and request.draft and request.draft.lower() not in WORDS:
-        find_model(request.draft, WORDS)  # before models are loaded that it is to draft for
-    from specdec.server.listener import bound  # which nothing else needs
+    request = request.resolve()
+    paths, keys = resolve_model_paths(request, REQUIRED_PACKAGES) if request.model else [], request.api_keys
+    if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
+        raise ValueError(missing)
+    if not request.model and request.draft and request.draft.lower() not in DRAFT_KEYWORDS:
+        find_model(request.draft, DRAFT_KEYWORDS)  # fail now rather than at the first request
+    from specdec.server.listener import bind_socket  # imported here, since no other command needs it
 
-    with bound(request.host, request.port) as sock:
-        models: Loaded | None = None
+    with bind_socket(request.host, request.port) as sock:
+        models: LoadedModels | None = None
         if request.model:
-            with models_of(request, places) as models:
+            with load_models(request, paths) as models:
                 pass
-            request = models.drafted(request)
-        with writing():
+            request = models.resolve_draft(request)
+        with guard_output():
             serve(request, models, sock, keys)
 
 
-def serve(request: ServeRequest, models: Loaded | None, sock: socket.socket, keys: list[str]) -> None:
-    """Answer until a signal asks for the end."""
-    from specdec.server.app import app_of
-    from specdec.server.auth import Guard
+def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socket, keys: list[str]) -> None:
+    """Answer requests until a signal ends the server."""
+    from specdec.server.app import make_app
+    from specdec.server.auth import AuthMiddleware
     from specdec.server.listener import Listener
-    from specdec.server.model_manager import Shelf, only
-    from specdec.server.streaming import Service
+    from specdec.server.model_manager import ModelManager, make_single_model_manager
+    from specdec.server.streaming import ServerState
 
-    log = Log().tell
+    log = StderrLog().write_line
     if models:
-        shelf = only(served(request, models.decoder))
-        guessed = f"; tokens are guessed {request.roles.guessed}" if request.roles.guessed else ""
-        what = f"{request.name} ({models.decoder.weights}){guessed}"
+        manager = make_single_model_manager(make_served_model(request, models.decoder))
+        draft_note = f"; tokens are guessed {request.labels.draft_label}" if request.labels.draft_label else ""
+        description = f"{request.name} ({models.decoder.weights}){draft_note}"
     else:
-        shelf = Shelf(Source(request), request.keep_alive, log)
-        n = len(shelf.sizes())
+        manager = ModelManager(CatalogModelSource(request), request.keep_alive, log)
+        n = len(manager.list_models())
         if not n:
-            raise ValueError("there is no model to serve; specdec models pull org/name downloads one, -m names one")
-        what = f"{n} models, each loaded when it is asked for; specdec models lists them"
-    service = Service(shelf, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
-    app = Guard(app_of(service), keys, {"localhost", request.host, socket.gethostname()}, log)
+            raise ValueError("no model is installed; specdec models pull org/name downloads one, -m names one")
+        description = f"{n} models, each loaded on demand; specdec models lists them"
+    service = ServerState(manager, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
+    app = AuthMiddleware(make_app(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
-    signals.text_begins(request.grace + LAST_WORDS_SECONDS)
+    signals.begin_output(request.grace + EXIT_MARGIN_S)
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    sock.listen()  # so that what the line says is true
-    print(f"{address} serves {what}", flush=True)
+    sock.listen()  # before the line that announces the address
+    print(f"{address} serves {description}", flush=True)
     listener.start()
-    while listener.is_alive() and not signals.asked:
+    while listener.is_alive() and not signals.end_signal:
         signals.sleep(1.0)
-        shelf.sweep()
-    if not signals.asked:
+        manager.unload_idle()
+    if not signals.end_signal:
         raise ValueError("the server ended by itself")
     listener.stop_listening()
-    shelf.close(request.grace)
+    manager.close(request.grace)
     listener.join()
-    signals.granted()
+    signals.clear_end_signal()
 
 
-def served(request: ServeRequest, decoder: SpeculativeDecoder) -> "Served":
-    """A model that is loaded, and what writes its texts."""
-    from specdec.engine.scheduler import Engine
-    from specdec.server.model_manager import Served
-    from specdec.server.openai_requests import Model
+def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "ModelInstance":
+    """Return the model instance of a loaded decoder: its scheduler, template and default sampling."""
+    from specdec.engine.scheduler import Scheduler
+    from specdec.server.model_manager import ModelInstance
+    from specdec.server.openai_chat_requests import ServedModel
 
     template = None
     try:
         template = decoder.chat_template
     except TemplateError as error:
-        say(f"/v1/completions alone: {in_options(str(error))}")
-    threading.Thread(target=awake, args=(decoder,), name="awake", daemon=True).start()
-    cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * room_beside(decoder.target))
-    kv, per_token = decoder.target.kv, (decoder.target.text_bytes(2048) - decoder.target.text_bytes(1024)) / 1_024_000
-    say(f"keys and values take {per_token:.1f} kB a token in {kv}, those of all texts up to {cache_bytes / 10**9:.1f} GB")
-    engine = Engine(decoder, request.slots, request.queue, cache_bytes)
-    model = Model(request.name, decoder, template, request.sampling_of(drawn_as_advised(request, decoder)))
-    return Served(model, engine, int(time.time()))
+        print_message(f"only /v1/completions is available: {translate_parameters(str(error))}")
+    threading.Thread(target=prewarm, args=(decoder,), name="awake", daemon=True).start()
+    cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
+    kv, per_token = (
+        decoder.target.kv,
+        (decoder.target.get_sequence_bytes(2048) - decoder.target.get_sequence_bytes(1024)) / 1_024_000,
+    )
+    print_message(f"the KV cache takes {per_token:.1f} kB a token in {kv}, and up to {cache_bytes / 10**9:.1f} GB in all")
+    scheduler = Scheduler(decoder, request.slots, request.queue, cache_bytes)
+    model = ServedModel(
+        request.name, decoder, template, request.make_default_sampling(get_recommended_sampling(request, decoder))
+    )
+    return ModelInstance(model, scheduler, int(time.time()))
 
 
-def awake(decoder: SpeculativeDecoder) -> None:
-    """Begin what the first request would wait for: the processes that render, encode and try schemas, and the vocabulary of
-    structured output. What is wrong with them that request is told."""
+def prewarm(decoder: SpeculativeDecoder) -> None:
+    """Start what the first request would wait for: the helper processes and the vocabulary of structured output.
+
+    The processes render templates, encode text and check schemas. Errors are ignored; the request that meets them reports them.
+    """
     with suppress(Exception):
         decoder.encode_chat([{"role": "user", "content": "Hello."}])
     with suppress(Exception):
         decoder.json_object()
 
 
-class Source:
-    """The models that `specdec models` lists, as the options of a server have them."""
+class CatalogModelSource:
+    """The models that `specdec models` lists, loaded with the server's options."""
 
     def __init__(self, request: ServeRequest) -> None:
-        self._request, self.n_bytes = request, physical_memory_bytes()
+        self._request, self.memory_bytes = request, get_physical_memory_bytes()
 
-    def sizes(self) -> dict[str, int]:
-        from specdec.cli.model_catalog import model_sizes  # which nothing else needs
+    def list_models(self) -> dict[str, int]:
+        """Return the bytes of each model by name, aliases included."""
+        from specdec.cli.installed_models import get_model_sizes  # imported here, since no other command needs it
 
-        sizes = model_sizes()
-        return sizes | {short: sizes[meant] for short, meant in short_names().items() if meant in sizes}
+        sizes = get_model_sizes()
+        return sizes | {alias: sizes[name] for alias, name in read_aliases().items() if name in sizes}
 
-    def load(self, name: str, tell: Callable[[float], None]) -> "Served":
-        """On the thread that loads."""
+    def load(self, name: str, on_progress: Callable[[float], None]) -> "ModelInstance":
+        """Load a model, on the loader thread."""
         request = with_models(replace(self._request, model=name), AUTO)
-        decoder = decoder_of(request, found(request), lambda _, share: tell(share))
-        return served(request, decoder)
+        decoder = load_decoder(request, resolve_model_paths(request), lambda _, share: on_progress(share))
+        return make_served_model(request, decoder)
 
-    def limit(self, served: list["Served"]) -> None:
-        """What memory the weights leave is half their caches', shared alike."""
-        if served and not self._request.cache:
-            beside = self.n_bytes - sum(each.model.decoder.target.weights.n_bytes for each in served)
-            for each in served:
-                each.engine.limit(int(CACHE_SHARE * beside / len(served)))
+    def limit_caches(self, instances: list["ModelInstance"]) -> None:
+        """Divide half of the memory that the weights leave free equally among the models' caches."""
+        if instances and not self._request.cache:
+            free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
+            for each in instances:
+                each.scheduler.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
 
 
-class Log:
-    """Lines on stderr, which a thread writes: where nobody reads them, nothing waits, and what does not fit is dropped."""
+class StderrLog:
+    """A log on stderr written by a thread, so that a reader that stalls blocks nothing; lines that do not fit are dropped."""
 
     def __init__(self) -> None:
-        self._lines, self._n_dropped = queue.Queue[str](MOST_LINES), 0
-        threading.Thread(target=self._write, name="log", daemon=True).start()
+        self._lines, self._n_dropped = queue.Queue[str](MAX_LOG_LINES), 0
+        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
-    def tell(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
+        """Queue a line with the time."""
         try:
             self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
         except queue.Full:
             self._n_dropped += 1
 
-    def _write(self) -> None:
-        """Past Python's own buffers, whose lock a write that waits would keep, also at the end."""
+    def _write_lines(self) -> None:
+        """Write lines without Python's buffers: a blocked write would hold their lock, even at exit."""
         while True:
             line, n = self._lines.get(), self._n_dropped
-            told = [line, *([f"{n} lines of the log were dropped, since nobody read them"] if n else [])]
+            lines = [line, *([f"{n} lines of the log were dropped, since stderr was not read"] if n else [])]
             with suppress(OSError, ValueError):
-                for each in told:
-                    os.write(sys.stderr.fileno(), f"specdec: {on_one_line(each)}\n".encode(errors="backslashreplace"))
+                for each in lines:
+                    os.write(sys.stderr.fileno(), f"specdec: {sanitize_line(each)}\n".encode(errors="backslashreplace"))
             self._n_dropped -= n

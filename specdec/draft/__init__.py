@@ -1,1 +1,1 @@
-"""What drafts for a target, how long its proposals get, and what that costs on this machine."""
+"""Drafters, draft-length policies, and measurements of their costs on this machine."""

@@ -1,192 +1,254 @@
-"""Prepares a team to write on this machine: compiles, chooses threads, measures costs, and makes drafters and their policies."""
+"""The autotuner of a model bundle: compiles code, chooses threads, measures costs, and makes sequences with their drafters."""
 
 from collections.abc import Callable, Iterator
 
-from specdec.draft.acceptance import ODDS_RATES, Acceptance
-from specdec.draft.calibration import MEASURE_SECONDS, RECHECK_SECONDS, SLOW_SECONDS, CalibrationFile, measure
-from specdec.draft.costs import CostCurve
+from specdec.draft.acceptance import NGRAM_ACCEPTANCE, Acceptance
+from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.ngram import PredictionDrafter
-from specdec.draft.policy import CostModel, DraftLengthPolicy, FixedLength
-from specdec.draft.resolver import NGRAM, Team
-from specdec.draft.settings import Settings
-from specdec.draft.thread_tuner import Pace, choose_threads
-from specdec.engine.decoding import AtOnce, Drafter, Event, Job, LengthPolicy, Prefill, Reader, Step, Text, write
-from specdec.runtime.compile_ahead import end
-from specdec.runtime.cpu_topology import known, thread_choices
-from specdec.runtime.memory import zeros
+from specdec.draft.resolver import NGRAM, ModelBundle
+from specdec.draft.settings import SpeculativeSettings
+from specdec.draft.thread_tuner import ThreadTuner, choose_threads
+from specdec.engine.decode_loop import (
+    Drafter,
+    Event,
+    GenerationRequest,
+    LengthPolicy,
+    Prefiller,
+    PrefillProgress,
+    Sequence,
+    SinglePassPrefiller,
+    Step,
+    stream_events,
+)
+from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.compile_ahead import stop_processes
+from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.sampling import Sampler, Sampling
-from specdec.text.logit_processors import adjusted
+from specdec.text.logit_processors import wrap_constraint
 from specdec.verification import VERIFIERS, Draft, Verifier
 
-NGRAM_SECONDS = 3e-4  # that a pass of the target has to take for n-grams to be looked for: that costs up to 5 us of Python
-MIN_STEPS = 8  # of a text that is worth keeping its acceptance
+MIN_NGRAM_PASS_S = 3e-4  # minimum time of a target pass for n-gram drafts, since the search costs up to 5 us of Python
+MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
 
 
-class Tuning:
-    """What is known of a team, over texts. curve: what passes cost, from when they were measured, where something drafts.
+class Autotuner:
+    """The measurements of a bundle on this machine, for all its sequences.
 
-    choices: numbers of threads to choose from; took: what steps take on each, as so many times what they take on the first.
-    Trees and a stage are imported, compiled and measured where they are asked for alone.
+    Trees and a second-level draft are imported, compiled and measured only if they are requested.
+
+    Attributes:
+        curve: The cost of passes once they are measured, if there is a draft.
+        thread_choices: The numbers of threads to choose from.
+        relative_step_times: The time of a step on each of them, relative to the first one.
     """
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, bundle: ModelBundle) -> None:
         self.curve: CostCurve | None = None
-        self.choices = thread_choices() if team.may_choose else [team.target.n_threads]
-        self.took: dict[int, float] = {}
-        self._team, self._models = team, [*team.models.values()]
-        self._end_marks, self._vocabulary = team.tokenizer.end_marks, team.draft.vocabulary
-        self._acceptance = Acceptance(team.draft.rates)
-        self._costs: CostModel | None = None  # of the last text
-        self._done = set[str]()  # of what `warm_up` does
-        self._file: CalibrationFile | None = None  # where something drafts
-        self._pace: Pace | None = None  # where the number of threads is free
-        self._guesses: tuple[CostCurve, Acceptance] | None = None  # what a stage's cost and bring, once that is measured
+        self.thread_choices = get_thread_choices() if bundle.can_choose_threads else [bundle.target.n_threads]
+        self.relative_step_times: dict[int, float] = {}
+        self._bundle, self._models = bundle, [*bundle.models.values()]
+        self._eos_tokens, self._vocabulary = bundle.tokenizer.eos_tokens, bundle.draft.vocabulary
+        self._acceptance = Acceptance(bundle.draft.prior_acceptance)
+        self._costs: CostModel | None = None  # of the last sequence
+        self._completed_tasks = set[str]()  # of `warm_up`
+        self._calibration_file: CalibrationFile | None = None  # if there is a draft
+        self._thread_tuner: ThreadTuner | None = None  # if the number of threads may be chosen
+        self._stage_calibration: tuple[CostCurve, Acceptance] | None = None  # of the second-level draft, once measured
 
-    def events(self, job: Job, settings: Settings, reader: Reader | None = None) -> Iterator[Event | Prefill]:
-        """A text's, of whatever is warm; reader: reads the prompt, by default in one go."""
-        target, costs = self._team.target, CostModel(self.curve, self._costs) if self.curve else None
-        text = self.text(self._team, job, settings, costs, is_alone=True)
-        return self._watched(write(target, text, reader or AtOnce(target)), costs if settings.follows_clock else None)
+    def stream(
+        self, request: GenerationRequest, settings: SpeculativeSettings, prefiller: Prefiller | None = None
+    ) -> Iterator[Event | PrefillProgress]:
+        """Yield the events of a new sequence on the bundle, which must be warmed up.
 
-    def _watched(self, events: Iterator[Event | Prefill], costs: CostModel | None) -> Iterator[Event | Prefill]:
-        """The events; what they show is for the choice of threads and for later texts."""
+        Args:
+            request: A validated request.
+            settings: The settings of speculative decoding.
+            prefiller: Prefills the prompt, by default in one pass of the target.
+        """
+        target, costs = self._bundle.target, CostModel(self.curve, self._costs) if self.curve else None
+        sequence = self.make_sequence(self._bundle, request, settings, costs, is_alone=True)
+        return self._observe(
+            stream_events(target, sequence, prefiller or SinglePassPrefiller(target)), costs if settings.is_adaptive else None
+        )
+
+    def _observe(self, events: Iterator[Event | PrefillProgress], costs: CostModel | None) -> Iterator[Event | PrefillProgress]:
+        """Yield the events, and pass their times on to the thread tuner and to later sequences."""
         n_steps = 0
         try:
             for event in events:
                 if isinstance(event, Step):
                     n_steps += 1
-                    self.saw(event.n_nodes, event.seconds)
+                    self.record_step(event.n_nodes, event.seconds)
                 yield event
         finally:
             if costs and n_steps >= MIN_STEPS:
-                self._keep(costs)
+                self._save_costs(costs)
 
-    def text(self, seat: Team, job: Job, settings: Settings, costs: CostModel | None, is_alone: bool = False) -> Text:
-        """A text on a seat of the team. costs: of the batch that it is in; is_alone: whether it is all of that."""
-        draft, vocabulary, target = seat.draft, self._vocabulary, seat.target
-        verify = settings.verify if draft.source else "coupled"  # tokens that a shape forces stand by any
-        verifier = VERIFIERS[verify](vocabulary.n_target, job.sampling)
-        is_predicted = (
-            bool(job.prediction) and verify == "coupled"
-        )  # a text of another verification is another one by another draft
+    def make_sequence(
+        self,
+        bundle: ModelBundle,
+        request: GenerationRequest,
+        settings: SpeculativeSettings,
+        costs: CostModel | None,
+        is_alone: bool = False,
+    ) -> Sequence:
+        """Return a new sequence on the bundle or a clone of it.
+
+        Args:
+            bundle: The models, with KV caches for this sequence.
+            request: A validated request.
+            settings: The settings of speculative decoding.
+            costs: The cost model of the sequence's batch, if there is one.
+            is_alone: Whether the batch is only this sequence.
+        """
+        draft, vocabulary, target = bundle.draft, self._vocabulary, bundle.target
+        # without a draft only forced tokens are verified, which each verifier accepts
+        verify = settings.verify if draft.model_or_ngram else "coupled"
+        verifier = VERIFIERS[verify](vocabulary.n_target, request.sampling)
+        # with other verifiers the output depends on the draft, so a prediction would change it
+        is_predicted = bool(request.prediction) and verify == "coupled"
         if is_predicted:
-            drafter: Drafter | None = PredictionDrafter(self._end_marks, len(job.prompt), job.prediction)
+            drafter: Drafter | None = PredictionDrafter(self._eos_tokens, len(request.prompt), request.prediction)
         else:
-            drafter = self._drafter(seat, job.sampling, verifier, settings, is_alone)
-        policy: LengthPolicy = FixedLength(settings.n_drafted)
-        if costs and drafter and settings.follows_clock and not self._branches(settings, is_alone):
+            drafter = self._make_drafter(bundle, request.sampling, verifier, settings, is_alone)
+        policy: LengthPolicy = FixedLength(settings.fixed_gamma)
+        if costs and drafter and settings.is_adaptive and not self._is_tree_drafting(settings, is_alone):
             is_free = is_predicted or draft.model is None
-            acceptance = self._acceptance if draft.model is None or not is_predicted else Acceptance(ODDS_RATES)
-            policy = DraftLengthPolicy(costs, acceptance.of_sequence(), is_free, is_alone)
-        shape = adjusted(job.shape, job.sampling, vocabulary.n_target)
-        n = job.max_tokens
-        return Text([*job.prompt], n, target.n_positions, drafter, verifier, policy, self._end_marks, shape, target.n_short)
+            acceptance = self._acceptance if draft.model is None or not is_predicted else Acceptance(NGRAM_ACCEPTANCE)
+            policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free, is_alone)
+        constraint = wrap_constraint(request.constraint, request.sampling, vocabulary.n_target)
+        n = request.max_tokens
+        return Sequence(
+            [*request.prompt],
+            n,
+            target.n_positions,
+            drafter,
+            verifier,
+            policy,
+            self._eos_tokens,
+            constraint,
+            target.longrope_threshold,
+        )
 
     @property
-    def threads(self) -> str:
-        """How many are in use, of which cores, and what others took when they were tried."""
-        n = self._team.target.n_threads
-        tried = [f"{each} took {taken:.2g} times as long" for each, taken in self.took.items() if each != self.choices[0]]
-        return f"{n} on {known().words}" + f"; beside {self.choices[0]}, {' and '.join(tried)}" * bool(tried)
+    def thread_summary(self) -> str:
+        """The number of threads in use, the cores they use, and the relative times of other numbers in the trial, as text."""
+        n = self._bundle.target.n_threads
+        tried = [
+            f"{each} took {ratio:.2g} times as long"
+            for each, ratio in self.relative_step_times.items()
+            if each != self.thread_choices[0]
+        ]
+        comparison = f"; compared with {self.thread_choices[0]}, {' and '.join(tried)}"
+        return f"{n} on {get_topology().description}" + comparison * bool(tried)
 
-    def costs_of_batches(self) -> CostModel:
-        """What passes of batches cost."""
-        return CostModel(self.curve or measure(self._team.target, None, self._vocabulary))
+    def make_batch_cost_model(self) -> CostModel:
+        """Return the cost model of a batch."""
+        return CostModel(self.curve or measure(self._bundle.target, None, self._vocabulary))
 
-    def saw(self, n_proposed: int, seconds: float) -> None:
-        """A step, or a pass that texts shared."""
-        if self._pace:
-            self._pace.saw(n_proposed, seconds)
+    def record_step(self, n_proposed: int, seconds: float) -> None:
+        """Pass the time of a step, or of a pass that sequences shared, on to the thread tuner."""
+        if self._thread_tuner:
+            self._thread_tuner.record_step(n_proposed, seconds)
 
-    def _drafter(self, team: Team, sampling: Sampling, verifier: Verifier, settings: Settings, is_alone: bool) -> Drafter | None:
-        draft, marks, noise = team.draft, self._end_marks, verifier.draft_noise
+    def _make_drafter(
+        self, bundle: ModelBundle, sampling: Sampling, verifier: Verifier, settings: SpeculativeSettings, is_alone: bool
+    ) -> Drafter | None:
+        draft, eos_tokens, noise = bundle.draft, self._eos_tokens, verifier.get_draft_stream
         sampler = Sampler(self._vocabulary.n_target, sampling, self._vocabulary.n_common)
-        if self._branches(settings, is_alone) and draft.model:
+        if self._is_tree_drafting(settings, is_alone) and draft.model:
             from specdec.draft.tree import TreeDrafter
 
-            return TreeDrafter(draft.model, sampler, noise, marks)
-        if self._guesses:
-            from specdec.draft.staged import staged
+            return TreeDrafter(draft.model, sampler, noise, eos_tokens)
+        if self._stage_calibration:
+            from specdec.draft.staged import make_staged_drafter
 
-            curve, acceptance = self._guesses
-            policy = DraftLengthPolicy(CostModel(curve), acceptance.of_sequence(), team.stage.model is None)
-            return staged(team, policy, sampler, noise, marks)
-        is_too_fast = settings.follows_clock and self.curve is not None and self.curve.passes[1] <= NGRAM_SECONDS
-        return None if is_too_fast and not draft.model else draft.drafter(sampler, noise, marks)
+            curve, acceptance = self._stage_calibration
+            policy = DraftLengthPolicy(CostModel(curve), acceptance.for_sequence(), bundle.stage.model is None)
+            return make_staged_drafter(bundle, policy, sampler, noise, eos_tokens)
+        is_too_fast = settings.is_adaptive and self.curve is not None and self.curve.pass_seconds[1] <= MIN_NGRAM_PASS_S
+        return None if is_too_fast and not draft.model else draft.make_drafter(sampler, noise, eos_tokens)
 
-    def _branches(self, settings: Settings, is_alone: bool = True) -> bool:
-        """Whether proposals are trees."""
-        is_asked = settings.tree == "on" and (is_alone or settings.verify != "coupled")
-        return is_asked and self._team.draft.model is not None and not self._team.no_trees
+    def _is_tree_drafting(self, settings: SpeculativeSettings, is_alone: bool = True) -> bool:
+        """Return whether proposals are trees."""
+        is_requested = settings.tree == "on" and (is_alone or settings.verify != "coupled")
+        return is_requested and self._bundle.draft.model is not None and not self._bundle.tree_incompatibility
 
-    def _keep(self, costs: CostModel) -> None:
-        """Let later texts, and later processes, begin with what a text has shown."""
-        self.curve, self._costs = costs.corrected_curve(), costs if costs.corrected_curve() is costs.curve else None
-        if self._file:
-            self._file.write(self.curve, self._acceptance)
+    def _save_costs(self, costs: CostModel) -> None:
+        """Save the measurements of a sequence for later sequences and processes."""
+        self.curve, self._costs = costs.get_corrected_curve(), costs if costs.get_corrected_curve() is costs.curve else None
+        if self._calibration_file:
+            self._calibration_file.write(self.curve, self._acceptance)
 
-    def warm_up(self, settings: Settings) -> None:
-        """Compile, or load, whatever a text of these settings needs, and measure what it takes; what is done is done once."""
-        while undone := self.undone(settings):
-            name, do = next(iter(undone.items()))
-            do()
-            self._done.add(name)
+    def warm_up(self, settings: SpeculativeSettings) -> None:
+        """Run the pending tasks: compile or load what sequences with these settings need, and measure it; each task runs once."""
+        while pending := self.get_pending_tasks(settings):
+            name, task = next(iter(pending.items()))
+            task()
+            self._completed_tasks.add(name)
 
-    def undone(self, settings: Settings) -> dict[str, Callable[[], object]]:
-        """What is to be done before a text of these settings begins, in order; one thread and several run other code."""
+    def get_pending_tasks(self, settings: SpeculativeSettings) -> dict[str, Callable[[], object]]:
+        """Return the tasks to run, in order, before a sequence with these settings starts, by name.
+
+        One thread runs other code than several threads, so passes are a task for each case.
+        """
         verify, verifier, n_ids = settings.verify, VERIFIERS[settings.verify], self._vocabulary.n_target
-        to_do: dict[str, Callable[[], object]] = {
-            f"passes {[model.n_threads > 1 for model in self._models]}": lambda: self._seconds(2, settings)
+        tasks: dict[str, Callable[[], object]] = {
+            f"passes {[model.n_threads > 1 for model in self._models]}": lambda: self._time_generation(2, settings)
         }
-        if self._team.draft.source:
-            to_do[verify] = lambda: judge_proposals(verifier, n_ids)
-        if self._branches(settings):
-            from specdec.draft.tree import run_trees
+        if self._bundle.draft.model_or_ngram:
+            tasks[verify] = lambda: warm_up_verifier(verifier, n_ids)
+        if self._is_tree_drafting(settings):
+            from specdec.draft.tree import warm_up_trees
 
-            to_do["trees"] = lambda: run_trees(self._models, self._vocabulary)
-            to_do[f"{verify} of trees"] = lambda: judge_proposals(verifier, n_ids, [-1, -1])
-        to_do["measures"] = lambda: self._measure(settings)
-        return {name: do for name, do in to_do.items() if name not in self._done}
+            tasks["trees"] = lambda: warm_up_trees(self._models, self._vocabulary)
+            tasks[f"{verify} of trees"] = lambda: warm_up_verifier(verifier, n_ids, [-1, -1])
+        tasks["measures"] = lambda: self._measure(settings)
+        return {name: task for name, task in tasks.items() if name not in self._completed_tasks}
 
-    def _measure(self, settings: Settings) -> None:
-        """Choose the threads, and time passes on them, once nothing is compiled any more: here, or in processes beside."""
-        draft = self._team.draft
-        end(self._team.compiling)
-        if len(self.choices) > 1:
-            self.took = choose_threads(self._use, self.choices, lambda n_tokens: self._seconds(n_tokens, settings))
-            self._pace = Pace(self.choices, self._team.target.n_threads, self._use)
-        if draft.source:
+    def _measure(self, settings: SpeculativeSettings) -> None:
+        """Choose the number of threads and time passes, after all compilation here and in other processes has ended."""
+        draft = self._bundle.draft
+        stop_processes(self._bundle.compile_processes)
+        if len(self.thread_choices) > 1:
+            self.relative_step_times = choose_threads(
+                self._set_n_threads, self.thread_choices, lambda n_tokens: self._time_generation(n_tokens, settings)
+            )
+            self._thread_tuner = ThreadTuner(self.thread_choices, self._bundle.target.n_threads, self._set_n_threads)
+        if draft.model_or_ngram:
             self._calibrate()
-        if draft.model and (stage := self._team.stage).source:
-            self._guesses = measure(draft.model, stage.model, self._vocabulary), Acceptance(stage.rates)
+        if draft.model and (stage := self._bundle.stage).model_or_ngram:
+            self._stage_calibration = measure(draft.model, stage.model, self._vocabulary), Acceptance(stage.prior_acceptance)
 
     def _calibrate(self) -> None:
-        """Measure costs; those that earlier processes measured as less hold: other programs only ever add time."""
-        draft, seconds = self._team.draft, MEASURE_SECONDS
-        self._file = CalibrationFile(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
-        if known := self._file.read():
-            self.curve, self._acceptance = known
-            seconds = RECHECK_SECONDS
-            if self.curve.passes[1] > SLOW_SECONDS and self.curve.pays(self._acceptance.mean):
+        """Measure costs and take the minimum of these and of earlier processes' costs: other programs only ever add time."""
+        draft, seconds = self._bundle.draft, MEASURE_BUDGET_S
+        self._calibration_file = CalibrationFile(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
+        if stored := self._calibration_file.read():
+            self.curve, self._acceptance = stored
+            seconds = RECHECK_BUDGET_S
+            if self.curve.pass_seconds[1] > SLOW_ROUND_S and self.curve.is_profitable(self._acceptance.mean):
                 return
-        measured = measure(self._team.target, draft.model, self._vocabulary, seconds)
+        measured = measure(self._bundle.target, draft.model, self._vocabulary, seconds)
         self.curve = self.curve.merge(measured) if self.curve else measured
 
-    def _use(self, n_threads: int) -> None:
+    def _set_n_threads(self, n_threads: int) -> None:
         for model in self._models:
             model.n_threads = n_threads
 
-    def _seconds(self, max_tokens: int, settings: Settings) -> float:
-        """What that many tokens take."""
-        tokens = self._team.tokenizer.encode("")
-        if self._team.draft.head:  # it guesses behind two tokens: by the target's states, then by its own
-            tokens, max_tokens = (tokens * 2)[: self._team.target.n_positions], max_tokens + 1
-        events = self.events(Job(tokens, max_tokens, Sampling()), settings)
+    def _time_generation(self, max_tokens: int, settings: SpeculativeSettings) -> float:
+        """Return the seconds that generating max_tokens tokens takes."""
+        tokens = self._bundle.tokenizer.encode("")
+        if self._bundle.draft.head:  # it needs two tokens, and drafts from the target's hidden states, then from its own output
+            tokens, max_tokens = (tokens * 2)[: self._bundle.target.n_positions], max_tokens + 1
+        events = self.stream(GenerationRequest(tokens, max_tokens, Sampling()), settings)
         return sum(event.seconds for event in events if isinstance(event, Step))
 
 
-def judge_proposals(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:
-    """Two tokens that do not stand, as a chain or by their parents: so that all that judging them takes is compiled."""
+def warm_up_verifier(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:
+    """Compile what a verifier needs, by verifying two tokens that are rejected, as a chain or a tree of these parents."""
     logits = zeros(3, max(vocab_size, 3))
     logits[:, 0] = 1.0
-    verifier(vocab_size, Sampling(temperature=0.0)).judge(logits, Draft([1, 2], None, parents), 1)
+    verifier(vocab_size, Sampling(temperature=0.0)).verify(logits, Draft([1, 2], None, parents), 1)

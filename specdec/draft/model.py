@@ -1,102 +1,118 @@
-"""A model that proposes tokens, one after the other. Knows nothing of verifying."""
+"""Drafters that propose the tokens of a smaller model or of a head, one after the other, independent of verification."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
-from specdec.config import Config
-from specdec.engine.decoding import LengthPolicy, Model
+from specdec.argument_checks import replace_unknown_tokens
+from specdec.engine.decode_loop import LengthPolicy, Model
 from specdec.heads.head import Head
-from specdec.model.transformer import room_behind
+from specdec.model.transformer import get_token_headroom
+from specdec.model_config import ModelConfig
 from specdec.runtime.simd import Float32, ceil_div
 from specdec.sampling import Sampler
-from specdec.text.logit_processors import Adjusting
-from specdec.validation import known
+from specdec.text.logit_processors import LogitsProcessor
 from specdec.verification import Draft
 
 
 class DraftModel(Model, Protocol):
-    """What a drafter asks of a model."""
+    """The interface of a draft model."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
 
 
 class ModelDrafter:
-    """A smaller model that decodes one token after the other. Beyond its own seq_len it sees a sliding window.
+    """A drafter that decodes with a smaller model. Beyond the model's own seq_len it sees a sliding window.
 
-    sampler: draws its tokens; noise: the stream of those from a position on; end_marks: the tokens behind which it
-    proposes none.
+    Args:
+        model: The draft model.
+        sampler: Draws its tokens.
+        noise: Returns the RNG stream for tokens from a position on.
+        eos_tokens: Tokens after which it proposes none.
     """
 
-    def __init__(self, model: DraftModel, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]) -> None:
-        self._model, self._sampler, self._noise, self._end_marks = model, sampler, noise, end_marks
-        self._n_rows = model.config.vocab_size  # the target may know more tokens
-        self._q: list[Float32] = []
-        self._adjusting = Adjusting(sampler.sampling, sampler.n_ids) if sampler.sampling.adjusts else None
+    def __init__(self, model: DraftModel, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
+        self._model, self._sampler, self._get_stream, self._eos_tokens = model, sampler, noise, eos_tokens
+        self._vocab_size = model.config.vocab_size  # the target may know more tokens
+        self._probs_buffers: list[Float32] = []
+        self._logits_processor = (
+            LogitsProcessor(sampler.sampling, sampler.n_ids) if sampler.sampling.has_logit_adjustments else None
+        )
 
-    def get_ready(self, tokens: list[int]) -> None:
-        if self._adjusting:
-            self._adjusting.follow(tokens)
+    def prepare(self, tokens: list[int]) -> None:
+        """Prefill the model with all tokens but the last."""
+        if self._logits_processor:
+            self._logits_processor.update(tokens)
         with self._model.lock:
-            self._model.forward(self._seen(tokens, self._start(len(tokens)))[:-1], n_logits=0)
+            self._model.forward(self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[:-1], n_logits=0)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """tail: what may follow tokens: a proposal for that draft whose round it is (see `stages`)."""
-        start = self._start(len(tokens) + len(tail) + min(policy.max_tokens, self._model.n_positions // 2))
-        stream, text, n = self._noise(len(tokens)), self._seen([*tokens, *tail] if tail else tokens, start), 0
-        most, first = len(text) + room_behind(len(text), self._model.n_positions, self._model.n_short), len(text) - len(tail)
-        if self._adjusting:
-            self._adjusting.follow(tokens)
+        """Return draft tokens; see `Drafter`.
+
+        Args:
+            tokens: The sequence.
+            policy: Decides how many tokens to draft.
+            tail: Unverified tokens after the sequence: the proposal of the draft for which this one drafts (see `staged`).
+        """
+        start = self._find_window_start(len(tokens) + len(tail) + min(policy.max_tokens, self._model.n_positions // 2))
+        stream, seen, n = self._get_stream(len(tokens)), self._get_visible_tokens([*tokens, *tail] if tail else tokens, start), 0
+        max_length = len(seen) + get_token_headroom(len(seen), self._model.n_positions, self._model.longrope_threshold)
+        n_verified = len(seen) - len(tail)
+        if self._logits_processor:
+            self._logits_processor.update(tokens)
         with self._model.lock:
-            while len(text) <= most:
-                q, logits = self._draw_room(n + 1)[n], self._model.forward(text)[0]
-                if self._adjusting:
-                    logits = self._adjusting.adjusted(logits, text[first:])
-                token, margin = self._sampler.draw_surely(q, logits, stream, start + len(text))
+            while len(seen) <= max_length:
+                q, logits = self._get_probs_buffers(n + 1)[n], self._model.forward(seen)[0]
+                if self._logits_processor:
+                    logits = self._logits_processor.apply_to_copy(logits, seen[n_verified:])
+                token, margin = self._sampler.draw_with_margin(q, logits, stream, start + len(seen))
                 if token < 0:
                     break
-                text.append(token)
+                seen.append(token)
                 n += 1
-                if not policy.should_continue(margin) or token in self._end_marks:
+                if not policy.should_continue(margin) or token in self._eos_tokens:
                     break
-        return Draft(text[len(text) - n :], self._q[:n])
+        return Draft(seen[len(seen) - n :], self._probs_buffers[:n])
 
-    def _draw_room(self, n: int) -> list[Float32]:
-        """n rows of probabilities, valid until the next proposal."""
-        while len(self._q) < n:
-            self._q.append(self._sampler.new_probs())
-        return self._q
+    def _get_probs_buffers(self, n: int) -> list[Float32]:
+        """Return at least n buffers of probabilities, valid until the next proposal."""
+        while len(self._probs_buffers) < n:
+            self._probs_buffers.append(self._sampler.new_probs())
+        return self._probs_buffers
 
-    def _seen(self, tokens: list[int], start: int) -> list[int]:
-        """What the draft sees of a text."""
+    def _get_visible_tokens(self, tokens: list[int], start: int) -> list[int]:
+        """Return the tokens of the sequence that the draft sees, with unknown ones replaced."""
         seen = tokens[start:]
-        return seen if self._sampler.vocab_size <= self._n_rows else known(seen, self._n_rows)
+        return seen if self._sampler.vocab_size <= self._vocab_size else replace_unknown_tokens(seen, self._vocab_size)
 
-    def _start(self, n_tokens: int) -> int:
-        """Where the text begins that the draft sees: later, by half of its positions, where those cannot go on."""
+    def _find_window_start(self, n_tokens: int) -> int:
+        """Return the start of the window that the draft sees; it moves by half of the model's positions once these are full."""
         step = max(self._model.n_positions // 2, 1)
         return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step
 
 
 class HeadDrafter(ModelDrafter):
-    """A head, which drafts from the hidden states of its target's passes: behind two tokens or more.
+    """A drafter that uses a head on the hidden states of its target's passes. It needs two tokens or more.
 
-    Where the target holds another text, whose turn it was, it runs this one anew, as the next step would have to: so a proposal
-    depends on the text alone.
+    If the target holds another sequence, because streams take turns, the target runs this one again, which the next step would
+    have to do anyway. So a proposal depends only on its own sequence.
     """
 
     _model: Head
 
-    def get_ready(self, tokens: list[int]) -> None:
+    def prepare(self, tokens: list[int]) -> None:
+        """Prefill the target and the head."""
         with self._model.lock, self._model.target.lock:
             self._model.target.forward(tokens[:-1], n_logits=0)
-            super().get_ready(tokens[: self._model.n_positions])
+            super().prepare(tokens[: self._model.n_positions])
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
+        """Return draft tokens, or none if the head cannot draft for the sequence."""
         with self._model.lock, self._model.target.lock:
             self._model.target.forward(tokens[:-1], n_logits=0)
-            return super().propose(tokens, policy, tail) if self._model.drafts_for(tokens) else Draft([])
+            return super().propose(tokens, policy, tail) if self._model.can_draft(tokens) else Draft([])
 
-    def _start(self, n_tokens: int) -> int:
-        """0: its positions are the target's, and its window slides within a pass."""
+    def _find_window_start(self, n_tokens: int) -> int:
+        """Return 0, since the head has the target's positions and its attention window slides within a pass."""
         return 0

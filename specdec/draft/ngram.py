@@ -1,156 +1,167 @@
-"""Drafting without a model: what followed when the text's last tokens stood there before. Knows nothing of verifying."""
+"""Drafters without a model, which propose the continuation of an earlier match in the sequence, or a predicted output."""
 
 from collections.abc import Container, Sequence
 
-from specdec.engine.decoding import LengthPolicy
+from specdec.engine.decode_loop import LengthPolicy
 from specdec.verification import Draft
 
-WORTH = 0.2  # a proposal that is less likely than this to stand is none: what it costs is more than it brings (see NOTES.md)
-# How often what followed a match follows it again, by the length of the match in bits: 1, 2 to 3, 4 to 7, ... tokens. A text
-# begins with these, and moves them by 1 / MEMORY of the way with each token.
-FIRST_SHARES = (0.25, 0.45, 0.65, 0.8, 0.9, 0.95)
-MEMORY = 16
-PREDICTED_ODDS = 8.0  # that a predicted token stands, where all before it did
+# A proposal ends before the token with which its acceptance probability falls below this: it costs more than it gains (NOTES.md).
+MIN_DRAFT_PROBABILITY = 0.2
+# How often the token after a match follows it again, by the length of the match in bits: 1, 2 to 3, 4 to 7, ... tokens. A
+# sequence starts with these rates, and each token moves them by 1 / HIT_RATE_WINDOW of the difference.
+INITIAL_HIT_RATES = (0.25, 0.45, 0.65, 0.8, 0.9, 0.95)
+HIT_RATE_WINDOW = 16
+PREDICTION_CONFIDENCE = 8.0  # odds p / (1 - p) that a predicted token is accepted if all before it were
 
 
 class SuffixAutomaton:
-    """Every substring of a text that grows token by token, in O(1) a token and a state or two (Blumer et al. 1985).
+    """An automaton of all substrings of a growing sequence, with O(1) time and one or two states per token (Blumer et al. 1985).
 
-    A state stands for the substrings that end at the same places of the text. Its link is the state of the longest of their
-    suffixes that end at other places too.
+    A state stands for the substrings that end at the same positions. Its suffix link is the state of the longest of their
+    suffixes that ends at other positions too.
+
+    Attributes:
+        tokens: The tokens so far.
     """
 
     def __init__(self) -> None:
-        self.text: list[int] = []
-        self._next: list[dict[int, int]] = [{}]  # of each state: the state behind another token; state 0 is the empty string
+        self.tokens: list[int] = []
+        # Of each state; state 0 is the empty string:
+        self._transitions: list[dict[int, int]] = [{}]  # the state after another token
         self._link = [-1]
         self._length = [0]  # of the longest substring
-        self._end = [0]  # a place where the substrings end: the last at which the longest one was the match
-        self._whole = 0  # the state of the whole text
+        self._end_position = [0]  # where the substrings end: the last position at which the longest one was the match
+        self._last = 0  # the state of the whole sequence
 
     def match(self, tail: Sequence[int] = ()) -> tuple[int, int]:
-        """The length of the longest suffix of the text that stands before too, 0 for none, and where that ends.
+        """Return the length of the longest suffix that occurs earlier too, 0 for none, and the position where that ends.
 
-        With a tail: of the text and the tail, the longest that stands in the text, at its end too. Of several places, the last
-        one at which nothing longer was known: a list's columns tell better by it than by the last of all, and it costs nothing
-        to keep.
+        With a tail, the suffix is one of the sequence and the tail, and may also occur at the end of the sequence. Of several
+        positions, the result is the last one at which no longer match was known: it predicts the columns of a list better than
+        the very last one, and costs nothing to keep.
         """
-        following, link = self._next, self._link
-        state = max(link[self._whole], 0)
+        transitions, link = self._transitions, self._link
+        state = max(link[self._last], 0)
         length = self._length[state]
         for token in tail:
-            while state and token not in following[state]:
+            while state and token not in transitions[state]:
                 state = link[state]
                 length = self._length[state]
-            state = following[state].get(token, 0)
+            state = transitions[state].get(token, 0)
             length = length + 1 if state else 0
-        return (length, self._end[state]) if state else (0, 0)
+        return (length, self._end_position[state]) if state else (0, 0)
 
     def append(self, token: int) -> None:
-        following, link, length, end = self._next, self._link, self._length, self._end
-        whole, n = self._whole, len(self.text)
-        if whole:
-            end[link[whole]] = n
-        self.text.append(token)
-        self._whole = new = len(following)
-        following.append({})
+        """Append a token to the sequence."""
+        transitions, link, length, end = self._transitions, self._link, self._length, self._end_position
+        last, n = self._last, len(self.tokens)
+        if last:
+            end[link[last]] = n
+        self.tokens.append(token)
+        self._last = new = len(transitions)
+        transitions.append({})
         length.append(n + 1)
         end.append(n + 1)
-        state = whole
-        while state >= 0 and token not in following[state]:
-            following[state][token] = new
+        state = last
+        while state >= 0 and token not in transitions[state]:
+            transitions[state][token] = new
             state = link[state]
         if state < 0:
             link.append(0)
             return
-        there = following[state][token]
-        if length[there] == length[state] + 1:
-            link.append(there)
+        target = transitions[state][token]
+        if length[target] == length[state] + 1:
+            link.append(target)
             return
-        # what is `there` ends at the text's end in part: those substrings part from it
-        part = new + 1
-        link.append(part)
-        following.append(following[there].copy())
+        # only the shorter substrings of `target` also end here: split them off into a clone
+        clone = new + 1
+        link.append(clone)
+        transitions.append(transitions[target].copy())
         length.append(length[state] + 1)
-        end.append(end[there])
-        link.append(link[there])
-        link[there] = part
-        while state >= 0 and following[state].get(token) == there:
-            following[state][token] = part
+        end.append(end[target])
+        link.append(link[target])
+        link[target] = clone
+        while state >= 0 and transitions[state].get(token) == target:
+            transitions[state][token] = clone
             state = link[state]
 
 
 class NgramDrafter:
-    """Goes on as the text did behind the longest of its suffixes that stands in it before, the prompt included.
+    """A drafter that continues the sequence, prompt included, as it continued after the longest suffix that occurred before.
 
-    (Prompt lookup, Saxena 2023; by a suffix automaton: SAM decoding, arXiv:2411.10666; SuffixDecoding, arXiv:2411.04975.)
-    How far is no setting: each token of the text, the prompt's too, tells how often a match of such a length is right about the
-    next one, and a proposal goes as far as it is likely enough to stand. end_marks: the tokens behind which it proposes none.
+    (Prompt lookup, Saxena 2023; with a suffix automaton: SAM decoding, arXiv:2411.10666; SuffixDecoding, arXiv:2411.04975.)
+    The draft length is no setting. Each token of the sequence, also of the prompt, updates how often a match of a certain length
+    predicts the next token. A proposal is as long as it is likely enough to be accepted.
+
+    Args:
+        eos_tokens: Tokens after which it proposes none.
     """
 
-    def __init__(self, end_marks: Container[int]) -> None:
-        self._end_marks = end_marks
-        self._begin()
+    def __init__(self, eos_tokens: Container[int]) -> None:
+        self._eos_tokens = eos_tokens
+        self._reset()
 
-    def _begin(self) -> None:
-        self._automaton, self._shares = SuffixAutomaton(), [*FIRST_SHARES]
+    def _reset(self) -> None:
+        self._automaton, self._hit_rates = SuffixAutomaton(), [*INITIAL_HIT_RATES]
 
-    def get_ready(self, tokens: list[int]) -> None:
-        """Take in what is new of a text; all of it, where it does not begin with the one before."""
+    def prepare(self, tokens: list[int]) -> None:
+        """Take in the new tokens of the sequence, or all of it if it does not continue the last one."""
         automaton = self._automaton
-        if tokens[: len(automaton.text)] != automaton.text:
-            self._begin()
+        if tokens[: len(automaton.tokens)] != automaton.tokens:
+            self._reset()
             automaton = self._automaton
-        shares, text = self._shares, automaton.text
-        for token in tokens[len(text) :]:
-            length, place = automaton.match()
+        hit_rates, known = self._hit_rates, automaton.tokens
+        for token in tokens[len(known) :]:
+            length, end = automaton.match()
             if length:
-                rank = _rank(length)
-                shares[rank] += ((text[place] == token) - shares[rank]) / MEMORY
+                index = _get_hit_rate_index(length)
+                hit_rates[index] += ((known[end] == token) - hit_rates[index]) / HIT_RATE_WINDOW
             automaton.append(token)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """tail: what may follow tokens, which is not taken in: a proposal of that draft for which this one drafts (`stages`)."""
-        self.get_ready(tokens)
-        length, place = self._automaton.match(tail)
-        text, likely = self._automaton.text, 1.0
-        behind, odds = [*tail], list[float]()  # what is behind the text, the proposal at its end
-        while length and len(odds) < policy.max_tokens:
-            # behind the text's end the continuation is the proposal itself: a text that goes in circles
-            token = text[place] if place < len(text) else behind[place - len(text)]
-            share = self._shares[_rank(length)]
-            likely *= share
-            if likely < WORTH:
+        """Return draft tokens; see `ModelDrafter.propose`. The tail is not taken in."""
+        self.prepare(tokens)
+        length, position = self._automaton.match(tail)
+        known, probability = self._automaton.tokens, 1.0
+        after, confidences = [*tail], list[float]()  # the tokens after the sequence, with the proposal at the end
+        while length and len(confidences) < policy.max_tokens:
+            # at the end of the sequence the proposal itself continues it, which repeats a loop
+            token = known[position] if position < len(known) else after[position - len(known)]
+            hit_rate = self._hit_rates[_get_hit_rate_index(length)]
+            probability *= hit_rate
+            if probability < MIN_DRAFT_PROBABILITY:
                 break
-            behind.append(token)
-            odds.append(share / (1 - share))
-            if token in self._end_marks:
+            after.append(token)
+            confidences.append(hit_rate / (1 - hit_rate))
+            if token in self._eos_tokens:
                 break
-            place += 1
+            position += 1
             length += 1
-        draft = behind[len(tail) :]
-        return Draft(draft[: policy.choose(odds)] if draft else draft)
+        draft = after[len(tail) :]
+        return Draft(draft[: policy.choose(confidences)] if draft else draft)
 
 
 class PredictionDrafter(NgramDrafter):
-    """Takes a text to be the one that somebody predicts, as far as it is; then goes on as that one or itself did before."""
+    """A drafter that proposes the predicted output while the sequence equals it, then n-grams of prediction and sequence."""
 
-    def __init__(self, end_marks: Container[int], n_prompt: int, prediction: Sequence[int]) -> None:
+    def __init__(self, eos_tokens: Container[int], n_prompt: int, prediction: Sequence[int]) -> None:
         self._n_prompt, self._prediction = n_prompt, [*prediction]
-        super().__init__(end_marks)
+        super().__init__(eos_tokens)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
+        """Return draft tokens; see `NgramDrafter.propose`."""
         n = len(tokens) - self._n_prompt
         if self._prediction[:n] != tokens[self._n_prompt :]:
             return super().propose(tokens, policy, tail)
         draft = self._prediction[n : n + policy.max_tokens]
-        end = next((i for i, token in enumerate(draft, 1) if token in self._end_marks), len(draft))
-        return Draft(draft[: policy.choose([PREDICTED_ODDS] * end)] if end else [])
+        end = next((i for i, token in enumerate(draft, 1) if token in self._eos_tokens), len(draft))
+        return Draft(draft[: policy.choose([PREDICTION_CONFIDENCE] * end)] if end else [])
 
-    def get_ready(self, tokens: list[int]) -> None:
-        super().get_ready(self._prediction + tokens)
+    def prepare(self, tokens: list[int]) -> None:
+        """Take in the prediction and the new tokens of the sequence."""
+        super().prepare(self._prediction + tokens)
 
 
-def _rank(length: int) -> int:
-    """Which of FIRST_SHARES is that of a match of so many tokens."""
-    return min(length.bit_length(), len(FIRST_SHARES)) - 1
+def _get_hit_rate_index(length: int) -> int:
+    """Return the index in INITIAL_HIT_RATES for the length of a match."""
+    return min(length.bit_length(), len(INITIAL_HIT_RATES)) - 1

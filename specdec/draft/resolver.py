@@ -1,4 +1,4 @@
-"""Who writes a text: a target, what drafts for it and what drafts for that, and the tokenizer that they share."""
+"""Resolution of the named models: loads a target, its draft, the second-level draft, and the tokenizer that they share."""
 
 import itertools
 import os
@@ -8,323 +8,370 @@ from dataclasses import dataclass, replace
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
-from specdec.config import ASSISTANT, Config
-from specdec.draft.acceptance import MARGIN_RATES, ODDS_RATES
+from specdec.argument_checks import check_int, check_ints, check_string, check_strings, is_list, replace_unknown_tokens, shorten
+from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE
 from specdec.draft.model import HeadDrafter, ModelDrafter
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.precompile import compile_passes
-from specdec.draft.self_copy import Kinds, copy_of, kinds_to_make
+from specdec.draft.precompile_models import compile_passes
+from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quantize
 from specdec.draft.settings import AUTO
-from specdec.draft.vocab_map import Translated
-from specdec.engine.decoding import Job
+from specdec.draft.vocab_map import VocabMappedModel
+from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.prefix_cache import PromptCache
 from specdec.heads.head import Head
-from specdec.heads.shared_kv_head import Assistant
+from specdec.heads.shared_kv_head import SharedKVHead
 from specdec.layers.base import Weights
 from specdec.loaders import Checkpoint, CheckpointError
-from specdec.loaders.builtin_heads import own_head
-from specdec.loaders.head_compatibility import check_fit
-from specdec.loaders.loader import TARGET_SHARE, Loader, check_memory, opened, room_beside
+from specdec.loaders.checkpoint_heads import load_builtin_head
+from specdec.loaders.head_checks import check_compatibility
+from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, check_memory, get_memory_headroom, open_checkpoint
 from specdec.model.transformer import Transformer
-from specdec.quant.matrix import converted
+from specdec.model_config import ASSISTANT, ModelConfig
+from specdec.quant.packed_matrix import convert
 from specdec.sampling import Sampler, Sampling
-from specdec.text.detokenizer import Wording
-from specdec.text.structured_output import check_shape
-from specdec.text.tokenizer_lookup import tokenizer_of, vocabulary_with
-from specdec.text.vocabulary import Vocabulary, known_ids, presumed_vocabulary
+from specdec.text.detokenizer import EventDetokenizer
+from specdec.text.structured_output import check_constraint
+from specdec.text.tokenizer_lookup import resolve_shared_vocabulary, resolve_tokenizer
+from specdec.text.vocabulary import SharedVocabulary, assume_shared_vocabulary, count_known_ids
 from specdec.tokenizer import AnyTokenizer
-from specdec.validation import ids, is_list, known, short, strings, text, whole
 
-SELF = "self"  # as a draft: a copy of the target in fewer bits
-MTP = "mtp"  # as a draft: the head in the target's own file, or beside it
-HEAD = "head"  # what a draft that is one is called among models
-NGRAM: Literal["ngram"] = "ngram"  # as a draft: what followed in the text before
-Draftable = str | os.PathLike[str] | Transformer
-Model = TypeVar("Model", bound=Transformer)
+SELF = "self"  # draft keyword: a copy of the target in fewer bits
+MTP = "mtp"  # draft keyword: the head in the target's own file or next to it
+HEAD = "head"  # name in `ModelBundle.models` of a draft that is a head
+NGRAM: Literal["ngram"] = "ngram"  # draft keyword: the continuation of an earlier match in the sequence
+DraftSpec = str | os.PathLike[str] | Transformer
+ModelT = TypeVar("ModelT", bound=Transformer)
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where proposals come from: a model, n-grams, or None, nowhere; vocabulary: the ids that the target and it may say."""
+class DraftSource:
+    """The source of draft tokens.
 
-    source: Transformer | Literal["ngram"] | None
-    vocabulary: Vocabulary
+    Attributes:
+        model_or_ngram: A model, n-grams, or None for no draft.
+        vocabulary: The token ids that the target and the draft can generate.
+    """
+
+    model_or_ngram: Transformer | Literal["ngram"] | None
+    vocabulary: SharedVocabulary
 
     @property
     def model(self) -> Transformer | None:
-        return self.source if isinstance(self.source, Transformer) else None
+        """The draft model, if there is one."""
+        return self.model_or_ngram if isinstance(self.model_or_ngram, Transformer) else None
 
     @property
     def head(self) -> Head | None:
-        return self.source if isinstance(self.source, Head) else None
+        """The draft model if it is a head."""
+        return self.model_or_ngram if isinstance(self.model_or_ngram, Head) else None
 
     @property
-    def rates(self) -> Sequence[float]:
-        """How often its proposals stand, by their confidence, before any was seen."""
-        return MARGIN_RATES if self.model else ODDS_RATES
+    def prior_acceptance(self) -> Sequence[float]:
+        """The acceptance probability of draft tokens by confidence bucket, before any observation."""
+        return MARGIN_ACCEPTANCE if self.model else NGRAM_ACCEPTANCE
 
-    def drafter(
-        self, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]
+    def make_drafter(
+        self, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
     ) -> ModelDrafter | NgramDrafter | None:
-        """What proposes a text's tokens."""
+        """Return a drafter for one sequence, or None; see `ModelDrafter` for the arguments."""
         if self.head:
-            return HeadDrafter(self.head, sampler, noise, end_marks)
+            return HeadDrafter(self.head, sampler, noise, eos_tokens)
         if self.model:
-            return ModelDrafter(self.model, sampler, noise, end_marks)
-        return NgramDrafter(end_marks) if self.source else None
+            return ModelDrafter(self.model, sampler, noise, eos_tokens)
+        return NgramDrafter(eos_tokens) if self.model_or_ngram else None
 
-    def seat(self, target: Transformer) -> "Origin":
-        """The same with a cache of its own, for another text on a seat of its target."""
+    def clone_for_sequence(self, target: Transformer) -> "DraftSource":
+        """Return the same source with its own KV cache, for a sequence of this clone of the target."""
         if self.head:
-            return replace(self, source=self.head.of(target))
-        return replace(self, source=self.model.with_positions(self.model.n_positions)) if self.model else self
+            return replace(self, model_or_ngram=self.head.with_target(target))
+        return replace(self, model_or_ngram=self.model.with_capacity(self.model.n_positions)) if self.model else self
 
 
 @dataclass(frozen=True)
-class Finder:
-    """What drafts for a target, by what was named.
+class DraftResolver:
+    """Resolves the name of a draft for a target into a `DraftSource`.
 
-    keys: of the GGUF file that the target's tokenizer was made of; source: the target's file, of one that was named.
+    Attributes:
+        target: The target.
+        tokenizer: The target's tokenizer.
+        gguf_metadata: Of the GGUF file from which the tokenizer was made, if it was.
+        quantize_options: The weight formats of float models.
+        loader: Loads models.
+        checkpoint: The target's file, if the target was named.
     """
 
     target: Transformer
     tokenizer: AnyTokenizer
-    keys: Mapping[str, Any]
-    kinds: Kinds
+    gguf_metadata: Mapping[str, Any]
+    quantize_options: QuantizeOptions
     loader: Loader
-    source: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
 
-    def origin(self, parameter: str, draft: Draftable | Origin | None) -> Origin:
-        """parameter: "draft" or "stage", in errors. Raises what `SpeculativeDecoder` does."""
-        if isinstance(draft, Origin):  # a pickled decoder's, which knows what its ids mean
+    def resolve(self, parameter: str, draft: DraftSpec | DraftSource | None) -> DraftSource:
+        """Return the source for a named or loaded draft; raises what `SpeculativeDecoder` raises.
+
+        Args:
+            parameter: "draft" or "stage", for error messages.
+            draft: The name of the draft, or the draft itself.
+        """
+        if isinstance(draft, DraftSource):  # from a pickled decoder, with its vocabulary
             model = None if draft.head else draft.model
-            return replace(draft, source=self._with_room(model, model.weights.n_bytes)) if model else draft
-        n_target = known_ids(self.tokenizer, self.target.config.vocab_size)
-        own = Vocabulary(n_target, n_target)
+            return replace(draft, model_or_ngram=self._fit_to_memory(model, model.weights.n_bytes)) if model else draft
+        n_target = count_known_ids(self.tokenizer, self.target.config.vocab_size)
+        same_vocabulary = SharedVocabulary(n_target, n_target)
         if draft is None:
-            return Origin(None, own)
-        if is_word(draft, NGRAM):
-            return Origin(NGRAM, own)
-        if is_word(draft, AUTO, MTP):
-            head = self._own_head(is_asked=draft == MTP)
-            return Origin(self._head(head) if head else NGRAM, own)
-        if is_word(draft, SELF):
-            asked = self.kinds.draft if self.kinds.is_asked else None
-            copy = copy_of(self.target, asked, self.tokenizer.encode, self.loader)
-            return Origin(self._with_room(copy, copy.weights.n_bytes), own)
+            return DraftSource(None, same_vocabulary)
+        if is_draft_keyword(draft, NGRAM):
+            return DraftSource(NGRAM, same_vocabulary)
+        if is_draft_keyword(draft, AUTO, MTP):
+            head = self._find_builtin_head(is_requested=draft == MTP)
+            return DraftSource(self._load_head(head) if head else NGRAM, same_vocabulary)
+        if is_draft_keyword(draft, SELF):
+            requested = self.quantize_options.draft if self.quantize_options.is_draft_requested else None
+            copy = make_self_draft(self.target, requested, self.tokenizer.encode, self.loader)
+            return DraftSource(self._fit_to_memory(copy, copy.weights.n_bytes), same_vocabulary)
         rows, name = self.target.config.vocab_size, f"the {parameter}"
         if isinstance(draft, Head):
             if draft.target is not self.target:
-                raise ValueError(f"{name} is a head of another target, from whose passes alone it drafts")
-            return Origin(draft, own)
+                raise ValueError(f"{name} is a head of another target; a head drafts only from the passes of its own target")
+            return DraftSource(draft, same_vocabulary)
         if isinstance(draft, Transformer):
-            vocabulary = presumed_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
-            return Origin(self._with_room(draft, draft.weights.n_bytes), vocabulary)
-        source = opened(parameter, draft)
+            vocabulary = assume_shared_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
+            return DraftSource(self._fit_to_memory(draft, draft.weights.n_bytes), vocabulary)
+        source = open_checkpoint(parameter, draft)
         if source.config.head:
-            return Origin(self._head(source), own)
-        vocabulary = vocabulary_with(self.tokenizer, rows, self.keys, name, source)
-        model = self.loader.load(source, self.kinds.draft, self.target.n_positions)
-        model = self._with_room(model, model.weights.n_bytes)
-        return Origin(Translated(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
+            return DraftSource(self._load_head(source), same_vocabulary)
+        vocabulary = resolve_shared_vocabulary(self.tokenizer, rows, self.gguf_metadata, name, source)
+        model = self.loader.load(source, self.quantize_options.draft, self.target.n_positions)
+        model = self._fit_to_memory(model, model.weights.n_bytes)
+        return DraftSource(VocabMappedModel(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
 
-    def _own_head(self, is_asked: bool) -> Checkpoint | None:
-        """The head in the target's file or beside it. Raises ValueError and CheckpointError where it is asked for in vain."""
-        if not is_asked:
+    def _find_builtin_head(self, is_requested: bool) -> Checkpoint | None:
+        """Return the head in the target's file or next to it; if it is requested and missing, raise an error."""
+        if not is_requested:
             with suppress(CheckpointError):
-                return own_head(self.source) if self.source else None
+                return load_builtin_head(self.checkpoint) if self.checkpoint else None
             return None
-        if not self.source:
+        if not self.checkpoint:
             raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
-        if not (head := own_head(self.source)):
-            expected = "expected one among its own tensors, or an assistant in its folder or beside it"
-            raise ValueError(f"{self.source.path} brings no head along ({MTP}); {expected}")
+        if not (head := load_builtin_head(self.checkpoint)):
+            expected = "expected one among its own tensors, or an assistant in its folder or next to it"
+            raise ValueError(f"{self.checkpoint.path} has no built-in head ({MTP}); {expected}")
         return head
 
-    def _head(self, source: Checkpoint) -> Head:
-        """The head in a checkpoint, on the target. Raises CheckpointError for one of another target."""
-        check_fit(source, self.target.config)
-        config, weights = source.config, self.loader.pack(source, self.kinds.draft)
+    def _load_head(self, source: Checkpoint) -> Head:
+        """Load the head in a checkpoint for the target; raise CheckpointError if it is for another target."""
+        check_compatibility(source, self.target.config)
+        config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
-            config, weights = self._with_a_copy_of_the_classifier(config, weights)
+            config, weights = self._quantize_classifier(config, weights)
         loader, n_positions = self.loader, self.target.n_positions
-        kind = Assistant if config.architecture == ASSISTANT else Head
-        head = kind(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
-        return self._with_room(head, weights.n_bytes)  # without those that it borrows
+        head_class = SharedKVHead if config.architecture == ASSISTANT else Head
+        head = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        return self._fit_to_memory(head, weights.n_bytes)  # without the weights that it borrows from the target
 
-    def _with_a_copy_of_the_classifier(self, config: Config, weights: Weights) -> tuple[Config, Weights]:
-        """A head whose own layer is small beside the target's classifier: that in the draft's bits, where they are fewer."""
-        of_target, kind = self.target.weights.matrices["classifier"], self.kinds.draft
-        if not kind or not config.head or of_target.group:  # which floats have none of
-            return config, weights
-        copy = converted(of_target, kind.of_tables or kind)
-        own = replace(config, head=replace(config.head, own_classifier=True))
-        return own, Weights(weights.matrices | {"classifier": copy}, weights.vectors)
+    def _quantize_classifier(self, config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
+        """Give a head its own classifier in the draft's format if the target's is float.
 
-    def _with_room(self, model: Model, n_bytes: int) -> Model:
-        """A model that sees as much of a text as the memory holds beside the target's; of what is beyond that a window.
-
-        n_bytes: that its weights take. A head has no window: it drafts as long as it sees all of a text.
+        The head's layer is small compared with the target's classifier.
         """
-        most = self.target.n_positions
-        n = model.positions_within((1 - TARGET_SHARE) * room_beside(self.target) - n_bytes, most)
-        if model.n_positions < n or n < most:
-            return cast(Model, model.with_positions(n))
+        classifier, weight_format = self.target.weights.matrices["classifier"], self.quantize_options.draft
+        if not weight_format or not config.head or classifier.group_size:  # float matrices have no groups
+            return config, weights
+        copy = convert(classifier, weight_format.embedding_format or weight_format)
+        own_config = replace(config, head=replace(config.head, own_classifier=True))
+        return own_config, Weights(weights.matrices | {"classifier": copy}, weights.vectors)
+
+    def _fit_to_memory(self, model: ModelT, n_bytes: int) -> ModelT:
+        """Return a draft with as many positions as fit into memory next to the target; its weights take n_bytes.
+
+        Beyond these positions a draft model sees a window. A head has no window: it drafts while it sees the whole sequence.
+        """
+        max_positions = self.target.n_positions
+        n = model.find_max_positions((1 - TARGET_MEMORY_SHARE) * get_memory_headroom(self.target) - n_bytes, max_positions)
+        if model.n_positions < n or n < max_positions:
+            return cast(ModelT, model.with_capacity(n))
         return model
 
 
 @dataclass(frozen=True)
-class Team:
-    """source: the target's file, without its tensors, of one that was named; may_choose: whether the number of threads is free.
+class ModelBundle:
+    """The models of a decoder, each with a KV cache for one sequence, and their tokenizer.
 
-    compiling: processes that compile what passes will run. prompts: where what the target has read is kept, if it is.
+    Attributes:
+        target: The target.
+        draft: The source of its draft tokens.
+        stage: The second-level source.
+        tokenizer: The tokenizer of all models.
+        checkpoint: The target's file, without its tensors, if the target was named.
+        can_choose_threads: Whether the autotuner may choose the number of threads.
+        compile_processes: Processes that compile the code of passes.
+        prompt_cache: Stores the target's prefilled prompts, if set.
     """
 
     target: Transformer
-    draft: Origin
-    stage: Origin
+    draft: DraftSource
+    stage: DraftSource
     tokenizer: AnyTokenizer
-    source: Checkpoint | None = None
-    may_choose: bool = False
-    compiling: Sequence[Popen[bytes]] = ()
-    prompts: PromptCache | None = None
+    checkpoint: Checkpoint | None = None
+    can_choose_threads: bool = False
+    compile_processes: Sequence[Popen[bytes]] = ()
+    prompt_cache: PromptCache | None = None
 
     @property
     def models(self) -> dict[str, Transformer]:
-        """By their names, the target first."""
+        """The models by name, the target first."""
         draft = HEAD if self.draft.head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
     @property
-    def no_trees(self) -> str:
-        """What keeps proposals from being trees; empty where nothing does."""
-        if self.stage.source:
+    def tree_incompatibility(self) -> str:
+        """The reason why proposals cannot be trees; empty if they can."""
+        if self.stage.model_or_ngram:
             return 'a draft with a stage proposes chains; leave out the stage, or tree "on"'
         if HEAD in self.models:
             return 'a head proposes chains; leave out tree "on"'
-        of_chains = next((name for name, model in self.models.items() if not model.runs_trees), None)
-        return f'the {of_chains} runs no trees: its state is that of one text; leave out tree "on"' if of_chains else ""
+        chain_only = next((name for name, model in self.models.items() if not model.can_run_trees), None)
+        reason = f'trees are not supported by the {chain_only}: its recurrent state holds one sequence; leave out tree "on"'
+        return reason if chain_only else ""
 
-    def seat(self) -> "Team":
-        """The same models with caches of their own, for another text, whose target may share passes with this one's."""
-        target = self.target.seat()
-        return replace(self, target=target, draft=self.draft.seat(target), stage=self.stage.seat(target))
+    def clone_for_sequence(self) -> "ModelBundle":
+        """Return the same models with their own KV caches, for another sequence that may share passes of the target."""
+        target = self.target.clone_for_sequence()
+        return replace(
+            self, target=target, draft=self.draft.clone_for_sequence(target), stage=self.stage.clone_for_sequence(target)
+        )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """As `SpeculativeDecoder.encode` says."""
+        """Return the prompt's tokens; see `SpeculativeDecoder.encode`."""
         if isinstance(prompt, str) or not is_list(prompt):
-            tokens = self.tokenizer.encode(text("prompt", prompt))
+            tokens = self.tokenizer.encode(check_string("prompt", prompt))
         else:
-            tokens, most = ids("the prompt's ids", prompt), self.n_ids - 1
-            if not tokens or not 0 <= min(tokens) <= max(tokens) <= most:
-                raise ValueError(f"prompt is {short(tokens)}; expected a string, or token ids from 0 to {most}")
+            tokens, max_id = check_ints("the prompt's ids", prompt), self.n_ids - 1
+            if not tokens or not 0 <= min(tokens) <= max(tokens) <= max_id:
+                raise ValueError(f"prompt is {shorten(tokens)}; expected a string, or token ids from 0 to {max_id}")
         if len(tokens) > self.target.n_positions:
             raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
         return tokens
 
-    def checked(self, job: Job) -> Job:
-        """That text, if it can be written. Raises what `SpeculativeDecoder.stream` raises."""
-        prompt, stops, max_tokens = self.encode(job.prompt), strings("stop", job.stops), whole("max_tokens", job.max_tokens, 0)
-        check_memory(self.target, len(prompt) + max_tokens - 1)  # the last one is never run
-        if not isinstance(sampling := job.sampling, Sampling):
-            raise TypeError(f"sampling is {short(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
-        if sampling.biases and (wrong := sampling.biases[-1][0]) >= self.n_ids:
-            raise ValueError(f"logit_bias holds the id {wrong}; expected ids from 0 to {self.n_ids - 1}")
-        check_shape(job.shape, self.tokenizer)
-        prediction = self.encode(job.prediction) if job.prediction else []
-        return replace(job, prompt=prompt, max_tokens=max_tokens, stops=stops, prediction=prediction)
+    def validate_request(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with its prompt and prediction encoded; raises what `SpeculativeDecoder.stream` raises."""
+        prompt, stop_strings, max_tokens = (
+            self.encode(request.prompt),
+            check_strings("stop", request.stop_strings),
+            check_int("max_tokens", request.max_tokens, 0),
+        )
+        check_memory(self.target, len(prompt) + max_tokens - 1)  # the last token is never run
+        if not isinstance(sampling := request.sampling, Sampling):
+            raise TypeError(f"sampling is {shorten(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
+        if sampling.biases and (bad_id := sampling.biases[-1][0]) >= self.n_ids:
+            raise ValueError(f"logit_bias holds the id {bad_id}; expected ids from 0 to {self.n_ids - 1}")
+        check_constraint(request.constraint, self.tokenizer)
+        prediction = self.encode(request.prediction) if request.prediction else []
+        return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)
 
-    def wording(self, job: Job) -> Wording:
-        """What gives the events of a text their words."""
-        return Wording(self.tokenizer, job.stops, job.shown, job.tells_guesses)
+    def make_detokenizer(self, request: GenerationRequest) -> EventDetokenizer:
+        """Return a detokenizer, which adds the text to the events of a request."""
+        return EventDetokenizer(self.tokenizer, request.stop_strings, request.visible_tokens, request.include_draft_text)
 
     @property
     def n_ids(self) -> int:
-        """How many ids the target may say."""
+        """The number of token ids that the target can generate."""
         return self.draft.vocabulary.n_target
 
     @property
-    def turns(self) -> set[int]:
-        """Behind how many tokens a text is read anew, by a model that turns long ones otherwise."""
-        return {model.config.rope.n_short for model in self.models.values()} - {0}
+    def recompute_lengths(self) -> set[int]:
+        """Lengths beyond which a sequence is prefilled again, since a model with LongRoPE switches its factors there."""
+        return {model.config.rope.longrope_threshold for model in self.models.values()} - {0}
 
-    def read(self, tokens: list[int]) -> Iterator[float]:
-        """Let each model that can hold a text `read` it; tells the share of that work, by bytes, that is done, 0 at first."""
-        if self.prompts and len(tokens) <= self.target.n_positions:
-            self.prompts.restore(self.target, tokens)
+    def prefill(self, tokens: list[int]) -> Iterator[float]:
+        """Prefill each model that can hold the tokens; yield the fraction of the work, in weight bytes, that is done, first 0."""
+        if self.prompt_cache and len(tokens) <= self.target.n_positions:
+            self.prompt_cache.restore(self.target, tokens)
         models = [model for model in self.models.values() if len(tokens) <= model.n_positions]
-        jobs = [(model, known(tokens, model.config.vocab_size), model.weights.n_bytes) for model in models]
-        work = [model.unread(part) * n_bytes for model, part, n_bytes in jobs]
-        total, later = sum(work), sum(work)
+        jobs = [(model, replace_unknown_tokens(tokens, model.config.vocab_size), model.weights.n_bytes) for model in models]
+        work = [model.count_prefill_tokens(model_tokens) * n_bytes for model, model_tokens, n_bytes in jobs]
+        total, remaining_work = sum(work), sum(work)
         if total:
             yield 0.0
-        for (model, part, n_bytes), share in zip(jobs, work, strict=True):
-            later -= share
-            for left in model.read(part):
-                if self.prompts and model is self.target:
-                    self.prompts.keep(model, part, not left)
-                yield 1 - (later + left * n_bytes) / total
+        for (model, model_tokens, n_bytes), model_work in zip(jobs, work, strict=True):
+            remaining_work -= model_work
+            for n_left in model.prefill(model_tokens):
+                if self.prompt_cache and model is self.target:
+                    self.prompt_cache.save(model, model_tokens, not n_left)
+                yield 1 - (remaining_work + n_left * n_bytes) / total
 
     @property
     def weights(self) -> str:
-        """As `SpeculativeDecoder.weights` says."""
+        """The weight formats as text; see `SpeculativeDecoder.weights`."""
         shared = {name: f" ({n:,} of {self.n_ids:,} tokens)" for name, n in self.shared.items()}
-        return ", ".join(f"{name} {model.weights.kind}{shared.get(name, '')}" for name, model in self.models.items())
+        return ", ".join(f"{name} {model.weights.format_names}{shared.get(name, '')}" for name, model in self.models.items())
 
     @property
     def shared(self) -> dict[str, int]:
-        """Of models that have a part of the target's vocabulary, or another one, by their names: how many of its tokens."""
-        shared = {name: model.by_target.n_shared for name, model in self.models.items() if isinstance(model, Translated | Head)}
+        """The number of tokens shared with the target, by model name, for models that lack some of its tokens."""
+        shared = {
+            name: model.vocab_mapper.n_shared for name, model in self.models.items() if isinstance(model, VocabMappedModel | Head)
+        }
         return {name: n for name, n in shared.items() if n < self.n_ids}
 
 
-def team_of(
+def load_bundle(
     target: str | os.PathLike[str] | Transformer,
-    draft: Draftable | None,
-    stage: Draftable | None,
+    draft: DraftSpec | None,
+    stage: DraftSpec | None,
     tokenizer: str | os.PathLike[str] | AnyTokenizer | None,
     quantize: str,
     loader: Loader,
-) -> Team:
-    """The team of what was named, as `SpeculativeDecoder` says; whatever its tokenizer tells is told before weights are read."""
-    if stage is not None and (draft is None or is_word(draft, NGRAM, AUTO)):
-        raise ValueError("a stage drafts for a draft that is a model, and there is none; name one with draft=...")
-    if is_word(stage, SELF):
-        raise ValueError('the stage "self" would be a copy of the target, which is no smaller than the draft')
-    if is_word(stage, AUTO, MTP):
-        raise ValueError(f"the stage {stage!r} would be a head, which drafts for its target alone")
+) -> ModelBundle:
+    """Load the models that `SpeculativeDecoder` names; errors in the tokenizer are raised before weights are read."""
+    if stage is not None and (draft is None or is_draft_keyword(draft, NGRAM, AUTO)):
+        raise ValueError("a stage needs a draft that is a model, and there is none; name one with draft=...")
+    if is_draft_keyword(stage, SELF):
+        raise ValueError('the stage "self" is not supported: a copy of the target is not smaller than the draft')
+    if is_draft_keyword(stage, AUTO, MTP):
+        raise ValueError(f"the stage {stage!r} is not supported: a head drafts only for its target")
     given = {"target": target, "draft": draft, "stage": stage}
     loaded = {name: model for name, model in given.items() if isinstance(model, Transformer)}
     if isinstance(target, Head):
-        raise ValueError("the target is a head, which drafts for another model and writes no text")
+        raise ValueError("the target is a head, which can only draft for another model")
     for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
         if model is another:
-            raise ValueError(f"{one} and {other} are one object; they need a KV cache each")
-    kinds = kinds_to_make(quantize)
-    source: Checkpoint | None = None
-    keys: Mapping[str, Any] = {}
-    compiling = list[Popen[bytes]]()
+            raise ValueError(f"{one} and {other} are the same object; each needs its own KV cache")
+    quantize_options = parse_quantize(quantize)
+    checkpoint: Checkpoint | None = None
+    gguf_metadata: Mapping[str, Any] = {}
+    compile_processes = list[Popen[bytes]]()
     if isinstance(target, Transformer):
-        shared = tokenizer_of(tokenizer, None, target.config.vocab_size)
+        loaded_tokenizer = resolve_tokenizer(tokenizer, None, target.config.vocab_size)
     else:
-        source = opened("target", target)
-        shared = tokenizer_of(tokenizer, source, source.config.vocab_size)
-        known_ids(shared, source.config.vocab_size)
-        keys = source.vocabulary if tokenizer is None else {}
-        is_named = draft is not None and not is_word(draft, NGRAM, AUTO, MTP)
-        likely = loader.likely_kinds(source, kinds.target) + [kinds.draft] * is_named  # a draft is mostly like its target
-        compiling = compile_passes(source.config, source.tensors, likely, loader.kv)
-        target, source = loader.load(source, kinds.target), replace(source, tensors={})
-    loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # of drafts
-    finder = Finder(target, shared, keys, kinds, loader, source)
-    drafting = finder.origin("draft", draft)
-    if stage is not None and drafting.head:
-        raise ValueError("a head drafts from its target's passes, and nothing can draft for it; leave out the stage")
-    may_choose = not loaded and loader.n_threads is None
-    return Team(target, drafting, finder.origin("stage", stage), shared, source, may_choose, compiling)
+        checkpoint = open_checkpoint("target", target)
+        loaded_tokenizer = resolve_tokenizer(tokenizer, checkpoint, checkpoint.config.vocab_size)
+        count_known_ids(loaded_tokenizer, checkpoint.config.vocab_size)
+        gguf_metadata = checkpoint.vocabulary if tokenizer is None else {}
+        is_named = draft is not None and not is_draft_keyword(draft, NGRAM, AUTO, MTP)
+        # most drafts have the architecture of their target, so their code is compiled too
+        likely = loader.list_weight_formats(checkpoint, quantize_options.target) + [quantize_options.draft] * is_named
+        compile_processes = compile_passes(checkpoint.config, checkpoint.tensors, likely, loader.kv)
+        target, checkpoint = loader.load(checkpoint, quantize_options.target), replace(checkpoint, tensors={})
+    loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # drafts use the target's KV cache format
+    resolver = DraftResolver(target, loaded_tokenizer, gguf_metadata, quantize_options, loader, checkpoint)
+    draft_source = resolver.resolve("draft", draft)
+    if stage is not None and draft_source.head:
+        raise ValueError("a stage is not supported for a head, which drafts from its target's passes; leave out the stage")
+    can_choose_threads = not loaded and loader.n_threads is None
+    return ModelBundle(
+        target,
+        draft_source,
+        resolver.resolve("stage", stage),
+        loaded_tokenizer,
+        checkpoint,
+        can_choose_threads,
+        compile_processes,
+    )
 
 
-def is_word(draft: object, *words: str) -> bool:
-    """Whether what is named as a draft is one of those words."""
-    return isinstance(draft, str) and draft in words  # an array compares with a string by elements
+def is_draft_keyword(draft: object, *keywords: str) -> bool:
+    """Return whether the name of a draft is one of these keywords."""
+    return isinstance(draft, str) and draft in keywords  # an array would compare with a string element by element

@@ -1,4 +1,4 @@
-"""What models of floats become while they are loaded: int8, int4 or what they are. Knows no files."""
+"""Self-drafts, which are quantized copies of the target, and the quantization options for float models that are loaded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.config import Config
-from specdec.kernels import MAX_TOKENS
-from specdec.loaders.loader import Loader
-from specdec.model.registry import architecture_of
+from specdec.argument_checks import shorten
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.loaders.model_loader import Loader
+from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
-from specdec.quant import INT4, INT8, Kind
+from specdec.model_config import ModelConfig
+from specdec.quant import INT4, INT8, WeightFormat
 from specdec.runtime.simd import Float32
-from specdec.validation import short
 
-QUANTIZED = {"int8": INT8, "int4": INT4, "none": None}
-# A copy of the target is int8 where that has so few bytes that it stays in a cache: int4 is hardly faster there, and accepted
-# less. It has to be that much smaller than the target. Of int8 copies 0.96 to 0.99 was accepted, so those need no look.
-CACHED_BYTES, WORTH_A_COPY, INT8_ACCEPTED = 32 << 20, 0.75, 0.95
-SAMPLE = (
+QUANTIZE_FORMATS = {"int8": INT8, "int4": INT4, "none": None}
+# A self-draft is int8 if that fits into a cache of MAX_CACHED_BYTES: int4 is hardly faster there, and accepted less often. Its
+# size may be at most MAX_COPY_RATIO of the target's. Of int8 copies 0.96 to 0.99 was accepted, so that is not estimated.
+MAX_CACHED_BYTES, MAX_COPY_RATIO, INT8_ACCEPTANCE = 32 << 20, 0.75, 0.95
+SAMPLE_TEXT = (
     "The house stood at the end of a narrow road, and nobody had lived in it for years. In the spring of 1912 a doctor "
     "bought it, because it was cheap and because he liked its garden. He had the roof mended first; then he asked a "
     "carpenter how much it would cost to replace the windows and all of the doors."
@@ -28,81 +28,107 @@ SAMPLE = (
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """What the weights of target and draft become where they are floats; None: what they are. is_asked: of a draft by name."""
+class QuantizeOptions:
+    """The weight formats to which float weights are quantized; None keeps them.
 
-    target: Kind | None
-    draft: Kind | None
-    is_asked: bool
+    Attributes:
+        target: The format of the target.
+        draft: The format of the draft.
+        is_draft_requested: Whether the draft's format was given by name.
+    """
+
+    target: WeightFormat | None
+    draft: WeightFormat | None
+    is_draft_requested: bool
 
 
-def kinds_to_make(quantize: str) -> Kinds:
-    """What `SpeculativeDecoder`'s quantize asks for. Raises ValueError."""
-    kinds: dict[str, Kind | None] = {"target": None, "draft": None}
-    is_asked = False
+def parse_quantize(quantize: str) -> QuantizeOptions:
+    """Parse the `quantize` argument of `SpeculativeDecoder`.
+
+    Raises:
+        ValueError: If it is not valid.
+    """
+    formats: dict[str, WeightFormat | None] = {"target": None, "draft": None}
+    is_requested = False
     models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
     parts = quantize.split(",") if isinstance(quantize, str) else [""]
     for part in parts if parts != ["none"] else []:
         model, _, name = part.partition("=")
-        if model not in models or (name or "int8") not in QUANTIZED or part.endswith("="):
+        if model not in models or (name or "int8") not in QUANTIZE_FORMATS or part.endswith("="):
             raise ValueError(
-                f"quantize is {short(quantize, repr)}; expected none, or draft, target or both, alone or as in "
+                f"quantize is {shorten(quantize, repr)}; expected none, or draft, target or both, alone or as in "
                 "draft=int4,target=int8"
             )
-        kinds |= dict.fromkeys(models[model], QUANTIZED[name or "int8"])
-        is_asked = is_asked or (name != "" and model != "target")
-    return Kinds(kinds["target"], kinds["draft"], is_asked)
+        formats |= dict.fromkeys(models[model], QUANTIZE_FORMATS[name or "int8"])
+        is_requested = is_requested or (name != "" and model != "target")
+    return QuantizeOptions(formats["target"], formats["draft"], is_requested)
 
 
-def copy_of(target: Transformer, asked: Kind | None, ids_of: Callable[[str], list[int]], loader: Loader) -> Transformer:
-    """A copy of a target that drafts for it, of the kind asked for or, with None, of the one that is to be faster.
+def make_self_draft(
+    target: Transformer, requested: WeightFormat | None, encode: Callable[[str], list[int]], loader: Loader
+) -> Transformer:
+    """Make a quantized copy of a target as its draft.
 
-    Beyond the caches a pass takes the time of its bytes; how often an int4 copy is right is seen on a sample text. ids_of: its
-    tokens; loader: tells what is made. Raises ValueError where a copy is hardly less than the target.
+    A pass over weights that exceed the caches takes a time proportional to their bytes. The acceptance of an int4 copy is
+    estimated on a sample text.
+
+    Args:
+        target: The target.
+        requested: The weight format, or None to choose the one that is expected to be faster.
+        encode: Tokenizes the sample text.
+        loader: Its settings, and the callback for progress.
+
+    Raises:
+        ValueError: If a copy is hardly smaller than the target.
     """
     weights = target.weights
-    shares = {kind: weights.n_bytes_as(kind) / weights.n_bytes for kind in ([asked] if asked else [INT8, INT4])}
-    kinds = [kind for kind, share in shares.items() if share <= WORTH_A_COPY]
-    if not kinds:
+    ratios = {each: weights.estimate_bytes(each) / weights.n_bytes for each in ([requested] if requested else [INT8, INT4])}
+    formats = [each for each, ratio in ratios.items() if ratio <= MAX_COPY_RATIO]
+    if not formats:
         raise ValueError(
-            f"the target is {weights.kind} already, from its file or by quantize=..., so an {next(iter(shares)).name} copy of "
-            "it is no faster draft; leave it as it is or name another draft"
+            f"the target is {weights.format_names} already, from its file or by quantize=..., so an "
+            f"{next(iter(ratios)).name} copy is not a faster draft; leave it as it is or name another draft"
         )
 
-    def made(kind: Kind) -> Transformer:
-        new = weights.converted(kind, lambda share: loader.progress(f"a copy in {kind.name}", share))
+    def make(weight_format: WeightFormat) -> Transformer:
+        new = weights.convert(weight_format, lambda fraction: loader.progress(f"a copy in {weight_format.name}", fraction))
         return Transformer(target.config, new, loader.n_threads, target.n_positions, loader.kv)
 
-    if len(kinds) == 1 or weights.n_bytes_as(INT8) <= CACHED_BYTES:
-        return made(kinds[0])
-    copy, sample = made(INT4), ids_of(SAMPLE)[: min(MAX_TOKENS, target.n_positions)]
-    accepted = overlap(target, copy, sample) if sample else 0.0  # of a vocabulary that has no word for it
-    if speed_up(accepted, shares[INT4]) > speed_up(INT8_ACCEPTED, shares[INT8]):
+    if len(formats) == 1 or weights.estimate_bytes(INT8) <= MAX_CACHED_BYTES:
+        return make(formats[0])
+    copy, sample = make(INT4), encode(SAMPLE_TEXT)[: min(MAX_BATCH_TOKENS, target.n_positions)]
+    accepted = estimate_acceptance(target, copy, sample) if sample else 0.0  # a vocabulary may lack the sample's characters
+    if estimate_speed_up(accepted, ratios[INT4]) > estimate_speed_up(INT8_ACCEPTANCE, ratios[INT8]):
         return copy
-    del copy  # before another one takes memory
-    return made(INT8)
+    del copy  # free its memory before another one is made
+    return make(INT8)
 
 
-def is_worth_a_copy(config: Config, tensors: Mapping[str, Any]) -> bool:
-    """Return whether `copy_of` makes a draft of a model in a file, without reading its weights."""
-    architecture = architecture_of(config)
-    most = WORTH_A_COPY * architecture.n_bytes_as(config, tensors)
-    return any(architecture.n_bytes_as(config, tensors, kind) <= most for kind in (INT8, INT4))
+def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
+    """Return whether `make_self_draft` supports a model in a file, without reading its weights."""
+    architecture = get_architecture(config)
+    most = MAX_COPY_RATIO * architecture.estimate_bytes(config, tensors)
+    return any(architecture.estimate_bytes(config, tensors, kind) <= most for kind in (INT8, INT4))
 
 
-def overlap(target: Transformer, draft: Transformer, tokens: list[int]) -> float:
-    """sum min(p, q), the mean over a text: the share of the draft's tokens that are accepted (Leviathan et al. 2023)."""
+def estimate_acceptance(target: Transformer, draft: Transformer, tokens: list[int]) -> float:
+    """Return the expected acceptance rate of a draft: the mean of sum min(p, q) over the tokens (Leviathan et al. 2023)."""
     p, q = (_softmax(model.forward(tokens, len(tokens))) for model in (target, draft))
     return float(np.minimum(p, q).sum(1).mean())
 
 
-def speed_up(accepted: float, cost: float) -> float:
-    """Over the target alone, at the best length of proposals; cost: of a draft's pass, in the target's (as above)."""
-    lengths = range(1, MAX_TOKENS)
+def estimate_speed_up(accepted: float, cost: float) -> float:
+    """Return the speed-up over the target alone at the best draft length (Leviathan et al. 2023).
+
+    Args:
+        accepted: The acceptance rate.
+        cost: Time of a draft's pass, relative to the target's.
+    """
+    lengths = range(1, MAX_BATCH_TOKENS)
     return max(sum(accepted**i for i in range(gamma + 1)) / (1 + gamma * cost) for gamma in lengths)
 
 
 def _softmax(logits: Float32) -> npt.NDArray[np.float64]:
-    with np.errstate(invalid="ignore"):  # of a model whose logits are not finite, which is told when it writes
+    with np.errstate(invalid="ignore"):  # logits that are not finite are reported when the model generates
         powers = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
         return np.asarray(powers / powers.sum(1, keepdims=True))

@@ -1,8 +1,8 @@
-"""A draft that is drafted for: it runs what its own drafter proposes in one pass, before the target sees anything.
+"""Staged speculative decoding: a second-level drafter drafts for the draft model, which runs these tokens in one pass.
 
-Staged speculation (Spector and Re 2023, arXiv:2308.04623). A draft's token is a function of its logits, of the noise and of the
-position, and logits do not depend on what shares a pass. So its proposals are those that it would have made alone, to the bit and
-with the same q, whatever was guessed; a guess that is not the draft's own token costs time alone. Knows nothing of verifying.
+(Spector and Re 2023, arXiv:2308.04623.) A token of the draft model is a function of its logits, the noise and the position, and
+logits do not depend on the other tokens of a pass. So the proposals are bit for bit those that the draft model would have made
+alone, with the same q, whatever the second level drafts. A second-level token that is rejected costs only time.
 """
 
 import time
@@ -11,107 +11,125 @@ from contextlib import ExitStack
 
 from specdec.draft.model import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.resolver import Team
-from specdec.engine.decoding import LengthPolicy
-from specdec.model.transformer import Transformer, room_behind
+from specdec.draft.resolver import ModelBundle
+from specdec.engine.decode_loop import LengthPolicy
+from specdec.model.transformer import Transformer, get_token_headroom
 from specdec.runtime.simd import Float32
 from specdec.sampling import Sampler
 from specdec.verification import Draft
 
-Guesser = ModelDrafter | NgramDrafter  # which can be asked in the middle of another's proposal, behind what is not judged yet
+SecondLevelDrafter = ModelDrafter | NgramDrafter  # these can propose after the unverified tokens of another proposal (`tail`)
 
 
-class Lookahead:
-    """Stands for a draft's model, and runs guesses along with the text that it is asked for.
+class StagedDraftModel:
+    """Wraps a draft model and runs second-level draft tokens along with the requested sequence.
 
-    Where the next text goes on as guessed, its logits are there already, those of the model for that text. plan: how many guesses
-    a pass gets, of whose passes it is told as of steps.
+    If the next requested sequence continues with these tokens, its logits are available already.
+
+    Args:
+        model: The draft model.
+        drafter: The second-level drafter.
+        policy: Decides how many second-level tokens a pass gets; it sees these passes as its steps.
     """
 
-    def __init__(self, model: Transformer, guesser: Guesser, policy: LengthPolicy) -> None:
-        self._model, self._guesser, self._policy = model, guesser, policy
-        self.lock, self.config, self.n_positions, self.n_short = model.lock, model.config, model.n_positions, model.n_short
-        self._tokens: list[int] = []  # the text that is certain
-        self._most = self._first = 0  # how many tokens are wanted behind it, and how many of it the model sees
-        self._run: list[int] = []  # what the last pass was over: a text, and guesses at its end
-        self._n_guesses, self._n_used = -1, 0  # of the last pass; -1: there is none
-        self._number = 0  # of the last pass; a later one of anybody's overwrites its logits
-        self._seconds = 0.0, 0.0  # of the pass and of guessing
+    def __init__(self, model: Transformer, drafter: SecondLevelDrafter, policy: LengthPolicy) -> None:
+        self._model, self._drafter, self._policy = model, drafter, policy
+        self.lock, self.config, self.n_positions, self.longrope_threshold = (
+            model.lock,
+            model.config,
+            model.n_positions,
+            model.longrope_threshold,
+        )
+        self._tokens: list[int] = []  # the sequence, without unverified tokens
+        self._max_tokens = self._n_visible = 0  # how many tokens are drafted after it, and how many of it the model sees
+        self._last_input: list[int] = []  # input of the last pass, with the second-level tokens at its end
+        self._n_drafted, self._n_accepted = -1, 0  # second-level tokens of the last pass; -1: there is no pass
+        self._pass_number = 0  # of the last pass; a later pass of the model overwrites its logits
+        self._seconds = 0.0, 0.0  # of the last pass and of its second-level draft
         self._logits: Float32
 
-    def begin(self, tokens: list[int], most: int) -> None:
-        """Up to so many tokens are going to be asked for behind these."""
-        self._tokens, self._most, self._first = tokens, most, 0
+    def start_round(self, tokens: list[int], max_tokens: int) -> None:
+        """Begin a proposal of up to max_tokens after the tokens of the sequence."""
+        self._tokens, self._max_tokens, self._n_visible = tokens, max_tokens, 0
 
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
-        """Logits (1, V) behind a text, or (0, V), valid until the next call."""
+        """Return logits at the last token, (1, V), or (0, V) if n_logits is 0; valid until the next call."""
         if not n_logits:
             return self._model.forward(tokens, 0)
         n = len(tokens)
-        self._first = self._first or n
-        used = n - len(self._run) + self._n_guesses  # of the guesses
-        if not 0 <= used <= self._n_guesses or self._model.n_passes != self._number or self._run[:n] != tokens:
-            self._look(tokens)
+        self._n_visible = self._n_visible or n
+        used = n - len(self._last_input) + self._n_drafted  # second-level tokens
+        if not 0 <= used <= self._n_drafted or self._model.n_passes != self._pass_number or self._last_input[:n] != tokens:
+            self._run_ahead(tokens)
             used = 0
-        self._n_used = max(self._n_used, used)
+        self._n_accepted = max(self._n_accepted, used)
         return self._logits[used : used + 1]
 
-    def _look(self, tokens: list[int]) -> None:
-        """A pass over a text and what may follow it."""
+    def _run_ahead(self, tokens: list[int]) -> None:
+        """Run a pass over the tokens and a second-level draft."""
         begin = time.perf_counter()
-        if self._n_guesses >= 0:
-            self._policy.update(self._n_guesses, self._n_used, *self._seconds)
-        tail, guesses = tokens[self._first :], list[int]()
-        room = room_behind(len(tokens), self.n_positions, self.n_short)
-        if self._policy.start(min(self._most - len(tail) - 1, room)):
-            guesses = self._guesser.propose(self._tokens, self._policy, tail).tokens
-            n_rows = self.config.vocab_size  # the text may hold tokens that this model does not know
-            guesses = guesses[: next((i for i, token in enumerate(guesses) if token >= n_rows), None)]
-        self._run, self._n_guesses, self._n_used = tokens + guesses, -1, 0
-        self._number = self._model.n_passes + 1
-        looked = time.perf_counter()
-        self._logits = self._model.forward(self._run, len(guesses) + 1)
-        self._seconds = time.perf_counter() - looked, looked - begin
-        self._n_guesses = len(guesses)
+        if self._n_drafted >= 0:
+            self._policy.update(self._n_drafted, self._n_accepted, *self._seconds)
+        tail, drafted = tokens[self._n_visible :], list[int]()
+        headroom = get_token_headroom(len(tokens), self.n_positions, self.longrope_threshold)
+        if self._policy.start(min(self._max_tokens - len(tail) - 1, headroom)):
+            drafted = self._drafter.propose(self._tokens, self._policy, tail).tokens
+            n_rows = self.config.vocab_size  # the sequence may contain tokens that this model does not have
+            drafted = drafted[: next((i for i, token in enumerate(drafted) if token >= n_rows), None)]
+        self._last_input, self._n_drafted, self._n_accepted = tokens + drafted, -1, 0
+        self._pass_number = self._model.n_passes + 1
+        pass_begin = time.perf_counter()
+        self._logits = self._model.forward(self._last_input, len(drafted) + 1)
+        self._seconds = time.perf_counter() - pass_begin, pass_begin - begin
+        self._n_drafted = len(drafted)
 
 
 class StagedDrafter(ModelDrafter):
-    """A draft for which another drafter guesses: the same proposals, sooner where that pays.
+    """A draft model with a second-level drafter: it makes the same proposals, sooner if the second level is profitable.
 
-    guesser: if it draws, with the noise that the draft draws with; models: the draft, and the guesser's where it has one.
+    Args:
+        models: The draft model, and the second-level model if there is one.
+        second_level: The second-level drafter; it samples with the draft's noise.
+        policy: The second-level draft length.
+        sampler: As in `ModelDrafter`, like `noise` and `eos_tokens`.
+        noise: See `ModelDrafter`.
+        eos_tokens: See `ModelDrafter`.
     """
 
     def __init__(
         self,
         models: Sequence[Transformer],
-        guesser: Guesser,
+        second_level: SecondLevelDrafter,
         policy: LengthPolicy,
         sampler: Sampler,
         noise: Callable[[int], int],
-        end_marks: Container[int],
+        eos_tokens: Container[int],
     ) -> None:
-        self._guesser, self._ahead = guesser, Lookahead(models[0], guesser, policy)
-        super().__init__(self._ahead, sampler, noise, end_marks)
+        self._second_level, self._staged_model = second_level, StagedDraftModel(models[0], second_level, policy)
+        super().__init__(self._staged_model, sampler, noise, eos_tokens)
         self._models = sorted(models, key=id)  # locked in one order everywhere, so that no two threads wait for each other
 
-    def get_ready(self, tokens: list[int]) -> None:
-        super().get_ready(tokens)
-        self._guesser.get_ready(tokens)
+    def prepare(self, tokens: list[int]) -> None:
+        """Prefill the draft model and the second level."""
+        super().prepare(tokens)
+        self._second_level.prepare(tokens)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
+        """Return the draft tokens of the draft model."""
         with ExitStack() as locks:
             for model in self._models:
                 locks.enter_context(model.lock)
-            self._ahead.begin(tokens, policy.max_tokens)
+            self._staged_model.start_round(tokens, policy.max_tokens)
             return super().propose(tokens, policy, tail)
 
 
-def staged(
-    team: Team, policy: LengthPolicy, sampler: Sampler, noise: Callable[[int], int], end_marks: Container[int]
+def make_staged_drafter(
+    bundle: ModelBundle, policy: LengthPolicy, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
 ) -> StagedDrafter:
-    """The draft of a team that has a stage. plan: how many guesses pay."""
-    draft, stage = team.draft, team.stage
-    own = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
-    guesser, models = stage.drafter(own, noise, end_marks), [model for model in (draft.model, stage.model) if model]
-    assert guesser
-    return StagedDrafter(models, guesser, policy, sampler, noise, end_marks)
+    """Return the drafter of a bundle with a second-level draft; the policy decides the length of the latter."""
+    draft, stage = bundle.draft, bundle.stage
+    stage_sampler = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
+    second_level = stage.make_drafter(stage_sampler, noise, eos_tokens)
+    assert second_level
+    models = [model for model in (draft.model, stage.model) if model]
+    return StagedDrafter(models, second_level, policy, sampler, noise, eos_tokens)

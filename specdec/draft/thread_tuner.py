@@ -1,99 +1,112 @@
-"""How many threads a text is written on, while it is: fewer where another program has taken a core. Knows no models.
+"""A tuner of the number of threads during generation: fewer if another program has taken a core, independent of models.
 
-Threads wait for each other five times a layer, and one that loses its core in the middle of a part holds up all of them: so fewer
-may be faster beside a busy loop. No token depends on the number of threads.
+Threads wait for each other five times per layer, and one that loses its core in the middle of a chunk delays all of them. So
+fewer threads may be faster next to a busy loop. No token depends on the number of threads.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 
-WINDOW_SECONDS = 0.02  # of steps that are judged together: a program's time slice lasts some milliseconds
-SLOW = 1.5  # times the least that such steps took: other numbers of threads are tried
-MARGIN = 1.1  # a number of threads has to be so much faster than the likeliest
-LOST_SHARE = 0.02  # of the time: what trials may lose
-LEAST_WAIT = 0.25  # seconds between two trials
-DRIFT = 1.0005  # what is known as the least rises by so much a step: steps take longer as a text grows
+WINDOW_S = 0.02  # steps of this duration are evaluated together: a program's time slice lasts some milliseconds
+SLOW_RATIO = 1.5  # of a window's time to the minimum of such steps: beyond it other numbers of threads are tried
+SWITCH_MARGIN = 1.1  # how much faster another number of threads must be than the default
+MAX_TRIAL_SHARE = 0.02  # of the time that trials may lose
+MIN_WAIT_S = 0.25  # between two trials
+BASELINE_DRIFT = 1.0005  # growth of the known minimum per step, since steps take longer as a sequence grows
 
-# Of the choice before the first text: tokens a trial; the first number unless so much slower
-TRIAL_TOKENS, TRIAL_SECONDS, TRIAL_MARGIN = 4, 0.05, 1.25
+# For the choice before the first sequence: tokens per trial; time of all; how much faster than the first number another must be
+TRIAL_TOKENS, TRIAL_BUDGET_S, TRIAL_MARGIN = 4, 0.05, 1.25
 
 
-class Pace:
-    """Chooses the number of threads by what steps take.
+class ThreadTuner:
+    """Chooses the number of threads by the time of steps.
 
-    choices: numbers that may be best, the likeliest first; n_threads: those in use; use: makes all models run on so many. A trial
-    writes some steps on each, and keeps the fastest. It begins where steps have become slow and, while another number than the
-    likeliest is in use, from time to time.
+    A trial runs some steps on each number and keeps the fastest one. It begins when steps have become slow, and from time to time
+    while a number other than the default is in use.
+
+    Args:
+        choices: Numbers that may be best, the most likely one, the default, first.
+        n_threads: The number in use.
+        set_threads: Sets the number for all models.
     """
 
-    def __init__(self, choices: Sequence[int], n_threads: int, use: Callable[[int], None]) -> None:
-        self.n_threads, self._choices, self._first, self._use = n_threads, choices, choices[0], use
-        self._least: dict[int, float] = {}  # seconds of a step, by how many tokens were proposed
-        self._took = self._expected = 0.0  # seconds of the steps of this window, and the least that such steps took
-        self._to_try: list[int] = []  # numbers of threads, in a trial
-        self._tried: dict[int, tuple[float, float]] = {}  # of each: `times` and seconds of its window
-        self._wait = LEAST_WAIT  # seconds until the next trial
-        self._n_slow = 0  # windows in a row
+    def __init__(self, choices: Sequence[int], n_threads: int, set_threads: Callable[[int], None]) -> None:
+        self.n_threads, self._choices, self._default, self._set_threads = n_threads, choices, choices[0], set_threads
+        self._min_seconds: dict[int, float] = {}  # minimum time of a step, by the number of proposed tokens
+        self._window_seconds = self._expected_seconds = 0.0  # time of this window's steps, and the minimum for such steps
+        self._pending_choices: list[int] = []  # numbers of threads yet to try in this trial
+        self._trial_results: dict[int, tuple[float, float]] = {}  # by number: slowdown and seconds of its window
+        self._wait_seconds = MIN_WAIT_S  # seconds until the next trial
+        self._n_slow_windows = 0  # windows in a row
         self._lock = threading.Lock()
 
-    def saw(self, n_proposed: int, seconds: float) -> None:
-        """A step, on as many threads as are in use; left out in the middle of another's, of a thread or a signal handler."""
+    def record_step(self, n_proposed: int, seconds: float) -> None:
+        """Take in a step on the current number of threads; ignore it if another thread or the interrupted code is inside."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._take(n_proposed, seconds)
+            self._add_step(n_proposed, seconds)
         finally:
             self._lock.release()
 
-    def _take(self, n_proposed: int, seconds: float) -> None:
-        known = self._least.get(n_proposed)
-        self._least[n_proposed] = min(seconds, DRIFT * known) if known else seconds
+    def _add_step(self, n_proposed: int, seconds: float) -> None:
+        known = self._min_seconds.get(n_proposed)
+        self._min_seconds[n_proposed] = min(seconds, BASELINE_DRIFT * known) if known else seconds
         if not known:
             return
-        self._took, self._expected = self._took + seconds, self._expected + known
-        if self._took >= WINDOW_SECONDS:
-            self._judge(self._took / self._expected, self._took)
-            self._took = self._expected = 0.0
+        self._window_seconds, self._expected_seconds = self._window_seconds + seconds, self._expected_seconds + known
+        if self._window_seconds >= WINDOW_S:
+            self._end_window(self._window_seconds / self._expected_seconds, self._window_seconds)
+            self._window_seconds = self._expected_seconds = 0.0
 
-    def _judge(self, times: float, seconds: float) -> None:
-        """A window is over: what it took, in seconds and as so many times the least."""
-        self._wait -= seconds
-        self._n_slow = self._n_slow + 1 if times > SLOW else 0
-        if self._to_try:
-            self._tried[self._to_try[0]] = times, seconds  # then taken off: an interrupt in between loses none
-            del self._to_try[0]
-        elif self._wait <= 0 and (self._n_slow > 1 or self.n_threads != self._first):  # one may be a single stall
-            self._tried = {self.n_threads: (times, seconds)}
-            self._to_try = [n for n in self._choices if n != self.n_threads]
+    def _end_window(self, slowdown: float, seconds: float) -> None:
+        """Evaluate a window by its slowdown, relative to the minimum for its steps, and its seconds."""
+        self._wait_seconds -= seconds
+        self._n_slow_windows = self._n_slow_windows + 1 if slowdown > SLOW_RATIO else 0
+        if self._pending_choices:
+            # stored before it is removed, so that an interrupt in between loses none
+            self._trial_results[self._pending_choices[0]] = slowdown, seconds
+            del self._pending_choices[0]
+        # two slow windows, since one may be a single stall
+        elif self._wait_seconds <= 0 and (self._n_slow_windows > 1 or self.n_threads != self._default):
+            self._trial_results = {self.n_threads: (slowdown, seconds)}
+            self._pending_choices = [n for n in self._choices if n != self.n_threads]
         else:
             return
-        if self._to_try:
-            self._set(self._to_try[0])
+        if self._pending_choices:
+            self._switch_to(self._pending_choices[0])
             return
-        best = min(self._tried, key=lambda n: self._tried[n][0])
-        fastest, of_first = self._tried[best][0], self._tried[self._first][0]
-        lost = sum(seconds * (1 - fastest / times) for times, seconds in self._tried.values())
-        self._wait = max(LEAST_WAIT, lost / LOST_SHARE)
-        self._set(best if MARGIN * fastest < of_first else self._first)
+        best = min(self._trial_results, key=lambda n: self._trial_results[n][0])
+        best_slowdown, default_slowdown = self._trial_results[best][0], self._trial_results[self._default][0]
+        lost = sum(seconds * (1 - best_slowdown / slowdown) for slowdown, seconds in self._trial_results.values())
+        self._wait_seconds = max(MIN_WAIT_S, lost / MAX_TRIAL_SHARE)
+        self._switch_to(best if SWITCH_MARGIN * best_slowdown < default_slowdown else self._default)
 
-    def _set(self, n: int) -> None:
+    def _switch_to(self, n: int) -> None:
         self.n_threads = n
-        self._use(n)
+        self._set_threads(n)
 
 
-def choose_threads(use: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
-    """The first of those numbers of threads, or another that is clearly faster; each is tried in turn until the trials have taken
-    TRIAL_SECONDS. What each took, as so many times what the first did.
+def choose_threads(set_threads: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
+    """Set the first number of threads, or another one that is clearly faster.
 
-    use: makes all models run on so many; trial: tells what so many tokens take.
+    Each is tried in turn until the trials have taken TRIAL_BUDGET_S.
+
+    Args:
+        set_threads: Sets the number of threads for all models.
+        choices: The numbers to try.
+        trial: Returns the seconds that generating a number of tokens takes.
+
+    Returns:
+        The time on each number of threads, relative to the first one.
     """
     first, seconds = choices[0], dict.fromkeys(choices, 0.0)
-    use(1)
-    trial(1)  # one thread runs code of its own, which may be yet to be compiled, or loaded
-    while sum(seconds.values()) < TRIAL_SECONDS:
+    set_threads(1)
+    trial(1)  # a single thread runs other code, which may have to be compiled or loaded first
+    while sum(seconds.values()) < TRIAL_BUDGET_S:
         for n in seconds:
-            use(n)
+            set_threads(n)
             seconds[n] += trial(TRIAL_TOKENS)
     best = min(seconds, key=seconds.__getitem__)
-    use(best if TRIAL_MARGIN * seconds[best] < seconds[first] else first)
-    return {n: taken / seconds[first] for n, taken in seconds.items()}
+    set_threads(best if TRIAL_MARGIN * seconds[best] < seconds[first] else first)
+    return {n: elapsed / seconds[first] for n, elapsed in seconds.items()}

@@ -1,126 +1,155 @@
-"""Caches of texts: those that run have one each, and those that have ended keep theirs for who goes on with them."""
+"""KV cache slots: one for each running sequence, and idle ones for the conversations that may continue."""
 
 from collections.abc import Callable, Sequence
 
-from specdec.draft.resolver import Team
+from specdec.argument_checks import replace_unknown_tokens
+from specdec.draft.resolver import ModelBundle
 from specdec.runtime.simd import round_up
-from specdec.validation import known
 
-LEAST_SHARED = 8  # tokens of a prompt that are copied from another seat, and of something else that a seat is kept for
-GRAIN = 128  # tokens, by which sizes of caches are told
+# prompt tokens that are worth a copy from another slot; also other tokens in a slot that are worth keeping it
+MIN_SHARED_PREFIX_TOKENS = 8
+CAPACITY_STEP_TOKENS = 128  # granularity of cache sizes
 
 
-class Seat:
-    """The models with caches of a text's own. n_reserved: tokens that it may grow to; n_longest: that it has held.
+class KVSlot:
+    """The models of one sequence, with a KV cache of its own.
 
-    owner: who may go on with what it holds.
+    Attributes:
+        cache_salt: Only sequences with the same salt may reuse what the slot holds.
+        n_reserved: Tokens that the sequence may grow to.
+        n_peak: Most tokens that a finished sequence has had in it.
     """
 
-    def __init__(self, team: Team, owner: str) -> None:
-        self.team, self.owner = team, owner
-        self.n_reserved = self.n_longest = 0
+    def __init__(self, bundle: ModelBundle, cache_salt: str) -> None:
+        self.bundle, self.cache_salt = bundle, cache_salt
+        self.n_reserved = self.n_peak = 0
 
-    def n_cached(self, prompt: list[int]) -> int:
-        """How many of a prompt's tokens need not run again."""
-        return max(len(prompt) - 1, 0) - self.team.target.unread(prompt)
+    def count_cached_tokens(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt need not run again."""
+        return max(len(prompt) - 1, 0) - self.bundle.target.count_prefill_tokens(prompt)
 
-    def take_over(self, other: "Seat", prompt: list[int]) -> None:
-        """What another one's models have read of a prompt, where it is more."""
-        for model, theirs in zip(self.team.models.values(), other.team.models.values(), strict=True):
-            tokens = known(prompt, model.config.vocab_size)
-            if len(tokens) <= model.n_positions and model.unread(tokens) - theirs.unread(tokens) >= LEAST_SHARED:
-                model.take_over(theirs, tokens)
+    def copy_kv(self, other: "KVSlot", prompt: list[int]) -> None:
+        """Copy the KV entries of a prompt from another slot, for each model where they save enough tokens."""
+        for model, other_model in zip(self.bundle.models.values(), other.bundle.models.values(), strict=True):
+            tokens = replace_unknown_tokens(prompt, model.config.vocab_size)
+            if (
+                len(tokens) <= model.n_positions
+                and model.count_prefill_tokens(tokens) - other_model.count_prefill_tokens(tokens) >= MIN_SHARED_PREFIX_TOKENS
+            ):
+                model.copy_kv(other_model, tokens)
 
-    def keep(self, tokens: list[int], is_read: bool = True) -> None:
-        """What a text's cache holds, where prompts are kept."""
-        if self.team.prompts:
-            self.team.prompts.keep(self.team.target, tokens, is_read, self.owner)
+    def save_to_prefix_cache(self, tokens: list[int], is_prefilled: bool = True) -> None:
+        """Save the KV cache of a sequence to the prefix cache, if there is one."""
+        if self.bundle.prompt_cache:
+            self.bundle.prompt_cache.save(self.bundle.target, tokens, is_prefilled, self.cache_salt)
 
     @property
     def n_held(self) -> int:
-        """How many tokens of its last text the cache holds."""
-        return self.team.target.n_held
+        """Tokens of the last sequence that the KV cache holds."""
+        return self.bundle.target.n_cached_tokens
 
     @property
-    def n_most(self) -> int:
-        """Tokens that it has room for, or may come to have, in hundreds or so."""
-        n: int = round_up(max(self.n_reserved, self.n_longest), GRAIN)
+    def capacity(self) -> int:
+        """Tokens that the slot has or may come to have memory for, rounded up to `CAPACITY_STEP_TOKENS`."""
+        n: int = round_up(max(self.n_reserved, self.n_peak), CAPACITY_STEP_TOKENS)
         return n
 
-    def n_bytes(self, n: int) -> int:
-        """What caches of so many tokens take."""
-        return sum(model.text_bytes(min(n, model.n_positions), True) for model in self.team.models.values())
+    def get_n_bytes(self, n: int) -> int:
+        """Return the memory of the KV caches for n tokens, in bytes."""
+        return sum(model.get_sequence_bytes(min(n, model.n_positions), True) for model in self.bundle.models.values())
 
 
-class Seats:
-    """Seats whose caches take at most so many bytes, or one alone. The one that has been idle longest is dropped first.
+class SlotPool:
+    """Slots whose KV caches take at most `max_bytes`, or a single larger one; the one that is idle longest is dropped first.
 
-    What a seat holds is read by its owner's texts alone: how long a prompt takes would tell others how it begins.
+    Slots are reused only with the same cache salt: the time of a prefill would reveal how other clients' prompts begin.
 
-    n_idle: how many may be idle; where there are as many, the one that has been so longest is taken for another talk.
+    Args:
+        make_bundle: Makes models with a KV cache of their own.
+        max_bytes: Memory limit of all slots.
+        max_idle: Most idle slots; beyond it, the one that is idle longest serves the next conversation.
     """
 
-    def __init__(self, new: Callable[[], Team], n_bytes: int, n_idle: int) -> None:
-        self._new, self.most_bytes, self._most_idle = new, n_bytes, n_idle
-        self._bytes: dict[int, int] = {}  # of a seat, by tokens
-        self._idle, self._taken = list[Seat](), list[Seat]()  # the first has been idle longest
+    def __init__(self, make_bundle: Callable[[], ModelBundle], max_bytes: int, max_idle: int) -> None:
+        self._make_bundle, self.max_bytes, self._max_idle = make_bundle, max_bytes, max_idle
+        self._bytes_by_capacity: dict[int, int] = {}
+        self._idle, self._in_use = list[KVSlot](), list[KVSlot]()  # the first one has been idle longest
 
-    def take(self, prompt: list[int], n_tokens: int, owner: str = "") -> Seat | None:
-        """A seat for a text of up to so many tokens, which holds what any holds of the prompt. None: no room yet.
+    def acquire(self, prompt: list[int], n_tokens: int, cache_salt: str = "") -> KVSlot | None:
+        """Return a slot that holds the longest cached prefix of a prompt, or None while there is no memory for one.
 
-        That is the one that holds it, where little else would be lost, or a copy: of instructions, say, that all begin with.
+        It is the slot with that prefix where little else would be lost, otherwise another one with a copy of the prefix. A copy
+        serves, for example, instructions that many prompts begin with.
+
+        Args:
+            prompt: Tokens of the prompt.
+            n_tokens: Most tokens that the sequence may grow to.
+            cache_salt: Only slots with the same salt are reused.
         """
-        if not self._fits(self._taken, n_tokens):
+        if not self._can_fit(self._in_use, n_tokens):
             return None
-        held = {seat: seat.n_cached(prompt) for seat in (*self._taken, *self._idle) if seat.owner == owner}
-        source = max((seat for seat, n in held.items() if n >= LEAST_SHARED), default=None, key=held.__getitem__)
-        seat = self._spare(source, held[source] if source else 0, n_tokens, owner)
-        seat.n_reserved = n_tokens
-        while self._idle and not self._fits((*self._idle, *self._taken), seat.n_most):
+        n_held_by_slot = {
+            slot: slot.count_cached_tokens(prompt) for slot in (*self._in_use, *self._idle) if slot.cache_salt == cache_salt
+        }
+        source = max(
+            (slot for slot, n in n_held_by_slot.items() if n >= MIN_SHARED_PREFIX_TOKENS),
+            default=None,
+            key=n_held_by_slot.__getitem__,
+        )
+        slot = self._get_free_slot(source, n_held_by_slot[source] if source else 0, n_tokens, cache_salt)
+        slot.n_reserved = n_tokens
+        while self._idle and not self._can_fit((*self._idle, *self._in_use), slot.capacity):
             del self._idle[0]
-        if source and source is not seat:
-            seat.take_over(source, prompt)
-        if prompts := seat.team.prompts:
-            prompts.restore(seat.team.target, prompt, owner)
-        self._taken.append(seat)
-        return seat
+        if source and source is not slot:
+            slot.copy_kv(source, prompt)
+        if prompt_cache := slot.bundle.prompt_cache:
+            prompt_cache.restore(slot.bundle.target, prompt, cache_salt)
+        self._in_use.append(slot)
+        return slot
 
-    def give(self, seat: Seat, n_tokens: int) -> None:
-        """A text of so many tokens has left; the next one may go on with it."""
-        self._taken.remove(seat)
-        seat.n_longest = max(seat.n_longest, n_tokens)
-        seat.n_reserved = 0
-        self._idle.append(seat)
+    def release(self, slot: KVSlot, n_tokens: int) -> None:
+        """Return a slot to the idle ones after a sequence of n_tokens tokens."""
+        self._in_use.remove(slot)
+        slot.n_peak = max(slot.n_peak, n_tokens)
+        slot.n_reserved = 0
+        self._idle.append(slot)
 
-    def drop(self, seat: Seat) -> None:
-        self._taken.remove(seat)
+    def drop(self, slot: KVSlot) -> None:
+        """Drop a slot in use, for example after an error."""
+        self._in_use.remove(slot)
 
-    def _spare(self, source: Seat | None, n: int, n_tokens: int, owner: str) -> Seat:
-        """A seat that is in nobody's use from now on: the source, which holds n tokens of a prompt, if it is idle and not worth
-        keeping; an empty one; a new one; or, of as many as may be idle, the one that has been so longest, the source last. None
-        that would be too large beside those that are taken, and of another owner's the place alone."""
-        idle = [seat for seat in self._idle if self._fits(self._taken, max(n_tokens, seat.n_longest))]
-        seat = next((seat for seat in idle if not seat.n_held), None)
-        if source and source in idle and not self._is_worth_keeping(source, n, n_tokens):
-            seat = source
-        elif not seat and len(self._idle) >= self._most_idle:
-            longest = [each for each in idle if each is not source] or idle
-            seat = longest[0] if longest else self._idle.pop(0)
-        if seat in self._idle:
-            self._idle.remove(seat)
-            if seat.owner == owner:
-                return seat
-        return Seat(self._new(), owner)
+    def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
+        """Return a free slot for a prompt, the first n_prefix tokens of which `source` holds.
 
-    def _is_worth_keeping(self, source: Seat, n: int, n_tokens: int) -> bool:
-        """Beside a copy of n of its tokens: for what else it holds, of which there is more than that or room for both."""
-        has_room = self._fits((*self._taken, source), n_tokens)
-        return source.n_held - n >= (LEAST_SHARED if has_room else n + 1)
+        In this order: the source, if it is idle and not worth keeping; an empty slot; a new one; with `max_idle` idle slots, the
+        one that is idle longest, the source last. Slots too large to fit next to those in use are skipped. A slot with another
+        cache salt only gives up its place.
+        """
+        idle = [slot for slot in self._idle if self._can_fit(self._in_use, max(n_tokens, slot.n_peak))]
+        slot = next((slot for slot in idle if not slot.n_held), None)
+        if source and source in idle and not self._is_worth_keeping(source, n_prefix, n_tokens):
+            slot = source
+        elif not slot and len(self._idle) >= self._max_idle:
+            candidates = [slot for slot in idle if slot is not source] or idle
+            slot = candidates[0] if candidates else self._idle.pop(0)
+        if slot in self._idle:
+            self._idle.remove(slot)
+            if slot.cache_salt == cache_salt:
+                return slot
+        return KVSlot(self._make_bundle(), cache_salt)
 
-    def _fits(self, seats: Sequence[Seat], n_tokens: int) -> bool:
-        """Whether one of so many tokens may be beside those, if there are any."""
-        sizes = [round_up(n_tokens, GRAIN), *(each.n_most for each in seats)]
-        for n in {*sizes} - {*self._bytes}:
-            if seats:
-                self._bytes[n] = seats[0].n_bytes(n)
-        return not seats or sum(self._bytes[n] for n in sizes) <= self.most_bytes
+    def _is_worth_keeping(self, source: KVSlot, n_prefix: int, n_tokens: int) -> bool:
+        """Return whether to keep a slot, for its other tokens, next to a copy of n_prefix of them.
+
+        It takes `MIN_SHARED_PREFIX_TOKENS` other tokens if both fit, otherwise more of them than the prefix has.
+        """
+        both_fit = self._can_fit((*self._in_use, source), n_tokens)
+        return source.n_held - n_prefix >= (MIN_SHARED_PREFIX_TOKENS if both_fit else n_prefix + 1)
+
+    def _can_fit(self, slots: Sequence[KVSlot], n_tokens: int) -> bool:
+        """Return whether a slot of n_tokens fits next to those slots; always true without any."""
+        capacities = [round_up(n_tokens, CAPACITY_STEP_TOKENS), *(slot.capacity for slot in slots)]
+        for capacity in {*capacities} - {*self._bytes_by_capacity}:
+            if slots:
+                self._bytes_by_capacity[capacity] = slots[0].get_n_bytes(capacity)
+        return not slots or sum(self._bytes_by_capacity[capacity] for capacity in capacities) <= self.max_bytes

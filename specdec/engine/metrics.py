@@ -1,82 +1,90 @@
-"""What a server counts, and Prometheus' text of it. Knows no requests and no models."""
+"""The server's counters, and their Prometheus text format. Knows no requests and no models."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
-COARSE = 1000  # tokens: a finer number would tell one client how another one's prompts begin
-BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+CACHED_TOKENS_GRANULARITY = 1000  # a finer number would reveal to one client how another one's prompts begin
+BUCKET_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass
 class Histogram:
-    """Seconds, by the first of the bounds that they do not exceed."""
+    """Counts of durations in seconds, by the smallest of the bounds that is not exceeded."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKET_BOUNDS_S) + 1))
     total: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
+    def observe(self, seconds: float) -> None:
+        """Count a duration."""
+        self.counts[bisect_left(BUCKET_BOUNDS_S, seconds)] += 1
         self.total += seconds
 
 
-def _counted(told: str, kind: str, what: str) -> int:
-    """A number of `Figures`: what Prometheus calls it, its kind, and what it counts."""
-    return field(default=0, metadata={"told": (told, kind, what)})
+def _make_metric(name: str, metric_type: str, description: str) -> int:
+    """Return a field of `Metrics` with its Prometheus name, type and description."""
+    return field(default=0, metadata={"prometheus": (name, metric_type, description)})
 
 
 @dataclass
-class Figures:
-    """Of texts: how many run and wait now, all else since the start. first_token: seconds from asking to the first token."""
+class Metrics:
+    """Counters since the start, and the numbers of sequences that run and wait now.
 
-    running: int = _counted("requests_running", "gauge", "Texts that are being written.")
-    queued: int = _counted("requests_queued", "gauge", "Texts that wait for a slot.")
-    done: int = _counted("requests_done_total", "counter", "Texts that came to their end.")
-    cancelled: int = _counted("requests_cancelled_total", "counter", "Texts whose client left.")
-    failed: int = _counted("requests_failed_total", "counter", "Texts that ended in an error.")
-    prompt_tokens: int = _counted("prompt_tokens_total", "counter", "Tokens of prompts.")
-    cached_tokens: int = _counted(
-        "prompt_tokens_cached_total", "counter", "Of these, tokens that a cache held already, in whole thousands."
+    Attributes:
+        time_to_first_token: Seconds from the submission of a request to its first token.
+    """
+
+    running: int = _make_metric("requests_running", "gauge", "Sequences that are being generated.")
+    queued: int = _make_metric("requests_queued", "gauge", "Sequences that wait for a slot.")
+    done: int = _make_metric("requests_done_total", "counter", "Sequences that finished.")
+    cancelled: int = _make_metric("requests_cancelled_total", "counter", "Sequences whose client disconnected.")
+    failed: int = _make_metric("requests_failed_total", "counter", "Sequences that failed with an error.")
+    prompt_tokens: int = _make_metric("prompt_tokens_total", "counter", "Prompt tokens.")
+    cached_tokens: int = _make_metric(
+        "prompt_tokens_cached_total", "counter", "Prompt tokens found in a cache, in whole thousands."
     )
-    generated_tokens: int = _counted("generated_tokens_total", "counter", "Tokens that were written.")
-    drafted_tokens: int = _counted("drafted_tokens_total", "counter", "Tokens that were guessed.")
-    accepted_tokens: int = _counted("accepted_tokens_total", "counter", "Guessed tokens that stood.")
-    passes: int = _counted("passes_total", "counter", "Passes of the target.")
-    first_token: Histogram = field(default_factory=Histogram)
+    generated_tokens: int = _make_metric("generated_tokens_total", "counter", "Generated tokens.")
+    drafted_tokens: int = _make_metric("drafted_tokens_total", "counter", "Draft tokens.")
+    accepted_tokens: int = _make_metric("accepted_tokens_total", "counter", "Accepted draft tokens.")
+    passes: int = _make_metric("passes_total", "counter", "Forward passes of the target.")
+    time_to_first_token: Histogram = field(default_factory=Histogram)
 
 
-TOLD = {each.name: each.metadata["told"] for each in fields(Figures) if each.metadata}
+PROMETHEUS_METRICS = {each.name: each.metadata["prometheus"] for each in fields(Metrics) if each.metadata}
 
 
-def merged(several: Sequence[Figures]) -> Figures:
-    """The sums of several."""
-    total = Figures(**{name: sum(getattr(each, name) for each in several) for name in TOLD})
-    counts = zip(*(each.first_token.counts for each in several), strict=True)
-    total.first_token = Histogram([sum(each) for each in counts], sum(each.first_token.total for each in several))
+def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
+    """Return the sums of several metrics."""
+    total = Metrics(**{name: sum(getattr(each, name) for each in parts) for name in PROMETHEUS_METRICS})
+    counts = zip(*(each.time_to_first_token.counts for each in parts), strict=True)
+    total.time_to_first_token = Histogram([sum(each) for each in counts], sum(each.time_to_first_token.total for each in parts))
     return total
 
 
-def exposition(figures: Figures) -> str:
-    """Prometheus' text format, version 0.0.4."""
-    return "".join(f"{line}\n" for line in _lines(figures))
+def format_prometheus(metrics: Metrics) -> str:
+    """Return the metrics in Prometheus' text format, version 0.0.4."""
+    return "".join(f"{line}\n" for line in _format_lines(metrics))
 
 
-def _lines(figures: Figures) -> Iterator[str]:
-    for name, (told, kind, what) in TOLD.items():
-        yield from _head(told, kind, what)
-        value = getattr(figures, name)
-        yield f"specdec_{told} {value // COARSE * COARSE if name == 'cached_tokens' else value}"
-    drafted = figures.drafted_tokens
-    yield from _head("acceptance_rate", "gauge", "Accepted over guessed tokens, since the start.")
-    yield f"specdec_acceptance_rate {figures.accepted_tokens / drafted if drafted else 0.0:g}"
-    yield from _head("first_token_seconds", "histogram", "Seconds from a request to its first token.")
-    n = 0
-    for bound, count in zip((*map(str, BOUNDS), "+Inf"), figures.first_token.counts, strict=True):
-        n += count
-        yield f'specdec_first_token_seconds_bucket{{le="{bound}"}} {n}'
-    yield f"specdec_first_token_seconds_sum {figures.first_token.total:g}"
-    yield f"specdec_first_token_seconds_count {n}"
+def _format_lines(metrics: Metrics) -> Iterator[str]:
+    for attribute, (metric_name, metric_type, description) in PROMETHEUS_METRICS.items():
+        yield from _format_header(metric_name, metric_type, description)
+        value = getattr(metrics, attribute)
+        yield (
+            f"specdec_{metric_name} "
+            f"{value // CACHED_TOKENS_GRANULARITY * CACHED_TOKENS_GRANULARITY if attribute == 'cached_tokens' else value}"
+        )
+    drafted = metrics.drafted_tokens
+    yield from _format_header("acceptance_rate", "gauge", "Accepted per draft token, since the start.")
+    yield f"specdec_acceptance_rate {metrics.accepted_tokens / drafted if drafted else 0.0:g}"
+    yield from _format_header("first_token_seconds", "histogram", "Seconds from a request to its first token.")
+    n_cumulative = 0
+    for bound, count in zip((*map(str, BUCKET_BOUNDS_S), "+Inf"), metrics.time_to_first_token.counts, strict=True):
+        n_cumulative += count
+        yield f'specdec_first_token_seconds_bucket{{le="{bound}"}} {n_cumulative}'
+    yield f"specdec_first_token_seconds_sum {metrics.time_to_first_token.total:g}"
+    yield f"specdec_first_token_seconds_count {n_cumulative}"
 
 
-def _head(name: str, kind: str, what: str) -> list[str]:
-    return [f"# HELP specdec_{name} {what}", f"# TYPE specdec_{name} {kind}"]
+def _format_header(name: str, metric_type: str, description: str) -> list[str]:
+    return [f"# HELP specdec_{name} {description}", f"# TYPE specdec_{name} {metric_type}"]

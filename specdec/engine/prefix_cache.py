@@ -1,16 +1,16 @@
-"""What prompts have made of a model's cache, in a folder: found again by their tokens, in this process or another one.
+"""A prompt cache on disk: the KV cache contents of prompts, found again by their tokens, in this process or another one.
 
-A file holds the keys and values of BLOCK tokens, by a digest of all tokens up to its last and of what they depend on: weights,
-what keys and values are kept in, and the arithmetic's revision. So prompts that begin alike share files, and what another
-process writes beside is the same. A file beside that of a prompt's last block holds its tail: fewer tokens, and the running state
-behind them, of a family that has one.
+A block file holds the keys and values of BLOCK_TOKENS tokens. Its name is a digest of all tokens up to its last one and of what
+keys and values depend on: weights, KV cache format, and the revision of the arithmetic. So prompts with a common beginning share
+files, and another process writes the same ones. Next to the file of a prompt's last block, a tail file holds the remaining
+tokens, and for recurrent families the recurrent state after them.
 
-All weights enter the digest and none are sampled: another model's keys and values would give another text. A table of several GB
-that stays in its file is not read for it. A pass reads the rows of its tokens alone, so these enter the digest with the token.
+The digest covers all weights and samples none, since keys and values of another model would change the output. A table of several
+GB that stays in its file is not read for it. A pass reads only the rows of its tokens, so these enter the digest with the token.
 
-A file is written beside and moved, and readable by its owner alone: it holds what people said. One that is damaged, or is
-another's, counts as none. Of what takes more than there is to be, the files go that nobody has used for longest, of a prompt
-those of its end first: without its beginning the rest is of no use.
+A file is written under another name and then moved. Only its owner can read it, since it holds conversations. A file that is
+damaged or has other contents is ignored. If the files exceed the maximum size, the least recently used ones are deleted, and of a
+prompt the last ones first: without its beginning the rest is of no use.
 """
 
 import atexit
@@ -32,300 +32,348 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.layers.base import Buffers, Room, Weights
-from specdec.layers.kv_formats import KV_CACHES
-from specdec.model.registry import architecture_of
-from specdec.model.state_snapshots import Snapshot, Snapshots, snapshot_of
+from specdec.argument_checks import count_common_prefix
+from specdec.layers.base import Buffers, BufferSizes, Weights
+from specdec.layers.kv_formats import KV_FORMATS
+from specdec.model.registry import get_architecture
+from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
 from specdec.model.transformer import Transformer
 from specdec.runtime.checksum import CHECKSUM_BYTES, checksum
-from specdec.validation import n_common
 
-BLOCK = 128  # tokens
-MAGIC = b"specdec prompt 1"
-ENDING, TAIL = ".prompt", ".tail"
-OWN_NAME = re.compile(rf"[0-9a-f]{{40}}({ENDING}|{TAIL})(\.\d+\.\d+)?")  # with the last part while it is written
-MOST_WAITING = 64  # files that wait to be written; more are for the next time
-APART_NS = 1000  # between times of use of a prompt's blocks, the first one's the latest
-AHEAD_NS = 3600 * 10**9  # that another machine's clock may be; a file of a later time is of a clock that was set back
-FLUSH_SECONDS = 10.0
+BLOCK_TOKENS = 128
+FILE_MAGIC = b"specdec prompt 1"
+BLOCK_SUFFIX, TAIL_SUFFIX = ".prompt", ".tail"
+FILE_NAME_PATTERN = re.compile(rf"[0-9a-f]{{40}}({BLOCK_SUFFIX}|{TAIL_SUFFIX})(\.\d+\.\d+)?")  # the last part while it is written
+MAX_QUEUED_WRITES = 64  # files that wait to be written; further ones are left for the next save
+MTIME_STEP_NS = 1000  # between the modification times of a prompt's blocks, the first one's the latest
+MAX_CLOCK_SKEW_NS = 3600 * 10**9  # of another machine; a file from later than that was written before a clock was set back
+FLUSH_TIMEOUT_S = 10.0
 
 
-class Stamp(NamedTuple):
-    """What the keys and values of a model depend on beside what a pass takes in of its tokens.
+class ModelFingerprint(NamedTuple):
+    """A digest of everything that a model's keys and values depend on, except tokens.
 
-    weights: the model's, as long as somebody has them; inputs: by their ids, those of `PromptCache._inputs` that are known.
+    Attributes:
+        weights: The model's weights.
+        digest: The digest.
+        token_keys: The known results of `PromptCache._get_token_keys`, by token id.
     """
 
     weights: weakref.ref[Weights]
     digest: bytes
-    inputs: dict[int, int]
+    token_keys: dict[int, int]
 
 
 class PromptCache:
-    """A folder of prompts, of n_bytes at most. revision: of the arithmetic; tell: is told, once, of what is damaged or cannot be
-    written.
+    """A folder of prefilled prompts.
 
-    Raises ValueError for a folder that cannot be had.
+    Args:
+        folder: The folder, which is created if it does not exist.
+        max_bytes: The maximum size of all files.
+        revision: The revision of the arithmetic.
+        report: Called once with a line about a damaged file, and once about one that cannot be written.
+
+    Raises:
+        ValueError: If the folder cannot be created or used.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], n_bytes: int, revision: int, tell: Callable[[str], object]) -> None:
-        self.folder, self._n_bytes, self._revision = Path(folder), n_bytes, revision
-        self._tell, self._told = tell, set[str]()
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int, revision: int, report: Callable[[str], object]) -> None:
+        self.folder, self._max_bytes, self._revision = Path(folder), max_bytes, revision
+        self._report, self._reported = report, set[str]()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+            why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
             raise ValueError(f"cannot keep prompts in {folder}: {why}") from None
-        self._stamps = dict[tuple[Any, ...], Stamp]()
-        self._queue = queue.Queue[Callable[[], None]](MOST_WAITING)
-        self._written = 0
-        self._thread = threading.Thread(target=self._write_all, name="prompts", daemon=True)
+        self._fingerprints = dict[tuple[Any, ...], ModelFingerprint]()
+        self._queue = queue.Queue[Callable[[], None]](MAX_QUEUED_WRITES)
+        self._bytes_since_eviction = 0
+        self._thread = threading.Thread(target=self._run_writer, name="prompts", daemon=True)
         self._thread.start()
         atexit.register(self.flush)
 
-    def restore(self, model: Transformer, tokens: list[int], owner: str = "") -> int:
-        """Let the model hold as much of a prompt as there is here, if that is a block or more beyond what it holds; how much.
+    def restore(self, model: Transformer, tokens: list[int], cache_salt: str = "") -> int:
+        """Load the longest cached prefix of a prompt into the model's KV cache, if that adds at least one block.
 
-        owner: whose prompts alone these are.
+        Args:
+            model: The model.
+            tokens: The prompt.
+            cache_salt: Prompts are shared only among requests with the same salt.
+
+        Returns:
+            The number of tokens that the KV cache holds then; 0 if nothing was loaded.
         """
-        n_held, inputs = len(tokens) - 1 - model.unread(tokens), self._inputs(model, tokens)
-        blocks = [*takewhile(os.path.exists, self._paths(model, inputs, len(tokens) - 1, owner))]
-        if len(blocks) * BLOCK < n_held + BLOCK:
+        n_held, token_keys = len(tokens) - 1 - model.count_prefill_tokens(tokens), self._get_token_keys(model, tokens)
+        blocks = [*takewhile(os.path.exists, self._get_block_paths(model, token_keys, len(tokens) - 1, cache_salt))]
+        if len(blocks) * BLOCK_TOKENS < n_held + BLOCK_TOKENS:
             return 0
-        model.hold(tokens, lambda buffers, n_kept: self._fill(model, buffers, inputs, blocks, n_kept))
-        _are_used(blocks)
-        return model.n_held if model.n_held > n_held else 0
+        model.import_kv(tokens, lambda buffers, n_kept: self._load_blocks(model, buffers, token_keys, blocks, n_kept))
+        _touch(blocks)
+        return model.n_cached_tokens if model.n_cached_tokens > n_held else 0
 
-    def keep(self, model: Transformer, tokens: list[int], is_read: bool = True, owner: str = "") -> None:
-        """Write what the model holds of a text and the folder lacks, on a thread of its own, which has some time for it: what is
-        too much now is for the next time. is_read: whether there is no more of it to read, so that its tail is worth a file.
+    def save(self, model: Transformer, tokens: list[int], is_prefilled: bool = True, cache_salt: str = "") -> None:
+        """Queue the parts of a sequence that the model holds and the folder lacks; a background thread writes them.
+
+        What exceeds the queue is left for the next call.
+
+        Args:
+            model: The model.
+            tokens: The sequence.
+            is_prefilled: Whether the prefill is complete, so that the tail is worth a file.
+            cache_salt: Prompts are shared only among requests with the same salt.
         """
-        n, inputs = model.look(lambda _, held, more: n_common(held, tokens, len(tokens))), self._inputs(model, tokens)
-        paths = [*self._paths(model, inputs, n, owner)]
-        for path, arrays in model.look(lambda *text: self._lacking(model, tokens[:n], inputs, paths, is_read, *text)):
-            self._queue.put(partial(self._write, path, arrays))
-        if is_read:
-            self._queue.put(partial(_are_used, paths))
+        n, token_keys = (
+            model.export_kv(lambda _, held, more: count_common_prefix(held, tokens, len(tokens))),
+            self._get_token_keys(model, tokens),
+        )
+        paths = [*self._get_block_paths(model, token_keys, n, cache_salt)]
+        for path, arrays in model.export_kv(
+            lambda *args: self._collect_missing(model, tokens[:n], token_keys, paths, is_prefilled, *args)
+        ):
+            self._queue.put(partial(self._write_file, path, arrays))
+        if is_prefilled:
+            self._queue.put(partial(_touch, paths))
 
-    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until all is written that waits, so many seconds at most."""
+    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Wait until all queued files are written, for at most timeout_s seconds."""
         with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
+            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
-    def _lacking(
-        self, model: Transformer, tokens: list[int], inputs: list[int], paths: Sequence[Path], is_read: bool, buffers: Buffers,
+    def _collect_missing(
+        self, model: Transformer, tokens: list[int], token_keys: list[int], paths: Sequence[Path], is_prefilled: bool,
+        buffers: Buffers,
         held: list[int], snapshots: Snapshots,
     ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
-        """Files to write of tokens that are held, copied: blocks, then tails behind some of them, where a text may go on."""
-        n, room = n_common(held, tokens, len(tokens)), MOST_WAITING - 1 - self._queue.qsize()
-        block_bytes = sum(math.prod(shape) * part.itemsize for shape, part in _parts(model, buffers, 0))
-        paths = paths[: min(n, 7 * self._n_bytes // 8 // block_bytes * BLOCK) // BLOCK]  # one that is too long loses its end
+        """Return copies of the contents of missing files: blocks, then the tails from which another sequence may continue."""
+        n, capacity = count_common_prefix(held, tokens, len(tokens)), MAX_QUEUED_WRITES - 1 - self._queue.qsize()
+        block_bytes = sum(math.prod(shape) * array.itemsize for shape, array in _slice_block(model, buffers, 0))
+        # a prompt that exceeds the folder loses its end
+        paths = paths[: min(n, 7 * self._max_bytes // 8 // block_bytes * BLOCK_TOKENS) // BLOCK_TOKENS]
         blocks = [i for i, path in enumerate(paths) if not os.path.exists(path)]
-        if blocks and blocks[0] * BLOCK < model.whole_from:  # one that nobody can write any more, and what is behind it
-            paths, blocks, is_read = paths[: blocks[0]], [], False
-        blocks = blocks[: max(room, 0)]
-        lacking = [(paths[i], self._arrays(model, buffers, inputs, i, BLOCK)) for i in blocks]
-        for end, snapshot in self._ends(model, paths, n, snapshots) if is_read else ():
-            if len(lacking) < room:
-                i = end // BLOCK
-                arrays = self._arrays(model, buffers, inputs, i, end - i * BLOCK)
-                lacking.append((paths[i - 1].with_suffix(TAIL), [np.array([end], np.int64), *arrays, *_state_arrays(snapshot)]))
-        return lacking
+        if blocks and blocks[0] * BLOCK_TOKENS < model.full_kv_start:
+            # the model no longer holds all of this block, so neither it nor later ones can be used
+            paths, blocks, is_prefilled = paths[: blocks[0]], [], False
+        blocks = blocks[: max(capacity, 0)]
+        missing = [(paths[i], self._copy_block(model, buffers, token_keys, i, BLOCK_TOKENS)) for i in blocks]
+        for end, snapshot in self._find_tails(model, paths, n, snapshots) if is_prefilled else ():
+            if len(missing) < capacity:
+                i = end // BLOCK_TOKENS
+                arrays = self._copy_block(model, buffers, token_keys, i, end - i * BLOCK_TOKENS)
+                missing.append(
+                    (paths[i - 1].with_suffix(TAIL_SUFFIX), [np.array([end], np.int64), *arrays, *_get_state_arrays(snapshot)])
+                )
+        return missing
 
     @staticmethod
-    def _ends(model: Transformer, paths: Sequence[Path], n: int, snapshots: Snapshots) -> Iterator[tuple[int, Snapshot | None]]:
-        """Where tails of a text of n tokens end, with the states there: the last one anew, it may be another text's."""
-        if not model.has_state:
-            if len(paths) == n // BLOCK > 0 and len(paths) * BLOCK >= model.whole_from:
+    def _find_tails(
+        model: Transformer, paths: Sequence[Path], n: int, snapshots: Snapshots
+    ) -> Iterator[tuple[int, Snapshot | None]]:
+        """Yield the ends of tails to write, with the recurrent states there; the last is yielded even if its file exists.
+
+        An existing tail file may belong to another sequence.
+        """
+        if not model.has_recurrent_state:
+            if len(paths) == n // BLOCK_TOKENS > 0 and len(paths) * BLOCK_TOKENS >= model.full_kv_start:
                 yield n, None
             return
-        last = snapshots.best(n)
+        last = snapshots.find_longest(n)
         for each in snapshots:
-            behind = each.n // BLOCK if each.n <= n else 0
-            if 0 < behind <= len(paths) and (each.n == last or not os.path.exists(paths[behind - 1].with_suffix(TAIL))):
-                yield each.n, each
+            n_blocks = each.n_tokens // BLOCK_TOKENS if each.n_tokens <= n else 0
+            if 0 < n_blocks <= len(paths) and (
+                each.n_tokens == last or not os.path.exists(paths[n_blocks - 1].with_suffix(TAIL_SUFFIX))
+            ):
+                yield each.n_tokens, each
 
     @staticmethod
-    def _arrays(model: Transformer, buffers: Buffers, inputs: list[int], i: int, n: int) -> list[Any]:
-        """What is written of n tokens of block i, behind which there are zeros."""
-        arrays = [np.zeros(BLOCK, np.uint64)]
-        arrays[0][:n] = inputs[i * BLOCK : i * BLOCK + n]
-        for shape, part in _parts(model, buffers, i):
-            array = np.zeros(shape, part.dtype)
-            array[tuple(map(slice, part.shape))] = part
+    def _copy_block(model: Transformer, buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
+        """Return copies of the arrays of block i: n tokens, then zeros."""
+        arrays = [np.zeros(BLOCK_TOKENS, np.uint64)]
+        arrays[0][:n] = token_keys[i * BLOCK_TOKENS : i * BLOCK_TOKENS + n]
+        for shape, source in _slice_block(model, buffers, i):
+            array = np.zeros(shape, source.dtype)
+            array[tuple(map(slice, source.shape))] = source
             arrays.append(array)
         return arrays
 
-    def _paths(self, model: Transformer, inputs: list[int], n: int, owner: str) -> Iterator[Path]:
-        """The file of each block of a text's first n tokens."""
-        digest = self._stamp(model).digest + owner.encode() + bytes([model.config.is_long(len(inputs))])
-        for first in range(0, n // BLOCK * BLOCK, BLOCK):
-            block = np.array(inputs[first : first + BLOCK], np.uint64)
+    def _get_block_paths(self, model: Transformer, token_keys: list[int], n: int, cache_salt: str) -> Iterator[Path]:
+        """Yield the file of each block of a sequence's first n tokens."""
+        digest = self._get_fingerprint(model).digest + cache_salt.encode() + bytes([model.config.has_long_rope(len(token_keys))])
+        for first in range(0, n // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+            block = np.array(token_keys[first : first + BLOCK_TOKENS], np.uint64)
             digest = hashlib.sha256(digest + block.tobytes()).digest()
-            yield self.folder / f"{digest.hex()[:40]}{ENDING}"
+            yield self.folder / f"{digest.hex()[:40]}{BLOCK_SUFFIX}"
 
-    def _stamp(self, model: Transformer) -> Stamp:
-        """What keys and values depend on beside tokens and the rows of their tables."""
+    def _get_fingerprint(self, model: Transformer) -> ModelFingerprint:
+        """Return the fingerprint of everything that keys and values depend on, except tokens and their table rows."""
         key = id(model.weights), model.kv, model.hidden_layers
-        if key not in self._stamps or self._stamps[key].weights() is not model.weights:
+        if key not in self._fingerprints or self._fingerprints[key].weights() is not model.weights:
             digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
             for name, m in model.weights.matrices.items():
-                digest.update(f"{name} {m.kind.name} {m.n} {m.group} {m.first} {m.total} {m.strips.shape}".encode())
-                digest.update(checksum([m.strips]))
+                digest.update(
+                    f"{name} {m.weight_format.name} {m.n} {m.group_size} {m.first_panel} {m.n_total_panels} "
+                    f"{m.panels.shape}".encode()
+                )
+                digest.update(checksum([m.panels]))
             for name, vector in model.weights.vectors.items():
                 digest.update(f"{name} {vector.shape}".encode() + checksum([vector]))
-            self._stamps[key] = Stamp(weakref.ref(model.weights), digest.digest(), {})
-        return self._stamps[key]
+            self._fingerprints[key] = ModelFingerprint(weakref.ref(model.weights), digest.digest(), {})
+        return self._fingerprints[key]
 
-    def _inputs(self, model: Transformer, tokens: list[int]) -> list[int]:
-        """Return what a pass takes in of each token: its id, or, where it has rows in tables, a number that stands for both.
+    def _get_token_keys(self, model: Transformer, tokens: list[int]) -> list[int]:
+        """Return a key per token: its id, or a hash of the id and its rows if the model has tables.
 
-        Raises CheckpointError where a table's file is not what it was.
+        Raises:
+            CheckpointError: If the file of a table has changed.
         """
         if not model.weights.tables:
             return tokens
-        known = self._stamp(model).inputs
+        known = self._get_fingerprint(model).token_keys
         for token in {*tokens} - known.keys():
-            rows = [np.array([token], np.int64), *(table.rows([token]) for table in model.weights.tables.values())]
+            rows = [np.array([token], np.int64), *(table.read_rows([token]) for table in model.weights.tables.values())]
             known[token] = int.from_bytes(checksum(rows)[:8], "little")
         return [known[token] for token in tokens]
 
-    def _fill(
-        self, model: Transformer, buffers: Buffers, inputs: list[int], blocks: Sequence[Path], n_kept: int
+    def _load_blocks(
+        self, model: Transformer, buffers: Buffers, token_keys: list[int], blocks: Sequence[Path], n_kept: int
     ) -> tuple[int, Snapshots]:
-        """Blocks behind n_kept tokens into buffers as far as they are sound, and the tail that reaches farthest; how many tokens
-        there are then, and the state.
-        """
-        first, snapshots = n_kept // BLOCK, Snapshots()
-        n = first * BLOCK
+        """Load valid blocks after n_kept tokens, and the farthest tail, into buffers; return the number of tokens and states."""
+        first, snapshots = n_kept // BLOCK_TOKENS, Snapshots()
+        n = first * BLOCK_TOKENS
         for i, path in enumerate(blocks[first:], first):
-            arrays = self._arrays_like(model, buffers)
-            if not self._read(path, arrays) or arrays[0].tolist() != inputs[i * BLOCK : (i + 1) * BLOCK]:
+            arrays = self._make_block_arrays(model, buffers)
+            if not self._read_file(path, arrays) or arrays[0].tolist() != token_keys[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]:
                 break
-            _put(model, buffers, i, arrays)
-            n += BLOCK
-        for i in range(n // BLOCK, max(first, 1) - 1, -1):
-            tail, arrays = blocks[i - 1].with_suffix(TAIL), self._arrays_like(model, buffers)
-            end, snapshot = np.zeros(1, np.int64), snapshot_of(buffers, 0) if model.has_state else None
-            if os.path.exists(tail) and self._read(tail, [end, *arrays, *_state_arrays(snapshot)]):
-                at, more = i * BLOCK, int(end[0]) - i * BLOCK
-                there = n_common(arrays[0].tolist(), inputs[at:], min(max(more, 0), BLOCK, len(inputs) - 1 - at))
-                if at + there > n_kept and (not snapshot or there == more):
-                    _put(model, buffers, i, arrays)
+            _store_block(model, buffers, i, arrays)
+            n += BLOCK_TOKENS
+        for i in range(n // BLOCK_TOKENS, max(first, 1) - 1, -1):
+            tail, arrays = blocks[i - 1].with_suffix(TAIL_SUFFIX), self._make_block_arrays(model, buffers)
+            end, snapshot = np.zeros(1, np.int64), take_snapshot(buffers, 0) if model.has_recurrent_state else None
+            if os.path.exists(tail) and self._read_file(tail, [end, *arrays, *_get_state_arrays(snapshot)]):
+                start, tail_length = i * BLOCK_TOKENS, int(end[0]) - i * BLOCK_TOKENS
+                n_common = count_common_prefix(
+                    arrays[0].tolist(), token_keys[start:], min(max(tail_length, 0), BLOCK_TOKENS, len(token_keys) - 1 - start)
+                )
+                if start + n_common > n_kept and (not snapshot or n_common == tail_length):
+                    _store_block(model, buffers, i, arrays)
                     if snapshot:
-                        snapshots.add(snapshot._replace(n=at + there))
-                    return at + there, snapshots
-            if not model.has_state:
+                        snapshots.add(snapshot._replace(n_tokens=start + n_common))
+                    return start + n_common, snapshots
+            if not model.has_recurrent_state:
                 break
-        return (0 if model.has_state else n), snapshots
+        return (0 if model.has_recurrent_state else n), snapshots
 
     @staticmethod
-    def _arrays_like(model: Transformer, buffers: Buffers) -> list[Any]:
-        return [np.zeros(BLOCK, np.uint64), *(np.empty(shape, part.dtype) for shape, part in _parts(model, buffers, 0))]
+    def _make_block_arrays(model: Transformer, buffers: Buffers) -> list[Any]:
+        return [
+            np.zeros(BLOCK_TOKENS, np.uint64),
+            *(np.empty(shape, source.dtype) for shape, source in _slice_block(model, buffers, 0)),
+        ]
 
-    def _read(self, path: Path, arrays: Sequence[Any]) -> bool:
-        """Whether a file holds arrays like those, which are filled then."""
+    def _read_file(self, path: Path, arrays: Sequence[Any]) -> bool:
+        """Fill the arrays from a file; return whether its contents are valid."""
         with suppress(OSError):
             with path.open("rb", buffering=0) as file:
-                head = file.read(len(MAGIC) + CHECKSUM_BYTES)
+                head = file.read(len(FILE_MAGIC) + CHECKSUM_BYTES)
                 n = sum(file.readinto(array.data.cast("B")) for array in arrays)
-                is_whole = n == sum(array.nbytes for array in arrays) and not file.read(1)
-            if is_whole and head == MAGIC + checksum(arrays):
+                is_complete = n == sum(array.nbytes for array in arrays) and not file.read(1)
+            if is_complete and head == FILE_MAGIC + checksum(arrays):
                 return True
             path.unlink()
-        self._tell_once("damaged", f"{path.name} in {self.folder} is damaged or no prompt's: it counts as none")
+        self._report_once("damaged", f"{path.name} in {self.folder} is damaged or not a prompt cache file; it is ignored")
         return False
 
-    def _write_all(self) -> None:
-        """On a thread of its own, as long as there is something to write. It outlives whatever fails."""
+    def _run_writer(self) -> None:
+        """Run queued work in the background thread; errors are reported and do not end it."""
         while True:
             work = self._queue.get()
             try:
                 work()
             except Exception as error:
-                words = error.strerror if isinstance(error, OSError) else repr(error)
-                self._tell_once("written", f"cannot keep prompts in {self.folder}: {words}")
+                reason = error.strerror if isinstance(error, OSError) else repr(error)
+                self._report_once("written", f"cannot keep prompts in {self.folder}: {reason}")
             finally:
                 del work  # and the arrays that it holds
                 self._queue.task_done()
 
-    def _write(self, path: Path, arrays: Sequence[Any]) -> None:
-        beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    def _write_file(self, path: Path, arrays: Sequence[Any]) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(MAGIC + checksum(arrays))
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(FILE_MAGIC + checksum(arrays))
                 for array in arrays:
                     file.write(np.ascontiguousarray(array).data)
-            beside.replace(path)
+            temporary.replace(path)
         except BaseException:
             with suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
-        self._written += sum(array.nbytes for array in arrays)
-        if self._written > self._n_bytes // 16 or path.suffix == TAIL:
-            self._written = 0
-            self._make_room()
+        self._bytes_since_eviction += sum(array.nbytes for array in arrays)
+        if self._bytes_since_eviction > self._max_bytes // 16 or path.suffix == TAIL_SUFFIX:
+            self._bytes_since_eviction = 0
+            self._evict()
 
-    def _make_room(self) -> None:
-        """What has not been used for longest goes, until the rest takes no more than may be."""
-        files, latest = list[tuple[int, int, str]](), time.time_ns() + AHEAD_NS
+    def _evict(self) -> None:
+        """Delete the least recently used files until the rest fits into max_bytes."""
+        files, latest = list[tuple[int, int, str]](), time.time_ns() + MAX_CLOCK_SKEW_NS
         for entry in os.scandir(self.folder):
-            if OWN_NAME.fullmatch(entry.name):
+            if FILE_NAME_PATTERN.fullmatch(entry.name):
                 with suppress(OSError):
-                    used = entry.stat().st_mtime_ns
-                    files.append((used if used <= latest else 0, entry.stat().st_size, entry.path))
-        left = sum(size for _, size, _ in files) - self._n_bytes
+                    mtime = entry.stat().st_mtime_ns
+                    files.append((mtime if mtime <= latest else 0, entry.stat().st_size, entry.path))
+        excess = sum(size for _, size, _ in files) - self._max_bytes
         for _, size, path in sorted(files):
-            if left <= 0:
+            if excess <= 0:
                 return
             with suppress(OSError):
                 os.unlink(path)
-                left -= size
+                excess -= size
 
-    def _tell_once(self, what: str, line: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._tell(line)
+    def _report_once(self, what: str, line: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            self._report(line)
 
 
-def _are_used(paths: Sequence[Path]) -> None:
-    """A prompt's blocks, and the tails behind them, the first one last."""
+def _touch(paths: Sequence[Path]) -> None:
+    """Mark a prompt's blocks and tails as used now, the first one as the most recent."""
     now = time.time_ns()
     for i, path in enumerate(paths):
-        for each in (path, path.with_suffix(TAIL)):
+        for each in (path, path.with_suffix(TAIL_SUFFIX)):
             with suppress(OSError):
-                os.utime(each, ns=(now - i * APART_NS, now - i * APART_NS))
+                os.utime(each, ns=(now - i * MTIME_STEP_NS, now - i * MTIME_STEP_NS))
 
 
-def _places(model: Transformer) -> list[tuple[str, int, int]]:
-    """Of buffers that are a text's own and grow with it: their names, along which axis, and positions a place."""
-    architecture, places = architecture_of(model.config), []
+def _get_growing_buffers(model: Transformer) -> list[tuple[str, int, int]]:
+    """Return name, axis and positions per slot of the buffers that belong to one sequence and grow with it."""
+    architecture, found = get_architecture(model.config), []
     one, two = (
-        architecture.all_buffers(model.config, model.weights, Room(KV_CACHES[model.kv], n, 1, len(model.hidden_layers)))
-        for n in (BLOCK, 2 * BLOCK)
+        architecture.get_buffer_specs(
+            model.config, model.weights, BufferSizes(KV_FORMATS[model.kv], n, 1, len(model.hidden_layers))
+        )
+        for n in (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     )
     for name, buffer in sorted(one.items()):
         axes = [i for i, (short, long) in enumerate(zip(buffer.shape, two[name].shape, strict=True)) if short != long]
-        if buffer.is_own and axes:
-            places.append((name, axes[0], BLOCK // buffer.shape[axes[0]]))
-    return places
+        if buffer.is_per_sequence and axes:
+            found.append((name, axes[0], BLOCK_TOKENS // buffer.shape[axes[0]]))
+    return found
 
 
-def _parts(model: Transformer, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """What such buffers hold of block i, as far as they have room, and the shape of a whole one."""
-    for name, axis, per in _places(model):
+def _slice_block(model: Transformer, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yield the shape of a whole block and the slice of block i, which may be shorter, for each growing buffer."""
+    for name, axis, per_slot in _get_growing_buffers(model):
         array = getattr(buffers, name)
-        part = array[(*[slice(None)] * axis, slice(i * BLOCK // per, (i + 1) * BLOCK // per))]
-        yield (*array.shape[:axis], BLOCK // per, *array.shape[axis + 1 :]), part
+        block = array[(*[slice(None)] * axis, slice(i * BLOCK_TOKENS // per_slot, (i + 1) * BLOCK_TOKENS // per_slot))]
+        yield (*array.shape[:axis], BLOCK_TOKENS // per_slot, *array.shape[axis + 1 :]), block
 
 
-def _put(model: Transformer, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
-    """A block's arrays, the tokens first, where they belong."""
-    for (_, part), array in zip(_parts(model, buffers, i), arrays[1:], strict=False):
-        part[...] = array[tuple(map(slice, part.shape))]
+def _store_block(model: Transformer, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
+    """Copy a block's arrays into the buffers; the first array holds the tokens and is skipped."""
+    for (_, block), array in zip(_slice_block(model, buffers, i), arrays[1:], strict=False):
+        block[...] = array[tuple(map(slice, block.shape))]
 
 
-def _state_arrays(snapshot: Snapshot | None) -> list[Any]:
+def _get_state_arrays(snapshot: Snapshot | None) -> list[Any]:
     return [] if not snapshot else [snapshot.inputs, *([] if snapshot.states is None else [snapshot.states])]

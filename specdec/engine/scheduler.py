@@ -1,7 +1,7 @@
-"""Texts that are wanted, all that run in passes that they share, on a thread that owns the target. Knows no HTTP.
+"""Continuous batching: a thread that owns the target model and runs all requests in shared forward passes. Knows no HTTP.
 
-A pass takes of each running text its last token and what is proposed behind it; what is left of its room goes to prompts, a piece
-at a time. Logits at a position depend on that text's tokens alone, so each text is the one that it would be alone.
+A pass takes the last token of each running sequence and its draft tokens. The rest of its capacity goes to prefill chunks.
+The logits at a position depend on that sequence's tokens alone, so each output equals the one without a batch.
 """
 
 import threading
@@ -16,210 +16,275 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.decoder import SpeculativeDecoder
-from specdec.draft.policy import CostModel
-from specdec.engine.auxiliary_tasks import Beside, Steps
-from specdec.engine.decoding import Event, Job, Prefill, Prompt, Step, Text, TokenLogprob, run
-from specdec.engine.kv_slots import LEAST_SHARED, Seat, Seats
-from specdec.engine.metrics import Figures
-from specdec.kernels import MAX_TOKENS
+from specdec.argument_checks import count_common_prefix, replace_unknown_tokens
+from specdec.draft.draft_length import CostModel
+from specdec.engine.background_tasks import AuxiliaryTask, AuxiliaryTaskQueue
+from specdec.engine.decode_loop import (
+    Event,
+    GenerationRequest,
+    PrefillProgress,
+    Prompt,
+    Sequence,
+    Step,
+    TokenLogprob,
+    run_and_verify,
+)
+from specdec.engine.kv_slots import MIN_SHARED_PREFIX_TOKENS, KVSlot, SlotPool
+from specdec.engine.metrics import Metrics
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.transformer import Transformer
 from specdec.runtime.simd import Float32
-from specdec.server.validation import Refused
-from specdec.text.detokenizer import Wording
-from specdec.validation import known, n_common
+from specdec.server.field_validation import APIError
+from specdec.speculative_decoder import SpeculativeDecoder
+from specdec.text.detokenizer import EventDetokenizer
 from specdec.verification import Draft
 
 INTERRUPTED = "interrupted"
-IDLE_SEATS = 4  # for each slot, of talks that may go on
-PIECE_SECONDS = 0.1  # that a piece of a prompt may add to a pass which others wait for
-AHEAD_SECONDS = 1.0  # of passes, that a client may have had more than another one before its prompts wait for that
-LEAST_PIECE = 8  # tokens of such a piece
-MORE_CLIENTS = 64  # that may wait where all places are taken, by clients of which none asks for anything else
+IDLE_SLOTS_PER_SEQUENCE = 4  # idle slots for each running sequence, kept for conversations that may continue
+MAX_PREFILL_CHUNK_S = 0.1  # that prefill chunks may add to a pass which decoding sequences wait for
+MAX_FAIRNESS_GAP_S = 1.0  # lead in pass time over another client, beyond which a client's prompts wait
+MIN_PREFILL_CHUNK_TOKENS = 8
+MAX_EXTRA_WAITING = 64  # more requests that may wait when the queue is full, each of a client with no other request
 
 
 class Client(NamedTuple):
-    """Who asks. name: by which clients take turns; owner: by which they share caches."""
+    """The sender of a request.
+
+    Attributes:
+        name: Key for fairness between clients.
+        cache_salt: Key for cache sharing: only clients with the same salt read each other's KV caches.
+    """
 
     name: str = ""
-    owner: str = ""
+    cache_salt: str = ""
 
 
-class Full(Refused):
-    """As many texts wait as may."""
+class QueueFullError(APIError):
+    """The error for a request that arrives when the queue is full."""
 
     def __init__(self) -> None:
-        super().__init__("as many requests wait as may; ask again later", None, "queue_full", 429)
+        super().__init__("the request queue is full; try again later", None, "queue_full", 429)
 
 
-class Closed(Refused):
-    """No more texts are taken."""
+class ShutdownError(APIError):
+    """The error for a request that arrives when the scheduler is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down", None, "shutting_down", 503)
 
 
-Hear = Callable[[Event | Prefill | Exception], None]
+EventCallback = Callable[[Event | PrefillProgress | Exception], None]
 
 
-class Ticket:
-    """A text that was asked for."""
+class RequestHandle:
+    """A submitted request, which can be cancelled."""
 
-    def __init__(self, job: Job, hear: Hear, wake: Callable[[], None], who: Client) -> None:
-        self.job, self.hear, self.who, self.asked = job, hear, who, time.perf_counter()
+    def __init__(self, request: GenerationRequest, on_event: EventCallback, wake: Callable[[], None], client: Client) -> None:
+        self.request, self.on_event, self.client, self.submit_time = request, on_event, client, time.perf_counter()
         self.is_cancelled = False
         self._wake = wake
 
     def cancel(self) -> None:
-        """Its place is free within a step, and no more of it is heard, but for what is being told."""
+        """Cancel the request: its slot is free within one step, and no event follows the one being sent."""
         self.is_cancelled = True
         self._wake()
 
 
-class Writing:
-    """A text that runs: where it sits, and how far it is.
+class ScheduledSequence:
+    """A running sequence with its KV cache slot and its progress.
 
-    draft: what it wants run next, None where nobody has asked it yet. leader: another one, which is reading what both prompts
-    begin with: that goes over when it is read.
+    Attributes:
+        draft: The proposal to verify next; None before `propose` is called.
+        prefix_donor: Another sequence that is prefilling the prefix of both prompts. Its KV cache is copied once that is done.
+        n_shared_prefix: Tokens of that prefix.
     """
 
-    def __init__(self, ticket: Ticket, text: Text, seat: Seat, wording: Wording) -> None:
-        self.ticket, self.text, self.seat, self.wording = ticket, text, seat, wording
-        self.model: Transformer = seat.team.target
-        self.n_cached, self.began = self.n_read(), time.perf_counter()
+    def __init__(self, handle: RequestHandle, sequence: Sequence, slot: KVSlot, detokenizer: EventDetokenizer) -> None:
+        self.handle, self.sequence, self.slot, self.detokenizer = handle, sequence, slot, detokenizer
+        self.model: Transformer = slot.bundle.target
+        self.n_cached, self.start_time = self.count_prefilled(), time.perf_counter()
         self.draft: Draft | None = None
-        self.leader: Writing | None = None
-        self.n_led = 0  # tokens that both begin with
-        self.has_begun = self.has_spoken = self.is_over = False
+        self.prefix_donor: ScheduledSequence | None = None
+        self.n_shared_prefix = 0
+        self.is_prefilled = self.has_output = self.is_finished = False
 
     @property
     def client(self) -> str:
-        """The client that asked for it."""
-        return self.ticket.who.name
+        """The name of the client that sent the request."""
+        return self.handle.client.name
 
     @property
-    def unread(self) -> int:
-        """Tokens that have to run before the last one of its text can."""
-        return self.model.unread(self.text.tokens)
+    def n_prefill_tokens(self) -> int:
+        """Tokens that have to run before the last token of the sequence can."""
+        return self.model.count_prefill_tokens(self.sequence.tokens)
 
-    def piece(self, n: int) -> list[int]:
-        """What the target has run of the text when so many of these have run, too."""
-        return self.text.tokens[: len(self.text.tokens) - 1 - self.unread + n]
+    def get_prefill_input(self, n: int) -> list[int]:
+        """Return the tokens that the target has run after a prefill chunk of n tokens."""
+        return self.sequence.tokens[: len(self.sequence.tokens) - 1 - self.n_prefill_tokens + n]
 
-    def n_read(self) -> int:
-        """How many of its prompt's tokens have run."""
-        return self.seat.n_cached(self.ticket.job.prompt)
+    def count_prefilled(self) -> int:
+        """Return how many tokens of the prompt have run."""
+        return self.slot.count_cached_tokens(self.handle.request.prompt)
 
-    def follows(self, running: Collection["Writing"]) -> bool:
-        """Whether an earlier text is going to read more of this prompt than there is: the one that reads most of it leads."""
-        prompt, is_long = self.ticket.job.prompt, self.model.config.is_long
-        best = self.n_cached + LEAST_SHARED - 1, len(prompt)
+    def find_prefix_donor(self, running: Collection["ScheduledSequence"]) -> bool:
+        """Choose the earlier sequence that will prefill the longest prefix of this prompt, and return whether there is one.
+
+        Only a prefix that is longer than what this sequence has cached counts.
+        """
+        prompt, is_long = self.handle.request.prompt, self.model.config.has_long_rope
+        best = self.n_cached + MIN_SHARED_PREFIX_TOKENS - 1, len(prompt)
         for other in running:
-            theirs = other.ticket.job.prompt
-            n, n_read = n_common(theirs[:-1], prompt, len(prompt) - 1), other.n_read()
-            is_alike = other.seat.owner == self.seat.owner and is_long(len(theirs)) == is_long(len(prompt))
-            if is_alike and n_read < n and not other.has_begun and other.began < self.began and (n, n_read) > best:
-                self.leader, self.n_led, best = other, n, (n, n_read)
-        return self.leader is not None
+            other_prompt = other.handle.request.prompt
+            n_common, n_prefilled = count_common_prefix(other_prompt[:-1], prompt, len(prompt) - 1), other.count_prefilled()
+            is_compatible = other.slot.cache_salt == self.slot.cache_salt and is_long(len(other_prompt)) == is_long(len(prompt))
+            if (
+                is_compatible
+                and n_prefilled < n_common
+                and not other.is_prefilled
+                and other.start_time < self.start_time
+                and (n_common, n_prefilled) > best
+            ):
+                self.prefix_donor, self.n_shared_prefix, best = other, n_common, (n_common, n_prefilled)
+        return self.prefix_donor is not None
 
-    def waits(self, running: Collection["Writing"]) -> bool:
-        """For its leader to have read what both begin with; that goes over then, or as much as there is if nobody reads on."""
-        if not (leader := self.leader):
+    def update_prefix_wait(self, running: Collection["ScheduledSequence"]) -> bool:
+        """Return whether the sequence still waits for its prefix donor.
+
+        Copies the shared prefix once it has run, or what there is of it if the donor has stopped.
+        """
+        if not (donor := self.prefix_donor):
             return False
-        if leader in running and not leader.has_begun and leader.n_read() < self.n_led:
+        if donor in running and not donor.is_prefilled and donor.count_prefilled() < self.n_shared_prefix:
             return True
-        self.leader = None
-        self.seat.take_over(leader.seat, self.ticket.job.prompt)
-        self.n_cached = self.n_read()
-        return self.follows(running)
+        self.prefix_donor = None
+        self.slot.copy_kv(donor.slot, self.handle.request.prompt)
+        self.n_cached = self.count_prefilled()
+        return self.find_prefix_donor(running)
 
-    def left(self, running: Collection["Writing"]) -> int:
-        """How many tokens have to run until it, or one that it leads, gets on."""
-        led = (each.n_led - self.n_read() for each in running if each.leader is self)
-        return min([self.unread, *led])
+    def get_min_prefill_tokens(self, running: Collection["ScheduledSequence"]) -> int:
+        """Return how many tokens have to run until this sequence, or one that waits for its prefix, can continue."""
+        shared = (other.n_shared_prefix - self.count_prefilled() for other in running if other.prefix_donor is self)
+        return min([self.n_prefill_tokens, *shared])
 
-    def reads_drafts(self) -> bool:
-        """Let what drafts read a piece of the prompt, that of one pass; whether there was something to read."""
-        for model in self.seat.team.models.values():
-            tokens = known(self.ticket.job.prompt, model.config.vocab_size)
-            if model is not self.model and len(tokens) <= model.n_positions and (left := model.unread(tokens)):
-                model.forward(tokens[: len(tokens) - 1 - max(left - MAX_TOKENS, 0)], 0, len(tokens))
+    def prefill_draft_models(self) -> bool:
+        """Run the next prefill chunk of a draft model, and return whether there was one. A chunk is that of one pass."""
+        for model in self.slot.bundle.models.values():
+            tokens = replace_unknown_tokens(self.handle.request.prompt, model.config.vocab_size)
+            if model is not self.model and len(tokens) <= model.n_positions and (n_left := model.count_prefill_tokens(tokens)):
+                model.forward(tokens[: len(tokens) - 1 - max(n_left - MAX_BATCH_TOKENS, 0)], 0, len(tokens))
                 return True
         return False
 
     @property
     def has_tree(self) -> bool:
-        """Whether it wants a pass of its own."""
+        """Whether the proposal is a tree, which needs a pass of its own."""
         return self.draft is not None and self.draft.parents is not None
 
 
-class Engine:
-    """Writes the texts of jobs, n_slots in a pass; n_queue: how many wait beside them; cache_bytes: what all caches may take.
+class Scheduler:
+    """Generates the sequences of all requests, up to `max_running` in a pass.
 
-    Conversations that go on find their cache. A text that alone takes more than cache_bytes runs alone. Clients share alike: the
-    one with fewest texts running is next, one with fewer than its share of the slots need not wait for a slot, and passes take
-    clients by turns. Prompts wait of a client that has had more time than another one that runs; other work has half of the time.
+    A conversation that continues finds its KV cache. A sequence whose cache exceeds `cache_bytes` runs alone. Clients are
+    equal: the client with the fewest running sequences is next, and one with less than its share of the slots need not wait for
+    a slot. Passes interleave the clients. The prompts of a client wait while it is ahead of another running client in pass time.
+    Auxiliary tasks get half of the time.
+
+    Args:
+        decoder: The models.
+        max_running: Sequences per pass.
+        max_waiting: Requests that may wait for a slot.
+        cache_bytes: Memory limit of all KV caches.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, n_slots: int, n_queue: int, cache_bytes: int) -> None:
-        self._decoder, self._n_slots, self._n_queue = decoder, n_slots, n_queue
-        self._waiting, self._running = deque[Ticket](), list[Writing]()  # of those that run the last has run last
-        self._seats = Seats(decoder.team.seat, cache_bytes, IDLE_SEATS * n_slots)
-        self._beside = Beside()
+    def __init__(self, decoder: SpeculativeDecoder, max_running: int, max_waiting: int, cache_bytes: int) -> None:
+        self._decoder, self._max_running, self._max_waiting = decoder, max_running, max_waiting
+        self._waiting = deque[RequestHandle]()
+        self._running = list[ScheduledSequence]()  # ordered by their last run, the most recent last
+        self._slot_pool = SlotPool(decoder.bundle.clone_for_sequence, cache_bytes, IDLE_SLOTS_PER_SEQUENCE * max_running)
+        self._auxiliary_tasks = AuxiliaryTaskQueue()
         self._changed = threading.Condition()
-        self._is_closed = self._is_cut = False
-        self._is_prompts_turn = False  # for want of room in the last pass
-        self._owed = 0.0  # seconds that passes have, before other work goes on
-        self._used = dict[str, float]()  # seconds of passes that clients have had, of those that run and of who was ahead of them
-        self._costs: CostModel  # of passes
-        self._ended = 0.0  # when the last pass ended, if there has been work since
-        self._figures = Figures()
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._is_closed = self._is_aborted = False
+        self._is_prefill_turn = False  # since the last pass had no capacity left for prefill chunks
+        self._seconds_until_auxiliary = 0.0  # pass time before the next auxiliary task step
+        # pass time of each client: of those that run, and of those that were ahead of them
+        self._client_seconds = dict[str, float]()
+        self._cost_model: CostModel
+        self._last_pass_end = 0.0  # 0.0 after the scheduler was idle
+        self._metrics = Metrics()
+        self._thread = threading.Thread(target=self._run_loop, name="scheduler", daemon=True)
         self._thread.start()
 
     @property
-    def figures(self) -> Figures:
-        """What is counted, and how many texts run and wait now."""
-        self._figures.running, self._figures.queued = len(self._running), len(self._waiting)
-        return self._figures
+    def metrics(self) -> Metrics:
+        """The counters, with the numbers of sequences that run and wait now."""
+        self._metrics.running, self._metrics.queued = len(self._running), len(self._waiting)
+        return self._metrics
 
-    def submit(self, jobs: GenericSequence[Job], hears: GenericSequence[Hear], who: Client) -> list[Ticket]:
-        """All texts of a request, or none. `hears` are called on the engine's thread with the text's events: the last one is a
-        step that has a reason to stop, or an error. Raises Full, Closed, and what `SpeculativeDecoder.stream` raises.
+    def submit(
+        self, requests: GenericSequence[GenerationRequest], callbacks: GenericSequence[EventCallback], client: Client
+    ) -> list[RequestHandle]:
+        """Submit all sequences of a request, or none.
+
+        Args:
+            requests: One per sequence.
+            callbacks: One per request, called on the scheduler's thread with each event. The last event is a step with a stop
+                reason or an error.
+            client: The sender.
+
+        Returns:
+            The handles of the requests, in their order.
+
+        Raises:
+            QueueFullError: Too many requests wait.
+            ShutdownError: The scheduler is shutting down.
+            ValueError: A request is invalid, as in `SpeculativeDecoder.stream`; TypeError likewise.
         """
-        tickets = [Ticket(self._decoder.team.checked(job), hear, self._wake, who) for job, hear in zip(jobs, hears, strict=True)]
+        validate = self._decoder.bundle.validate_request
+        handles = [
+            RequestHandle(validate(request), on_event, self._wake, client)
+            for request, on_event in zip(requests, callbacks, strict=True)
+        ]
         with self._changed:
             if self._is_closed:
-                raise Closed()
-            there = [*self._waiting, *(writing.ticket for writing in self._running)]
-            is_new = all(ticket.who.name != who.name for ticket in there)
-            if len(there) + len(tickets) > self._n_slots + self._n_queue + MORE_CLIENTS * (is_new and bool(there)):
-                raise Full()
-            self._waiting.extend(tickets)
+                raise ShutdownError()
+            unfinished = [*self._waiting, *(sequence.handle for sequence in self._running)]
+            is_new = all(handle.client.name != client.name for handle in unfinished)
+            if len(unfinished) + len(handles) > self._max_running + self._max_waiting + MAX_EXTRA_WAITING * (
+                is_new and bool(unfinished)
+            ):
+                raise QueueFullError()
+            self._waiting.extend(handles)
             self._changed.notify()
-        return tickets
+        return handles
 
-    def beside(self, work: GenericSequence[Callable[[Transformer], Steps]], who: Client) -> "list[Future[Any]]":
-        """Other work with the target, a step at a time between passes; see `Beside`. Raises Full and Closed."""
+    def submit_auxiliary(
+        self, tasks: GenericSequence[Callable[[Transformer], AuxiliaryTask]], client: Client
+    ) -> "list[Future[Any]]":
+        """Submit tasks that use the target and run step by step between passes (see `AuxiliaryTaskQueue`).
+
+        Raises:
+            QueueFullError: Too many tasks wait.
+            ShutdownError: The scheduler is shutting down.
+        """
         with self._changed:
             if self._is_closed:
-                raise Closed()
-            if not (futures := self._beside.add([partial(each, self._decoder.target) for each in work], who.name)):
-                raise Full()
+                raise ShutdownError()
+            if not (futures := self._auxiliary_tasks.add([partial(task, self._decoder.target) for task in tasks], client.name)):
+                raise QueueFullError()
             self._changed.notify()
         return futures
 
-    def limit(self, cache_bytes: int) -> None:
-        """Caches may take so much from now on, of texts that begin."""
-        self._seats.most_bytes = cache_bytes
+    def limit_caches(self, cache_bytes: int) -> None:
+        """Set the memory limit of the KV caches for sequences that start from now on."""
+        self._slot_pool.max_bytes = cache_bytes
 
     def close(self, grace: float) -> None:
-        """No new texts; those that were asked for end, or are cut after so many seconds."""
+        """Reject new requests, and wait up to `grace` seconds before the unfinished ones are aborted."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
         self._thread.join(grace)
-        self._is_cut = True
+        self._is_aborted = True
         self._wake()
         self._thread.join()
 
@@ -227,353 +292,382 @@ class Engine:
         with self._changed:
             self._changed.notify()
 
-    def _work(self) -> None:
-        trouble: Exception | None = None
+    def _run_loop(self) -> None:
+        startup_error: Exception | None = None
         try:
             self._decoder.warm_up()
-            self._costs = self._decoder.tuning.costs_of_batches()
+            self._cost_model = self._decoder.autotuner.make_batch_cost_model()
         except Exception as error:
-            trouble = error
-        while self._waits_for_work():
-            if trouble:
-                for ticket in [*self._waiting]:
-                    self._fails(self._taken(ticket), trouble)
-                self._beside.fail(trouble)
+            startup_error = error
+        while self._wait_for_work():
+            if startup_error:
+                for handle in [*self._waiting]:
+                    self._fail_request(self._pop_waiting(handle), startup_error)
+                self._auxiliary_tasks.fail_all(startup_error)
                 continue
-            if self._is_cut:
-                self._beside.fail(Closed())
-            begin = time.perf_counter()
-            if self._beside and (self._owed <= 0 or not self._running):
-                self._beside.step()
-                self._owed = 2 * (time.perf_counter() - begin)
-            self._sweep()
+            if self._is_aborted:
+                self._auxiliary_tasks.fail_all(ShutdownError())
+            start = time.perf_counter()
+            if self._auxiliary_tasks and (self._seconds_until_auxiliary <= 0 or not self._running):
+                self._auxiliary_tasks.step()
+                self._seconds_until_auxiliary = 2 * (time.perf_counter() - start)
+            self._reap_finished()
             self._admit()
             try:
-                self._pass()
-            except Exception as error:  # nobody waits for what never comes
-                for writing in [*self._running]:
-                    self._breaks(writing, error)
-            self._owed -= time.perf_counter() - begin
+                self._run_next_pass()
+            except Exception as error:  # clients must not wait for a sequence that cannot continue
+                for sequence in [*self._running]:
+                    self._fail_sequence(sequence, error)
+            self._seconds_until_auxiliary -= time.perf_counter() - start
 
-    def _waits_for_work(self) -> bool:
-        """False: there will be none."""
+    def _wait_for_work(self) -> bool:
+        """Wait for work, and return False once the scheduler is closed and has none."""
         with self._changed:
-            while not (self._waiting or self._running or self._beside or self._is_closed):
-                self._ended = 0.0
+            while not (self._waiting or self._running or self._auxiliary_tasks or self._is_closed):
+                self._last_pass_end = 0.0
                 self._changed.wait()
-            return bool(self._waiting or self._running or self._beside)
+            return bool(self._waiting or self._running or self._auxiliary_tasks)
 
-    def _sweep(self) -> None:
-        """Those that were cancelled leave; those that are cut off end."""
-        for writing in [each for each in self._running if each.ticket.is_cancelled or self._is_cut]:
-            if not writing.ticket.is_cancelled:
-                self._cut(writing.ticket, writing.wording, writing.has_begun)
-            self._leaves(writing)
+    def _reap_finished(self) -> None:
+        """Remove cancelled sequences and requests, and abort all of them at the end of the grace period."""
+        for sequence in [sequence for sequence in self._running if sequence.handle.is_cancelled or self._is_aborted]:
+            if not sequence.handle.is_cancelled:
+                self._abort(sequence.handle, sequence.detokenizer, sequence.is_prefilled)
+            self._remove(sequence)
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.is_cancelled or self._is_cut]
-            for ticket in gone:
-                self._waiting.remove(ticket)
-        for ticket in gone:
-            if not ticket.is_cancelled:
-                self._cut(ticket, self._decoder.team.wording(ticket.job), False)
-            self._is_done(ticket.is_cancelled)
+            removed = [handle for handle in self._waiting if handle.is_cancelled or self._is_aborted]
+            for handle in removed:
+                self._waiting.remove(handle)
+        for handle in removed:
+            if not handle.is_cancelled:
+                self._abort(handle, self._decoder.bundle.make_detokenizer(handle.request), False)
+            self._count_finished(handle.is_cancelled)
 
-    def _cut(self, ticket: Ticket, wording: Wording, has_begun: bool) -> None:
-        """The last word of a text that nobody lets end."""
-        if not has_begun:
-            self._tell(ticket, wording.of(Prompt(ticket.job.prompt, 0.0)))
-        self._tell(ticket, wording.of(Step([], [], 0, 0.0, 0.0, INTERRUPTED)))
+    def _abort(self, handle: RequestHandle, detokenizer: EventDetokenizer, is_prefilled: bool) -> None:
+        """Send the last event of an aborted sequence."""
+        if not is_prefilled:
+            self._send_event(handle, detokenizer.detokenize(Prompt(handle.request.prompt, 0.0)))
+        self._send_event(handle, detokenizer.detokenize(Step([], [], 0, 0.0, 0.0, INTERRUPTED)))
 
-    def _leaves(self, writing: Writing) -> None:
-        self._running.remove(writing)
-        writing.seat.keep(writing.text.tokens)
-        self._seats.give(writing.seat, len(writing.text.tokens))
-        self._is_done(writing.ticket.is_cancelled and not writing.is_over)
+    def _remove(self, sequence: ScheduledSequence) -> None:
+        self._running.remove(sequence)
+        sequence.slot.save_to_prefix_cache(sequence.sequence.tokens)
+        self._slot_pool.release(sequence.slot, len(sequence.sequence.tokens))
+        self._count_finished(sequence.handle.is_cancelled and not sequence.is_finished)
 
-    def _is_done(self, is_cancelled: bool) -> None:
-        """One that is counted, as cancelled or done."""
-        self._figures.cancelled += is_cancelled
-        self._figures.done += not is_cancelled
+    def _count_finished(self, is_cancelled: bool) -> None:
+        """Count a sequence as cancelled or done."""
+        self._metrics.cancelled += is_cancelled
+        self._metrics.done += not is_cancelled
 
     def _admit(self) -> None:
-        """Those that wait, by turns, as long as there is a slot, and room for their caches."""
-        while ticket := self._first():
-            job, seat = ticket.job, None
+        """Start waiting requests, client by client, while there are slots and memory for their KV caches."""
+        while handle := self._get_next_waiting():
+            request, slot = handle.request, None
             try:
-                n_tokens = min(len(job.prompt) + job.max_tokens, self._decoder.target.n_positions)
-                seat = self._seats.take(job.prompt, n_tokens, ticket.who.owner)
-                if not seat:
+                n_tokens = min(len(request.prompt) + request.max_tokens, self._decoder.target.n_positions)
+                slot = self._slot_pool.acquire(request.prompt, n_tokens, handle.client.cache_salt)
+                if not slot:
                     return
-                writing = self._writing(ticket, seat)
-                writing.follows(self._running)
+                sequence = self._make_sequence(handle, slot)
+                sequence.find_prefix_donor(self._running)
             except Exception as error:
-                if seat:
-                    self._seats.drop(seat)
-                self._fails(self._taken(ticket), error)
+                if slot:
+                    self._slot_pool.drop(slot)
+                self._fail_request(self._pop_waiting(handle), error)
                 continue
-            self._taken(ticket)
-            self._enters(ticket.who.name)
-            self._running.append(writing)
+            self._pop_waiting(handle)
+            self._start_client(handle.client.name)
+            self._running.append(sequence)
 
-    def _enters(self, client: str) -> None:
-        """Begin to count a client's seconds: from those of the client that runs and has had least, or its own where it had more.
+    def _start_client(self, client: str) -> None:
+        """Start to count a client's pass time, at the minimum of the running clients or at its own where that is more.
 
         After the virtual token counter of "Fairness in Serving Large Language Models" (arXiv 2401.00588).
         """
-        there = {writing.client for writing in self._running}
-        least = min([self._used[each] for each in there], default=0.0)
-        used = self._used if there else dict[str, float]()
-        self._used = {each: seconds for each, seconds in used.items() if each in there or seconds > least}
-        self._used.setdefault(client, least)
+        running_clients = {sequence.client for sequence in self._running}
+        min_seconds = min([self._client_seconds[name] for name in running_clients], default=0.0)
+        known = self._client_seconds if running_clients else dict[str, float]()
+        self._client_seconds = {
+            name: seconds for name, seconds in known.items() if name in running_clients or seconds > min_seconds
+        }
+        self._client_seconds.setdefault(client, min_seconds)
 
-    def _first(self) -> Ticket | None:
-        """Return the first of the client with fewest texts running, if there is a slot or it has less than its share of them."""
-        running = Counter(writing.client for writing in self._running)
+    def _get_next_waiting(self) -> RequestHandle | None:
+        """Return the first request of the client with the fewest running sequences.
+
+        Returns None without a free slot, unless the client has less than its share of the slots.
+        """
+        running = Counter(sequence.client for sequence in self._running)
         with self._changed:
-            first = min(self._waiting, key=lambda ticket: running[ticket.who.name], default=None)
-            n_clients = len({ticket.who.name for ticket in self._waiting} | running.keys())
+            first = min(self._waiting, key=lambda handle: running[handle.client.name], default=None)
+            n_clients = len({handle.client.name for handle in self._waiting} | running.keys())
         if not first:
             return None
-        has_less = running[first.who.name] < max(self._n_slots // n_clients, 1)
-        return first if len(self._running) < self._n_slots * (2 if has_less else 1) else None
+        has_less = running[first.client.name] < max(self._max_running // n_clients, 1)
+        return first if len(self._running) < self._max_running * (2 if has_less else 1) else None
 
-    def _taken(self, ticket: Ticket) -> Ticket:
-        """One of those that wait, which waits no more."""
+    def _pop_waiting(self, handle: RequestHandle) -> RequestHandle:
+        """Remove a request from the queue and return it."""
         with self._changed:
-            self._waiting.remove(ticket)
-        return ticket
+            self._waiting.remove(handle)
+        return handle
 
-    def _writing(self, ticket: Ticket, seat: Seat) -> Writing:
-        decoder, job = self._decoder, ticket.job
-        text = decoder.text(seat.team, job, self._costs)
-        if job.top_logprobs is not None:
-            text.logprobs_of = partial(logprobs_of, n_top=job.top_logprobs, n_ids=decoder.n_ids)
-        return Writing(ticket, text, seat, decoder.team.wording(job))
+    def _make_sequence(self, handle: RequestHandle, slot: KVSlot) -> ScheduledSequence:
+        decoder, request = self._decoder, handle.request
+        sequence = decoder.make_sequence(slot.bundle, request, self._cost_model)
+        if request.top_logprobs is not None:
+            sequence.compute_logprobs = partial(compute_logprobs, n_top=request.top_logprobs, n_ids=decoder.n_ids)
+        return ScheduledSequence(handle, sequence, slot, decoder.bundle.make_detokenizer(request))
 
-    def _pass(self) -> None:
-        """Let all texts that may go on do so, and prompts with what is left of the pass."""
+    def _run_next_pass(self) -> None:
+        """Choose the decode batch and the prefill chunks of the next pass, and run it."""
         n_threads = self._decoder.target.n_threads
-        reading, ready = list[Writing](), list[Writing]()  # at most as many as there are slots
-        for writing in self._by_turns():
-            for model in writing.seat.team.models.values():
+        prefilling, ready = list[ScheduledSequence](), list[ScheduledSequence]()  # together at most max_running
+        for sequence in self._interleave_clients():
+            for model in sequence.slot.bundle.models.values():
                 model.n_threads = n_threads
-            if len(reading) + len(ready) == self._n_slots:
+            if len(prefilling) + len(ready) == self._max_running:
                 break
-            if self._waits(writing):
+            if self._is_waiting_for_prefix(sequence):
                 continue
-            if writing.unread:
-                reading.append(writing)
-            elif writing.has_begun or self._begins(writing):
-                ready.append(writing)
-        ready.sort(key=lambda writing: writing.draft is None)  # what did not fit the last pass is the first of this
-        stepping = [] if self._is_prompts_turn else self._stepping(ready, MAX_TOKENS - (LEAST_PIECE if reading else 0))
-        most = min([self._used[writing.client] for writing in (*stepping, *reading)], default=0.0) + AHEAD_SECONDS
-        reading = [writing for writing in reading if self._used[writing.client] <= most]
-        if stepping and stepping[0].has_tree:
-            self._is_prompts_turn = bool(reading)
-            self._alone(stepping[0])
-            self._have_run(stepping[:1])
+            if sequence.n_prefill_tokens:
+                prefilling.append(sequence)
+            elif sequence.is_prefilled or self._start_decoding(sequence):
+                ready.append(sequence)
+        ready.sort(key=lambda sequence: sequence.draft is None)  # drafts that did not fit the last pass go first
+        max_tokens = MAX_BATCH_TOKENS - (MIN_PREFILL_CHUNK_TOKENS if prefilling else 0)
+        decode_batch = [] if self._is_prefill_turn else self._select_decode_batch(ready, max_tokens)
+        # prompts wait while their client is too far ahead of the others in this pass
+        seconds = [self._client_seconds[sequence.client] for sequence in (*decode_batch, *prefilling)]
+        max_seconds = min(seconds, default=0.0) + MAX_FAIRNESS_GAP_S
+        prefilling = [sequence for sequence in prefilling if self._client_seconds[sequence.client] <= max_seconds]
+        if decode_batch and decode_batch[0].has_tree:
+            self._is_prefill_turn = bool(prefilling)
+            self._run_alone(decode_batch[0])
+            self._move_to_back(decode_batch[:1])
             return
-        pieces = self._pieces(reading, stepping)
-        self._is_prompts_turn = bool(reading) and not pieces
-        if stepping or pieces:
-            self._run(stepping, pieces)
-            self._have_run([*stepping, *(writing for writing, _ in pieces)])
+        chunks = self._select_prefill_chunks(prefilling, decode_batch)
+        self._is_prefill_turn = bool(prefilling) and not chunks
+        if decode_batch or chunks:
+            self._run_batch(decode_batch, chunks)
+            self._move_to_back([*decode_batch, *(sequence for sequence, _ in chunks)])
 
-    def _have_run(self, those: Collection[Writing]) -> None:
-        """Move those that go on behind the others, whose turn is next."""
-        # another list, since other threads look at this one
-        self._running = sorted(self._running, key=lambda writing: writing in those)
+    def _move_to_back(self, sequences: Collection[ScheduledSequence]) -> None:
+        """Move sequences that have run to the back of the running list."""
+        # a new list, since other threads read the old one
+        self._running = sorted(self._running, key=lambda sequence: sequence in sequences)
 
-    def _by_turns(self) -> list[Writing]:
-        """Return the texts that run, one of each client, then a second of each; of a client the one that has run last is last."""
-        n_before, ranked = Counter[str](), list[tuple[int, Writing]]()
-        for writing in self._running:
-            ranked.append((n_before[writing.client], writing))
-            n_before[writing.client] += 1
-        return [writing for _, writing in sorted(ranked, key=lambda each: each[0])]
+    def _interleave_clients(self) -> list[ScheduledSequence]:
+        """Return the running sequences: the first of each client, then the second of each, and so on.
 
-    def _waits(self, writing: Writing) -> bool:
-        """Whether another text reads for it, too."""
-        with self._blaming(writing):
-            return writing.waits(self._running)
+        The sequence of a client that ran last is that client's last.
+        """
+        n_before, ranked = Counter[str](), list[tuple[int, ScheduledSequence]]()
+        for sequence in self._running:
+            ranked.append((n_before[sequence.client], sequence))
+            n_before[sequence.client] += 1
+        return [sequence for _, sequence in sorted(ranked, key=lambda each: each[0])]
+
+    def _is_waiting_for_prefix(self, sequence: ScheduledSequence) -> bool:
+        """Return whether another sequence is prefilling a prefix for this one. True also for a sequence that failed."""
+        with self._isolate_errors(sequence):
+            return sequence.update_prefix_wait(self._running)
         return True
 
-    def _begins(self, writing: Writing) -> bool:
-        """Its prompt has run; whether it goes on."""
-        figures, job, text = self._figures, writing.ticket.job, writing.text
-        with self._blaming(writing):
-            if text.drafter:
-                if writing.reads_drafts():
+    def _start_decoding(self, sequence: ScheduledSequence) -> bool:
+        """Finish the prefill of a sequence whose prompt has run, and return whether it is ready to decode."""
+        metrics, request, drafter = self._metrics, sequence.handle.request, sequence.sequence.drafter
+        with self._isolate_errors(sequence):
+            if drafter:
+                if sequence.prefill_draft_models():
                     return False
-                text.drafter.get_ready(job.prompt)
-            writing.has_begun = True
-        if not writing.has_begun:
+                drafter.prepare(request.prompt)
+            sequence.is_prefilled = True
+        if not sequence.is_prefilled:
             return False
-        writing.seat.keep(job.prompt)
-        figures.prompt_tokens += len(job.prompt)
-        figures.cached_tokens += writing.n_cached
-        self._tell(writing.ticket, writing.wording.of(Prompt(job.prompt, time.perf_counter() - writing.began)))
-        if text.has_ended:
-            self._ends(writing, Step([], [], 0, 0.0, 0.0, "max_tokens"))
-        return not text.has_ended
+        sequence.slot.save_to_prefix_cache(request.prompt)
+        metrics.prompt_tokens += len(request.prompt)
+        metrics.cached_tokens += sequence.n_cached
+        event = Prompt(request.prompt, time.perf_counter() - sequence.start_time)
+        self._send_event(sequence.handle, sequence.detokenizer.detokenize(event))
+        if sequence.sequence.is_finished:
+            self._finish(sequence, Step([], [], 0, 0.0, 0.0, "max_tokens"))
+        return not sequence.sequence.is_finished
 
-    def _stepping(self, ready: list[Writing], most: int) -> list[Writing]:
-        """Those of the texts whose last tokens and proposals fit so many tokens; what does not fit goes first in the next
-        pass."""
-        self._costs.begin_pass(len(ready), most)
-        stepping, used = list[Writing](), 0
-        for writing in ready:
-            if writing.draft is None:
-                with self._blaming(writing):
-                    writing.draft = writing.text.wants()
-                if writing.draft is None:
+    def _select_decode_batch(self, ready: list[ScheduledSequence], max_tokens: int) -> list[ScheduledSequence]:
+        """Return the sequences whose last tokens and drafts fit into `max_tokens`; the others go first in the next pass."""
+        self._cost_model.begin_pass(len(ready), max_tokens)
+        batch, n_tokens = list[ScheduledSequence](), 0
+        for sequence in ready:
+            if sequence.draft is None:
+                with self._isolate_errors(sequence):
+                    sequence.draft = sequence.sequence.propose()
+                if sequence.draft is None:
                     continue
-            n = 1 + len(writing.draft.tokens)
-            if used and (used + n > most or writing.has_tree):
+            n = 1 + len(sequence.draft.tokens)
+            if n_tokens and (n_tokens + n > max_tokens or sequence.has_tree):
                 continue
-            stepping.append(writing)
-            used += n
-            self._costs.add_tokens(n - 1)
-            if writing.has_tree:
+            batch.append(sequence)
+            n_tokens += n
+            self._cost_model.add_tokens(n - 1)
+            if sequence.has_tree:
                 break
-        return stepping
+        return batch
 
-    def _pieces(self, reading: list[Writing], stepping: list[Writing]) -> list[tuple[Writing, int]]:
-        """Return how many tokens of each prompt come along: so many that others do not wait for long.
+    def _select_prefill_chunks(
+        self, prefilling: list[ScheduledSequence], decode_batch: list[ScheduledSequence]
+    ) -> list[tuple[ScheduledSequence, int]]:
+        """Return the sequences to prefill and their chunk sizes, small enough that decoding sequences do not wait for long.
 
-        The one that has least left goes first, or that leads one that has; but the one that has waited longest always gets on.
+        The sequence with the fewest tokens left goes first, also counting those that wait for its prefix. The oldest one always
+        gets a chunk.
         """
-        cost, used = self._costs.pass_cost, sum(1 + len(writing.draft.tokens) for writing in stepping if writing.draft)
-        room = MAX_TOKENS - used
-        if stepping:
-            while room > LEAST_PIECE and cost(used + room) - cost(used) > PIECE_SECONDS:
-                room -= 1
-        oldest = min(reading, key=lambda writing: writing.began, default=None)
-        pieces = list[tuple[Writing, int]]()
-        for writing in sorted(reading, key=lambda each: each.left(self._running)):
-            kept = LEAST_PIECE if oldest not in (None, writing, *(each for each, _ in pieces)) else 0
-            n = min(writing.model.n_to_stop(writing.text.tokens), room - kept)
+        cost = self._cost_model.pass_cost
+        n_decode_tokens = sum(1 + len(sequence.draft.tokens) for sequence in decode_batch if sequence.draft)
+        budget = MAX_BATCH_TOKENS - n_decode_tokens
+        if decode_batch:
+            while (
+                budget > MIN_PREFILL_CHUNK_TOKENS and cost(n_decode_tokens + budget) - cost(n_decode_tokens) > MAX_PREFILL_CHUNK_S
+            ):
+                budget -= 1
+        oldest = min(prefilling, key=lambda sequence: sequence.start_time, default=None)
+        chunks = list[tuple[ScheduledSequence, int]]()
+        for sequence in sorted(prefilling, key=lambda sequence: sequence.get_min_prefill_tokens(self._running)):
+            n_reserved = MIN_PREFILL_CHUNK_TOKENS if oldest not in (None, sequence, *(chosen for chosen, _ in chunks)) else 0
+            n = min(sequence.model.count_tokens_to_snapshot(sequence.sequence.tokens), budget - n_reserved)
             if n > 0:
-                pieces.append((writing, n))
-                room -= n
-        return pieces
+                chunks.append((sequence, n))
+                budget -= n
+        return chunks
 
-    def _run(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
-        """A pass, and what becomes of those whose turn it was."""
-        begin = time.perf_counter()
-        jobs = [(writing.model, writing.piece(n), 0, len(writing.text.tokens)) for writing, n in pieces]
-        for writing in stepping:
-            proposed = writing.draft.tokens if writing.draft else []
-            jobs.append((writing.model, writing.text.tokens + proposed, len(proposed) + 1, 0))
-        self._figures.passes += 1
+    def _run_batch(self, decode_batch: list[ScheduledSequence], chunks: list[tuple[ScheduledSequence, int]]) -> None:
+        """Run a forward pass, then verify and commit the sequences of its decode batch."""
+        # inputs: the prefill chunks, then the decode batch
+        start = time.perf_counter()
+        inputs = [(sequence.model, sequence.get_prefill_input(n), 0, len(sequence.sequence.tokens)) for sequence, n in chunks]
+        for sequence in decode_batch:
+            draft_tokens = sequence.draft.tokens if sequence.draft else []
+            inputs.append((sequence.model, sequence.sequence.tokens + draft_tokens, len(draft_tokens) + 1, 0))
+        self._metrics.passes += 1
         with self._decoder.target.lock:
             try:
-                rows = Transformer.forward_together(jobs)
+                all_logits = Transformer.forward_batch(inputs)
             except Exception:
-                self._one_by_one(stepping, pieces)
+                self._run_separately(decode_batch, chunks)
                 return
-            judged = list[tuple[Writing, tuple[list[int], int]]]()
-            for writing, logits in zip(stepping, rows[len(pieces) :], strict=True):
-                with self._blaming(writing):
-                    judged.append((writing, writing.text.judge(logits)))
-        seconds = time.perf_counter() - begin
-        n_tokens = sum(len(logits) for logits in rows)
-        ran = [*pieces, *zip(stepping, map(len, rows[len(pieces) :]), strict=True)]
-        n_run = sum(n for _, n in ran)
-        for writing, n in ran:
-            self._used[writing.client] += seconds * n / n_run
-        for writing, _ in pieces:
-            writing.seat.keep(writing.ticket.job.prompt, False)
-        if not pieces:
-            self._decoder.tuning.saw(n_tokens, seconds)
-        n_written = sum([self._goes_on(writing, *one, seconds) for writing, one in judged])
-        if len(judged) == self._costs.n_sequences and not pieces:
-            self._costs.end_pass(n_tokens, n_written, seconds, begin - self._ended if self._ended else 0.0)
-        self._ended = time.perf_counter()
+            verified = list[tuple[ScheduledSequence, tuple[list[int], int]]]()
+            for sequence, logits in zip(decode_batch, all_logits[len(chunks) :], strict=True):
+                with self._isolate_errors(sequence):
+                    verified.append((sequence, sequence.sequence.verify(logits)))
+        # pass time by client, in proportion to its tokens
+        seconds = time.perf_counter() - start
+        n_tokens = sum(len(logits) for logits in all_logits)
+        token_counts = [*chunks, *zip(decode_batch, map(len, all_logits[len(chunks) :]), strict=True)]
+        n_run = sum(n for _, n in token_counts)
+        for sequence, n in token_counts:
+            self._client_seconds[sequence.client] += seconds * n / n_run
+        for sequence, _ in chunks:
+            sequence.slot.save_to_prefix_cache(sequence.handle.request.prompt, False)
+        if not chunks:
+            self._decoder.autotuner.record_step(n_tokens, seconds)
+        n_generated = sum([self._commit_step(sequence, *outcome, seconds) for sequence, outcome in verified])
+        if len(verified) == self._cost_model.n_sequences and not chunks:
+            self._cost_model.end_pass(n_tokens, n_generated, seconds, start - self._last_pass_end if self._last_pass_end else 0.0)
+        self._last_pass_end = time.perf_counter()
 
-    def _one_by_one(self, stepping: list[Writing], pieces: list[tuple[Writing, int]]) -> None:
-        """A pass that failed is made of each text alone, so that it ends the one that is to blame for it."""
-        for writing, n in pieces:
-            with self._blaming(writing):
-                writing.model.forward(writing.piece(n), 0, len(writing.text.tokens))
-        for writing in stepping:
-            self._alone(writing)
+    def _run_separately(self, decode_batch: list[ScheduledSequence], chunks: list[tuple[ScheduledSequence, int]]) -> None:
+        """Run each sequence of a failed pass alone, so that only the one that causes the error fails."""
+        for sequence, n in chunks:
+            with self._isolate_errors(sequence):
+                sequence.model.forward(sequence.get_prefill_input(n), 0, len(sequence.sequence.tokens))
+        for sequence in decode_batch:
+            self._run_alone(sequence)
 
-    def _alone(self, writing: Writing) -> None:
-        """A step of one text in a pass of its own."""
-        begin = time.perf_counter()
-        with self._blaming(writing):
-            judged = run(writing.model, writing.text)
-            self._figures.passes += 1
-            seconds = time.perf_counter() - begin
-            self._used[writing.client] += seconds
-            self._goes_on(writing, *judged, seconds)
+    def _run_alone(self, sequence: ScheduledSequence) -> None:
+        """Run a decode step of one sequence in a pass of its own."""
+        start = time.perf_counter()
+        with self._isolate_errors(sequence):
+            outcome = run_and_verify(sequence.model, sequence.sequence)
+            self._metrics.passes += 1
+            seconds = time.perf_counter() - start
+            self._client_seconds[sequence.client] += seconds
+            self._commit_step(sequence, *outcome, seconds)
 
-    def _goes_on(self, writing: Writing, new: list[int], n_accepted: int, seconds: float) -> int:
-        """A text has made a step; how many tokens it grew by."""
-        n = len(new)  # with an end mark, which is none of the text's
-        told = writing.wording.of(writing.text.takes(new, n_accepted, seconds))
-        writing.draft = None
-        assert isinstance(told, Step)
-        self._count(writing, told)
-        if told.stop_reason:
-            self._ends(writing, told)
+    def _commit_step(self, sequence: ScheduledSequence, new: list[int], n_accepted: int, seconds: float) -> int:
+        """Commit the new tokens of a sequence, send the step, and return the number of the tokens."""
+        n = len(new)  # before commit, which drops an end-of-sequence token
+        step = sequence.detokenizer.detokenize(sequence.sequence.commit(new, n_accepted, seconds))
+        sequence.draft = None
+        assert isinstance(step, Step)
+        self._record_step(sequence, step)
+        if step.stop_reason:
+            self._finish(sequence, step)
         else:
-            self._tell(writing.ticket, told)
+            self._send_event(sequence.handle, step)
         return n
 
-    def _count(self, writing: Writing, step: Step) -> None:
-        figures = self._figures
-        if step.tokens and not writing.has_spoken:
-            writing.has_spoken = True
-            figures.first_token.add(time.perf_counter() - writing.ticket.asked)
-        figures.generated_tokens += len(step.tokens)
-        figures.drafted_tokens += len(step.draft_tokens)
-        figures.accepted_tokens += step.n_accepted
+    def _record_step(self, sequence: ScheduledSequence, step: Step) -> None:
+        metrics = self._metrics
+        if step.tokens and not sequence.has_output:
+            sequence.has_output = True
+            metrics.time_to_first_token.observe(time.perf_counter() - sequence.handle.submit_time)
+        metrics.generated_tokens += len(step.tokens)
+        metrics.drafted_tokens += len(step.draft_tokens)
+        metrics.accepted_tokens += step.n_accepted
 
-    def _ends(self, writing: Writing, step: Step) -> None:
-        writing.is_over = True
-        self._leaves(writing)
-        self._tell(writing.ticket, step)
+    def _finish(self, sequence: ScheduledSequence, step: Step) -> None:
+        sequence.is_finished = True
+        self._remove(sequence)
+        self._send_event(sequence.handle, step)
 
     @contextmanager
-    def _blaming(self, writing: Writing) -> Iterator[None]:
-        """Around work of one text, whose error ends that text alone."""
+    def _isolate_errors(self, sequence: ScheduledSequence) -> Iterator[None]:
+        """Fail only this sequence if the work inside the context raises."""
         try:
             yield
         except Exception as error:
-            self._breaks(writing, error)
+            self._fail_sequence(sequence, error)
 
-    def _breaks(self, writing: Writing, error: Exception) -> None:
-        self._running.remove(writing)
-        self._seats.drop(writing.seat)
-        self._fails(writing.ticket, error)
+    def _fail_sequence(self, sequence: ScheduledSequence, error: Exception) -> None:
+        self._running.remove(sequence)
+        self._slot_pool.drop(sequence.slot)
+        self._fail_request(sequence.handle, error)
 
-    def _fails(self, ticket: Ticket, error: Exception) -> None:
-        self._figures.failed += 1
-        self._tell(ticket, error)
+    def _fail_request(self, handle: RequestHandle, error: Exception) -> None:
+        self._metrics.failed += 1
+        self._send_event(handle, error)
 
     @staticmethod
-    def _tell(ticket: Ticket, event: Event | Prefill | Exception) -> None:
-        """Whoever cannot hear hears no more."""
-        if ticket.is_cancelled:
+    def _send_event(handle: RequestHandle, event: Event | PrefillProgress | Exception) -> None:
+        """Call the callback of a request; one that raises cancels its request."""
+        if handle.is_cancelled:
             return
         try:
-            ticket.hear(event)
+            handle.on_event(event)
         except Exception:
-            ticket.is_cancelled = True
+            handle.is_cancelled = True
 
 
-def logprobs_of(logits: Float32, draft: Draft, new: list[int], n_top: int, n_ids: int | None = None) -> list[TokenLogprob]:
-    """Of each new token, by logits (n + 1, V) at a text's last token and each that is proposed; the first n_ids have tokens."""
-    told, node = list[TokenLogprob](), -1
+def compute_logprobs(logits: Float32, draft: Draft, new: list[int], n_top: int, n_ids: int | None = None) -> list[TokenLogprob]:
+    """Return the log-probabilities of new tokens and of the most probable ones at their positions.
+
+    Args:
+        logits: Logits (n + 1, V) at the sequence's last token and at each of the n draft tokens.
+        draft: The draft that was verified.
+        new: The tokens to rate.
+        n_top: Number of most probable tokens per position.
+        n_ids: Number of ids that have tokens, from 0; None for all of V.
+    """
+    results, node = list[TokenLogprob](), -1
     for token in new:
-        row = logits[node + 1, :n_ids].astype(np.float64)
-        row -= row.max()
-        row -= np.log(np.exp(row).sum())
-        likeliest = np.argpartition(-row, n_top)[:n_top] if n_top < len(row) else np.arange(len(row))
-        likeliest = likeliest[np.lexsort((likeliest, -row[likeliest]))]
-        told.append(TokenLogprob(token, float(row[token]), [(int(each), float(row[each])) for each in likeliest]))
+        logprobs = logits[node + 1, :n_ids].astype(np.float64)
+        logprobs -= logprobs.max()
+        logprobs -= np.log(np.exp(logprobs).sum())
+        top = np.argpartition(-logprobs, n_top)[:n_top] if n_top < len(logprobs) else np.arange(len(logprobs))
+        top = top[np.lexsort((top, -logprobs[top]))]
+        results.append(
+            TokenLogprob(token, float(logprobs[token]), [(int(candidate), float(logprobs[candidate])) for candidate in top])
+        )
         node = next((child for child in draft.children(node) if draft.tokens[child] == token), -1)
-    return told
+    return results

@@ -1,16 +1,16 @@
-"""Families of models, a file each: what their files say, and where their tensors lie. A new one is a file here."""
+"""Families of models, one file each: how to read their configs, and how their tensors are stored. Add a file for a new one."""
 
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from specdec.families.family import HeadInFolder, InFolder, InGguf, Keys, Template
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, HFHead, NamedChatTemplate
 
 _FILES = sorted(Path(__file__).parent.glob("[a-z]*.py"))
-_WAYS: list[Any] = [way for file in _FILES for way in getattr(import_module(f".{file.stem}", __name__), "FAMILY", ())]
-FOLDERS = {way.model_type: way for way in _WAYS if isinstance(way, InFolder)}
-HEADS = [way for way in _WAYS if isinstance(way, HeadInFolder)]
-GGUFS = {way.architecture: way for way in _WAYS if isinstance(way, InGguf)}
-TEMPLATES = {way.name: way for way in _WAYS if isinstance(way, Template)}
+_DEFINITIONS: list[Any] = [each for file in _FILES for each in getattr(import_module(f".{file.stem}", __name__), "FAMILY", ())]
+HF_FAMILIES = {each.model_type: each for each in _DEFINITIONS if isinstance(each, HFFamily)}
+HF_HEADS = [each for each in _DEFINITIONS if isinstance(each, HFHead)]
+GGUF_FAMILIES = {each.architecture: each for each in _DEFINITIONS if isinstance(each, GGUFFamily)}
+CHAT_TEMPLATES = {each.name: each for each in _DEFINITIONS if isinstance(each, NamedChatTemplate)}
 
-__all__ = ["FOLDERS", "GGUFS", "HEADS", "TEMPLATES", "HeadInFolder", "InFolder", "InGguf", "Keys"]
+__all__ = ["CHAT_TEMPLATES", "GGUF_FAMILIES", "HF_FAMILIES", "HF_HEADS", "GGUFFamily", "GGUFMetadata", "HFFamily", "HFHead"]

@@ -1,4 +1,4 @@
-"""The keys of a config file, each checked as it is read. Knows no family."""
+"""Typed access to the keys of a config file: each value is checked when it is read."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,122 +6,139 @@ from pathlib import Path
 from typing import Any
 
 MAX_SIZE = 2**31 - 1
-WIDEST = 1 << 20  # of what is listed number by number before any tensor tells its size: a head
+MAX_DIM = 1 << 20  # limit of dimensions for which lists are made before tensor shapes are checked
 NO_DEFAULTS: Mapping[str, Any] = {}
-QUANTIZED = ("quantization_config", "quantization")  # keys; MLX writes the second, or both
-ORIGINAL = "use the original model in BF16 or a GGUF file of it, such as org/name:Q4_K_M"
+QUANTIZATION_KEYS = ("quantization_config", "quantization")  # MLX writes the second, or both
+ORIGINAL_HINT = "use the original model in BF16 or a GGUF file of it, such as org/name:Q4_K_M"
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be used as a model: one line with the file, what is wrong and what would be right."""
+    """A file that cannot be used as a model; one line with the file, what is wrong and what is expected."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something that lies with a model and is not used, though its text may depend on it."""
+    """A file next to a model that is not used, although the model's output may depend on it."""
 
 
-def shown(value: object) -> str:
-    """A JSON value on one line, cut short."""
+def format_json_value(value: object) -> str:
+    """Format a value as JSON on one line, truncated to 60 characters."""
     try:
-        words = json.dumps(value)
+        text = json.dumps(value)
     except (ValueError, RecursionError):
-        words = "beyond all bounds"
-    return words if len(words) <= 60 else f"{words[:57]}..."
+        text = "a value nested too deeply"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-class Values:
-    """The keys of a config file, where a file is silent its family's, each checked as it is read."""
+class ConfigValues:
+    """The keys of a config file, with the family's defaults for missing ones; each value is checked when it is read."""
 
-    def __init__(
-        self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS, beginning: str = ""
-    ) -> None:
-        """beginning: of all of its keys in the file, which nobody has to say."""
-        self.path, self._beginning = path, beginning
+    def __init__(self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS, prefix: str = "") -> None:
+        """Wrap the keys of a file.
+
+        Args:
+            path: The file, for errors.
+            given: The keys and values of the file.
+            defaults: Values of missing keys.
+            prefix: Common prefix of all keys in the file, which the methods add.
+        """
+        self.path, self._prefix = path, prefix
         self._values = {**defaults, **given}
 
     def __getitem__(self, key: str) -> Any:
-        return self._values.get(self._beginning + key)
+        return self._values.get(self._prefix + key)
 
     def __contains__(self, key: str) -> bool:
-        return self._beginning + key in self._values
+        return self._prefix + key in self._values
 
-    def refusal(self, key: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self._beginning}{key} is {shown(self[key])}; expected {expected}")
+    def make_error(self, key: str, expected: str) -> CheckpointError:
+        """Return an error about the value of a key; expected: a phrase for the valid values."""
+        return CheckpointError(f"{self.path}: {self._prefix}{key} is {format_json_value(self[key])}; expected {expected}")
 
-    def whole(self, key: str, otherwise: int | None = None, most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to most; otherwise: what a silent file means."""
+    def get_int(self, key: str, default: int | None = None, max_value: int = MAX_SIZE) -> int:
+        """Return an integer from 1 to max_value, or the default if the key is missing. Raises CheckpointError."""
         value = self[key]
-        if value is None and otherwise is not None:
-            return otherwise
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.refusal(key, f"a whole number from 1 to {most}")
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not 1 <= value <= max_value:
+            raise self.make_error(key, f"an integer from 1 to {max_value}")
         return value
 
-    def count(self, key: str) -> int:
-        """As `whole`; 0 where the file says 0, or is silent."""
-        return 0 if self[key] in (0, None) else self.whole(key)
+    def get_count(self, key: str) -> int:
+        """Return an integer like `get_int`, or 0 if the key is 0 or missing. Raises CheckpointError."""
+        return 0 if self[key] in (0, None) else self.get_int(key)
 
-    def real(self, key: str, least: float, most: float, otherwise: float | None = None) -> float:
-        """A number from least to most; otherwise: what a silent file means."""
+    def get_float(self, key: str, min_value: float, max_value: float, default: float | None = None) -> float:
+        """Return a number from min_value to max_value, or the default if the key is missing. Raises CheckpointError."""
         value = self[key]
-        if value is None and otherwise is not None:
-            return otherwise
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise self.refusal(key, f"a number from {least:g} to {most:g}")
+        if value is None and default is not None:
+            return default
+        if type(value) not in (int, float) or not min_value <= value <= max_value:
+            raise self.make_error(key, f"a number from {min_value:g} to {max_value:g}")
         return float(value)
 
-    def flag(self, key: str, otherwise: bool | None = None) -> bool:
-        """True or false; otherwise: what a silent file means."""
+    def get_bool(self, key: str, default: bool | None = None) -> bool:
+        """Return a boolean, or the default if the key is missing. Raises CheckpointError."""
         value = self[key]
-        if value is None and otherwise is not None:
-            return otherwise
+        if value is None and default is not None:
+            return default
         if type(value) is not bool:
-            raise self.refusal(key, "true or false")
+            raise self.make_error(key, "true or false")
         return value
 
-    def object(self, key: str, expected: str = "an object") -> dict[str, Any]:
-        """One in another; {} where the file is silent."""
+    def get_object(self, key: str, expected: str = "an object") -> dict[str, Any]:
+        """Return a nested object, {} if the key is missing. Raises CheckpointError."""
         value = {} if self[key] is None else self[key]
         if not isinstance(value, dict):
-            raise self.refusal(key, expected)
+            raise self.make_error(key, expected)
         return value
 
-    def of_layers(self, key: str, n: int, kinds: Iterable[Any], expected: str) -> list[Any]:
-        """A list of one of kinds for each of n layers."""
-        value, known = self[key], [*kinds]
-        if not isinstance(value, list) or len(value) != n or not all(any(_same(each, kind) for kind in known) for each in value):
-            raise self.refusal(key, f"{expected} for each of {n} layers")
+    def get_per_layer(self, key: str, n: int, allowed: Iterable[Any], expected: str) -> list[Any]:
+        """Return a list with one of the allowed values for each of n layers. Raises CheckpointError."""
+        value, known = self[key], [*allowed]
+        if (
+            not isinstance(value, list)
+            or len(value) != n
+            or not all(any(_is_same(each, choice) for choice in known) for each in value)
+        ):
+            raise self.make_error(key, f"{expected} for each of {n} layers")
         return value
 
-    def layers(self, key: str, n: int) -> list[int]:
-        """A list of some of n layers."""
+    def get_layer_indices(self, key: str, n: int) -> list[int]:
+        """Return a list of layer indices from 0 to n - 1. Raises CheckpointError."""
         value = self[key]
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < n for i in value):
-            raise self.refusal(key, f"a list of layers from 0 to {n - 1}")
+            raise self.make_error(key, f"a list of layers from 0 to {n - 1}")
         return value
 
-    def must_be(self, key: str, *choices: Any) -> None:
-        """Raises CheckpointError for a value that is none of the choices; the error names the first."""
-        if not any(_same(self[key], choice) for choice in choices):
-            raise self.refusal(key, f"{shown(choices[0])}; other values are not supported")
+    def require(self, key: str, *choices: Any) -> None:
+        """Raise CheckpointError if a value is not one of the choices; the error names the first choice."""
+        if not any(_is_same(self[key], choice) for choice in choices):
+            raise self.make_error(key, f"{format_json_value(choices[0])}; other values are not supported")
 
 
-def check_neutral(values: Values, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises CheckpointError for a key that asks for other arithmetic; neutral: those that might, and what asks for nothing."""
+def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise CheckpointError for a key that requests arithmetic that is not supported.
+
+    Args:
+        values: The keys of the file.
+        neutral: Keys that change the arithmetic, and their values that change nothing.
+    """
     for key in filter(values.__contains__, neutral):
-        if key in QUANTIZED and isinstance(values[key], dict):
+        if key in QUANTIZATION_KEYS and isinstance(values[key], dict):
             method = values[key].get("quant_method")
-            how = (
-                f"by {shown(method)}"
+            method_phrase = (
+                f"by {format_json_value(method)}"
                 if method
-                else "as MLX does it"
+                else "by MLX"
                 if "group_size" in values[key]
-                else "in a way it does not name"
+                else "by an unknown method"
             )
-            raise CheckpointError(f"{values.path}: the weights are quantized {how}, which is not supported; {ORIGINAL}")
-        values.must_be(key, *neutral[key])
+            raise CheckpointError(
+                f"{values.path}: the weights are quantized {method_phrase}, which is not supported; {ORIGINAL_HINT}"
+            )
+        values.require(key, *neutral[key])
 
 
-def _same(value: Any, choice: Any) -> bool:
-    """Equality, of 1 and true not."""
+def _is_same(value: Any, choice: Any) -> bool:
+    """Return whether two values are equal; 1 and true are not."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)

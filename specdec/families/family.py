@@ -1,4 +1,4 @@
-"""The ways in which files write a family: a Hugging Face folder, a GGUF file, a head. Knows no family."""
+"""Definitions of a model family: in a Hugging Face folder, in a GGUF file, as a draft head, and named chat templates."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -6,133 +6,158 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specdec.config import Config
-from specdec.families.config_values import Values
-from specdec.families.hf_common import HARMLESS, PREFIX
-from specdec.families.tensor_specs import Place
+from specdec.families.config_values import ConfigValues
+from specdec.families.hf_common import IGNORED_NAMES, PREFIX
+from specdec.families.tensor_specs import TensorSpec
+from specdec.model_config import ModelConfig
 
-Places = Mapping[str, Place]
+TensorSpecs = Mapping[str, TensorSpec]
 
 
-def no_names(config: Config) -> Iterable[str]:
-    """Of a family whose models need all that their files hold."""
+def list_no_tensors(config: ModelConfig) -> Iterable[str]:
+    """Return no names; the default of families that need all tensors of their files."""
     return ()
 
 
-class Tensors(Protocol):
-    """Those of a model's files: whether there is one of a name, and which there are."""
+class TensorSource(Protocol):
+    """The tensors of a model's files by name."""
 
     def __contains__(self, name: str, /) -> bool: ...
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def shape(self, name: str, /) -> tuple[int, ...]:
-        """Raises CheckpointError for a tensor that is missing."""
+    def get_shape(self, name: str, /) -> tuple[int, ...]:
+        """Return a tensor's shape. Raises CheckpointError if it is missing."""
 
-    def tensor(self, name: str, shape: tuple[int, ...], /) -> Any:
-        """Raises CheckpointError for one that is missing or of another shape."""
+    def get_tensor(self, name: str, shape: tuple[int, ...], /) -> Any:
+        """Return a tensor. Raises CheckpointError if it is missing or has another shape."""
 
 
 @dataclass(frozen=True)
-class InFolder:
+class HFFamily:
     """A family in a Hugging Face folder.
 
-    model_type: its name in config.json, and defaults: what its keys are where that file is silent, as transformers 5.23 has it
-    (`models/*/configuration_*.py`); config: its numbers, of keys with those defaults. Raises CheckpointError.
-    places: of its tensors, by ours of names, without what `prefix` finds at their beginnings; instead: places of some that go
-    before, where the file holds one of them; mtp: places of the head that it may bring along, and of what may lie there
-    instead; harmless: names that nobody needs.
-    does: which of `folders.NEUTRAL` it does; aliases: other names of keys, which are turned into ours.
-    beside: the model_type of files where it lies in text_config beside others, and whether its classifier is the embedding there.
-    unused: names of what a file may hold that such a model does not need.
+    Attributes:
+        model_type: Its name in config.json.
+        defaults: Values of missing keys, as in transformers 5.23 (`models/*/configuration_*.py`).
+        parse_config: Function that builds the config from the keys with those defaults. Raises CheckpointError.
+        tensor_specs: Specs of its tensors by our names; stored names are without what `prefix` matches.
+        alternatives: Specs that replace others if the file has the first of them.
+        mtp_specs: Specs of the MTP head that the files may contain, then alternatives for it.
+        prefix: Regex of the prefix of stored names.
+        ignored_names: Regex of the names of tensors that are never needed.
+        supported_keys: Keys of `hf_common.NEUTRAL_VALUES` that the family supports.
+        key_aliases: Other names of keys, and the names that we use.
+        multimodal_types: model_type of multimodal files that have this family in text_config, and whether they tie the embedding.
+        list_unused: Function that returns names of tensors that a file may have but a model with this config does not need.
     """
 
     model_type: str
     defaults: Mapping[str, Any]
-    config: Callable[[Values], Config]
-    places: Places
-    instead: Sequence[Places] = ()
-    mtp: Sequence[Places] = ()
+    parse_config: Callable[[ConfigValues], ModelConfig]
+    tensor_specs: TensorSpecs
+    alternatives: Sequence[TensorSpecs] = ()
+    mtp_specs: Sequence[TensorSpecs] = ()
     prefix: re.Pattern[str] = PREFIX
-    harmless: re.Pattern[str] = HARMLESS
-    does: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    beside: Mapping[str, bool] = field(default_factory=dict)
-    unused: Callable[[Config], Iterable[str]] = no_names
+    ignored_names: re.Pattern[str] = IGNORED_NAMES
+    supported_keys: tuple[str, ...] = ()
+    key_aliases: Mapping[str, str] = field(default_factory=dict)
+    multimodal_types: Mapping[str, bool] = field(default_factory=dict)
+    list_unused: Callable[[ModelConfig], Iterable[str]] = list_no_tensors
 
 
 @dataclass(frozen=True)
-class HeadInFolder:
-    """A head that drafts, in a folder of its own.
+class HFHead:
+    """A draft head in a folder of its own.
 
-    is_one: whether a config.json is that of one; config: its numbers, of that file, of its keys and by which tensors there are.
-    Raises CheckpointError. places: of its tensors; ids: the tensor that says which ids its rows are of, "" where they need none;
-    are_offsets: whether those count from a row's own number; in_order: tensors that hold their rows by ids, and are taken by
-    rows; prefix, harmless, unused: as of `InFolder`; beside: what a folder is called that lies in a model's, and one beside it,
-    "{}" for its name.
+    Attributes:
+        is_head_config: Function that returns whether a config.json describes this head.
+        parse_config: Function that builds the config from the path, the keys and the tensors. Raises CheckpointError.
+        get_tensor_specs: Function that returns the specs of its tensors.
+        get_id_map_name: Function that returns the tensor with the token ids of its rows; "" if it needs none.
+        has_id_offsets: Whether the id map has offsets from the row's index instead of ids.
+        id_ordered_tensors: Tensors that are stored in the order of ids, and are taken in the order of rows.
+        prefix, ignored_names, list_unused: As in `HFFamily`.
+        folder_names: Name of its folder inside the model's, and of one next to it, with "{}" for the model folder's name.
     """
 
-    is_one: Callable[[Mapping[str, Any]], bool]
-    config: Callable[[Path, Mapping[str, Any], Tensors], Config]
-    places: Callable[[Config, Tensors], Places]
-    ids: Callable[[Config, Tensors], str]
-    are_offsets: bool = False
-    in_order: tuple[str, ...] = ()
+    is_head_config: Callable[[Mapping[str, Any]], bool]
+    parse_config: Callable[[Path, Mapping[str, Any], TensorSource], ModelConfig]
+    get_tensor_specs: Callable[[ModelConfig, TensorSource], TensorSpecs]
+    get_id_map_name: Callable[[ModelConfig, TensorSource], str]
+    has_id_offsets: bool = False
+    id_ordered_tensors: tuple[str, ...] = ()
     prefix: re.Pattern[str] = PREFIX
-    harmless: re.Pattern[str] = HARMLESS
-    unused: Callable[[Config], Iterable[str]] = no_names
-    beside: tuple[str, str] | None = None
+    ignored_names: re.Pattern[str] = IGNORED_NAMES
+    list_unused: Callable[[ModelConfig], Iterable[str]] = list_no_tensors
+    folder_names: tuple[str, str] | None = None
 
 
-class Keys(Values):
-    """What a GGUF file says of a model: the keys of its architecture; the numbers that all families have, by `Config`'s names;
-    and its tensors.
+class GGUFMetadata(ConfigValues):
+    """The metadata of a GGUF file: the keys of its architecture.
+
+    Attributes:
+        common_fields: Fields of `ModelConfig` that are parsed alike for all families.
+        tensors: The file's tensors.
     """
 
-    def __init__(self, path: Path, given: Mapping[str, Any], beginning: str, common: Mapping[str, Any], tensors: Tensors) -> None:
-        super().__init__(path, given, beginning=beginning)
-        self.common, self.tensors = common, tensors
+    def __init__(
+        self, path: Path, given: Mapping[str, Any], prefix: str, common_fields: Mapping[str, Any], tensors: TensorSource
+    ) -> None:
+        super().__init__(path, given, prefix=prefix)
+        self.common_fields, self.tensors = common_fields, tensors
 
 
 @dataclass(frozen=True)
-class InGguf:
+class GGUFFamily:
     """A family in a GGUF file.
 
-    architecture: its name there; config: its numbers. Raises CheckpointError. places, instead: as of a folder; mtp: places of the
-    head that it may bring along in the layer behind its last, and of what may lie there instead. does: which of `ggufs.NEUTRAL`
-    it does; by_layer: which of `ggufs.BY_LAYER` tell its layers apart; is_head: whether it is a head that drafts, for another
-    file's model; ids: the tensor that says which ids a head's rows are of, where it has one; unused: as of a folder.
+    Attributes:
+        architecture: Its name there.
+        parse_config: Function that builds the config. Raises CheckpointError.
+        tensor_specs, alternatives, list_unused: As in `HFFamily`.
+        mtp_specs: Specs of the MTP head that may be in the layer after the last one, then alternatives for it.
+        supported_keys: Keys of `gguf_common.NEUTRAL_VALUES` that the family supports.
+        per_layer_keys: Keys of `gguf_common.PER_LAYER_KEYS` that may differ between layers.
+        is_head: Whether it is a draft head for another file's model.
+        id_map_name: Tensor with the token ids of a head's rows, if it has one.
     """
 
     architecture: str
-    config: Callable[[Keys], Config]
-    places: Places
-    instead: Sequence[Places] = ()
-    mtp: Sequence[Places] = ()
-    does: tuple[str, ...] = ()
-    by_layer: tuple[str, ...] = ()
+    parse_config: Callable[[GGUFMetadata], ModelConfig]
+    tensor_specs: TensorSpecs
+    alternatives: Sequence[TensorSpecs] = ()
+    mtp_specs: Sequence[TensorSpecs] = ()
+    supported_keys: tuple[str, ...] = ()
+    per_layer_keys: tuple[str, ...] = ()
     is_head: bool = False
-    ids: str = ""
-    unused: Callable[[Config], Iterable[str]] = no_names
+    id_map_name: str = ""
+    list_unused: Callable[[ModelConfig], Iterable[str]] = list_no_tensors
 
 
-def chosen(places: Places, instead: Sequence[Places], source: Tensors, n_layers: int) -> dict[str, Place]:
-    """Places in a source of so many layers: of those that go before, such as have their first tensor there."""
-    found = dict(places)
-    for others in instead:
+def select_tensor_specs(
+    specs: TensorSpecs, alternatives: Sequence[TensorSpecs], source: TensorSource, n_layers: int
+) -> dict[str, TensorSpec]:
+    """Return the specs for a source of n_layers layers, replaced by each alternative if its first tensor exists there."""
+    found = dict(specs)
+    for others in alternatives:
         first = next(iter(others.values())).name
         if any(first.format(i, 0) in source for i in range(n_layers)):
             found |= others
     return found
 
 
-class Template(NamedTuple):
-    """A chat template that no file brings along, by the name that people give it.
+class NamedChatTemplate(NamedTuple):
+    """A chat template that can be chosen by name because no model file contains it.
 
-    variables: bos_token and so on; whose: of which models, for people.
+    Attributes:
+        name: Its name.
+        source: The Jinja template.
+        variables: Its variables, such as bos_token.
+        description: The models that it is for.
     """
 
     name: str
     source: str
     variables: Mapping[str, str]
-    whose: str
+    description: str

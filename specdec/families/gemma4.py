@@ -1,7 +1,7 @@
-"""Gemma 4 (Gemma Team 2026): layers of two sizes, whose last ones take the keys and values of earlier ones.
+"""Gemma 4 (Gemma Team 2026): layers of two types; the last ones use the keys and values of earlier ones.
 
-Most layers see a window; in the others heads are longer, of fewer keys maybe, which may be their values, and a quarter of their
-pairs turn. Smaller models give each layer more of a token than the residual stream has.
+Most layers have a sliding window. The others have longer heads, maybe fewer KV heads, maybe keys that are also the values, and
+rotate a quarter of their pairs. Smaller models feed additional per-layer inputs of each token into the residual stream.
 """
 
 import itertools
@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import LEAST_SCALE, AttentionConfig, Config, InputsConfig, LayerConfig, RopeConfig
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import MAX_SIZE, WIDEST, Values
-from specdec.families.family import InFolder, InGguf, Keys
-from specdec.families.gemma3 import BLOCKS, embedding_scale
-from specdec.families.hf_common import FULL, MAX_THETA, SLIDING
-from specdec.families.tensor_specs import experts_in_one, named
+from specdec.families.config_values import MAX_DIM, MAX_SIZE, ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.gemma3 import BLOCK_FIELDS, compute_embedding_scale
+from specdec.families.hf_common import FULL_ATTENTION, MAX_THETA, SLIDING_ATTENTION
+from specdec.families.tensor_specs import make_fused_expert_specs, make_tensor_specs
+from specdec.model_config import MIN_SCALE, AttentionConfig, LayerConfig, ModelConfig, PerLayerInputsConfig, RopeConfig
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
@@ -31,198 +31,239 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None, "global_head_dim": 512,
     "num_global_key_value_heads": None, "per_layer_config": None,
 }  # fmt: skip
-CAP, BY_LAYER, OF_HEADS = "final_logit_softcapping", "per_layer_config", ("head_dim", "num_key_value_heads")
-DOES = (CAP, BY_LAYER)
-GGUF_BY_LAYER = ("attention.head_count_kv", gguf.MLP_DIM)
-SHARED_LAYERS, INPUTS = "attention.shared_kv_layers", "embedding_length_per_layer_input"
-HARMLESS = re.compile(hf.HARMLESS.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
-ROPE: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY, HEAD_KEYS = (
+    "final_logit_softcapping",
+    "per_layer_config",
+    ("head_dim", "num_key_value_heads"),
+)
+SUPPORTED_KEYS = (LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY)
+GGUF_PER_LAYER_KEYS = ("attention.head_count_kv", gguf.MLP_DIM_KEY)
+SHARED_KV_LAYERS_KEY, PER_LAYER_INPUT_DIM_KEY = "attention.shared_kv_layers", "embedding_length_per_layer_input"
+IGNORED_NAMES = re.compile(hf.IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
+DEFAULT_ROPE: dict[str, dict[str, Any]] = {
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-SILENT: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": 1.0}  # what is not said of one kind
-PATTERN = 6  # where no list tells, each so many-th layer is full
-UNTURNED = float(np.float32(1e30))  # what divides the angles of pairs that do not turn, in GGUF files too
-EXPERTS_IN_ONE = experts_in_one("layers.{}.experts.%s")
-PLACES = hf.PLACES | hf.NORMS_AROUND | EXPERTS_IN_ONE | {
-    **named(
-        hf.OF_LAYERS, wk_as_v="self_attn.k_proj", inputs_gate="per_layer_input_gate", inputs_back="per_layer_projection",
+ROPE_DEFAULTS: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": 1.0}  # for missing keys
+FULL_ATTENTION_INTERVAL = 6  # default, if there is no list of layer types
+UNROTATED_DIVISOR = float(np.float32(1e30))  # frequency factor of pairs that are not rotated, also in GGUF files
+FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.experts.%s")
+HF_TENSORS = hf.TENSORS | hf.PRE_POST_NORM_TENSORS | FUSED_EXPERT_TENSORS | {
+    **make_tensor_specs(
+        hf.LAYER_WEIGHT, wk_as_v="self_attn.k_proj", inputs_gate="per_layer_input_gate", inputs_back="per_layer_projection",
         inputs_norm="post_per_layer_input_norm", router="router.proj", rms_experts="pre_feedforward_layernorm_2",
         rms_mlp_out="post_feedforward_layernorm_1", rms_experts_out="post_feedforward_layernorm_2",
     ),
-    **named("layers.{}.%s", layer_scale="layer_scalar", router_scale="router.scale", expert_scale="router.per_expert_scale"),
-    **named(
+    **make_tensor_specs("layers.{}.%s", layer_scale="layer_scalar", router_scale="router.scale",
+    expert_scale="router.per_expert_scale"),
+    **make_tensor_specs(
         "%s.weight", input_rows="embed_tokens_per_layer", inputs="per_layer_model_projection",
         inputs_norm_in="per_layer_projection_norm",
     ),
 }  # fmt: skip
-GGUF_PLACES = gguf.PLACES | gguf.EXPERTS_PLACES | gguf.NORMS_BEHIND | {
-    **named(
-        gguf.OF_LAYERS, wk_as_v="attn_k", layer_scale="layer_output_scale", inputs_gate="inp_gate", inputs_back="proj",
+GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | gguf.POST_NORM_TENSORS | {
+    **make_tensor_specs(
+        gguf.LAYER_WEIGHT, wk_as_v="attn_k", layer_scale="layer_output_scale", inputs_gate="inp_gate", inputs_back="proj",
         inputs_norm="post_norm", rms_experts="pre_ffw_norm_2", rms_mlp_out="post_ffw_norm_1", rms_experts_out="post_ffw_norm_2",
     ),
-    **named("blk.{}.%s.scale", router_scale="ffn_gate_inp", expert_scale="ffn_down_exps"),
-    **named(
+    **make_tensor_specs("blk.{}.%s.scale", router_scale="ffn_gate_inp", expert_scale="ffn_down_exps"),
+    **make_tensor_specs(
         "%s.weight", input_rows="per_layer_token_embd", inputs="per_layer_model_proj", inputs_norm_in="per_layer_proj_norm"
     ),
 }  # fmt: skip
-SO_FEW = "so few that a layer of each type has keys and values of its own"
-ATTENTION: dict[str, Any] = {"qk_norm": True, "value_norm": True, "scale": 1.0}
-SHARED = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
-GGUF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+TOO_MANY_SHARED = "a number that leaves a layer of each type with its own keys and values"
+ATTENTION_FIELDS: dict[str, Any] = {"qk_norm": True, "value_norm": True, "scale": 1.0}
+SHARED_KV_TENSORS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight", "self_attn.v_norm.weight")
+GGUF_SHARED_KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    values.must_be("attention_bias", False)
-    values.must_be("use_bidirectional_attention", None, "vision")
-    sizes = hf.numbers(values, "hidden_activation", hf.GELU_TANH)
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    values.require("attention_bias", False)
+    values.require("use_bidirectional_attention", None, "vision")
+    sizes = hf.parse_base_fields(values, "hidden_activation", hf.GELU_TANH)
     n_layers, dim = sizes["n_layers"], sizes["dim"]
-    full = hf.full_layers(values, n_layers, PATTERN) | {n_layers - 1}  # the last in any case
-    own, same = _of_full(values, full, n_layers), values.flag("attention_k_eq_v")
-    local, turned = _rope(values, own.head_dim or sizes["head_dim"])
-    window = values.whole("sliding_window") if len(full) < n_layers else 0
-    attention = AttentionConfig(local, window=window, **ATTENTION)
-    whole = replace(own, attention=replace(attention, window=0, rope=turned, values_are_keys=same))
-    n_shared = values.whole("num_kv_shared_layers", most=n_layers - 1) if values["num_kv_shared_layers"] != 0 else 0
-    wide = 2 * sizes["hidden_dim"] if values.flag("use_double_wide_mlp") else None
-    layers = _layers([whole if i in full else LayerConfig() for i in range(n_layers)], attention, full, n_shared, wide)
+    full = hf.get_full_attention_layers(values, n_layers, FULL_ATTENTION_INTERVAL) | {n_layers - 1}  # always the last
+    full_layer, is_k_eq_v = _parse_full_attention_layer(values, full, n_layers), values.get_bool("attention_k_eq_v")
+    local, full_rope = _parse_ropes(values, full_layer.head_dim or sizes["head_dim"])
+    window = values.get_int("sliding_window") if len(full) < n_layers else 0
+    attention = AttentionConfig(local, window=window, **ATTENTION_FIELDS)
+    full_attention_layer = replace(full_layer, attention=replace(attention, window=0, rope=full_rope, values_are_keys=is_k_eq_v))
+    n_shared = values.get_int("num_kv_shared_layers", max_value=n_layers - 1) if values["num_kv_shared_layers"] != 0 else 0
+    wide_dim = 2 * sizes["hidden_dim"] if values.get_bool("use_double_wide_mlp") else None
+    layers = _share_kv_layers(
+        [full_attention_layer if i in full else LayerConfig() for i in range(n_layers)], attention, full, n_shared, wide_dim
+    )
     if not layers:
-        raise values.refusal("num_kv_shared_layers", SO_FEW)
-    return Config(
-        **sizes, **BLOCKS, attention=attention, layers=layers, inputs=_inputs(values), embedding_scale=embedding_scale(dim),
+        raise values.make_error("num_kv_shared_layers", TOO_MANY_SHARED)
+    return ModelConfig(
+        **sizes, **BLOCK_FIELDS, attention=attention, layers=layers, per_layer_inputs=_parse_per_layer_inputs(values),
+        embedding_scale=compute_embedding_scale(dim),
         layer_scale=True,
-        experts=hf.experts(values, "moe_intermediate_size", is_beside=True) if values.flag("enable_moe_block") else None,
-        logit_cap=values.real(CAP, LEAST_SCALE, 1 / LEAST_SCALE, 0.0),
+        experts=hf.parse_experts(values, "moe_intermediate_size",
+        has_parallel_mlp=True) if values.get_bool("enable_moe_block") else None,
+        logit_softcap=values.get_float(LOGIT_SOFTCAP_KEY, MIN_SCALE, 1 / MIN_SCALE, 0.0),
     )  # fmt: skip
 
 
-def _inputs(values: Values) -> InputsConfig | None:
+def _parse_per_layer_inputs(values: ConfigValues) -> PerLayerInputsConfig | None:
     if values["hidden_size_per_layer_input"] in (0, None):
         return None
-    return InputsConfig(values.whole("hidden_size_per_layer_input"), values.whole("vocab_size_per_layer_input"))
+    return PerLayerInputsConfig(values.get_int("hidden_size_per_layer_input"), values.get_int("vocab_size_per_layer_input"))
 
 
-def _of_full(values: Values, full: Collection[int], n_layers: int) -> LayerConfig:
-    """How heads differ in layers that see the whole text: by keys of their own, or layer by layer, as transformers saves it."""
-    if values[BY_LAYER] is None:
-        has_own = values.flag("attention_k_eq_v") and values["num_global_key_value_heads"]
-        n_kv_heads = values.whole("num_global_key_value_heads") if has_own else None
-        return LayerConfig(head_dim=values.whole("global_head_dim", most=WIDEST), n_kv_heads=n_kv_heads)
-    given, names = values[BY_LAYER], {f"{i}" for i in full}
-    alike = isinstance(given, dict) and {*given} == names and all(each == given[f"{n_layers - 1}"] for each in given.values())
-    if not alike or not isinstance(given[f"{n_layers - 1}"], dict) or not {*given[f"{n_layers - 1}"]} <= {*OF_HEADS}:
-        raise values.refusal(BY_LAYER, f"the same {' and '.join(OF_HEADS)} of each layer of {FULL}, and of no other")
-    heads = Values(values.path, given[f"{n_layers - 1}"], {})
-    head_dim, n_kv_heads = (heads.whole(key, most=WIDEST) if key in heads else None for key in OF_HEADS)
+def _parse_full_attention_layer(values: ConfigValues, full: Collection[int], n_layers: int) -> LayerConfig:
+    """Return how heads differ in full-attention layers, from separate keys or from per_layer_config (transformers)."""
+    if values[PER_LAYER_CONFIG_KEY] is None:
+        has_own = values.get_bool("attention_k_eq_v") and values["num_global_key_value_heads"]
+        n_kv_heads = values.get_int("num_global_key_value_heads") if has_own else None
+        return LayerConfig(head_dim=values.get_int("global_head_dim", max_value=MAX_DIM), n_kv_heads=n_kv_heads)
+    given, names = values[PER_LAYER_CONFIG_KEY], {f"{i}" for i in full}
+    is_uniform = (
+        isinstance(given, dict) and {*given} == names and all(each == given[f"{n_layers - 1}"] for each in given.values())
+    )
+    if not is_uniform or not isinstance(given[f"{n_layers - 1}"], dict) or not {*given[f"{n_layers - 1}"]} <= {*HEAD_KEYS}:
+        raise values.make_error(
+            PER_LAYER_CONFIG_KEY, f"the same {' and '.join(HEAD_KEYS)} of each layer of {FULL_ATTENTION}, and of no other"
+        )
+    heads = ConfigValues(values.path, given[f"{n_layers - 1}"], {})
+    head_dim, n_kv_heads = (heads.get_int(key, max_value=MAX_DIM) if key in heads else None for key in HEAD_KEYS)
     return LayerConfig(head_dim=head_dim, n_kv_heads=n_kv_heads)
 
 
-def _layers(
-    own: Sequence[LayerConfig], attention: AttentionConfig, full: Collection[int], n_shared: int, wide: int | None = None
+def _share_kv_layers(
+    unshared: Sequence[LayerConfig], attention: AttentionConfig, full: Collection[int], n_shared: int, wide_dim: int | None = None
 ) -> tuple[LayerConfig, ...]:
-    """Those, of which the last n_shared take keys and values of the last one before them that is alike, and have an MLP of that
-    width; attention: of those that have none of their own. Nothing where there is none to take from.
+    """Make the last n_shared layers use the keys and values of the last layer before them of the same type.
+
+    Args:
+        unshared: Configs of the layers without sharing.
+        attention: Attention of layers without a config for it.
+        full: Indices of the full-attention layers.
+        n_shared: Number of layers that share.
+        wide_dim: Hidden dim of the sharing layers' MLP; None keeps it.
+
+    Returns:
+        The layers; empty if there is no earlier layer of a type.
     """
-    layers, first = [*own], len(own) - n_shared
-    for i in range(first, len(own)):
+    layers, first = [*unshared], len(unshared) - n_shared
+    for i in range(first, len(unshared)):
         source = next((j for j in reversed(range(first)) if (j in full) == (i in full)), None)
         if source is None:
             return ()
-        taking = replace(own[i].attention or attention, kv_layer=source)
-        layers[i] = replace(own[i], attention=taking, hidden_dim=wide or own[i].hidden_dim)
+        shared_attention = replace(unshared[i].attention or attention, kv_layer=source)
+        layers[i] = replace(unshared[i], attention=shared_attention, hidden_dim=wide_dim or unshared[i].hidden_dim)
     return tuple(layers)
 
 
-def _rope(values: Values, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """In layers with a window, and in the others."""
+def _parse_ropes(values: ConfigValues, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Return the RoPE configs of sliding-window layers and of full-attention layers."""
     key = "rope_parameters"
-    given = ROPE if values[key] is None else values[key]
-    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in (SLIDING, FULL)):
-        raise values.refusal(key, f"an object of {SLIDING} and {FULL}")
-    local, whole = (Values(values.path, given[kind], SILENT) for kind in (SLIDING, FULL))
-    local.must_be("rope_type", "default")
-    local.must_be("partial_rotary_factor", None, 1)
-    whole.must_be("rope_type", "proportional")
-    n_turned = int(whole.real("partial_rotary_factor", 0, 1) * head_dim // 2)
-    divisors = proportional(n_turned, head_dim // 2, whole.real("factor", LEAST_SCALE, 1 / LEAST_SCALE))
-    thetas = (each.real("rope_theta", 1, MAX_THETA) for each in (local, whole))
-    return RopeConfig(next(thetas)), RopeConfig(next(thetas), divisors=divisors)
+    given = DEFAULT_ROPE if values[key] is None else values[key]
+    if not isinstance(given, dict) or not all(
+        isinstance(given.get(layer_type), dict) for layer_type in (SLIDING_ATTENTION, FULL_ATTENTION)
+    ):
+        raise values.make_error(key, f"an object of {SLIDING_ATTENTION} and {FULL_ATTENTION}")
+    local, full_rope = (
+        ConfigValues(values.path, given[layer_type], ROPE_DEFAULTS) for layer_type in (SLIDING_ATTENTION, FULL_ATTENTION)
+    )
+    local.require("rope_type", "default")
+    local.require("partial_rotary_factor", None, 1)
+    full_rope.require("rope_type", "proportional")
+    n_rotated_pairs = int(full_rope.get_float("partial_rotary_factor", 0, 1) * head_dim // 2)
+    freq_factors = make_proportional_divisors(
+        n_rotated_pairs, head_dim // 2, full_rope.get_float("factor", MIN_SCALE, 1 / MIN_SCALE)
+    )
+    thetas = (each.get_float("rope_theta", 1, MAX_THETA) for each in (local, full_rope))
+    return RopeConfig(next(thetas)), RopeConfig(next(thetas), freq_factors=freq_factors)
 
 
-def proportional(n_turned: int, n_pairs: int, factor: float = 1.0) -> tuple[float, ...]:
-    """What divides the angles of a head's pairs, of which the first n_turned turn."""
-    return (factor,) * n_turned + (UNTURNED,) * (n_pairs - n_turned)
+def make_proportional_divisors(n_rotated_pairs: int, n_pairs: int, factor: float = 1.0) -> tuple[float, ...]:
+    """Return the frequency factors of a head's pairs; the first n_rotated_pairs are rotated."""
+    return (factor,) * n_rotated_pairs + (UNROTATED_DIVISOR,) * (n_pairs - n_rotated_pairs)
 
 
-def gguf_config(k: Keys, n_shared: int | None = None) -> Config:
-    """The numbers that a GGUF file's keys say: those of heads are of layers that see the whole text.
+def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> ModelConfig:
+    """Build the config from a GGUF file's metadata; its head sizes are those of full-attention layers.
 
-    n_shared: how many layers, the last, take others' keys and values, by default as many as the file says.
+    Args:
+        metadata: The file's metadata.
+        n_shared: Number of layers, the last ones, that use others' keys and values; by default that of the file.
     """
-    n_layers, dim = k.common["n_layers"], k.common["dim"]
-    full = gguf.full_layers(k)
-    n_kv_heads, widths = (_by_layer(k, key, n_layers) for key in GGUF_BY_LAYER)
-    sizes = gguf.numbers(k, n_kv_heads=max(n_kv_heads), has_biases=False, window=k.whole(gguf.WINDOW), **ATTENTION)
-    local = k.whole("attention.key_length_swa", sizes["head_dim"])
+    n_layers, dim = metadata.common_fields["n_layers"], metadata.common_fields["dim"]
+    full = gguf.get_full_attention_layers(metadata)
+    n_kv_heads, mlp_dims = (_get_per_layer_ints(metadata, key, n_layers) for key in GGUF_PER_LAYER_KEYS)
+    sizes = gguf.parse_base_fields(
+        metadata,
+        n_kv_heads=max(n_kv_heads),
+        has_biases=False,
+        window=metadata.get_int(gguf.SLIDING_WINDOW_KEY),
+        **ATTENTION_FIELDS,
+    )
+    local_head_dim = metadata.get_int("attention.key_length_swa", sizes["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
-        if k.whole(key, local) != local:
-            raise k.refusal(key, f"{local}, a head's length")
+        if metadata.get_int(key, local_head_dim) != local_head_dim:
+            raise metadata.make_error(key, f"{local_head_dim}, a head's length")
     if n_shared is None:
-        n_shared = k.count(SHARED_LAYERS)
-    whole: AttentionConfig = replace(sizes["attention"], window=0)
-    theta = k.real("rope.freq_base_swa", 1, MAX_THETA, ROPE[SLIDING]["rope_theta"])
-    attention = replace(sizes["attention"], rope=replace(whole.rope, theta=theta, divisors=()))
-    own = []
+        n_shared = metadata.get_count(SHARED_KV_LAYERS_KEY)
+    full_attention: AttentionConfig = replace(sizes["attention"], window=0)
+    theta = metadata.get_float("rope.freq_base_swa", 1, MAX_THETA, DEFAULT_ROPE[SLIDING_ATTENTION]["rope_theta"])
+    attention = replace(sizes["attention"], rope=replace(full_attention.rope, theta=theta, freq_factors=()))
+    unshared = []
     for i in range(n_layers):
-        same = i < n_layers - n_shared and f"blk.{i}.attn_v.weight" not in k.tensors
-        sees = replace(whole if i in full else attention, values_are_keys=same)
-        own.append(LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local, widths[i], sees))
-    if not (layers := _layers(own, attention, full, n_shared)):
-        raise k.refusal(SHARED_LAYERS, SO_FEW)
+        is_k_eq_v = i < n_layers - n_shared and f"blk.{i}.attn_v.weight" not in metadata.tensors
+        layer_attention = replace(full_attention if i in full else attention, values_are_keys=is_k_eq_v)
+        unshared.append(
+            LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local_head_dim, mlp_dims[i], layer_attention)
+        )
+    if not (layers := _share_kv_layers(unshared, attention, full, n_shared)):
+        raise metadata.make_error(SHARED_KV_LAYERS_KEY, TOO_MANY_SHARED)
     if sizes["experts"]:
-        sizes["experts"] = replace(sizes["experts"], is_beside=True)
-    n_inputs = k.count(INPUTS)
-    sizes |= {"head_dim": local, "hidden_dim": widths[0], "n_kv_heads": n_kv_heads[0], "attention": attention}
-    return Config(
-        **sizes, **BLOCKS, layers=layers, layer_scale="blk.0.layer_output_scale.weight" in k.tensors,
-        embedding_scale=embedding_scale(dim),
-        inputs=InputsConfig(n_inputs, k.tensors.shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
-        logit_cap=k.real(CAP, 0, 1 / LEAST_SCALE, 0.0),
+        sizes["experts"] = replace(sizes["experts"], has_parallel_mlp=True)
+    n_inputs = metadata.get_count(PER_LAYER_INPUT_DIM_KEY)
+    sizes |= {"head_dim": local_head_dim, "hidden_dim": mlp_dims[0], "n_kv_heads": n_kv_heads[0], "attention": attention}
+    return ModelConfig(
+        **sizes, **BLOCK_FIELDS, layers=layers, layer_scale="blk.0.layer_output_scale.weight" in metadata.tensors,
+        embedding_scale=compute_embedding_scale(dim),
+        per_layer_inputs=PerLayerInputsConfig(n_inputs,
+        metadata.tensors.get_shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
+        logit_softcap=metadata.get_float(LOGIT_SOFTCAP_KEY, 0, 1 / MIN_SCALE, 0.0),
     )  # fmt: skip
 
 
-def _by_layer(k: Keys, key: str, n_layers: int) -> list[int]:
-    """A whole number for each layer, of a list or of one for all."""
-    given = k[key] if isinstance(k[key], list) else [k[key]] * n_layers
+def _get_per_layer_ints(metadata: GGUFMetadata, key: str, n_layers: int) -> list[int]:
+    """Return an integer for each layer, from a list or a number for all."""
+    given = metadata[key] if isinstance(metadata[key], list) else [metadata[key]] * n_layers
     if len(given) != n_layers or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in given):
-        raise k.refusal(key, f"a whole number from 1 on, or one for each of {n_layers} layers")
+        raise metadata.make_error(key, f"an integer of 1 or more, or one for each of {n_layers} layers")
     return given
 
 
-def _sharing_layers(config: Config) -> list[int]:
-    """Those that take the keys and values of others."""
-    return [i for i in range(config.n_layers) if not config.of_layer(i).has_cache]
+def _list_kv_sharing_layers(config: ModelConfig) -> list[int]:
+    """Return the layers that use the keys and values of others."""
+    return [i for i in range(config.n_layers) if not config.layer_config(i).has_own_kv]
 
 
-def unused(config: Config) -> Iterator[str]:
-    """What a folder may hold of layers that take the keys and values of others."""
-    return (f"layers.{i}.{name}" for i in _sharing_layers(config) for name in SHARED)
+def list_unused(config: ModelConfig) -> Iterator[str]:
+    """Return the tensors that a folder may have for layers that use the keys and values of others."""
+    return (f"layers.{i}.{name}" for i in _list_kv_sharing_layers(config) for name in SHARED_KV_TENSORS)
 
 
-def gguf_unused(config: Config) -> Iterator[str]:
-    """The same of a GGUF file."""
-    of_layers = (f"blk.{i}.{name}" for i in _sharing_layers(config) for name in GGUF_SHARED)
-    return itertools.chain([gguf.ROPE_DIVISORS], of_layers)
+def list_unused_gguf(config: ModelConfig) -> Iterator[str]:
+    """Return the tensors that a GGUF file may have for layers that use the keys and values of others."""
+    layer_names = (f"blk.{i}.{name}" for i in _list_kv_sharing_layers(config) for name in GGUF_SHARED_KV_TENSORS)
+    return itertools.chain([gguf.ROPE_FREQS], layer_names)
 
 
 FAMILY = (
-    InFolder(
-        "gemma4_text", DEFAULTS, config, PLACES, harmless=HARMLESS, does=(*DOES, "num_experts"),
-        aliases={"top_k_experts": "num_experts_per_tok"}, beside={"gemma4": True}, unused=unused,
+    HFFamily(
+        "gemma4_text", DEFAULTS, parse_config, HF_TENSORS, ignored_names=IGNORED_NAMES,
+        supported_keys=(*SUPPORTED_KEYS, "num_experts"),
+        key_aliases={"top_k_experts": "num_experts_per_tok"}, multimodal_types={"gemma4": True}, list_unused=list_unused,
     ),
-    InGguf(
-        "gemma4", gguf_config, GGUF_PLACES, (gguf.EXPERTS_IN_ONE,), does=(gguf.WINDOW, CAP, gguf.EXPERTS),
-        by_layer=GGUF_BY_LAYER, unused=gguf_unused,
+    GGUFFamily(
+        "gemma4", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS,),
+        supported_keys=(gguf.SLIDING_WINDOW_KEY, LOGIT_SOFTCAP_KEY, gguf.EXPERT_COUNT_KEY),
+        per_layer_keys=GGUF_PER_LAYER_KEYS, list_unused=list_unused_gguf,
     ),
 )  # fmt: skip

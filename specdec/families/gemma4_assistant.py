@@ -1,6 +1,6 @@
-"""Gemma 4's own draft, which Google publishes beside each model as its "assistant" (Gemma Team 2026): numbers and names.
+"""Gemma 4's own draft head, which Google publishes next to each model as its "assistant" (Gemma Team 2026).
 
-Those of a folder are what transformers 5.23 saves (`models/gemma4_assistant`).
+Keys and tensor names of a folder are those of transformers 5.23 (`models/gemma4_assistant`).
 """
 
 from collections.abc import Mapping
@@ -8,102 +8,109 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec.config import ASSISTANT, OF_TARGET, AttentionConfig, Config
 from specdec.families import gemma3, gemma4
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values, check_neutral
-from specdec.families.family import HeadInFolder, InGguf, Keys, Tensors
-from specdec.families.tensor_specs import Place
-from specdec.heads.gemma4_assistant import CENTROIDS, POST, PRE, AssistantConfig, assistant_of
+from specdec.families.config_values import ConfigValues, check_neutral_values
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead, TensorSource
+from specdec.families.tensor_specs import TensorSpec
+from specdec.heads.gemma4_assistant import CENTROIDS, POST_PROJECTION, PRE_PROJECTION, AssistantConfig, get_assistant_config
+from specdec.model_config import ASSISTANT, TARGET_KV_LAYER, AttentionConfig, ModelConfig
 
 DEFAULTS: dict[str, Any] = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
     "tie_word_embeddings": True,
 }  # fmt: skip
-INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}  # of which it has none
-PLACES = gemma4.PLACES | {
-    PRE: Place("pre_projection.weight"),
-    POST: Place("post_projection.weight"),
-    CENTROIDS: Place("masked_embedding.centroids.weight"),
+NO_PER_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+HF_TENSORS = gemma4.HF_TENSORS | {
+    PRE_PROJECTION: TensorSpec("pre_projection.weight"),
+    POST_PROJECTION: TensorSpec("post_projection.weight"),
+    CENTROIDS: TensorSpec("masked_embedding.centroids.weight"),
 }
-ORDER = "masked_embedding.token_ordering"
+TOKEN_ORDERING = "masked_embedding.token_ordering"
 
 
-def is_one(given: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an assistant."""
+def is_head_config(given: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes an assistant."""
     return given.get("model_type") == ASSISTANT
 
 
-def ids(config: Config, tensors: Tensors) -> str:
-    """The tensor of the ids in the order of their centroids; "" where there are none."""
-    return ORDER if assistant_of(config).n_centroids else ""
+def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
+    """Return the tensor with the ids in the order of their centroids; "" if there are none."""
+    return TOKEN_ORDERING if get_assistant_config(config).n_centroids else ""
 
 
-def config(path: Path, given: Mapping[str, Any], tensors: Tensors) -> Config:
-    """The numbers that its config.json says, at its top and of its layers; these take keys and values of the target's."""
-    own, of_text = Values(path, given, DEFAULTS), given.get(hf.TEXT)
-    if not isinstance(of_text, dict):
-        raise own.refusal(hf.TEXT, "an object, the config of its layers")
-    text = Values(path, of_text, gemma4.DEFAULTS | INPUTS)
-    for values in (own, text):
-        check_neutral(values, {key: neutral for key, neutral in hf.NEUTRAL.items() if key not in gemma4.DOES})
-    own.must_be("tie_word_embeddings", True)
-    n_layers = text.whole("num_hidden_layers")
-    text.must_be("num_kv_shared_layers", n_layers, 0, None)
-    for key, none in (*INPUTS.items(), ("use_double_wide_mlp", False), ("enable_moe_block", False)):
-        text.must_be(key, none)
-    text.must_be(gemma4.CAP, None)
-    alone = Values(text.path, {"num_kv_shared_layers": 0}, {key: text[key] for key in gemma4.DEFAULTS})
-    is_ordered = own.flag("use_ordered_embeddings")
-    n_centroids = own.whole("num_centroids") if is_ordered else 0
-    n_chosen = own.whole("centroid_intermediate_top_k", most=n_centroids) if is_ordered else 0
-    return _on_target(gemma4.config(alone), own.whole("backbone_hidden_size"), n_centroids, n_chosen)
+def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) -> ModelConfig:
+    """Build the config from config.json: the top level, and text_config of its layers, which use the target's keys and values."""
+    top_level, text_config = ConfigValues(path, given, DEFAULTS), given.get(hf.TEXT_CONFIG_KEY)
+    if not isinstance(text_config, dict):
+        raise top_level.make_error(hf.TEXT_CONFIG_KEY, "an object, the config of its layers")
+    text_values = ConfigValues(path, text_config, gemma4.DEFAULTS | NO_PER_LAYER_INPUTS)
+    for values in (top_level, text_values):
+        check_neutral_values(
+            values, {key: neutral for key, neutral in hf.NEUTRAL_VALUES.items() if key not in gemma4.SUPPORTED_KEYS}
+        )
+    top_level.require("tie_word_embeddings", True)
+    n_layers = text_values.get_int("num_hidden_layers")
+    text_values.require("num_kv_shared_layers", n_layers, 0, None)
+    for key, neutral_value in (*NO_PER_LAYER_INPUTS.items(), ("use_double_wide_mlp", False), ("enable_moe_block", False)):
+        text_values.require(key, neutral_value)
+    text_values.require(gemma4.LOGIT_SOFTCAP_KEY, None)
+    unshared = ConfigValues(text_values.path, {"num_kv_shared_layers": 0}, {key: text_values[key] for key in gemma4.DEFAULTS})
+    is_ordered = top_level.get_bool("use_ordered_embeddings")
+    n_centroids = top_level.get_int("num_centroids") if is_ordered else 0
+    top_k = top_level.get_int("centroid_intermediate_top_k", max_value=n_centroids) if is_ordered else 0
+    return _make_assistant_config(gemma4.parse_config(unshared), top_level.get_int("backbone_hidden_size"), n_centroids, top_k)
 
 
-def gguf_config(k: Keys) -> Config:
-    """The same of a GGUF file, for which llama.cpp leaves centroids out."""
-    k.must_be(gemma4.SHARED_LAYERS, k.common["n_layers"])
-    k.must_be(gguf.NEXTN, k.common["n_layers"])
-    k.must_be(gemma4.INPUTS, 0, None)
-    k.must_be(gemma4.CAP, None)
-    tied = replace(gemma4.gguf_config(k, n_shared=0), shared_classifier=True)
-    return _on_target(tied, k.whole("embedding_length_out"), 0, 0)
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config from a GGUF file's metadata; llama.cpp leaves out the centroids."""
+    metadata.require(gemma4.SHARED_KV_LAYERS_KEY, metadata.common_fields["n_layers"])
+    metadata.require(gguf.NEXTN_LAYERS_KEY, metadata.common_fields["n_layers"])
+    metadata.require(gemma4.PER_LAYER_INPUT_DIM_KEY, 0, None)
+    metadata.require(gemma4.LOGIT_SOFTCAP_KEY, None)
+    tied = replace(gemma4.parse_gguf_config(metadata, n_shared=0), shared_classifier=True)
+    return _make_assistant_config(tied, metadata.get_int("embedding_length_out"), 0, 0)
 
 
-def _of_target(attention: AttentionConfig) -> AttentionConfig:
-    """The same by the target's keys and values; in transformers it sees as many tokens and one more behind its own position."""
-    return replace(attention, kv_layer=OF_TARGET, values_are_keys=False, window=attention.window + (attention.window > 0))
+def _use_target_kv(attention: AttentionConfig) -> AttentionConfig:
+    """Return attention over the target's keys and values; as in transformers, its window is one token longer."""
+    return replace(attention, kv_layer=TARGET_KV_LAYER, values_are_keys=False, window=attention.window + (attention.window > 0))
 
 
-def _on_target(model: Config, target_dim: int, n_centroids: int, n_chosen: int) -> Config:
-    """An assistant of a Gemma 4 whose layers make keys and values."""
+def _make_assistant_config(model: ModelConfig, target_dim: int, n_centroids: int, top_k: int) -> ModelConfig:
+    """Turn a Gemma 4 config into that of an assistant."""
     return replace(
         model,
         architecture=ASSISTANT,
-        attention=_of_target(model.attention),
-        layers=tuple(replace(layer, attention=_of_target(layer.attention or model.attention)) for layer in model.layers),
-        embedding_scale=gemma3.embedding_scale(target_dim),
+        attention=_use_target_kv(model.attention),
+        layers=tuple(replace(layer, attention=_use_target_kv(layer.attention or model.attention)) for layer in model.layers),
+        embedding_scale=gemma3.compute_embedding_scale(target_dim),
         head=AssistantConfig(
             target_dim=target_dim,
-            layers=(),
-            n_rows=model.vocab_size,
+            target_layers=(),
+            draft_vocab_size=model.vocab_size,
             own_embedding=False,
             own_classifier=True,
             n_centroids=n_centroids,
-            n_chosen=n_chosen,
+            centroid_top_k=top_k,
         ),
     )
 
 
-GGUF_PLACES = gemma4.GGUF_PLACES | {PRE: Place("nextn.pre_projection.weight"), POST: Place("nextn.post_projection.weight")}
+GGUF_TENSORS = gemma4.GGUF_TENSORS | {
+    PRE_PROJECTION: TensorSpec("nextn.pre_projection.weight"),
+    POST_PROJECTION: TensorSpec("nextn.post_projection.weight"),
+}
 FAMILY = (
-    InGguf(
-        "gemma4-assistant", gguf_config, GGUF_PLACES, does=(gguf.WINDOW, gguf.NEXTN), by_layer=gemma4.GGUF_BY_LAYER,
-        is_head=True, unused=gemma4.gguf_unused,
+    GGUFFamily(
+        "gemma4-assistant", parse_gguf_config, GGUF_TENSORS, supported_keys=(gguf.SLIDING_WINDOW_KEY, gguf.NEXTN_LAYERS_KEY),
+        per_layer_keys=gemma4.GGUF_PER_LAYER_KEYS,
+        is_head=True, list_unused=gemma4.list_unused_gguf,
     ),
-    HeadInFolder(
-        is_one, config, lambda config, tensors: PLACES, ids, in_order=("tok_emb",), unused=gemma4.unused,
-        beside=("assistant", "{}-assistant"),
+    HFHead(
+        is_head_config, parse_config, lambda config, tensors: HF_TENSORS, get_id_map_name, id_ordered_tensors=("tok_emb",),
+        list_unused=gemma4.list_unused,
+        folder_names=("assistant", "{}-assistant"),
     ),
 )  # fmt: skip

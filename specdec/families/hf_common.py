@@ -1,4 +1,4 @@
-"""What families say alike in a config.json, and the names of Llama's tensors in a folder. Knows no family.
+"""Parts of config.json that families have in common, and the names of Llama's tensors in a folder.
 
 The keys are those of transformers 5.23, `models/*/configuration_*.py`.
 """
@@ -10,16 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import LEAST_SCALE, AttentionConfig, ExpertsConfig, LayerConfig, RopeConfig, RopeScaling, YarnScaling, of_some
-from specdec.families.config_values import WIDEST, Values
-from specdec.families.tensor_specs import GATED, OF_EXPERTS, QKV, TURNED, changed, experts_in_one, named, together
-from specdec.layers.rope import yarn_scale
+from specdec.families.config_values import MAX_DIM, ConfigValues
+from specdec.families.tensor_specs import (
+    EXPERT_WEIGHTS,
+    GATE_UP,
+    QKV,
+    ROTARY_TENSORS,
+    make_fused_expert_specs,
+    make_fused_specs,
+    make_tensor_specs,
+    replace_in_specs,
+)
+from specdec.layers.rope import get_yarn_attention_factor
+from specdec.model_config import (
+    MIN_SCALE,
+    AttentionConfig,
+    ExpertsConfig,
+    LayerConfig,
+    Llama3RopeScaling,
+    RopeConfig,
+    YarnRopeScaling,
+    make_layer_configs,
+)
 
-HEAD = "lm_head.weight"
-TEXT = "text_config"  # of a model of texts beside others
-MOST_LAYERS = 1 << 16  # where some of them are listed
+LM_HEAD = "lm_head.weight"
+TEXT_CONFIG_KEY = "text_config"  # the language model of a multimodal one
+MAX_LAYERS = 1 << 16  # limit, for configs that list layers
 MAX_THETA = 1e18
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
 SILU, GELU_TANH = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh")
 
 DEFAULTS: dict[str, Any] = {
@@ -28,8 +46,8 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
     "sliding_window": None, "rope_theta": 10000.0,
 }  # fmt: skip
-# what other arithmetic than ours is asked for by, in any family, and the values that ask for nothing
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Keys that change the arithmetic in some family, and their values that change nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     key: neutral
     for neutral, keys in (
         ((None,), "quantization_config attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar clip_qkv"),
@@ -44,213 +62,274 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     )
     for key in keys.split()
 }
-PREFIX = re.compile(r"(model\.language_model|language_model\.model|language_model|model)\.")  # the first three beside images
-HARMLESS = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
-OF_LAYERS, BIASES = "layers.{}.%s.weight", "layers.{}.%s.bias"
-PLACES = changed(
-    named("%s.weight", tok_emb="embed_tokens", rms_final="norm", wcls="lm_head")
-    | named(
-        OF_LAYERS, rms_att="input_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
+PREFIX = re.compile(
+    r"(model\.language_model|language_model\.model|language_model|model)\."
+)  # the first three in multimodal models
+IGNORED_NAMES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
+LAYER_WEIGHT, LAYER_BIAS = "layers.{}.%s.weight", "layers.{}.%s.bias"
+TENSORS = replace_in_specs(
+    make_tensor_specs("%s.weight", tok_emb="embed_tokens", rms_final="norm", wcls="lm_head")
+    | make_tensor_specs(
+        LAYER_WEIGHT, rms_att="input_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
         wo="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", rms_ffn="post_attention_layernorm",
         w1="mlp.gate_proj", w2="mlp.down_proj", w3="mlp.up_proj",
     )
-    | named(
-        BIASES, bq="self_attn.q_proj", bk="self_attn.k_proj", bv="self_attn.v_proj", bo="self_attn.o_proj",
+    | make_tensor_specs(
+        LAYER_BIAS, bq="self_attn.q_proj", bk="self_attn.k_proj", bv="self_attn.v_proj", bo="self_attn.o_proj",
         b1="mlp.gate_proj", b2="mlp.down_proj", b3="mlp.up_proj",
     ),
-    TURNED, halves=True,
+    ROTARY_TENSORS, is_neox_style=True,
 )  # fmt: skip
-NORMS_BEHIND = named(OF_LAYERS, rms_att_out="post_attention_layernorm", rms_ffn_out="post_feedforward_layernorm")
-NORMS_AROUND = NORMS_BEHIND | named(OF_LAYERS, rms_ffn="pre_feedforward_layernorm")
-FUSED = changed(  # some of them in one tensor
-    together(QKV, OF_LAYERS % "self_attn.qkv_proj") | together(GATED, OF_LAYERS % "mlp.gate_up_proj"), TURNED, halves=True
+POST_NORM_TENSORS = make_tensor_specs(
+    LAYER_WEIGHT, rms_att_out="post_attention_layernorm", rms_ffn_out="post_feedforward_layernorm"
 )
-EXPERTS = named(OF_LAYERS, router="mlp.gate") | changed(
-    named("layers.{}.mlp.experts.{}.%s.weight", experts_w1="gate_proj", experts_w2="down_proj", experts_w3="up_proj"),
-    OF_EXPERTS, each=True,
+PRE_POST_NORM_TENSORS = POST_NORM_TENSORS | make_tensor_specs(LAYER_WEIGHT, rms_ffn="pre_feedforward_layernorm")
+FUSED_TENSORS = replace_in_specs(  # some tensors stored in one
+    make_fused_specs(QKV, LAYER_WEIGHT % "self_attn.qkv_proj") | make_fused_specs(GATE_UP, LAYER_WEIGHT % "mlp.gate_up_proj"),
+    ROTARY_TENSORS,
+    is_neox_style=True,
+)
+EXPERT_TENSORS = make_tensor_specs(LAYER_WEIGHT, router="mlp.gate") | replace_in_specs(
+    make_tensor_specs("layers.{}.mlp.experts.{}.%s.weight", experts_w1="gate_proj", experts_w2="down_proj", experts_w3="up_proj"),
+    EXPERT_WEIGHTS, is_per_expert=True,
 )  # fmt: skip
-SHARED = named(  # the expert that all tokens go through
-    OF_LAYERS, shared_w1="mlp.shared_expert.gate_proj", shared_w2="mlp.shared_expert.down_proj",
+SHARED_EXPERT_TENSORS = make_tensor_specs(  # the expert that processes all tokens
+    LAYER_WEIGHT, shared_w1="mlp.shared_expert.gate_proj", shared_w2="mlp.shared_expert.down_proj",
     shared_w3="mlp.shared_expert.up_proj", shared_gate="mlp.shared_expert_gate",
 )  # fmt: skip
-EXPERTS_IN_ONE = experts_in_one("layers.{}.mlp.experts.%s")
+FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.mlp.experts.%s")
 
 
-def numbers(values: Values, activation: str = "hidden_act", choices: Sequence[str] = SILU) -> dict[str, Any]:
-    """The sizes of a family that is like Llama; activation: the key of what gates an MLP. Raises CheckpointError."""
-    values.must_be(activation, *choices)
-    n_heads = values.whole("num_attention_heads")
+def parse_base_fields(values: ConfigValues, activation: str = "hidden_act", choices: Sequence[str] = SILU) -> dict[str, Any]:
+    """Return the sizes of a family like Llama as fields of `ModelConfig`.
+
+    Args:
+        values: The keys of config.json.
+        activation: The key of the MLP's activation.
+        choices: Its supported values.
+
+    Raises:
+        CheckpointError: A value is not supported.
+    """
+    values.require(activation, *choices)
+    n_heads = values.get_int("num_attention_heads")
     return {
-        "dim": values.whole("hidden_size", most=WIDEST),
-        "hidden_dim": values.whole("intermediate_size"),
-        "n_layers": values.whole("num_hidden_layers", most=MOST_LAYERS),
+        "dim": values.get_int("hidden_size", max_value=MAX_DIM),
+        "hidden_dim": values.get_int("intermediate_size"),
+        "n_layers": values.get_int("num_hidden_layers", max_value=MAX_LAYERS),
         "n_heads": n_heads,
-        "n_kv_heads": values.whole("num_key_value_heads", n_heads),
-        "vocab_size": values.whole("vocab_size"),
-        "seq_len": values.whole("max_position_embeddings"),
-        "shared_classifier": values.flag("tie_word_embeddings"),
-        "norm_eps": values.real("rms_norm_eps", 0, 1),
-        "head_dim": values.whole("head_dim", 0, WIDEST),
+        "n_kv_heads": values.get_int("num_key_value_heads", n_heads),
+        "vocab_size": values.get_int("vocab_size"),
+        "seq_len": values.get_int("max_position_embeddings"),
+        "shared_classifier": values.get_bool("tie_word_embeddings"),
+        "norm_eps": values.get_float("rms_norm_eps", 0, 1),
+        "head_dim": values.get_int("head_dim", 0, MAX_DIM),
     }
 
 
-def attention(values: Values, turning: RopeConfig | None = None, **own: Any) -> AttentionConfig:
-    """All of its products add biases, or none; turning: its RoPE, where that is not said as by Llama; own: what else it does."""
-    has = values.flag("attention_bias")
-    return AttentionConfig(turning or rope(values), qkv_bias=has, wo_bias=has, **own)
+def parse_attention(values: ConfigValues, rope_config: RopeConfig | None = None, **more: Any) -> AttentionConfig:
+    """Return the attention's config; its projections all have biases, or none has.
+
+    Args:
+        values: The keys of config.json.
+        rope_config: The RoPE config; by default that of Llama's keys.
+        more: Other fields of `AttentionConfig`.
+    """
+    has_biases = values.get_bool("attention_bias")
+    return AttentionConfig(rope_config or parse_rope(values), qkv_bias=has_biases, wo_bias=has_biases, **more)
 
 
-def no_biases(values: Values) -> None:
-    """Raises CheckpointError for any."""
-    values.must_be("attention_bias", False)
-    values.must_be("mlp_bias", False)
+def reject_biases(values: ConfigValues) -> None:
+    """Raise CheckpointError if the projections have biases."""
+    values.require("attention_bias", False)
+    values.require("mlp_bias", False)
 
 
-# Windows
+# Sliding windows
 
 
-def window(values: Values) -> int:
-    """Of all layers, or of none; a list of layers says the same."""
-    seen = values.whole("sliding_window", 0)
-    all_are(SLIDING if seen else FULL, values)
-    return seen
+def parse_window(values: ConfigValues) -> int:
+    """Return the sliding window of all layers, 0 for none; a list of layer types must match it."""
+    window = values.get_int("sliding_window", 0)
+    check_layer_types(SLIDING_ATTENTION if window else FULL_ATTENTION, values)
+    return window
 
 
-def no_window(values: Values) -> None:
-    """Raises CheckpointError for a window that is said where transformers does not look at it."""
-    if values["sliding_window"] is not None and values.whole("sliding_window") < values.whole("max_position_embeddings"):
-        raise values.refusal("sliding_window", f"null in a {values['model_type']} model")
+def reject_window(values: ConfigValues) -> None:
+    """Raise CheckpointError for a sliding window in a config for which transformers ignores it."""
+    if values["sliding_window"] is not None and values.get_int("sliding_window") < values.get_int("max_position_embeddings"):
+        raise values.make_error("sliding_window", f"null in a {values['model_type']} model")
 
 
-def all_are(kind: str, values: Values) -> None:
-    """Raises CheckpointError for a list of layers of which some are not of that kind."""
-    n_layers = values.whole("num_hidden_layers", most=MOST_LAYERS)
-    if values["layer_types"] is not None and values["layer_types"] != [kind] * n_layers:
-        raise values.refusal("layer_types", f"{kind} in all {n_layers} layers")
+def check_layer_types(layer_type: str, values: ConfigValues) -> None:
+    """Raise CheckpointError if a list of layer types contains another type than this one."""
+    n_layers = values.get_int("num_hidden_layers", max_value=MAX_LAYERS)
+    if values["layer_types"] is not None and values["layer_types"] != [layer_type] * n_layers:
+        raise values.make_error("layer_types", f"{layer_type} in all {n_layers} layers")
 
 
-def full_layers(values: Values, n_layers: int, every: int | str, others: str = SLIDING) -> set[int]:
-    """Those that the list of all calls full; without a list each so many-th, or as many as that key says."""
+def get_full_attention_layers(
+    values: ConfigValues, n_layers: int, interval: int | str, other_type: str = SLIDING_ATTENTION
+) -> set[int]:
+    """Return the indices of layers with full attention.
+
+    Args:
+        values: The keys of config.json.
+        n_layers: Number of layers.
+        interval: Without a list of layer types, each interval-th layer has full attention; a string is the key of the interval.
+        other_type: The type of the other layers.
+    """
     if values["layer_types"] is None:
-        step = values.whole(every) if isinstance(every, str) else every
+        step = values.get_int(interval) if isinstance(interval, str) else interval
         return {*range(step - 1, n_layers, step)}
-    types = values.of_layers("layer_types", n_layers, (FULL, others), f"{FULL} or {others}")
-    return {layer for layer, kind in enumerate(types) if kind == FULL}
+    types = values.get_per_layer("layer_types", n_layers, (FULL_ATTENTION, other_type), f"{FULL_ATTENTION} or {other_type}")
+    return {layer for layer, layer_type in enumerate(types) if layer_type == FULL_ATTENTION}
 
 
-def unwindowed(windowed: AttentionConfig, full: Collection[int], n_layers: int, **own: Any) -> tuple[LayerConfig, ...]:
-    """`Config.layers` of which those have no window; own: what else their attention has of its own."""
-    return of_some(LayerConfig(attention=replace(windowed, window=0, **own)), full, n_layers)
+def make_full_attention_layers(
+    sliding: AttentionConfig, full: Collection[int], n_layers: int, **more: Any
+) -> tuple[LayerConfig, ...]:
+    """Return `ModelConfig.layers` in which the given layers have no window.
+
+    Args:
+        sliding: Attention of the sliding-window layers.
+        full: Indices of the full-attention layers.
+        n_layers: Number of layers.
+        more: Other fields of `AttentionConfig` that differ in the full-attention layers.
+    """
+    return make_layer_configs(LayerConfig(attention=replace(sliding, window=0, **more)), full, n_layers)
 
 
 # RoPE
 
 
-def head_length(values: Values) -> int:
-    """How many rows a head has, or would have if they were whole."""
-    own, dim = values.whole("head_dim", 0, WIDEST), values.whole("hidden_size", most=WIDEST)
-    return own or dim // values.whole("num_attention_heads")
+def get_head_dim(values: ConfigValues) -> int:
+    """Return the rows of a head, including those that RoPE does not rotate."""
+    head_dim, dim = values.get_int("head_dim", 0, MAX_DIM), values.get_int("hidden_size", max_value=MAX_DIM)
+    return head_dim or dim // values.get_int("num_attention_heads")
 
 
-def rope_values(values: Values, otherwise: Mapping[str, Any] | None = None) -> Values:
-    """What is said of RoPE: of transformers 5 in rope_parameters, of older ones in rope_scaling; otherwise: where nothing is."""
+def get_rope_values(values: ConfigValues, default: Mapping[str, Any] | None = None) -> ConfigValues:
+    """Return the RoPE keys: rope_parameters of transformers 5, or rope_scaling of older ones; default: if both are missing."""
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
-    given = otherwise or {} if values[key] is None else values[key]
+    given = default or {} if values[key] is None else values[key]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise values.refusal(key, "an object of numbers, one for all layers")
-    silent = {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")}
-    return Values(values.path, given, silent)
+        raise values.make_error(key, "an object of numbers, one for all layers")
+    defaults = {"rope_theta": values["rope_theta"], "rope_type": given.get("type", "default")}
+    return ConfigValues(values.path, given, defaults)
 
 
-def partial_rope(rope: Values, values: Values, *sources: Values) -> RopeConfig:
-    """The base of the angles, and how many rows of a head are turned, by the share that the last one of sources tells."""
-    partial, head_dim = "partial_rotary_factor", head_length(values)
-    told, share = values, 1.0
+def parse_partial_rope(rope: ConfigValues, values: ConfigValues, *sources: ConfigValues) -> RopeConfig:
+    """Return the RoPE config with the rotated share of each head, which the last of the sources with such a key gives."""
+    partial, head_dim = "partial_rotary_factor", get_head_dim(values)
+    chosen, share = values, 1.0
     for source in sources:
         if source[partial] is not None:
-            told, share = source, source.real(partial, 0, 1)
-    n_turned = int(head_dim * share)
-    if n_turned < 2 or n_turned % 2:
-        raise told.refusal(partial, f"what leaves an even number of a head's {head_dim} rows, 2 or more")
-    return RopeConfig(rope.real("rope_theta", 1, MAX_THETA), 0 if n_turned == head_dim else n_turned)
+            chosen, share = source, source.get_float(partial, 0, 1)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise chosen.make_error(partial, f"a share that gives an even number of a head's {head_dim} rows, 2 or more")
+    return RopeConfig(rope.get_float("rope_theta", 1, MAX_THETA), 0 if rotary_dim == head_dim else rotary_dim)
 
 
-def ropes_of_layers(values: Values, local_theta: str = "rope_theta") -> list[Values]:
-    """What is said of RoPE in layers with a window, whose base older files have by that key, and in the others, of which older
-    ones say what scales them.
+def get_rope_values_by_layer_type(values: ConfigValues, local_theta: str = "rope_theta") -> list[ConfigValues]:
+    """Return the RoPE keys of sliding-window layers and of full-attention layers.
+
+    Older files have the base of the former under the key local_theta, and scale the latter by rope_scaling.
     """
-    key, expected = "rope_parameters", f"an object of {FULL} and {SLIDING}"
-    given = values.object(key, expected)
-    if not all(kind in (FULL, SLIDING) and isinstance(part, dict | None) for kind, part in given.items()):
-        raise values.refusal(key, expected)
-    scaling, found = values.object("rope_scaling", "an object or null"), []
-    for kind, theta, more in ((SLIDING, local_theta, {}), (FULL, "rope_theta", scaling)):
-        part = (given.get(kind) or {}) | more
-        found.append(Values(values.path, part, {"rope_theta": values[theta], "rope_type": part.get("type", "default")}))
+    key, expected = "rope_parameters", f"an object of {FULL_ATTENTION} and {SLIDING_ATTENTION}"
+    given = values.get_object(key, expected)
+    if not all(
+        layer_type in (FULL_ATTENTION, SLIDING_ATTENTION) and isinstance(rope, dict | None) for layer_type, rope in given.items()
+    ):
+        raise values.make_error(key, expected)
+    scaling, found = values.get_object("rope_scaling", "an object or null"), []
+    for layer_type, theta, more in ((SLIDING_ATTENTION, local_theta, {}), (FULL_ATTENTION, "rope_theta", scaling)):
+        rope = (given.get(layer_type) or {}) | more
+        found.append(ConfigValues(values.path, rope, {"rope_theta": values[theta], "rope_type": rope.get("type", "default")}))
     return found
 
 
-def rope(values: Values, said: Values | None = None) -> RopeConfig:
-    """The base of the angles, and how they are scaled; said: where `rope_values` finds it, by default. Raises CheckpointError."""
-    said = said or rope_values(values)
-    said.must_be("mrope_section", None)
-    said.must_be("partial_rotary_factor", None, 1)
-    found = RopeConfig(said.real("rope_theta", 1, MAX_THETA))
-    if said["rope_type"] == "default":
-        return found
-    if said["rope_type"] == "yarn":
-        return _yarn(found, values, said)
-    if said["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
-        return replace(found, divisors=(said.real("factor", 1, 1e6),) * (head_length(values) // 2))
-    if said["rope_type"] == "dynamic" and original_positions(values, said) >= values.whole("max_position_embeddings"):
-        return found  # other angles are for texts beyond those positions alone
-    if said["rope_type"] != "llama3":
-        raise said.refusal("rope_type", "default, linear, dynamic, llama3 or yarn; other kinds of RoPE are not supported")
-    scaling = RopeScaling(
-        factor=said.real("factor", 1, 1e6),
-        low_freq_factor=said.real("low_freq_factor", 1e-6, 1e6),
-        high_freq_factor=said.real("high_freq_factor", 1e-6, 1e6),
-        original_seq_len=original_positions(values, said),
+def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None) -> RopeConfig:
+    """Return the RoPE config; rope_values: by default those of `get_rope_values`. Raises CheckpointError."""
+    rope_values = rope_values or get_rope_values(values)
+    rope_values.require("mrope_section", None)
+    rope_values.require("partial_rotary_factor", None, 1)
+    rope = RopeConfig(rope_values.get_float("rope_theta", 1, MAX_THETA))
+    if rope_values["rope_type"] == "default":
+        return rope
+    if rope_values["rope_type"] == "yarn":
+        return _parse_yarn(rope, values, rope_values)
+    if rope_values["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
+        return replace(rope, freq_factors=(rope_values.get_float("factor", 1, 1e6),) * (get_head_dim(values) // 2))
+    if rope_values["rope_type"] == "dynamic" and get_original_positions(values, rope_values) >= values.get_int(
+        "max_position_embeddings"
+    ):
+        return rope  # the angles change only beyond those positions
+    if rope_values["rope_type"] != "llama3":
+        raise rope_values.make_error(
+            "rope_type", "default, linear, dynamic, llama3 or yarn; other kinds of RoPE are not supported"
+        )
+    scaling = Llama3RopeScaling(
+        factor=rope_values.get_float("factor", 1, 1e6),
+        low_freq_factor=rope_values.get_float("low_freq_factor", 1e-6, 1e6),
+        high_freq_factor=rope_values.get_float("high_freq_factor", 1e-6, 1e6),
+        original_seq_len=get_original_positions(values, rope_values),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise said.refusal("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
-    return replace(found, scaling=scaling)
+        raise rope_values.make_error("high_freq_factor", f"more than low_freq_factor, {scaling.low_freq_factor:g}")
+    return replace(rope, scaling=scaling)
 
 
-def original_positions(values: Values, said: Values) -> int:
-    """How many positions the model was made for before it was taught more."""
+def get_original_positions(values: ConfigValues, rope_values: ConfigValues) -> int:
+    """Return the context length before it was extended."""
     key = "original_max_position_embeddings"
-    source = values if key in values else said
-    return source.whole(key) if key in source else values.whole("max_position_embeddings")
+    source = values if key in values else rope_values
+    return source.get_int(key) if key in source else values.get_int("max_position_embeddings")
 
 
-def _yarn(rope: RopeConfig, values: Values, said: Values) -> RopeConfig:
-    original, scale = original_positions(values, said), 1.0
-    factor = said.real("factor", 1, 1e6, values.whole("max_position_embeddings") / original)
+def _parse_yarn(rope: RopeConfig, values: ConfigValues, rope_values: ConfigValues) -> RopeConfig:
+    original, scale = get_original_positions(values, rope_values), 1.0
+    factor = rope_values.get_float("factor", 1, 1e6, values.get_int("max_position_embeddings") / original)
     if factor < 1:
-        raise said.refusal("factor", "a number from 1 on")
-    betas = {key: said.real(key, 1e-6, 1e6) for key in ("beta_fast", "beta_slow") if said[key] not in (None, 0)}
-    scaling = YarnScaling(factor, original, **betas, in_whole_pairs="truncate" not in said or said.flag("truncate"))
+        raise rope_values.make_error("factor", "a number of 1 or more")
+    betas = {
+        key: rope_values.get_float(key, 1e-6, 1e6) for key in ("beta_fast", "beta_slow") if rope_values[key] not in (None, 0)
+    }
+    scaling = YarnRopeScaling(
+        factor, original, **betas, truncate="truncate" not in rope_values or rope_values.get_bool("truncate")
+    )
     if scaling.beta_fast < scaling.beta_slow:
-        raise said.refusal("beta_fast", f"beta_slow, {scaling.beta_slow:g}, or more")
-    if said["attention_factor"] is not None:
-        scale = said.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
+        raise rope_values.make_error("beta_fast", f"beta_slow, {scaling.beta_slow:g}, or more")
+    if rope_values["attention_factor"] is not None:
+        scale = rope_values.get_float("attention_factor", MIN_SCALE, 1 / MIN_SCALE)
     else:
-        shares = [said.real(key, 0, 1e6, 0.0) for key in ("mscale", "mscale_all_dim")]
-        scale = yarn_scale(factor, shares[0]) / yarn_scale(factor, shares[1]) if all(shares) else yarn_scale(factor)
-    return replace(rope, scaling=scaling, scale=float(np.float32(scale)))
+        mscales = [rope_values.get_float(key, 0, 1e6, 0.0) for key in ("mscale", "mscale_all_dim")]
+        scale = (
+            get_yarn_attention_factor(factor, mscales[0]) / get_yarn_attention_factor(factor, mscales[1])
+            if all(mscales)
+            else get_yarn_attention_factor(factor)
+        )
+    return replace(rope, scaling=scaling, attention_factor=float(np.float32(scale)))
 
 
 # Experts
 
 
-def dense_layers(values: Values) -> tuple[int, ...]:
-    """Those without experts, where each so many-th layer has some, and those do not that a list names."""
-    n_layers, step = values.whole("num_hidden_layers", most=MOST_LAYERS), values.whole("decoder_sparse_step")
-    named = [] if values["mlp_only_layers"] is None else values.layers("mlp_only_layers", n_layers)
+def get_dense_layers(values: ConfigValues) -> tuple[int, ...]:
+    """Return the layers without experts: those in mlp_only_layers, and all but each decoder_sparse_step-th layer."""
+    n_layers, step = values.get_int("num_hidden_layers", max_value=MAX_LAYERS), values.get_int("decoder_sparse_step")
+    named = [] if values["mlp_only_layers"] is None else values.get_layer_indices("mlp_only_layers", n_layers)
     return tuple(i for i in range(n_layers) if i in named or (i + 1) % step)
 
 
-def experts(values: Values, hidden: str, n: str = "num_experts", **more: Any) -> ExpertsConfig:
-    """How many there are, by the key n, and that a token goes through; hidden: the key of their width."""
-    return ExpertsConfig(values.whole(n), values.whole("num_experts_per_tok"), values.whole(hidden), **more)
+def parse_experts(values: ConfigValues, hidden_dim_key: str, count_key: str = "num_experts", **more: Any) -> ExpertsConfig:
+    """Return the config of experts.
+
+    Args:
+        values: The keys of config.json.
+        hidden_dim_key: The key of an expert's width.
+        count_key: The key of the number of experts.
+        more: Other fields of `ExpertsConfig`.
+    """
+    return ExpertsConfig(values.get_int(count_key), values.get_int("num_experts_per_tok"), values.get_int(hidden_dim_key), **more)

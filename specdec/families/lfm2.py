@@ -1,24 +1,24 @@
-"""LFM2 (Liquid AI 2025, arXiv:2511.23404): short convolutions in most layers, attention in the others; with experts, too."""
+"""LFM2 (Liquid AI 2025, arXiv:2511.23404): short convolutions in most layers, attention in the others; also with experts."""
 
 from dataclasses import replace
 
-from specdec.config import LEAST_SCALE, Config, ConvConfig, LayerConfig, of_some
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import MAX_SIZE, Values
-from specdec.families.family import InFolder, InGguf, Keys
+from specdec.families.config_values import MAX_SIZE, ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.tensor_specs import (
     CONV_IN,
     CONV_IN_BIASES,
-    TAPS,
-    TURNED,
-    TURNED_TAPS,
-    Place,
-    changed,
-    experts_in_one,
-    named,
-    together,
+    CONV_TAPS,
+    ROTARY_TENSORS,
+    TRANSPOSED_CONV_TAPS,
+    TensorSpec,
+    make_fused_expert_specs,
+    make_fused_specs,
+    make_tensor_specs,
+    replace_in_specs,
 )
+from specdec.model_config import MIN_SCALE, LayerConfig, ModelConfig, ShortConvConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,
@@ -31,111 +31,139 @@ MOE_DEFAULTS = DEFAULTS | {
     "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
     "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
-ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
-KINDS = ("conv", hf.FULL)
-PLACES = changed(
-    named("%s.weight", tok_emb="embed_tokens", rms_final="embedding_norm", wcls="lm_head")
-    | named(
-        hf.OF_LAYERS, rms_att="operator_norm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
+KEY_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+LAYER_TYPES = ("conv", hf.FULL_ATTENTION)
+HF_TENSORS = replace_in_specs(
+    make_tensor_specs("%s.weight", tok_emb="embed_tokens", rms_final="embedding_norm", wcls="lm_head")
+    | make_tensor_specs(
+        hf.LAYER_WEIGHT, rms_att="operator_norm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
         wo="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm",
         conv_out="conv.out_proj", rms_ffn="ffn_norm", w1="feed_forward.w1", w2="feed_forward.w2", w3="feed_forward.w3",
     )
-    | named(hf.BIASES, conv_bias="conv.conv", conv_out_bias="conv.out_proj")
-    | together(CONV_IN, hf.OF_LAYERS % "conv.in_proj")
-    | together(CONV_IN_BIASES, hf.BIASES % "conv.in_proj")
-    | {"conv": Place("layers.{}.conv.conv.weight", made=TAPS)},
-    TURNED, halves=True,
+    | make_tensor_specs(hf.LAYER_BIAS, conv_bias="conv.conv", conv_out_bias="conv.out_proj")
+    | make_fused_specs(CONV_IN, hf.LAYER_WEIGHT % "conv.in_proj")
+    | make_fused_specs(CONV_IN_BIASES, hf.LAYER_BIAS % "conv.in_proj")
+    | {"conv": TensorSpec("layers.{}.conv.conv.weight", transform=CONV_TAPS)},
+    ROTARY_TENSORS, is_neox_style=True,
 )  # fmt: skip
-EXPERTS = {
-    "router": Place("layers.{}.feed_forward.gate.weight"),
-    "router_bias": Place("layers.{}.feed_forward.expert_bias"),
-    **{f"experts_w{n}": Place(f"layers.{{}}.feed_forward.experts.{{}}.w{n}.weight", each=True) for n in (1, 2, 3)},
+EXPERT_TENSORS = {
+    "router": TensorSpec("layers.{}.feed_forward.gate.weight"),
+    "router_bias": TensorSpec("layers.{}.feed_forward.expert_bias"),
+    **{f"experts_w{n}": TensorSpec(f"layers.{{}}.feed_forward.experts.{{}}.w{n}.weight", is_per_expert=True) for n in (1, 2, 3)},
 }
-EXPERTS_IN_ONE = experts_in_one("layers.{}.feed_forward.experts.%s")
-GGUF_PLACES = gguf.PLACES | {
-    **together(CONV_IN, gguf.OF_LAYERS % "shortconv.in_proj"),
-    "conv": Place("blk.{}.shortconv.conv.weight", made=TURNED_TAPS),
-    "conv_out": Place("blk.{}.shortconv.out_proj.weight"),
-    "rms_final": Place("token_embd_norm.weight"),
+FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.feed_forward.experts.%s")
+GGUF_TENSORS = gguf.TENSORS | {
+    **make_fused_specs(CONV_IN, gguf.LAYER_WEIGHT % "shortconv.in_proj"),
+    "conv": TensorSpec("blk.{}.shortconv.conv.weight", transform=TRANSPOSED_CONV_TAPS),
+    "conv_out": TensorSpec("blk.{}.shortconv.out_proj.weight"),
+    "rms_final": TensorSpec("token_embd_norm.weight"),
 }
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    hf.no_window(values)
-    hf.no_biases(values)
-    sizes = hf.numbers(values) | {"hidden_dim": hidden_dim(values), "norm_eps": values.real("norm_eps", 0, 1)}
-    conv = LayerConfig(mixer=ConvConfig(values.whole("conv_L_cache"), values.flag("conv_bias")))
-    layers = of_some(conv, convolutions(values, sizes["n_layers"]), sizes["n_layers"])
-    return Config(**sizes, attention=hf.attention(values, qk_norm=True), layers=layers)
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    hf.reject_window(values)
+    hf.reject_biases(values)
+    sizes = hf.parse_base_fields(values) | {
+        "hidden_dim": compute_hidden_dim(values),
+        "norm_eps": values.get_float("norm_eps", 0, 1),
+    }
+    conv = LayerConfig(mixer=ShortConvConfig(values.get_int("conv_L_cache"), values.get_bool("conv_bias")))
+    layers = make_layer_configs(conv, get_conv_layers(values, sizes["n_layers"]), sizes["n_layers"])
+    return ModelConfig(**sizes, attention=hf.parse_attention(values, qk_norm=True), layers=layers)
 
 
-def moe_config(values: Values) -> Config:
-    """The same of a model with experts behind its first layers."""
+def parse_moe_config(values: ConfigValues) -> ModelConfig:
+    """Build the config of a model with experts after its first layers."""
     dense = values["num_dense_layers"]
-    if type(dense) is not int or not 0 <= dense <= values.whole("num_hidden_layers", most=hf.MOST_LAYERS):
-        raise values.refusal("num_dense_layers", "a number of layers")
-    experts = hf.experts(
-        values, "moe_intermediate_size", is_normed=values.flag("norm_topk_prob"), dense_layers=(*range(dense),), is_sigmoid=True,
-        is_biased=values.flag("use_expert_bias"), scale=values.real("routed_scaling_factor", LEAST_SCALE, 1 / LEAST_SCALE),
-    )  # fmt: skip
-    return replace(config(values), experts=experts)
+    if type(dense) is not int or not 0 <= dense <= values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS):
+        raise values.make_error("num_dense_layers", "a number of layers")
+    experts = hf.parse_experts(
+        values,
+        "moe_intermediate_size",
+        norm_topk_prob=values.get_bool("norm_topk_prob"),
+        dense_layers=(*range(dense),),
+        is_sigmoid=True,
+        has_selection_bias=values.get_bool("use_expert_bias"),
+        routed_scaling_factor=values.get_float("routed_scaling_factor", MIN_SCALE, 1 / MIN_SCALE),
+    )
+    return replace(parse_config(values), experts=experts)
 
 
-def hidden_dim(values: Values) -> int:
-    """How wide an MLP is, by what that is made of."""
-    hidden, multiplier = values.whole("intermediate_size"), values["block_ffn_dim_multiplier"]
-    if values.flag("block_auto_adjust_ff_dim"):
+def compute_hidden_dim(values: ConfigValues) -> int:
+    """Return the hidden dim of the MLP, which follows from several keys."""
+    hidden, multiplier = values.get_int("intermediate_size"), values["block_ffn_dim_multiplier"]
+    if values.get_bool("block_auto_adjust_ff_dim"):
         hidden = int(2 * hidden / 3)
         if multiplier is not None:
-            unit = values.whole("block_multiple_of")
-            hidden = int(values.real("block_ffn_dim_multiplier", 0, MAX_SIZE) * hidden)
+            unit = values.get_int("block_multiple_of")
+            hidden = int(values.get_float("block_ffn_dim_multiplier", 0, MAX_SIZE) * hidden)
             hidden = -(-hidden // unit) * unit
     if hidden > MAX_SIZE:
-        raise values.refusal("intermediate_size", f"what makes an MLP of at most {MAX_SIZE} rows")
+        raise values.make_error("intermediate_size", f"a size that gives an MLP of at most {MAX_SIZE} rows")
     return hidden
 
 
-def convolutions(values: Values, n_layers: int) -> tuple[int, ...]:
-    """Layers that are none of attention, by the list of all or by that of the others."""
+def get_conv_layers(values: ConfigValues, n_layers: int) -> tuple[int, ...]:
+    """Return the convolution layers, from the list of layer types or from that of attention layers."""
     key = "full_attn_idxs" if values["layer_types"] is None else "layer_types"
     if values["layer_types"] is not None:
-        types = values.of_layers(key, n_layers, KINDS, " or ".join(KINDS))
-        layers = [i for i, kind in enumerate(types) if kind == KINDS[0]]
+        types = values.get_per_layer(key, n_layers, LAYER_TYPES, " or ".join(LAYER_TYPES))
+        layers = [i for i, layer_type in enumerate(types) if layer_type == LAYER_TYPES[0]]
     else:
-        attention = values.layers(key, n_layers) if values[key] is not None else [*range(n_layers)]
+        attention = values.get_layer_indices(key, n_layers) if values[key] is not None else [*range(n_layers)]
         layers = [i for i in range(n_layers) if i not in attention]
     if not 0 < len(layers) < n_layers:
-        raise values.refusal(key, "layers of both kinds, conv and attention")
+        raise values.make_error(key, "layers of both types, conv and attention")
     return (*layers,)
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say."""
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config from a GGUF file's metadata."""
     key = "attention.head_count_kv"
-    heads = k[key]
-    n_layers = k.common["n_layers"]
+    heads = metadata[key]
+    n_layers = metadata.common_fields["n_layers"]
     if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
-        raise k.refusal(key, f"numbers of {n_layers} layers, 0 of convolutions")
+        raise metadata.make_error(key, f"a number for each of {n_layers} layers, 0 for convolutions")
     if 0 not in heads or len({*heads} - {0}) != 1:
-        raise k.refusal(key, "layers of both kinds, all attention with as many heads")
-    conv = LayerConfig(mixer=ConvConfig(k.whole("shortconv.l_cache")))
-    layers = of_some(conv, [i for i, n in enumerate(heads) if n == 0], n_layers)
-    return Config(**gguf.numbers(k, n_kv_heads=max(heads), qk_norm=True), layers=layers)
+        raise metadata.make_error(key, "layers of both types, and the same number of heads in all attention layers")
+    conv = LayerConfig(mixer=ShortConvConfig(metadata.get_int("shortconv.l_cache")))
+    layers = make_layer_configs(conv, [i for i, n in enumerate(heads) if n == 0], n_layers)
+    return ModelConfig(**gguf.parse_base_fields(metadata, n_kv_heads=max(heads), qk_norm=True), layers=layers)
 
 
-def moe_gguf_config(k: Keys) -> Config:
-    """The same of a model with experts."""
-    k.must_be(gguf.GATING, gguf.SIGMOID)
-    bias = gguf.EXPERTS_PLACES["router_bias"].name
-    is_biased = any(bias.format(i) in k.tensors for i in range(k.common["n_layers"]))
-    return replace(gguf_config(k), experts=gguf.experts(k, is_sigmoid=True, is_biased=is_biased))
+def parse_moe_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config of a model with experts from a GGUF file's metadata."""
+    metadata.require(gguf.GATING_FUNC_KEY, gguf.SIGMOID)
+    bias = gguf.EXPERT_TENSORS["router_bias"].name
+    has_bias = any(bias.format(i) in metadata.tensors for i in range(metadata.common_fields["n_layers"]))
+    return replace(
+        parse_gguf_config(metadata), experts=gguf.parse_experts(metadata, is_sigmoid=True, has_selection_bias=has_bias)
+    )
 
 
-MOE_PLACES, MOE_GGUF_PLACES, BY_LAYER = PLACES | EXPERTS, GGUF_PLACES | gguf.EXPERTS_PLACES, ("attention.head_count_kv",)
+HF_MOE_TENSORS, GGUF_MOE_TENSORS, PER_LAYER_KEYS = (
+    HF_TENSORS | EXPERT_TENSORS,
+    GGUF_TENSORS | gguf.EXPERT_TENSORS,
+    ("attention.head_count_kv",),
+)
 FAMILY = (
-    InFolder("lfm2", DEFAULTS, config, PLACES, aliases=ALIASES),
-    InFolder("lfm2_moe", MOE_DEFAULTS, moe_config, MOE_PLACES, (EXPERTS_IN_ONE,), does=("num_experts",), aliases=ALIASES),
-    InGguf("lfm2", gguf_config, GGUF_PLACES, by_layer=BY_LAYER),
-    InGguf("lfm2moe", moe_gguf_config, MOE_GGUF_PLACES, does=(gguf.EXPERTS, gguf.GATING), by_layer=BY_LAYER),
+    HFFamily("lfm2", DEFAULTS, parse_config, HF_TENSORS, key_aliases=KEY_ALIASES),
+    HFFamily(
+        "lfm2_moe",
+        MOE_DEFAULTS,
+        parse_moe_config,
+        HF_MOE_TENSORS,
+        (FUSED_EXPERT_TENSORS,),
+        supported_keys=("num_experts",),
+        key_aliases=KEY_ALIASES,
+    ),
+    GGUFFamily("lfm2", parse_gguf_config, GGUF_TENSORS, per_layer_keys=PER_LAYER_KEYS),
+    GGUFFamily(
+        "lfm2moe",
+        parse_moe_gguf_config,
+        GGUF_MOE_TENSORS,
+        supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.GATING_FUNC_KEY),
+        per_layer_keys=PER_LAYER_KEYS,
+    ),
 )

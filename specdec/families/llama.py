@@ -1,26 +1,26 @@
-"""Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288; Dubey et al. 2024, arXiv:2407.21783), and what is saved as one."""
+"""Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288; Dubey et al. 2024, arXiv:2407.21783), and models saved as Llama."""
 
-from specdec.config import Config
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder, InGguf, Keys, Template
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, NamedChatTemplate
+from specdec.model_config import ModelConfig
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    hf.no_window(values)
-    hf.all_are(hf.FULL, values)
-    return Config(**hf.numbers(values), attention=hf.attention(values), mlp_bias=values.flag("mlp_bias"))
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    hf.reject_window(values)
+    hf.check_layer_types(hf.FULL_ATTENTION, values)
+    return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values), mlp_bias=values.get_bool("mlp_bias"))
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say."""
-    return Config(**gguf.numbers(k))
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config from a GGUF file's metadata."""
+    return ModelConfig(**gguf.parse_base_fields(metadata))
 
 
-# which llama2.c exports were trained with: such files name none
-LLAMA2 = Template(
+# The template of llama2.c exports of Llama 2 chat; those files contain none.
+LLAMA2_TEMPLATE = NamedChatTemplate(
     "llama2",
     """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
 {% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
@@ -34,7 +34,9 @@ LLAMA2 = Template(
     "a llama2.c export of Llama 2 chat",
 )
 FAMILY = (
-    InFolder("llama", hf.DEFAULTS, config, hf.PLACES),
-    InGguf("llama", gguf_config, gguf.PAIRS_PLACES | gguf.EXPERTS_PLACES, does=(gguf.EXPERTS,)),  # a Mixtral, too
-    LLAMA2,
+    HFFamily("llama", hf.DEFAULTS, parse_config, hf.TENSORS),
+    GGUFFamily(
+        "llama", parse_gguf_config, gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY,)
+    ),  # also Mixtral
+    LLAMA2_TEMPLATE,
 )

@@ -1,14 +1,15 @@
-"""Mistral, whose tokens see a window (Jiang et al. 2023, arXiv:2310.06825), and Mixtral, which has experts (2024,
-arXiv:2401.04088). GGUF files call both a llama.
+"""Mistral with a sliding window (Jiang et al. 2023, arXiv:2310.06825), and Mixtral with experts (2024, arXiv:2401.04088).
+
+GGUF files call both "llama".
 """
 
 from dataclasses import replace
 
-from specdec.config import Config
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder
-from specdec.families.tensor_specs import Place
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import HFFamily
+from specdec.families.tensor_specs import TensorSpec
+from specdec.model_config import ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
@@ -16,27 +17,37 @@ DEFAULTS = hf.DEFAULTS | {
 MIXTRAL_DEFAULTS = DEFAULTS | {
     "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
-MIXTRAL = {
-    "router": Place("layers.{}.block_sparse_moe.gate.weight"),
-    **{f"experts_w{n}": Place(f"layers.{{}}.block_sparse_moe.experts.{{}}.w{n}.weight", each=True) for n in (1, 2, 3)},
+MIXTRAL_EXPERT_TENSORS = {
+    "router": TensorSpec("layers.{}.block_sparse_moe.gate.weight"),
+    **{
+        f"experts_w{n}": TensorSpec(f"layers.{{}}.block_sparse_moe.experts.{{}}.w{n}.weight", is_per_expert=True)
+        for n in (1, 2, 3)
+    },
 }
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    hf.no_biases(values)
-    return Config(**hf.numbers(values), attention=hf.attention(values, window=hf.window(values)))
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    hf.reject_biases(values)
+    return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values, window=hf.parse_window(values)))
 
 
-def mixtral_config(values: Values) -> Config:
-    """The same of a Mixtral."""
-    experts = hf.experts(values, "intermediate_size", "num_local_experts")
-    return replace(config(values), experts=experts)
+def parse_mixtral_config(values: ConfigValues) -> ModelConfig:
+    """Build the config of a Mixtral from config.json."""
+    experts = hf.parse_experts(values, "intermediate_size", "num_local_experts")
+    return replace(parse_config(values), experts=experts)
 
 
-PLACES = hf.PLACES | hf.EXPERTS
-INSTEAD = (hf.EXPERTS_IN_ONE, MIXTRAL)
+MIXTRAL_TENSORS = hf.TENSORS | hf.EXPERT_TENSORS
+MIXTRAL_ALTERNATIVES = (hf.FUSED_EXPERT_TENSORS, MIXTRAL_EXPERT_TENSORS)
 FAMILY = (
-    InFolder("mistral", DEFAULTS, config, hf.PLACES),
-    InFolder("mixtral", MIXTRAL_DEFAULTS, mixtral_config, PLACES, INSTEAD, does=("num_local_experts",)),
+    HFFamily("mistral", DEFAULTS, parse_config, hf.TENSORS),
+    HFFamily(
+        "mixtral",
+        MIXTRAL_DEFAULTS,
+        parse_mixtral_config,
+        MIXTRAL_TENSORS,
+        MIXTRAL_ALTERNATIVES,
+        supported_keys=("num_local_experts",),
+    ),
 )

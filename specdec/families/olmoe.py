@@ -1,10 +1,10 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts in all layers, and norms over all heads of a token."""
 
-from specdec.config import Config
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder, InGguf, Keys
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.model_config import ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
@@ -13,21 +13,23 @@ DEFAULTS = hf.DEFAULTS | {
 }  # fmt: skip
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    hf.no_window(values)
-    values.must_be("mlp_bias", False)
-    experts = hf.experts(values, "intermediate_size", is_normed=values.flag("norm_topk_prob"))
-    return Config(**hf.numbers(values), attention=hf.attention(values, qk_norm="whole"), experts=experts)
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    hf.reject_window(values)
+    values.require("mlp_bias", False)
+    experts = hf.parse_experts(values, "intermediate_size", norm_topk_prob=values.get_bool("norm_topk_prob"))
+    return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values, qk_norm="whole"), experts=experts)
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say; what the chosen ones count is as it is, in llama.cpp too."""
-    return Config(**gguf.numbers(k, qk_norm="whole") | {"experts": gguf.experts(k, is_normed=False)})
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config from a GGUF file's metadata; expert weights are not normalized, as in llama.cpp."""
+    return ModelConfig(
+        **gguf.parse_base_fields(metadata, qk_norm="whole") | {"experts": gguf.parse_experts(metadata, norm_topk_prob=False)}
+    )
 
 
-PLACES = hf.PLACES | hf.EXPERTS
+HF_TENSORS = hf.TENSORS | hf.EXPERT_TENSORS
 FAMILY = (
-    InFolder("olmoe", DEFAULTS, config, PLACES, (hf.EXPERTS_IN_ONE,), does=("num_experts",)),
-    InGguf("olmoe", gguf_config, gguf.PLACES | gguf.EXPERTS_PLACES, does=(gguf.EXPERTS,)),
+    HFFamily("olmoe", DEFAULTS, parse_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,), supported_keys=("num_experts",)),
+    GGUFFamily("olmoe", parse_gguf_config, gguf.TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY,)),
 )

@@ -1,91 +1,101 @@
-"""Phi-3 and Phi-4-mini, which turn a part of each head, by factors of their own (Ding et al. 2024, arXiv:2402.13753)."""
+"""Phi-3 and Phi-4-mini, which rotate a part of each head with LongRoPE's factors (Ding et al. 2024, arXiv:2402.13753)."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from specdec.config import LEAST_SCALE, Config, RopeConfig
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder, InGguf, Keys
-from specdec.families.tensor_specs import GATED, QKV, TURNED, changed, together
-from specdec.layers.rope import longrope_scale
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.tensor_specs import GATE_UP, QKV, ROTARY_TENSORS, make_fused_specs, replace_in_specs
+from specdec.layers.rope import get_longrope_attention_factor
+from specdec.model_config import MIN_SCALE, ModelConfig, RopeConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
 }  # fmt: skip
-LONGROPE = ("longrope", "su", "yarn")  # the last two are older names of it
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-GGUF_PLACES = gguf.PAIRS_PLACES | changed(
-    together(QKV, gguf.OF_LAYERS % "attn_qkv") | together(GATED, gguf.OF_LAYERS % "ffn_up"), TURNED, halves=True
+LONGROPE_TYPES = ("longrope", "su", "yarn")  # the last two are older names
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | replace_in_specs(
+    make_fused_specs(QKV, gguf.LAYER_WEIGHT % "attn_qkv") | make_fused_specs(GATE_UP, gguf.LAYER_WEIGHT % "ffn_up"),
+    ROTARY_TENSORS,
+    is_neox_style=True,
 )
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says. A window that is as long as a text can be is none."""
-    window = hf.window(values)
-    hf.no_biases(values)
-    if window >= values.whole("max_position_embeddings"):
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json; a window as long as the context is dropped."""
+    window = hf.parse_window(values)
+    hf.reject_biases(values)
+    if window >= values.get_int("max_position_embeddings"):
         window = 0
-    return Config(**hf.numbers(values), attention=hf.attention(values, _rope(values), window=window))
+    return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values, _parse_rope(values), window=window))
 
 
-def _rope(values: Values) -> RopeConfig:
-    rope = hf.rope_values(values)
-    rope.must_be("mrope_section", None)
-    found = hf.partial_rope(rope, values, rope, values)
-    n_turned = found.dim or hf.head_length(values)
-    if rope["rope_type"] == "default":
-        return found
-    if rope["rope_type"] not in LONGROPE:
-        raise rope.refusal("rope_type", "default or longrope; other kinds of RoPE are not supported")
-    n_positions, original = values.whole("max_position_embeddings"), values.whole("original_max_position_embeddings")
-    short, long = (_factors(rope, key, n_turned // 2) for key in ("short_factor", "long_factor"))
-    factor = rope.real("factor", 0, 1e6, n_positions / original)
-    if rope["attention_factor"] is not None:
-        scale = rope.real("attention_factor", LEAST_SCALE, 1 / LEAST_SCALE)
+def _parse_rope(values: ConfigValues) -> RopeConfig:
+    rope_values = hf.get_rope_values(values)
+    rope_values.require("mrope_section", None)
+    partial_rope = hf.parse_partial_rope(rope_values, values, rope_values, values)
+    rotary_dim = partial_rope.dim or hf.get_head_dim(values)
+    if rope_values["rope_type"] == "default":
+        return partial_rope
+    if rope_values["rope_type"] not in LONGROPE_TYPES:
+        raise rope_values.make_error("rope_type", "default or longrope; other kinds of RoPE are not supported")
+    n_positions, original = values.get_int("max_position_embeddings"), values.get_int("original_max_position_embeddings")
+    short, long = (_get_factors(rope_values, key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
+    factor = rope_values.get_float("factor", 0, 1e6, n_positions / original)
+    if rope_values["attention_factor"] is not None:
+        attention_factor = rope_values.get_float("attention_factor", MIN_SCALE, 1 / MIN_SCALE)
     elif original == 1 and factor > 1:
-        raise values.refusal("original_max_position_embeddings", "2 or more")
+        raise values.make_error("original_max_position_embeddings", "2 or more")
     else:
-        scale = longrope_scale(factor, original)
-    return _switching(replace(found, scale=float(np.float32(scale))), short, long, n_positions, original)
+        attention_factor = get_longrope_attention_factor(factor, original)
+    return _set_longrope_factors(
+        replace(partial_rope, attention_factor=float(np.float32(attention_factor))), short, long, n_positions, original
+    )
 
 
-def _factors(rope: Values, key: str, n: int) -> tuple[float, ...]:
-    """A list of so many positive numbers."""
-    given = rope[key]
-    are_numbers = isinstance(given, list) and all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
-    if not are_numbers or len(given) != n:
-        raise rope.refusal(key, f"{n} positive numbers, one a pair")
-    return tuple(float(np.float32(factor)) for factor in given)  # as transformers and GGUF keep them
+def _get_factors(rope_values: ConfigValues, key: str, n: int) -> tuple[float, ...]:
+    """Return a list of n positive numbers."""
+    given = rope_values[key]
+    is_valid = isinstance(given, list) and all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
+    if not is_valid or len(given) != n:
+        raise rope_values.make_error(key, f"{n} positive numbers, one per pair")
+    return tuple(float(np.float32(factor)) for factor in given)  # the precision of transformers and GGUF files
 
 
-def _switching(
+def _set_longrope_factors(
     rope: RopeConfig, short: tuple[float, ...], long: tuple[float, ...], n_positions: int, original: int
 ) -> RopeConfig:
-    """Divisors of short texts, and of those of more than the original positions where there may be any."""
+    """Set the frequency factors of short sequences, and of those longer than the original context if they are possible."""
     switches = short != long and n_positions > original
-    return replace(rope, divisors=short, long_divisors=long if switches else (), n_short=original if switches else 0)
+    return replace(
+        rope, freq_factors=short, long_freq_factors=long if switches else (), longrope_threshold=original if switches else 0
+    )
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys and factors say."""
-    n_positions = k.common["seq_len"]
-    window = k.count(gguf.WINDOW)
-    config = Config(**gguf.numbers(k, is_partial=True, window=window if window < n_positions else 0))
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config from a GGUF file's metadata and its tensors of factors."""
+    n_positions = metadata.common_fields["seq_len"]
+    window = metadata.get_count(gguf.SLIDING_WINDOW_KEY)
+    config = ModelConfig(**gguf.parse_base_fields(metadata, has_partial_rope=True, window=window if window < n_positions else 0))
     rope = config.rope
-    if k[gguf.ATTENTION_FACTOR] not in (None, 0):
-        rope = replace(rope, scale=float(np.float32(k.real(gguf.ATTENTION_FACTOR, LEAST_SCALE, 1 / LEAST_SCALE))))
-    if SHORT in k.tensors or LONG in k.tensors:
-        n_pairs = config.n_turned // 2
-        short, long = (tuple(float(x) for x in k.tensors.tensor(name, (n_pairs,))[:]) for name in (SHORT, LONG))
-        rope = _switching(rope, short, long, n_positions, k.whole("rope.scaling.original_context_length"))
+    if metadata[gguf.ATTENTION_FACTOR_KEY] not in (None, 0):
+        rope = replace(
+            rope, attention_factor=float(np.float32(metadata.get_float(gguf.ATTENTION_FACTOR_KEY, MIN_SCALE, 1 / MIN_SCALE)))
+        )
+    if SHORT_FACTORS in metadata.tensors or LONG_FACTORS in metadata.tensors:
+        n_pairs = config.rotary_dim // 2
+        short, long = (
+            tuple(float(x) for x in metadata.tensors.get_tensor(name, (n_pairs,))[:]) for name in (SHORT_FACTORS, LONG_FACTORS)
+        )
+        rope = _set_longrope_factors(rope, short, long, n_positions, metadata.get_int("rope.scaling.original_context_length"))
     return replace(config, attention=replace(config.attention, rope=rope))
 
 
 FAMILY = (
-    InFolder("phi3", DEFAULTS, config, hf.PLACES, (hf.FUSED,), does=("partial_rotary_factor",)),
-    InGguf("phi3", gguf_config, GGUF_PLACES, does=(gguf.ATTENTION_FACTOR, gguf.WINDOW)),
+    HFFamily("phi3", DEFAULTS, parse_config, hf.TENSORS, (hf.FUSED_TENSORS,), supported_keys=("partial_rotary_factor",)),
+    GGUFFamily("phi3", parse_gguf_config, GGUF_TENSORS, supported_keys=(gguf.ATTENTION_FACTOR_KEY, gguf.SLIDING_WINDOW_KEY)),
 )

@@ -1,84 +1,94 @@
-"""What published tokenizers do that a GGUF file says by a name alone. Knows nothing of files.
+"""Pre-tokenizers of published models, which a GGUF file gives only by name.
 
-Names and what they mean are llama.cpp's (src/llama-vocab.cpp).
+The names and their meaning are llama.cpp's (src/llama-vocab.cpp).
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-PIECES, BYTES, CHARACTERS = "SentencePiece's pieces", "BPE over bytes", "BPE over characters"
-KINDS = {"llama": PIECES, "gpt2": BYTES, "gemma4": CHARACTERS}  # of tokenizer.ggml.model
-DEFAULT = "default"  # what a silent file means, too: of nobody's own, but llama.cpp's
+SENTENCEPIECE, BYTE_BPE, CHAR_BPE = "SentencePiece's pieces", "BPE over bytes", "BPE over characters"
+TOKENIZER_MODELS = {"llama": SENTENCEPIECE, "gpt2": BYTE_BPE, "gemma4": CHAR_BPE}  # of tokenizer.ggml.model
+DEFAULT_PRE_TOKENIZER = "default"  # also if the name is missing; llama.cpp's own, not a model's
 
 
-class Split(NamedTuple):
-    """How a tokenizer of BPE over bytes cuts a text.
+class PreTokenizer(NamedTuple):
+    """How a byte-level BPE tokenizer splits text into words.
 
-    regexes: what cuts it, one behind the other, before its words become bytes; each_digit: whether each digit is cut off first;
-    has_words: whether GPT-2's own split is made with the bytes; ignore_merges: whether a word that is a token is that one
-    whatever the merges say; composes: whether a text is NFC first; begins: whether it has a BOS where a file is silent.
+    Attributes:
+        regexes: Patterns that split the text one after another, before words become bytes.
+        has_single_digits: Whether each digit is split off first.
+        has_gpt2_regex: Whether GPT-2's split is done by the byte-level step.
+        ignore_merges: Whether a word that is a token becomes that token, whatever the merges are.
+        has_nfc: Whether the text is normalized to NFC first.
+        has_bos: Whether a BOS token is added if the file does not say.
     """
 
     regexes: tuple[str, ...] = ()
-    each_digit: bool = False
-    has_words: bool = False
+    has_single_digits: bool = False
+    has_gpt2_regex: bool = False
     ignore_merges: bool = False
-    composes: bool = False
-    begins: bool = False
+    has_nfc: bool = False
+    has_bos: bool = False
 
 
-# Llama 3's and Qwen2's splits differ in how many digits stay together
+# Llama 3 and Qwen2 differ in how many digits stay together.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# in Qwen3.5's marks are letters
+# Qwen3.5: marks count as letters.
 _MARKED_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# GPT-4o's and Mistral's cut where a capital follows a small letter, GPT-4o's (Phi-4-mini's too) keeps more together
+# GPT-4o and Mistral split before a capital after a small letter; GPT-4o (and Phi-4-mini) keeps more together.
 _UPPER, _LOWER, _CONTRACTION = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CASED_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_THREE_DIGITS, _ONE_DIGIT = Split((_WORDS % "{1,3}",)), Split((_WORDS % "",))
-# Seed-Coder's, and Seed-OSS's, leave line breaks behind punctuation apart
+_UP_TO_THREE_DIGITS, _ONE_DIGIT = PreTokenizer((_WORDS % "{1,3}",)), PreTokenizer((_WORDS % "",))
+# Seed-Coder and Seed-OSS split off line breaks after punctuation.
 _SEED_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OLD_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _HAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
-_BY_NAMES = {
-    "gpt-4o llama4 kanana2 talkie minimax-m2": Split((_CASED_WORDS % (_CONTRACTION, _CONTRACTION, "{1,3}"),)),
-    "tekken": Split((_CASED_WORDS % ("", "", ""),), ignore_merges=True, begins=True),  # Mistral's since Nemo
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _THREE_DIGITS._replace(
-        ignore_merges=True, begins=True
+_PRE_TOKENIZERS_BY_NAMES = {
+    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_CASED_WORDS % (_CONTRACTION, _CONTRACTION, "{1,3}"),)),
+    "tekken": PreTokenizer((_CASED_WORDS % ("", "", ""),), ignore_merges=True, has_bos=True),  # Mistral since Nemo
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _UP_TO_THREE_DIGITS._replace(
+        ignore_merges=True, has_bos=True
     ),
-    "glm4 glm5": _THREE_DIGITS._replace(ignore_merges=True),
-    "dbrx smaug-bpe chatglm-bpe": _THREE_DIGITS,  # Granite 4's and SmolLM3's among them
-    "qwen35": Split((_MARKED_WORDS,), composes=True),
-    "qwen2 deepseek-r1-qwen": _ONE_DIGIT._replace(composes=True),
+    "glm4 glm5": _UP_TO_THREE_DIGITS._replace(ignore_merges=True),
+    "dbrx smaug-bpe chatglm-bpe": _UP_TO_THREE_DIGITS,  # including Granite 4 and SmolLM3
+    "qwen35": PreTokenizer((_MARKED_WORDS,), has_nfc=True),
+    "qwen2 deepseek-r1-qwen": _ONE_DIGIT._replace(has_nfc=True),
     "megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": _ONE_DIGIT,
-    "seed-coder": Split((_SEED_WORDS,)),
+    "seed-coder": PreTokenizer((_SEED_WORDS,)),
     "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert jina-es jina-de "
-    "jina-v2-es jina-v2-de": Split(has_words=True),
-    # Granite 3's too
-    "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2": Split(each_digit=True, has_words=True),
-    "falcon": Split((r"[\p{P}$+<=>^~|`]+", _OLD_WORDS, "[0-9][0-9][0-9]")),
-    "deepseek-llm": Split(
+    "jina-v2-es jina-v2-de": PreTokenizer(has_gpt2_regex=True),
+    # Granite 3, too.
+    "smollm refact starcoder command-r codeshell exaone minerva-7b mellum2": PreTokenizer(has_single_digits=True,
+    has_gpt2_regex=True),
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _OLD_WORDS, "[0-9][0-9][0-9]")),
+    "deepseek-llm": PreTokenizer(
         (
             r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
             r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+",
         )
     ),
-    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
-    DEFAULT: Split((r"[\p{P}$+<=>^~|]+", _OLD_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    DEFAULT_PRE_TOKENIZER: PreTokenizer((r"[\p{P}$+<=>^~|]+", _OLD_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
 }  # fmt: skip
-SPLITS = {name: split for names, split in _BY_NAMES.items() for name in names.split()}  # of tokenizer.ggml.pre
-KNOWN_SPLITS = "llama-bpe, qwen2, gpt-4o, tekken, smollm and gpt-2"  # such as people know
-# special tokens that leave the white space behind them, of models whose others take it
-LEAVING = ("<unk>", "<s>", "<|endoftext|>")
+PRE_TOKENIZERS = {
+    name: split for names, split in _PRE_TOKENIZERS_BY_NAMES.items() for name in names.split()
+}  # of tokenizer.ggml.pre
+KNOWN_PRE_TOKENIZERS = "llama-bpe, qwen2, gpt-4o, tekken, smollm and gpt-2"  # for error messages
+# Special tokens that keep the white space after them, in models in which the others strip it.
+NON_STRIPPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def special_tokens_strip(keys: Mapping[str, Any]) -> bool:
-    """Whether a GGUF file's special tokens take the white space behind them, as a Phi-3's do, which its name tells."""
+def has_rstrip_special_tokens(keys: Mapping[str, Any]) -> bool:
+    """Return whether special tokens strip the white space after them, as in Phi-3, which the file's name shows."""
     is_named = any(name in str(keys.get("general.name")).lower() for name in ("phi-3", "phi3"))
-    is_one = keys.get("general.architecture") == "phi3" and KINDS.get(str(keys.get("tokenizer.ggml.model"))) == PIECES
-    return is_named or is_one
+    is_phi3 = (
+        keys.get("general.architecture") == "phi3"
+        and TOKENIZER_MODELS.get(str(keys.get("tokenizer.ggml.model"))) == SENTENCEPIECE
+    )
+    return is_named or is_phi3

@@ -1,15 +1,16 @@
-"""Qwen2, which adds biases to q, k and v (Yang et al. 2024, arXiv:2407.10671), Qwen3, which norms their heads (Yang et al. 2025,
-arXiv:2505.09388), and Qwen3 with experts.
+"""Qwen2 (Yang et al. 2024, arXiv:2407.10671) and Qwen3 (Yang et al. 2025, arXiv:2505.09388).
+
+Qwen2 has biases of q, k and v. Qwen3 has norms of their heads, and maybe experts.
 """
 
 from dataclasses import replace
 
-from specdec.config import AttentionConfig, Config
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder, InGguf, Keys
-from specdec.families.llama import gguf_config
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.llama import parse_gguf_config
+from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
@@ -23,56 +24,60 @@ MOE_DEFAULTS = DEFAULTS | {
 }  # fmt: skip
 
 
-def dense_config(values: Values, attention: AttentionConfig) -> Config:
-    """That of attention with a window in the layers behind the first max_window_layers, or in those that a list says."""
-    n_layers, before = values.whole("num_hidden_layers", most=hf.MOST_LAYERS), values["max_window_layers"]
-    window, is_listed = values.whole("sliding_window", 0), values["layer_types"] is not None
-    if not is_listed and type(before) is not int:
-        raise values.refusal("max_window_layers", "a whole number")
-    full = hf.full_layers(values, n_layers, 1) if is_listed else {*range(min(max(before, 0), n_layers))}
-    if window and values.flag("use_sliding_window") and len(full) < n_layers:
+def make_dense_config(values: ConfigValues, attention: AttentionConfig) -> ModelConfig:
+    """Build a config with a sliding window in the layers after the first max_window_layers, or in those of layer_types."""
+    n_layers, n_full_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS), values["max_window_layers"]
+    window, is_listed = values.get_int("sliding_window", 0), values["layer_types"] is not None
+    if not is_listed and type(n_full_layers) is not int:
+        raise values.make_error("max_window_layers", "an integer")
+    full = hf.get_full_attention_layers(values, n_layers, 1) if is_listed else {*range(min(max(n_full_layers, 0), n_layers))}
+    if window and values.get_bool("use_sliding_window") and len(full) < n_layers:
         attention = replace(attention, window=window)
-        return Config(**hf.numbers(values), attention=attention, layers=hf.unwindowed(attention, full, n_layers))
+        return ModelConfig(
+            **hf.parse_base_fields(values), attention=attention, layers=hf.make_full_attention_layers(attention, full, n_layers)
+        )
     if is_listed and len(full) < n_layers:
-        raise values.refusal("layer_types", f"{hf.FULL} in all {n_layers} layers, without a window")
-    return Config(**hf.numbers(values), attention=attention)
+        raise values.make_error("layer_types", f"{hf.FULL_ATTENTION} in all {n_layers} layers, without a window")
+    return ModelConfig(**hf.parse_base_fields(values), attention=attention)
 
 
-def qwen2_config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    values.must_be("mlp_bias", False)
-    return dense_config(values, AttentionConfig(hf.rope(values), qkv_bias=True))
+def parse_qwen2_config(values: ConfigValues) -> ModelConfig:
+    """Build the config of a Qwen2 from config.json."""
+    values.require("mlp_bias", False)
+    return make_dense_config(values, AttentionConfig(hf.parse_rope(values), qkv_bias=True))
 
 
-def qwen3_config(values: Values) -> Config:
-    """The same of a Qwen3."""
-    values.must_be("mlp_bias", False)
-    return dense_config(values, hf.attention(values, qk_norm=True))
+def parse_qwen3_config(values: ConfigValues) -> ModelConfig:
+    """Build the config of a Qwen3 from config.json."""
+    values.require("mlp_bias", False)
+    return make_dense_config(values, hf.parse_attention(values, qk_norm=True))
 
 
-def moe_config(values: Values) -> Config:
-    """The same of a Qwen3 with experts in some layers; windows are all layers'."""
-    experts = hf.experts(
+def parse_moe_config(values: ConfigValues) -> ModelConfig:
+    """Build the config of a Qwen3 with experts in some layers; a window applies to all layers."""
+    experts = hf.parse_experts(
         values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",
-        is_normed=values.flag("norm_topk_prob"), dense_layers=hf.dense_layers(values),
+        norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=hf.get_dense_layers(values),
     )  # fmt: skip
-    window = values.whole("sliding_window", 0) if values.flag("use_sliding_window") else 0
-    values.must_be("mlp_bias", False)
-    attention = hf.attention(values, window=window, qk_norm=True)
-    return Config(**hf.numbers(values), attention=attention, experts=experts)
+    window = values.get_int("sliding_window", 0) if values.get_bool("use_sliding_window") else 0
+    values.require("mlp_bias", False)
+    attention = hf.parse_attention(values, window=window, qk_norm=True)
+    return ModelConfig(**hf.parse_base_fields(values), attention=attention, experts=experts)
 
 
-def normed_gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say of a Qwen3."""
-    return Config(**gguf.numbers(k, qk_norm=True))
+def parse_qwen3_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config of a Qwen3 from a GGUF file's metadata."""
+    return ModelConfig(**gguf.parse_base_fields(metadata, qk_norm=True))
 
 
-MOE_PLACES, MOE_DOES = hf.PLACES | hf.EXPERTS, ("num_experts", "num_local_experts")
+HF_MOE_TENSORS, MOE_SUPPORTED_KEYS = hf.TENSORS | hf.EXPERT_TENSORS, ("num_experts", "num_local_experts")
 FAMILY = (
-    InFolder("qwen2", DEFAULTS, qwen2_config, hf.PLACES),
-    InFolder("qwen3", DEFAULTS | {"head_dim": 128}, qwen3_config, hf.PLACES),
-    InFolder("qwen3_moe", MOE_DEFAULTS, moe_config, MOE_PLACES, (hf.EXPERTS_IN_ONE,), does=MOE_DOES),
-    InGguf("qwen2", gguf_config, gguf.PLACES),
-    InGguf("qwen3", normed_gguf_config, gguf.PLACES),
-    InGguf("qwen3moe", normed_gguf_config, gguf.PLACES | gguf.EXPERTS_PLACES, does=(gguf.EXPERTS,)),
+    HFFamily("qwen2", DEFAULTS, parse_qwen2_config, hf.TENSORS),
+    HFFamily("qwen3", DEFAULTS | {"head_dim": 128}, parse_qwen3_config, hf.TENSORS),
+    HFFamily(
+        "qwen3_moe", MOE_DEFAULTS, parse_moe_config, HF_MOE_TENSORS, (hf.FUSED_EXPERT_TENSORS,), supported_keys=MOE_SUPPORTED_KEYS
+    ),
+    GGUFFamily("qwen2", parse_gguf_config, gguf.TENSORS),
+    GGUFFamily("qwen3", parse_qwen3_gguf_config, gguf.TENSORS),
+    GGUFFamily("qwen3moe", parse_qwen3_gguf_config, gguf.TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY,)),
 )

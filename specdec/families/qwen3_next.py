@@ -1,16 +1,17 @@
-"""Qwen3-Next and Qwen3-Coder-Next (Qwen Team 2025): Qwen3.5 with experts, whose delta nets take what they do of one product, and
-of a second one, head of keys by head of keys.
+"""Qwen3-Next and Qwen3-Coder-Next (Qwen Team 2025): Qwen3.5 with experts, with another layout of the delta net's projections.
+
+Two fused projections hold the inputs of the delta nets, grouped by key head.
 """
 
 from collections.abc import Callable
 
-from specdec.config import Config, DeltaConfig, known_as
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import qwen35
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder, InGguf, Keys
-from specdec.families.tensor_specs import Groups, Place
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.tensor_specs import RowGroups, TensorSpec
+from specdec.model_config import DeltaNetConfig, ModelConfig, require_type
 
 DEFAULTS = qwen35.MOE_DEFAULTS | {
     "vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48, "num_experts_per_tok": 10, "num_experts": 512,
@@ -18,57 +19,71 @@ DEFAULTS = qwen35.MOE_DEFAULTS | {
 }  # fmt: skip
 
 
-def _qkvz(first: int, last: int) -> Callable[[Config], Groups]:
-    """Of queries, keys, values and z those parts."""
+def _make_qkvz_groups(first: int, last: int) -> Callable[[ModelConfig], RowGroups]:
+    """Return a function for the row groups of some parts of queries, keys, values and z."""
 
-    def groups(config: Config) -> Groups:
-        delta = known_as(config.mixer, DeltaConfig)
-        n_values = delta.n_values // delta.n_key_heads
-        return Groups(delta.n_key_heads, (delta.key_dim, delta.key_dim, n_values, n_values), first, last)
+    def make_groups(config: ModelConfig) -> RowGroups:
+        delta = require_type(config.mixer, DeltaNetConfig)
+        value_rows = delta.total_value_dim // delta.n_key_heads
+        return RowGroups(delta.n_key_heads, (delta.key_head_dim, delta.key_head_dim, value_rows, value_rows), first, last)
 
-    return groups
-
-
-def _ba(first: int, last: int) -> Callable[[Config], Groups]:
-    """The same of b and a."""
-
-    def groups(config: Config) -> Groups:
-        delta = known_as(config.mixer, DeltaConfig)
-        return Groups(delta.n_key_heads, (delta.n_value_heads // delta.n_key_heads,) * 2, first, last)
-
-    return groups
+    return make_groups
 
 
-def qkvz(name: str) -> dict[str, Place]:
-    """Places of what the first product of that name makes."""
-    return {"delta_qkv": Place(name, groups=_qkvz(0, 3)), "delta_z": Place(name, groups=_qkvz(3, 4))}
+def _make_ba_groups(first: int, last: int) -> Callable[[ModelConfig], RowGroups]:
+    """Return a function for the row groups of some parts of b and a."""
+
+    def make_groups(config: ModelConfig) -> RowGroups:
+        delta = require_type(config.mixer, DeltaNetConfig)
+        return RowGroups(delta.n_key_heads, (delta.n_value_heads // delta.n_key_heads,) * 2, first, last)
+
+    return make_groups
 
 
-def ba(name: str) -> dict[str, Place]:
-    """The same of the second."""
-    return {"delta_b": Place(name, groups=_ba(0, 1)), "delta_a": Place(name, groups=_ba(1, 2))}
+def make_qkvz_specs(name: str) -> dict[str, TensorSpec]:
+    """Return the specs of the tensors that are stored in the first projection."""
+    return {
+        "delta_qkv": TensorSpec(name, make_row_groups=_make_qkvz_groups(0, 3)),
+        "delta_z": TensorSpec(name, make_row_groups=_make_qkvz_groups(3, 4)),
+    }
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    return qwen35.moe_config(values, is_normed=values.flag("norm_topk_prob"), dense_layers=hf.dense_layers(values))
+def make_ba_specs(name: str) -> dict[str, TensorSpec]:
+    """Return the specs of the tensors that are stored in the second projection."""
+    return {
+        "delta_b": TensorSpec(name, make_row_groups=_make_ba_groups(0, 1)),
+        "delta_a": TensorSpec(name, make_row_groups=_make_ba_groups(1, 2)),
+    }
 
 
-def gguf_config(k: Keys) -> Config:
-    """The numbers that a GGUF file's keys say."""
-    return qwen35.moe_gguf_config(k, in_turns=False)
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    return qwen35.parse_moe_config(
+        values, norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=hf.get_dense_layers(values)
+    )
 
 
-PLACES = qwen35.MOE_PLACES | qkvz(hf.OF_LAYERS % "linear_attn.in_proj_qkvz") | ba(hf.OF_LAYERS % "linear_attn.in_proj_ba")
-GGUF_PLACES = qwen35.MOE_GGUF_PLACES | ba(gguf.OF_LAYERS % "ssm_ba")
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the config from a GGUF file's metadata."""
+    return qwen35.parse_moe_gguf_config(metadata, tiled_heads=False)
+
+
+HF_TENSORS = (
+    qwen35.HF_MOE_TENSORS
+    | make_qkvz_specs(hf.LAYER_WEIGHT % "linear_attn.in_proj_qkvz")
+    | make_ba_specs(hf.LAYER_WEIGHT % "linear_attn.in_proj_ba")
+)
+GGUF_TENSORS = qwen35.GGUF_MOE_TENSORS | make_ba_specs(gguf.LAYER_WEIGHT % "ssm_ba")
 FAMILY = (
-    InFolder(
-        "qwen3_next", DEFAULTS, config, PLACES, (hf.EXPERTS_IN_ONE,), harmless=qwen35.HARMLESS,
-        mtp=(qwen35.mtp_places(PLACES, qwen35.MOE_LAYER), qwen35.MTP_EXPERTS_IN_ONE),
-        does=("partial_rotary_factor", "num_experts"),
+    HFFamily(
+        "qwen3_next", DEFAULTS, parse_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,), ignored_names=qwen35.IGNORED_NAMES,
+        mtp_specs=(qwen35.make_mtp_specs(HF_TENSORS, qwen35.MTP_MOE_LAYER_TENSORS), qwen35.MTP_FUSED_EXPERT_TENSORS),
+        supported_keys=("partial_rotary_factor", "num_experts"),
     ),
-    InGguf(
-        "qwen3next", gguf_config, GGUF_PLACES, (gguf.EXPERTS_IN_ONE, qkvz(gguf.OF_LAYERS % "ssm_in")),  # as older files have it
-        mtp=(qwen35.nextn_places(GGUF_PLACES, qwen35.MOE_LAYER), gguf.EXPERTS_IN_ONE), does=(gguf.NEXTN, gguf.EXPERTS),
+    GGUFFamily(
+        "qwen3next", parse_gguf_config, GGUF_TENSORS,
+        (gguf.FUSED_EXPERT_TENSORS, make_qkvz_specs(gguf.LAYER_WEIGHT % "ssm_in")),  # older files
+        mtp_specs=(qwen35.make_nextn_specs(GGUF_TENSORS, qwen35.MTP_MOE_LAYER_TENSORS), gguf.FUSED_EXPERT_TENSORS),
+        supported_keys=(gguf.NEXTN_LAYERS_KEY, gguf.EXPERT_COUNT_KEY),
     ),
 )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Seed-OSS (ByteDance Seed 2025): Llama whose products say apart which of them add biases, those of q, k and v as published."""
+"""Seed-OSS (ByteDance Seed 2025): Llama with separate settings for biases; published models have those of q, k and v."""
 
-from specdec.config import AttentionConfig, Config
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import Values
-from specdec.families.family import InFolder, InGguf
-from specdec.families.llama import gguf_config
-from specdec.families.tensor_specs import named
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, HFFamily
+from specdec.families.llama import parse_gguf_config
+from specdec.families.tensor_specs import make_tensor_specs
+from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
@@ -15,16 +15,16 @@ DEFAULTS = hf.DEFAULTS | {
 }  # fmt: skip
 
 
-def config(values: Values) -> Config:
-    """The numbers that a config.json says."""
-    hf.no_window(values)
-    hf.all_are(hf.FULL, values)
-    biases = {"qkv_bias": values.flag("attention_bias"), "wo_bias": values.flag("attention_out_bias")}
-    attention = AttentionConfig(hf.rope(values), **biases)
-    return Config(**hf.numbers(values), attention=attention, mlp_bias=values.flag("mlp_bias"))
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the config from config.json."""
+    hf.reject_window(values)
+    hf.check_layer_types(hf.FULL_ATTENTION, values)
+    biases = {"qkv_bias": values.get_bool("attention_bias"), "wo_bias": values.get_bool("attention_out_bias")}
+    attention = AttentionConfig(hf.parse_rope(values), **biases)
+    return ModelConfig(**hf.parse_base_fields(values), attention=attention, mlp_bias=values.get_bool("mlp_bias"))
 
 
 FAMILY = (
-    InFolder("seed_oss", DEFAULTS, config, hf.PLACES),
-    InGguf("seed_oss", gguf_config, gguf.PLACES | named(gguf.OF_LAYERS, rms_ffn="post_attention_norm")),
+    HFFamily("seed_oss", DEFAULTS, parse_config, hf.TENSORS),
+    GGUFFamily("seed_oss", parse_gguf_config, gguf.TENSORS | make_tensor_specs(gguf.LAYER_WEIGHT, rms_ffn="post_attention_norm")),
 )

@@ -1,4 +1,7 @@
-"""Where a family's tensors lie among those of a file, and how they become what blocks take. Knows no format and no family."""
+"""Tensor specs: where a tensor is stored in a file, and how it is converted to the layout that our blocks take.
+
+Shapes: D dim, F hidden dim, E experts.
+"""
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
@@ -7,101 +10,112 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.config import Config
-from specdec.layers.recurrent import fill_rates
+from specdec.layers.recurrent import fill_decay_rates
+from specdec.model_config import ModelConfig
 
-GATED, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # what may lie in one tensor
-OF_EXPERTS = ("experts_w1", "experts_w2", "experts_w3")
-EXPERTS_GATED, SHARED_GATED = ("experts_w1", "experts_w3"), ("shared_w1", "shared_w3")
-TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # of heads that RoPE turns
+GATE_UP, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # may be stored in one tensor
+EXPERT_WEIGHTS = ("experts_w1", "experts_w2", "experts_w3")
+EXPERTS_GATE_UP, SHARED_GATE_UP = ("experts_w1", "experts_w3"), ("shared_w1", "shared_w3")
+ROTARY_TENSORS = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # tensors of heads that RoPE rotates
 CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_c_bias", "conv_x_bias")
 
 
-class Place(NamedTuple):
-    """Where a tensor lies: its name, `{}` for the layer, and in which form.
+class TensorSpec(NamedTuple):
+    """How a tensor is stored in a file.
 
-    halves: in each head all first parts of RoPE's pairs, then all second ones; conv: a matrix (inputs, outputs), not (outputs,
-    inputs); among: the tensors, by our names, that lie there one behind the other along the outputs, itself one of them;
-    alone: of several that there may be, each with its number in its name, it is the only one and has none; turn: of heads that
-    lie in turns with those of other tensors, see `FileTensor`; made: how a small one is made of what is stored; each: there is
-    one for each expert, by a second `{}` in the name, or all of them are one tensor; step: of outputs in turns those from the
-    first on, so many apart; scales: the name of the exponents of such blocks of MXFP4 as lie there; groups: by its layer's
-    numbers, in which groups of rows its own lie there.
+    Attributes:
+        name: Its name, with `{}` for the layer.
+        is_neox_style: Whether each head has the first parts of all RoPE pairs, then all second parts; else pairs are adjacent.
+        is_transposed: Whether the matrix is (inputs, outputs), not (outputs, inputs).
+        fused_names: Our names of the tensors that are stored in one, concatenated along the outputs, including this one.
+        is_unnumbered: Whether it is the only one of a list, and its name has no number.
+        head_interleave: (index, count) for heads interleaved with those of other tensors, see `FileTensor.reorder_heads`.
+        transform: How a small tensor is computed from the stored one.
+        is_per_expert: Whether each expert has one, by a second `{}` in the name; without it, all are stored in one tensor.
+        row_stride: (first, step) of the outputs, for interleaved ones.
+        scales_name: Name of the exponents, for blocks of MXFP4.
+        make_row_groups: Function from the layer's config to the groups of rows that contain its own.
     """
 
     name: str
-    halves: bool = False
-    conv: bool = False
-    among: tuple[str, ...] = ()
-    alone: bool = False
-    turn: tuple[int, int] = (0, 1)
-    made: "Making | None" = None
-    each: bool = False
-    step: tuple[int, int] = (0, 1)
-    scales: str = ""
-    groups: "Callable[[Config], Groups] | None" = None
+    is_neox_style: bool = False
+    is_transposed: bool = False
+    fused_names: tuple[str, ...] = ()
+    is_unnumbered: bool = False
+    head_interleave: tuple[int, int] = (0, 1)
+    transform: "TensorTransform | None" = None
+    is_per_expert: bool = False
+    row_stride: tuple[int, int] = (0, 1)
+    scales_name: str = ""
+    make_row_groups: "Callable[[ModelConfig], RowGroups] | None" = None
 
 
-class Making(NamedTuple):
-    """What a tensor is made of another by, and which shape that one has."""
+class TensorTransform(NamedTuple):
+    """A function that computes a tensor from the stored one, and one that returns the stored shape."""
 
-    numbers: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-    stored: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+    apply: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    get_stored_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
-class Groups(NamedTuple):
-    """Of rows in n groups, each of parts of those sizes, the parts from `first` on up to `last`: each one's of all groups."""
+class RowGroups(NamedTuple):
+    """Rows in n groups, each split into parts of these sizes; of each group, parts first_part to last_part - 1 are selected."""
 
     n: int
-    sizes: tuple[int, ...]
-    first: int
-    last: int
+    part_sizes: tuple[int, ...]
+    first_part: int
+    last_part: int
 
     @property
     def n_rows(self) -> int:
-        """Of all parts."""
-        return self.n * sum(self.sizes)
+        """Rows of all parts together."""
+        return self.n * sum(self.part_sizes)
 
-    def places(self) -> npt.NDArray[np.int64]:
-        """Where its rows lie, in its order."""
-        groups, ends = np.arange(self.n_rows).reshape(self.n, -1), [*itertools.accumulate(self.sizes, initial=0)]
-        return np.concatenate([groups[:, ends[i] : ends[i + 1]].reshape(-1) for i in range(self.first, self.last)])
-
-
-def named(form: str, **stored: str) -> dict[str, Place]:
-    """Places, by our names, of tensors whose own names fill a form such as `layers.{}.%s.weight`."""
-    return {name: Place(form % each) for name, each in stored.items()}
+    def get_row_indices(self) -> npt.NDArray[np.int64]:
+        """Return the indices of the selected rows, part by part."""
+        groups, ends = np.arange(self.n_rows).reshape(self.n, -1), [*itertools.accumulate(self.part_sizes, initial=0)]
+        return np.concatenate([groups[:, ends[i] : ends[i + 1]].reshape(-1) for i in range(self.first_part, self.last_part)])
 
 
-def together(names: tuple[str, ...], stored: str, each: bool = False, conv: bool = False) -> dict[str, Place]:
-    """Places of tensors that are one in the file."""
-    return dict.fromkeys(names, Place(stored, among=names, each=each, conv=conv))
+def make_tensor_specs(template: str, **stored_names: str) -> dict[str, TensorSpec]:
+    """Return specs by our names, from stored names that fill a template such as `layers.{}.%s.weight`."""
+    return {name: TensorSpec(template % stored_name) for name, stored_name in stored_names.items()}
 
 
-def experts_in_one(form: str) -> dict[str, Place]:
-    """Places of a folder's experts of which all are one tensor, as transformers 5 has them in memory."""
+def make_fused_specs(
+    names: tuple[str, ...], stored_name: str, is_per_expert: bool = False, is_transposed: bool = False
+) -> dict[str, TensorSpec]:
+    """Return specs of tensors that are stored in one."""
+    return dict.fromkeys(
+        names, TensorSpec(stored_name, fused_names=names, is_per_expert=is_per_expert, is_transposed=is_transposed)
+    )
+
+
+def make_fused_expert_specs(template: str) -> dict[str, TensorSpec]:
+    """Return specs of a folder's experts that are stored in one tensor, as transformers 5 has them in memory."""
     return {
-        **together(EXPERTS_GATED, form % "gate_up_proj", each=True),
-        "experts_w2": Place(form % "down_proj", each=True),
+        **make_fused_specs(EXPERTS_GATE_UP, template % "gate_up_proj", is_per_expert=True),
+        "experts_w2": TensorSpec(template % "down_proj", is_per_expert=True),
     }
 
 
-def changed(places: Mapping[str, Place], names: Collection[str], **how: Any) -> dict[str, Place]:
-    """The same places, those of some names in another form."""
-    return {name: place._replace(**how) if name in names else place for name, place in places.items()}
+def replace_in_specs(specs: Mapping[str, TensorSpec], names: Collection[str], **changes: Any) -> dict[str, TensorSpec]:
+    """Return specs with some fields changed for the given names."""
+    return {name: spec._replace(**changes) if name in names else spec for name, spec in specs.items()}
 
 
-def _rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _compute_decay_rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
     rates = np.empty(logarithms.shape, logarithms.dtype)
-    fill_rates(rates, logarithms)
+    fill_decay_rates(rates, logarithms)
     return rates
 
 
-# a convolution's weights, of each channel in a row, in a folder with a dimension of 1
-TAPS = Making(lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda own: (own[1], 1, own[0]))
-TURNED_TAPS = TAPS._replace(stored=lambda own: own[::-1])
-# of a table of biases (E, 2 F) those in turns, of which a tensor (E, F) is
-EVEN = Making(lambda stored: stored[:, 0::2], lambda own: (own[0], 2 * own[1]))
-ODD = EVEN._replace(numbers=lambda stored: stored[:, 1::2])
-ONE_MORE = Making(lambda stored: np.float32(1) + stored)  # of norms of which 1 + w is the weight
-RATE = Making(_rates)  # of a delta net's decays
+# Convolution weights, stored with a row per channel; folders have another dimension of 1.
+CONV_TAPS = TensorTransform(
+    lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda shape: (shape[1], 1, shape[0])
+)
+TRANSPOSED_CONV_TAPS = CONV_TAPS._replace(get_stored_shape=lambda shape: shape[::-1])
+# Biases (E, F), stored interleaved with others as (E, 2 F).
+EVEN_COLUMNS = TensorTransform(lambda stored: stored[:, 0::2], lambda shape: (shape[0], 2 * shape[1]))
+ODD_COLUMNS = EVEN_COLUMNS._replace(apply=lambda stored: stored[:, 1::2])
+ONE_PLUS = TensorTransform(lambda stored: np.float32(1) + stored)  # norms that multiply by 1 + w
+DECAY_RATE = TensorTransform(_compute_decay_rates)  # decay rates of a delta net, stored as logarithms

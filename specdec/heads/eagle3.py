@@ -1,121 +1,159 @@
-"""EAGLE-3 (Li et al. 2025, arXiv:2503.01840): a layer that drafts from a target's hidden states; its tensors, matrices, and pass.
+"""The EAGLE-3 head (Li et al. 2025, arXiv:2503.01840), one layer on the target's hidden states: tensors, buffers, and programs.
 
-A pair, what the target's hidden states at position i make of it and the token of position i + 1, tells the token of i + 2. Behind
-the last one whose states the target has computed, the head's own output takes their place.
+A pair consists of the feature of position i, computed from the target's hidden states, and the token of position i + 1. It
+predicts the token of i + 2. After the last position with states of the target, the head's own output takes their place.
 
-Shapes: H width of the target's hidden states, N of which make a feature; h the head's own.
+Shapes: H width of the target's hidden states, N hidden states per feature, h width of the head, T tokens of a pass, S positions.
 """
 
-from specdec.config import Config, HeadConfig, known_as
-from specdec.kernels import MAX_TOKENS, copy_rows, rms_norm
-from specdec.layers.attention import ATTENTION, mixing
-from specdec.layers.base import Architecture, Buffer, Buffers, Layers, Packed, Room, Shapes, Vector, Weights, packed
-from specdec.layers.block import by_layer
+from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, rms_norm
+from specdec.layers.attention import ATTENTION, make_attention_program
+from specdec.layers.base import (
+    Architecture,
+    Buffers,
+    BufferSizes,
+    BufferSpec,
+    ForwardProgram,
+    PackedTensors,
+    PackedVector,
+    Shapes,
+    Weights,
+    fuse_tensors,
+)
+from specdec.layers.block import split_by_layer
 from specdec.layers.mlp import MLP
 from specdec.model import llama
-from specdec.runtime.program import Program, Row
+from specdec.model_config import HeadConfig, ModelConfig, require_type
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import round_up
-from specdec.runtime.tile import STRIP_ROWS
 
-OF_LAYER = ("rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "bq", "bk", "bv", "bo", "b1", "b2", "b3", "q_norm", "k_norm")
+LAYER_TENSORS = (
+    "rms_ffn",
+    "wq",
+    "wk",
+    "wv",
+    "wo",
+    "w1",
+    "w2",
+    "w3",
+    "bq",
+    "bk",
+    "bv",
+    "bo",
+    "b1",
+    "b2",
+    "b3",
+    "q_norm",
+    "k_norm",
+)
 
 
-def head_of(config: Config) -> HeadConfig:
-    """What a head needs beside a model's numbers, which `Config.flaw` has asked for."""
-    return known_as(config.head, HeadConfig)
+def get_head_config(config: ModelConfig) -> HeadConfig:
+    """Return the head's part of a configuration, which `ModelConfig.find_error` has checked."""
+    return require_type(config.head, HeadConfig)
 
 
-def taps(config: Config) -> tuple[int, int]:
-    """In how many rows, normed each by itself, a feature's hidden states lie, and their width."""
-    head = head_of(config)
-    n_rows = head.n_states if head.fc_norm == "each" else 1
-    return n_rows, head.n_states * head.target_dim // n_rows
+def get_feature_shape(config: ModelConfig) -> tuple[int, int]:
+    """Return the number of rows, each with its own norm, in which a feature's hidden states lie, and their width."""
+    head = get_head_config(config)
+    n_rows = head.n_target_states if head.fc_norm == "each" else 1
+    return n_rows, head.n_target_states * head.target_dim // n_rows
 
 
-def shapes(config: Config) -> Shapes:
-    """Llama's, of one layer, but for the products of two vectors one behind the other, and what makes these."""
-    head, dim, ours = head_of(config), config.dim, llama.layer_shapes(config, 0)
-    tensors = {name: ours[name] for name in OF_LAYER if name in ours}
+def shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of the tensors: Llama's of one layer, with wq, wk and wv over two concatenated vectors, fc and norms."""
+    head, dim, llama_shapes = get_head_config(config), config.dim, llama.layer_shapes(config, 0)
+    tensors = {name: llama_shapes[name] for name in LAYER_TENSORS if name in llama_shapes}
     tensors |= {name: (tensors[name][0], 2 * dim) for name in ("wq", "wk", "wv")}
-    tensors |= {"fc": (dim, head.n_states * head.target_dim), "rms_emb": (dim,), "rms_hidden": (dim,), "rms_final": (dim,)}
+    tensors |= {"fc": (dim, head.n_target_states * head.target_dim), "rms_emb": (dim,), "rms_hidden": (dim,), "rms_final": (dim,)}
     if head.fc_norm:
-        tensors["fc_norm"] = taps(config)
+        tensors["fc_norm"] = get_feature_shape(config)
     if head.own_classifier:
-        tensors["wcls"] = (head.n_rows, dim)
+        tensors["wcls"] = (head.draft_vocab_size, dim)
     if head.own_embedding:
         tensors["tok_emb"] = (config.vocab_size, dim)
     return tensors
 
 
-def pack_of(config: Config) -> Packed:
-    """Llama's of one layer, and the others, a norm for each row of taps."""
+def packed_tensors(config: ModelConfig) -> PackedTensors:
+    """Return the packed tensors: Llama's of one layer, and the others, with one norm per row of taps."""
     stored = shapes(config)
-    layer = {name: shape for name, shape in stored.items() if name in OF_LAYER}
-    outer = {name: shape for name, shape in stored.items() if name not in OF_LAYER and name != "fc_norm"}
+    layer = {name: shape for name, shape in stored.items() if name in LAYER_TENSORS}
+    others = {name: shape for name, shape in stored.items() if name not in LAYER_TENSORS and name != "fc_norm"}
     n_norms, *width = stored.get("fc_norm", (0,))
-    norms = {f"fc_norm.{i}": Vector((("fc_norm", i),), tuple(width)) for i in range(n_norms)}
-    return packed(outer, llama.TABLES, stored) | packed(layer, {**ATTENTION.joined, **MLP.joined}, stored, 0) | norms
+    norms = {f"fc_norm.{i}": PackedVector((("fc_norm", i),), tuple(width)) for i in range(n_norms)}
+    return (
+        fuse_tensors(others, llama.FUSED_VOCAB, stored) | fuse_tensors(layer, {**ATTENTION.fused, **MLP.fused}, stored, 0) | norms
+    )
 
 
-def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """Llama's; taps: the target's hidden states of a pass's pairs, (1, T, N H padded), or (N, T, H padded) where each is normed;
-    tapped (threads, T, N H and more): the same, normed; embedded, residual (1, T, h padded): the tokens, and what a layer adds to
-    where that is normed; pairs (threads, T, 2 h and more): embedding and feature, normed; outputs (S, h): what may be fed back.
+def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+    """Return Llama's buffers and those of the head.
+
+    taps (1, T, N H padded), or (N, T, H padded) if each row is normed: the target's hidden states of the pass's pairs.
+    tapped (threads, T, N H and more): the same, normed. embedded (1, T, h padded): the tokens' embeddings.
+    residual (1, T, h padded): the residual of the layer, if that is normed. pairs (threads, T, 2 h and more): embedding and
+    feature, normed. outputs (S, h): outputs that may be fed back.
     """
-    head, (n_taps, width), padded = head_of(config), taps(config), round_up(config.dim, STRIP_ROWS)
-    own = {
-        "taps": Buffer((n_taps, MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
-        "embedded": Buffer((1, MAX_TOKENS, padded), whose="token"),
-        "pairs": Buffer((room.n_threads, MAX_TOKENS, round_up(config.dim + padded, STRIP_ROWS)), whose="token"),
-        "outputs": Buffer((room.n_positions, config.dim), whose="cache"),
+    head, (n_taps, width), padded = get_head_config(config), get_feature_shape(config), round_up(config.dim, PANEL_ROWS)
+    specs = {
+        "taps": BufferSpec((n_taps, MAX_BATCH_TOKENS, round_up(width, PANEL_ROWS)), scope="token"),
+        "embedded": BufferSpec((1, MAX_BATCH_TOKENS, padded), scope="token"),
+        "pairs": BufferSpec((sizes.n_threads, MAX_BATCH_TOKENS, round_up(config.dim + padded, PANEL_ROWS)), scope="token"),
+        "outputs": BufferSpec((sizes.n_positions, config.dim), scope="cache"),
     }
     if head.norm_before_residual:
-        own["residual"] = own["embedded"]
+        specs["residual"] = specs["embedded"]
     if head.fc_norm:
-        end = (n_taps - 1) * width + round_up(width, STRIP_ROWS)
-        own["tapped"] = Buffer((room.n_threads, MAX_TOKENS, round_up(end, STRIP_ROWS)), whose="token")
-    return llama.buffers(config, weights, room) | own
+        end = (n_taps - 1) * width + round_up(width, PANEL_ROWS)
+        specs["tapped"] = BufferSpec((sizes.n_threads, MAX_BATCH_TOKENS, round_up(end, PANEL_ROWS)), scope="token")
+    return llama.buffers(config, weights, sizes) | specs
 
 
-def features(config: Config, weights: Weights, b: Buffers) -> Program:
-    """x = fc taps, which may be normed: what runs before the pass over pairs whose hidden states the target has computed."""
-    n_taps, width = taps(config)
-    tapped, norms = b.taps, list[Row]()
-    if head_of(config).fc_norm:
+def features(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
+    """Return x = fc taps, or fc norm(taps): runs before a pass over pairs with hidden states of the target."""
+    n_taps, width = get_feature_shape(config)
+    tapped, norms = b.taps, list[Op]()
+    if get_head_config(config).fc_norm:
         tapped = b.tapped
         norms = [
             rms_norm(tapped, b.taps[i : i + 1], weights.vectors[f"fc_norm.{i}"], width, config.norm_eps, False, i * width)
             for i in range(n_taps)
         ]
-    return [[*norms, weights.matrices["fc"].product(b.x[0], tapped, b.scratch)]]
+    return [[*norms, weights.matrices["fc"].matmul(b.x[0], tapped, b.scratch)]]
 
 
-def pair_norms(config: Config, weights: Weights, b: Buffers) -> list[Row]:
-    """What makes pairs: embedding and x, each normed."""
+def make_pair_norms(config: ModelConfig, weights: Weights, b: Buffers) -> list[Op]:
+    """Return pairs = concat(norm(embedding), norm(x))."""
     sides = (b.embedded, "rms_emb", 0), (b.x, "rms_hidden", config.dim)
     return [rms_norm(b.pairs, x, weights.vectors[name], config.dim, config.norm_eps, False, at) for x, name, at in sides]
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Layers:
-    """Of x, features or outputs fed back: x = (x or norm(x)) + wo attention(rope(qkv concat(norm(embedding), norm(x)))), then
-    as llama.
+def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
+    """Return x = (x or norm(x)) + wo attention(rope(qkv concat(norm(embedding), norm(x)))), then MLP and classifier as in Llama.
+
+    The input x holds features, or outputs that are fed back.
     """
-    head, v, dim = head_of(config), weights.vectors, config.dim
-    (own,) = by_layer(config, weights, b)
-    halves = mixing(config, weights, own, 0, b.pairs, pair_norms(config, weights, b)), MLP.program(config, weights, own, 0)
+    head, v, dim = get_head_config(config), weights.vectors, config.dim
+    (layer_buffers,) = split_by_layer(config, weights, b)
+    halves = (
+        make_attention_program(config, weights, layer_buffers, 0, b.pairs, make_pair_norms(config, weights, b)),
+        MLP.program(config, weights, layer_buffers, 0),
+    )
     layer = [list(phase) for half in halves for phase in half]
     if head.norm_before_residual:
         layer[0].append(copy_rows(b.residual[0], b.pairs, 0, dim, dim, False))
-        layer[1].append(copy_rows(b.x[0], b.residual, 0, 0, dim, False))  # beside attention: all threads have read x
+        layer[1].append(copy_rows(b.x[0], b.residual, 0, 0, dim, False))  # next to attention, when all threads have read x
     output = [[copy_rows(b.outputs, b.x, 0, 0, dim, True)]]
     if head.norm_output:
         normed = rms_norm(b.normed, b.x, v["rms_final"], dim, config.norm_eps, False, 0)
         output = [[normed, copy_rows(b.outputs, b.normed, 0, 0, dim, True)]]
-    return Layers(
-        [[weights.matrices["embedding"].embedding(b.embedded[0], b.tokens)]],
+    return ForwardProgram(
+        [[weights.matrices["embedding"].embed(b.embedded[0], b.tokens)]],
         [layer],
         [*output, *llama.classify(config, weights, b)],
     )
 
 
-EAGLE3 = Architecture(shapes, pack_of, buffers, program, llama.fill, features=features)
+EAGLE3 = Architecture(shapes, packed_tensors, buffers, program, llama.fill_position_tables, make_features=features)

@@ -1,146 +1,174 @@
-"""Gemma 4's own draft (Gemma Team 2026): a few layers that attend to their target's keys and values; tensors, matrices, and pass.
+"""Gemma 4's assistant (Gemma Team 2026), a few layers that attend to the target's KV cache: tensors, buffers, and programs.
 
-A token is guessed of the last token's embedding, the target's, and of what the target's last norm makes of the token before it.
-Behind a guess the assistant's own output takes the place of that. Layers make queries alone, at the last token's position for all
-guesses behind it, and see what the target has cached, which ends in front of that token. It holds nothing of a text.
+The assistant predicts a token from the target's embedding of the last token and from the target's hidden state, after its final
+norm, of the token before. After a draft token the assistant's own output takes the place of that state. Layers compute queries
+only, at the last token's position for all draft tokens after it. They see the target's KV cache, which ends before that token.
+The assistant caches nothing.
+
+Shapes: H width of the target's hidden states, T tokens of a pass, C centroids.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.config import Config, Flaws, HeadConfig, known_as, not_positive
-from specdec.kernels import MAX_TOKENS, copy_rows, scale_rows
-from specdec.layers.base import Architecture, Buffer, Buffers, Layers, Packed, Part, Room, Shapes, Weights, packed
-from specdec.layers.block import CACHED, TURNING, by_layer, norm
+from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, scale_rows
+from specdec.layers.base import (
+    Architecture,
+    Buffers,
+    BufferSizes,
+    BufferSpec,
+    ForwardProgram,
+    PackedTensor,
+    PackedTensors,
+    Shapes,
+    Weights,
+    fuse_tensors,
+)
+from specdec.layers.block import KV_BUFFERS, ROPE_TABLES, norm, split_by_layer
 from specdec.model import llama
-from specdec.quant.matrix import Matrix
+from specdec.model_config import ErrorMessages, HeadConfig, ModelConfig, check_positive, require_type
+from specdec.quant.packed_matrix import Matrix
+from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.simd import round_up
-from specdec.runtime.tile import STRIP_ROWS
 
-PRE, POST, CENTROIDS = "pre", "post", "centroids"
+PRE_PROJECTION, POST_PROJECTION, CENTROIDS = "pre", "post", "centroids"
 
 
 @dataclass(frozen=True)
 class AssistantConfig(HeadConfig):
-    """What an assistant needs beside a model's numbers.
+    """The assistant's part of a model configuration.
 
-    n_centroids: into so many parts of the same size its vocabulary is cut, in the order in which its classifier lies; it says
-    those tokens alone that lie in the n_chosen parts whose centroids are nearest. 0: it says all.
+    Attributes:
+        n_centroids: The number of parts of equal size into which the vocabulary is divided, in the order of the classifier's
+            rows; 0 for a classifier without centroids.
+        centroid_top_k: A pass computes logits for the tokens of this number of parts, those with the nearest centroids.
     """
 
     n_centroids: int = 0
-    n_chosen: int = 0
+    centroid_top_k: int = 0
 
     @property
-    def n_states(self) -> int:
+    def n_target_states(self) -> int:
+        """The number of the target's hidden states per token."""
         return 1
 
     @property
-    def n_said(self) -> int:
-        """How many tokens have logits in a pass."""
-        return self.n_rows // self.n_centroids * self.n_chosen if self.n_centroids else self.n_rows
+    def n_candidates(self) -> int:
+        """The number of tokens that get logits in a pass."""
+        return self.draft_vocab_size // self.n_centroids * self.centroid_top_k if self.n_centroids else self.draft_vocab_size
 
-    def layers_of(self, n_layers: int) -> tuple[int, ...]:
-        """Behind the target's last norm."""
+    def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Return the index of the hidden states that the assistant reads: those after the target's final norm."""
         return (n_layers + 1,)
 
-    def flaws(self, dim: int, vocab_size: int) -> Flaws:
-        yield from not_positive(self, "target_dim")
-        if self.n_rows != vocab_size:
-            yield f"n_rows is {self.n_rows}; expected vocab_size, {vocab_size}"
-        if self.n_centroids < 0 or (self.n_centroids and self.n_rows % (self.n_centroids * STRIP_ROWS)):
-            yield f"n_centroids is {self.n_centroids}; expected as many parts of a multiple of {STRIP_ROWS} tokens"
-        if not min(self.n_centroids, 1) <= self.n_chosen <= self.n_centroids:
-            yield f"n_chosen is {self.n_chosen}; expected 1 to n_centroids, {self.n_centroids}"
+    def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
+        """Yield a message for each field that is not valid."""
+        yield from check_positive(self, "target_dim")
+        if self.draft_vocab_size != vocab_size:
+            yield f"draft_vocab_size is {self.draft_vocab_size}; expected vocab_size, {vocab_size}"
+        if self.n_centroids < 0 or (self.n_centroids and self.draft_vocab_size % (self.n_centroids * PANEL_ROWS)):
+            yield f"n_centroids is {self.n_centroids}; expected equal parts of a multiple of {PANEL_ROWS} tokens"
+        if not min(self.n_centroids, 1) <= self.centroid_top_k <= self.n_centroids:
+            yield f"centroid_top_k is {self.centroid_top_k}; expected 1 to n_centroids, {self.n_centroids}"
 
 
-def assistant_of(config: Config) -> AssistantConfig:
-    """What an assistant needs beside a model's numbers, which `Config.flaw` has asked for."""
-    return known_as(config.head, AssistantConfig)
+def get_assistant_config(config: ModelConfig) -> AssistantConfig:
+    """Return the assistant's part of a configuration, which `ModelConfig.find_error` has checked."""
+    return require_type(config.head, AssistantConfig)
 
 
-def sources(config: Config, target: Config) -> list[int]:
-    """Of each layer the target's whose keys and values it takes: the last one of its type, with a window or without, that makes
-    some. Raises ValueError, in words, where there is none or heads differ.
+def find_kv_source_layers(config: ModelConfig, target: ModelConfig) -> list[int]:
+    """Return for each layer the target's layer with the KV cache that it reads: the last one of the same attention type.
+
+    Raises:
+        ValueError: If there is none, or its KV heads differ.
     """
-    last = {bool(target.of_layer(i).attention.window): i for i in range(target.n_layers) if target.of_layer(i).has_cache}
+    last = {bool(target.layer_config(i).attention.window): i for i in range(target.n_layers) if target.layer_config(i).has_own_kv}
     found = []
-    for own in map(config.of_layer, range(config.n_layers)):
-        name, source = "a window" if own.attention.window else "the whole text in sight", last.get(bool(own.attention.window))
+    for layer in map(config.layer_config, range(config.n_layers)):
+        name = "sliding-window attention" if layer.attention.window else "full attention"
+        source = last.get(bool(layer.attention.window))
         if source is None:
-            raise ValueError(f"it takes the keys and values of a layer with {name}; the target has none")
-        ours, theirs = (f"{each.n_kv_heads} x {each.head_dim}" for each in (own, target.of_layer(source)))
-        if ours != theirs:
-            raise ValueError(f"it takes keys of {ours} numbers where layers have {name}; the target's are {theirs}")
+            raise ValueError(f"it reads the keys and values of a layer with {name}; the target has none")
+        expected, actual = (f"{each.n_kv_heads} x {each.head_dim}" for each in (layer, target.layer_config(source)))
+        if expected != actual:
+            raise ValueError(f"it reads keys of {expected} numbers in layers with {name}; the target's are {actual}")
         found.append(source)
     return found
 
 
-def taken(config: Config, target: Config, weights: Weights, b: Buffers) -> list[dict[str, Any]]:
-    """Of each layer the arrays of the target's buffers that are its cache."""
-    of_target = by_layer(target, weights, b)
-    return [{name: getattr(of_target[source], name) for name in CACHED} for source in sources(config, target)]
+def get_target_caches(config: ModelConfig, target: ModelConfig, weights: Weights, b: Buffers) -> list[dict[str, Any]]:
+    """Return for each layer the arrays of the target's KV cache that it reads."""
+    layers = split_by_layer(target, weights, b)
+    return [{name: getattr(layers[source], name) for name in KV_BUFFERS} for source in find_kv_source_layers(config, target)]
 
 
-def shapes(config: Config) -> Shapes:
-    """Llama's, what makes x of an embedding and a state, what makes a state of x, and the centroids."""
-    head, dim = assistant_of(config), config.dim
+def shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of the tensors: Llama's, projections from embedding and state to x and from x to a state, centroids."""
+    head, dim = get_assistant_config(config), config.dim
     centroids = {CENTROIDS: (head.n_centroids, dim)} if head.n_centroids else {}
-    return llama.shapes(config) | {PRE: (dim, 2 * head.target_dim), POST: (head.target_dim, dim)} | centroids
+    return (
+        llama.shapes(config) | {PRE_PROJECTION: (dim, 2 * head.target_dim), POST_PROJECTION: (head.target_dim, dim)} | centroids
+    )
 
 
-def pack_of(config: Config) -> Packed:
-    """Llama's, but for the embedding, which is the target's, and those of `shapes`."""
-    stored, own = shapes(config), llama.pack_of(config)
-    del own["embedding"]
-    own |= packed({name: stored[name] for name in (PRE, POST, CENTROIDS) if name in stored}, {}, stored)
-    if assistant_of(config).own_embedding:  # on a target
-        own["embedding"] = Part((("embedding", None),), (config.vocab_size,), assistant_of(config).target_dim)
-    return own
+def packed_tensors(config: ModelConfig) -> PackedTensors:
+    """Return the packed tensors: Llama's, except the embedding, which is the target's, and the projections and centroids."""
+    stored, packed = shapes(config), llama.packed_tensors(config)
+    del packed["embedding"]
+    packed |= fuse_tensors(
+        {name: stored[name] for name in (PRE_PROJECTION, POST_PROJECTION, CENTROIDS) if name in stored}, {}, stored
+    )
+    if get_assistant_config(config).own_embedding:  # on a target
+        packed["embedding"] = PackedTensor((("embedding", None),), (config.vocab_size,), get_assistant_config(config).target_dim)
+    return packed
 
 
-def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """Llama's, without a cache, for a position more; embedded (1, T, H padded): the last token; pairs (1, T, 2 H and more): that
-    and the state, one behind the other; outputs (T, H padded): the next state; nearness (T, C padded): of centroids.
+def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+    """Return Llama's buffers, without a cache and for one more position, and those of the assistant.
+
+    embedded (1, T, H padded): the last token's embedding. pairs (1, T, 2 H and more): embedding and state, concatenated.
+    outputs (T, H padded): the next state. nearness (T, C padded): the logits of centroids.
     """
-    head = assistant_of(config)
-    width = round_up(head.target_dim, STRIP_ROWS)
-    return llama.buffers(config, weights, room._replace(n_positions=room.n_positions + STRIP_ROWS)) | {
-        "embedded": Buffer((1, MAX_TOKENS, width), whose="token"),
-        "pairs": Buffer((1, MAX_TOKENS, round_up(head.target_dim + width, STRIP_ROWS)), whose="token"),
-        "outputs": Buffer((MAX_TOKENS, width), whose="token"),
-        "nearness": Buffer((MAX_TOKENS, round_up(max(head.n_centroids, 1), STRIP_ROWS)), whose="token"),
+    head = get_assistant_config(config)
+    width = round_up(head.target_dim, PANEL_ROWS)
+    return llama.buffers(config, weights, sizes._replace(n_positions=sizes.n_positions + PANEL_ROWS)) | {
+        "embedded": BufferSpec((1, MAX_BATCH_TOKENS, width), scope="token"),
+        "pairs": BufferSpec((1, MAX_BATCH_TOKENS, round_up(head.target_dim + width, PANEL_ROWS)), scope="token"),
+        "outputs": BufferSpec((MAX_BATCH_TOKENS, width), scope="token"),
+        "nearness": BufferSpec((MAX_BATCH_TOKENS, round_up(max(head.n_centroids, 1), PANEL_ROWS)), scope="token"),
     }
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Layers:
-    """x = pre concat(embedding, state), layers, post rmsnorm(x), and logits where no centroids choose them (`says`).
+def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
+    """Return x = pre concat(embedding, state), layers, post rmsnorm(x), and logits if there are no centroids.
 
-    It runs at the last slot that the target has filled, whose successor's position heads are turned by. taken: see `taken`.
+    It runs at the last slot that the target has filled, with RoPE for the next position. b.taken holds the result of
+    `get_target_caches`. With centroids, `make_classifier_program` computes the logits.
     """
-    head, w = assistant_of(config), weights.matrices
-    tables = {name: table[1:] for name, table in vars(b).items() if name.startswith(TURNING)}
-    of_layers = zip(by_layer(config, weights, Buffers(**vars(b) | tables)), b.taken, strict=True)
-    layers = llama.programs(config, weights, [Buffers(**vars(own) | of_target) for own, of_target in of_layers])
-    embedding = w["embedding"].embedding(b.embedded[0], b.tokens)
-    output = [norm(config, weights, b, "rms_final"), w[POST].product(b.outputs, b.normed, b.scratch)]
+    head, w = get_assistant_config(config), weights.matrices
+    tables = {name: table[1:] for name, table in vars(b).items() if name.startswith(ROPE_TABLES)}
+    layer_buffers = zip(split_by_layer(config, weights, Buffers(**vars(b) | tables)), b.taken, strict=True)
+    layers = llama.layer_programs(config, weights, [Buffers(**vars(own) | target_caches) for own, target_caches in layer_buffers])
+    embedding = w["embedding"].embed(b.embedded[0], b.tokens)
+    output = [norm(config, weights, b, "rms_final"), w[POST_PROJECTION].matmul(b.outputs, b.normed, b.scratch)]
     if head.n_centroids:
-        output.append(w[CENTROIDS].product(b.nearness, b.normed, b.scratch))
-    return Layers(
+        output.append(w[CENTROIDS].matmul(b.nearness, b.normed, b.scratch))
+    return ForwardProgram(
         [
             [embedding, scale_rows(b.embedded[0], config.embedding_scale, head.target_dim)],
             [copy_rows(b.pairs[0], b.embedded, 0, 0, head.target_dim, False)],
-            [w[PRE].product(b.x[0], b.pairs, b.scratch)],
+            [w[PRE_PROJECTION].matmul(b.x[0], b.pairs, b.scratch)],
         ],
         layers,
         [output] if head.n_centroids else [output, *llama.classify(config, weights, b)],
     )
 
 
-def says(config: Config, weights: Weights, b: Buffers, classifier: Matrix) -> Layers:
-    """Logits by those rows of the classifier that centroids chose, of the x that `program` leaves."""
-    chosen = replace(weights, matrices=weights.matrices | {"classifier": classifier})
-    return Layers([], [], llama.classify(config, chosen, b))
+def make_classifier_program(config: ModelConfig, weights: Weights, b: Buffers, classifier: Matrix) -> ForwardProgram:
+    """Return the program for the logits of x, as `program` leaves it, by the candidate rows of the classifier."""
+    candidate_weights = replace(weights, matrices=weights.matrices | {"classifier": classifier})
+    return ForwardProgram([], [], llama.classify(config, candidate_weights, b))
 
 
-GEMMA4_ASSISTANT = Architecture(shapes, pack_of, buffers, program, llama.fill)
+GEMMA4_ASSISTANT = Architecture(shapes, packed_tensors, buffers, program, llama.fill_position_tables)

@@ -1,6 +1,6 @@
-"""Heads that draft: a layer that goes on from its target's hidden states, with a cache of its own. Knows no drafter.
+"""Draft heads, which continue from the hidden states of their target and have their own KV cache.
 
-Shapes: H width of the target's hidden states, N of which make a feature; h the head's own; R rows of its classifier.
+Shapes: H width of the target's hidden states, N hidden states per feature, R rows of the head's classifier, n tokens.
 """
 
 from dataclasses import replace
@@ -8,177 +8,185 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import Config
-from specdec.draft.vocab_map import ByTargetIds
-from specdec.heads.eagle3 import head_of, taps
+from specdec.argument_checks import count_common_prefix
+from specdec.draft.vocab_map import VocabMapper
+from specdec.heads.eagle3 import get_feature_shape, get_head_config
 from specdec.heads.mtp import TARGET_NORM
-from specdec.kernels import MAX_TOKENS
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.base import Buffers, Weights
-from specdec.layers.rope import Node
-from specdec.model.registry import architecture_of
-from specdec.model.transformer import KV, Transformer
-from specdec.runtime.program import Runner
+from specdec.layers.rope import TreeNode
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import KVFormatName, Transformer
+from specdec.model_config import ModelConfig
+from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import Float32, Int64
-from specdec.runtime.threads import rebuilt
-from specdec.validation import n_common
+from specdec.runtime.threads import rebuild
 
 
 class Head(Transformer):
-    """A head: logits of what follows a text, by its target's ids, from the hidden states that the target holds of it.
+    """A draft head, which computes logits for the target's ids from the hidden states that the target holds of a sequence.
 
-    config, weights: the head's own; embedding and classifier that it has not are the target's. target: keeps the hidden states
-    that the head takes, beside its cache. target_ids: of each row of the classifier, the target's id, (R,); by default row i is
-    id i. The rest is a `Transformer`'s. Whoever holds both locks takes the head's first.
+    A sequence of n tokens has n - 1 pairs: the target's hidden states of position i, and the token of position i + 1. A pair for
+    which the target holds the states runs with them. A later pair runs with the head's own output, and once more as soon as the
+    target holds its states. To take both locks, take the head's first.
 
-    A text of n tokens is n - 1 pairs: of position i the target's hidden states, and the token of position i + 1. A pair whose
-    states the target holds runs with them, the truth; one behind these is a guess, which runs with the head's own output and once
-    more as soon as the target holds the truth.
+    Args:
+        config: The head's configuration.
+        weights: The head's weights; embedding and classifier are the target's if the head has none.
+        target: The target, which keeps the hidden states that the head reads next to its KV cache.
+        target_ids: The target's id of each row of the classifier, (R,); by default row i is id i.
+        n_threads: As in `Transformer`, like `n_positions` and `kv`.
+        n_positions: See `Transformer`.
+        kv: See `Transformer`.
 
-    Raises ValueError for what is no head, or the head of another target; else as `Transformer`.
+    Raises:
+        ValueError: If the model is not a head or the head of another target; else as in `Transformer`.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: ModelConfig,
         weights: Weights,
         target: Transformer,
         target_ids: Int64 | None = None,
         n_threads: int | None = None,
         n_positions: int | None = None,
-        kv: KV = "auto",
+        kv: KVFormatName = "auto",
     ) -> None:
-        if flaw := config.flaw() or _misfit(config, target.config):
-            raise ValueError(flaw)
-        (architecture := architecture_of(config)).check(config, weights)
-        self._own, self.target, self.target_ids = (config, weights.aligned()), target, target_ids
-        head = replace(head_of(config), layers=head_of(config).layers_of(target.config.n_layers))
-        if target.hidden_layers not in ((), head.layers):
-            raise ValueError(f"the target keeps the hidden states before layers {target.hidden_layers}, not {head.layers}")
+        if error := config.find_error() or _find_incompatibility(config, target.config):
+            raise ValueError(error)
+        (architecture := get_architecture(config)).check(config, weights)
+        self._own_config_and_weights, self.target, self.target_ids = (config, weights.align()), target, target_ids
+        head = replace(get_head_config(config), target_layers=get_head_config(config).get_target_layers(target.config.n_layers))
+        if target.hidden_layers not in ((), head.target_layers):
+            raise ValueError(f"the target keeps the hidden states before layers {target.hidden_layers}, not {head.target_layers}")
         if target_ids is not None and (
-            target_ids.shape != (head.n_rows,)
-            or len(np.unique(target_ids)) < head.n_rows
+            target_ids.shape != (head.draft_vocab_size,)
+            or len(np.unique(target_ids)) < head.draft_vocab_size
             or not 0 <= target_ids.min() <= target_ids.max() < config.vocab_size
         ):
-            raise ValueError(f"target_ids are not {head.n_rows} different ids of 0 to {config.vocab_size - 1}")
-        self._taken = head.layers
-        self.by_target = ByTargetIds(np.arange(head.n_rows) if target_ids is None else target_ids, config.vocab_size)
-        self._is_of_long = False  # whether the pairs that the cache holds are of a long text (`Transformer.is_long`)
-        self._n_true = 0  # pairs, from the first on, that ran with the truth, as far as the cache holds them
-        self._features: tuple[Buffers, Runner] | None = None  # the program of features, over those buffers
-        own = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
-        borrowed = {name: target.weights.matrices[name] for name, is_own in own if not is_own}
-        vectors = dict(self._own[1].vectors)
+            raise ValueError(f"target_ids must be {head.draft_vocab_size} different ids from 0 to {config.vocab_size - 1}")
+        self._target_layers = head.target_layers
+        self.vocab_mapper = VocabMapper(np.arange(head.draft_vocab_size) if target_ids is None else target_ids, config.vocab_size)
+        self._has_long_rope_pairs = False  # whether the cached pairs are of a long sequence (`Transformer.has_long_rope`)
+        self._n_true_pairs = 0  # cached pairs, from the first on, that ran with hidden states of the target
+        self._feature_program: tuple[Buffers, Executor] | None = None  # computes features, in those buffers
+        parts = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
+        borrowed = {name: target.weights.matrices[name] for name, is_own in parts if not is_own}
+        vectors = dict(self._own_config_and_weights[1].vectors)
         if config.architecture == "mtp":
             vectors[TARGET_NORM] = target.weights.vectors["rms_final"]
-        whole = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
-        kv = kv if architecture.features else target.kv  # of a head without features, which reads the target's caches
-        super().__init__(whole, Weights(self._own[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
-        if target.hidden_layers != head.layers:
-            target.hidden_layers = head.layers
+        full = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
+        kv = kv if architecture.make_features else target.kv  # a head without features reads the target's KV cache
+        super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
+        if target.hidden_layers != head.target_layers:
+            target.hidden_layers = head.target_layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        named = {"n_threads": self._most_threads, "n_positions": self._n_positions, "kv": self.kv}
-        return rebuilt, (type(self), (*self._own, self.target, self.target_ids), named)
+        named = {"n_threads": self._max_threads, "n_positions": self._n_positions, "kv": self.kv}
+        return rebuild, (type(self), (*self._own_config_and_weights, self.target, self.target_ids), named)
 
-    def with_positions(self, n_positions: int) -> "Head":
-        return self.of(self.target, n_positions)
+    def with_capacity(self, n_positions: int) -> "Head":
+        """Return the same head with an empty KV cache of n_positions."""
+        return self.with_target(self.target, n_positions)
 
-    def of(self, target: Transformer, n_positions: int | None = None) -> "Head":
-        """The same head on a seat of its target."""
+    def with_target(self, target: Transformer, n_positions: int | None = None) -> "Head":
+        """Return the same head, with an empty KV cache, on a clone of its target."""
         n_positions = self._n_positions if n_positions is None else n_positions
-        head = type(self)(*self._own, target, self.target_ids, self._most_threads, n_positions, self.kv)
+        head = type(self)(*self._own_config_and_weights, target, self.target_ids, self._max_threads, n_positions, self.kv)
         head.n_threads = self.n_threads
         return head
 
-    def take_over(self, other: Transformer, tokens: list[int]) -> None:
-        """Nothing: it reads by itself, which costs little."""
+    def copy_kv(self, other: Transformer, tokens: list[int]) -> None:
+        """Do nothing: a prefill of the head costs little."""
 
-    def drafts_for(self, tokens: list[int]) -> bool:
-        """Whether `forward` gives logits behind a text without a guess: the target holds the truth of the last pair, and of those
-        before it that did not run with it.
+    def can_draft(self, tokens: list[int]) -> bool:
+        """Return whether `forward` computes logits after the tokens without feeding back its own output.
+
+        The target must hold the states of the last pair, and of earlier pairs that have not run with them.
         """
         n_pairs = len(tokens) - 1
         with self.lock, self.target.lock:
-            n = max(self._n_kept(tokens, n_pairs) - 1, 0)
-            return 0 < n_pairs <= n + len(self._states(tokens, n))
+            n = max(self._count_reusable_tokens(tokens, n_pairs) - 1, 0)
+            return 0 < n_pairs <= n + len(self._get_target_states(tokens, n))
 
-    def _states(self, tokens: list[int], first: int) -> Float32:
-        """The hidden states (n, N H) of a text that the target holds, from position `first` on."""
-        if self.target.hidden_layers != self._taken:
+    def _get_target_states(self, tokens: list[int], first: int) -> Float32:
+        """Return the hidden states (n, N H) of a sequence that the target holds, from position `first` on."""
+        if self.target.hidden_layers != self._target_layers:
             return np.zeros((0, 0), np.float32)
-        return self.target.hidden(tokens, first)
+        return self.target.get_hidden_states(tokens, first)
 
-    def _n_kept(self, tokens: list[int], limit: int) -> int:
-        """How many of a text's tokens need not run again, whatever the target holds; the first is in no pair."""
-        return min(max(n_common(self._held, tokens, limit), 1), self._n_true + 1, limit)
+    def _count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
+        """Return how many tokens need not run again, whatever the target holds; the first one is not in a pair."""
+        return min(max(count_common_prefix(self._cached_tokens, tokens, limit), 1), self._n_true_pairs + 1, limit)
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
-        """Logits; runs all pairs that have the truth and did not run with it, then, for logits alone, guesses."""
-        self._turn.n_passes += 1
-        if self._is_of_long != self.target.is_long:  # other hidden states
-            self._is_of_long, self._n_true = self.target.is_long, 0
-            self._held.clear()
+    def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Run all pairs that have states of the target and did not run with them, then others as far as logits need them."""
+        self._model_lock.n_passes += 1
+        if self._has_long_rope_pairs != self.target.has_long_rope:  # other hidden states
+            self._has_long_rope_pairs, self._n_true_pairs = self.target.has_long_rope, 0
+            self._cached_tokens.clear()
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
-            raise ValueError(f"n_logits is {n_logits}; a head has 0 to {n_pairs} for {len(tokens)} tokens")
-        logits = self.by_target.room(n_logits)
+            raise ValueError(f"n_logits is {n_logits}; expected 0 to {n_pairs} for {len(tokens)} tokens of a head")
+        logits = self.vocab_mapper.get_buffer(n_logits)
         self._reserve(n_pairs)
         limit = n_pairs - n_logits
-        n_held = min(max(n_common(self._held, tokens, len(tokens)) - 1, 0), limit)
-        at = min(self._n_true, n_held)
-        n_true = self._take(tokens, at, n_pairs)
+        n_held = min(max(count_common_prefix(self._cached_tokens, tokens, len(tokens)) - 1, 0), limit)
+        at = min(self._n_true_pairs, n_held)
+        n_true = self._compute_features(tokens, at, n_pairs)
         at = at if n_true else n_held
-        self._checked("tokens", tokens[at + 1 :])
-        self._n_true = min(self._n_true, at)
-        del self._held[at + 1 if at else 0 :]
+        self._check_tokens("tokens", tokens[at + 1 :])
+        self._n_true_pairs = min(self._n_true_pairs, at)
+        del self._cached_tokens[at + 1 if at else 0 :]
         while at < n_pairs and (n_true or n_logits):
-            n = n_true or self._go_on(at, n_pairs)
+            n = n_true or self._feed_back_output(at, n_pairs)
             self._buffers.tokens[:n] = tokens[at + 1 : at + 1 + n]
             n_rows = max(min(n, at + n - limit), 0)
-            self._runner(n, at, n_rows, self._n_threads)
+            self._executor(n, at, n_rows, self._n_threads)
             at += n
-            self._held += tokens[len(self._held) : at + 1]
+            self._cached_tokens += tokens[len(self._cached_tokens) : at + 1]
             if n_rows:
-                self.by_target.put(at - n_rows - limit, self._buffers.logits[:n_rows])
+                self.vocab_mapper.scatter(at - n_rows - limit, self._buffers.logits[:n_rows])
             if n_true:
-                self._n_true = at
-                n_true = self._take(tokens, at, n_pairs)
+                self._n_true_pairs = at
+                n_true = self._compute_features(tokens, at, n_pairs)
         return logits
 
-    def _take(self, tokens: list[int], first: int, end: int) -> int:
-        """Make features of the target's hidden states, for a pass over pairs `first` to `end`; how many there are."""
-        n_taps, width = taps(self._config)
+    def _compute_features(self, tokens: list[int], first: int, end: int) -> int:
+        """Compute features of the target's hidden states for pairs from `first` to `end`; return how many there are."""
+        n_taps, width = get_feature_shape(self._config)
         with self.target.lock:
             n_passes = -1
-            while n_passes != self.target.n_passes:  # as long as a signal handler runs another
+            while n_passes != self.target.n_passes:  # repeat if a signal handler ran another pass
                 n_passes = self.target.n_passes
-                states = self._states(tokens, first)[: min(end - first, MAX_TOKENS)]
+                states = self._get_target_states(tokens, first)[: min(end - first, MAX_BATCH_TOKENS)]
                 if n := len(states):
                     rows = states.reshape(n, n_taps, width).swapaxes(0, 1)
                     np.multiply(rows, self.target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
         if n:
-            if self._features is None or self._features[0] is not self._buffers:
-                assert self._architecture.features
-                program = self._architecture.features(self._config, self._weights, self._buffers)
-                self._features = self._buffers, Runner(program)
-            self._features[1](n, first, 0, self._n_threads)
+            if self._feature_program is None or self._feature_program[0] is not self._buffers:
+                assert self._architecture.make_features
+                program = self._architecture.make_features(self._config, self._weights, self._buffers)
+                self._feature_program = self._buffers, Executor(program)
+            self._feature_program[1](n, first, 0, self._n_threads)
         return n
 
-    def _go_on(self, at: int, end: int) -> int:
-        """Let a pass over that pair go on from the output before it; how many pairs that is: one."""
-        if at == 0 or end - at > MAX_TOKENS:
-            raise ValueError(f"the target holds no hidden states of the text; {end - at} of {end} pairs would be guesses")
+    def _feed_back_output(self, at: int, end: int) -> int:
+        """Copy the output before pair `at` to the input of a pass over it; return the number of pairs, 1."""
+        if at == 0 or end - at > MAX_BATCH_TOKENS:
+            raise ValueError(f"the target holds no hidden states of the sequence; {end - at} of {end} pairs would run without")
         x = self._buffers.x[0, 0]
-        x[:] = 0.0  # what an earlier pass left behind the row may be NaN
+        x[:] = 0.0  # the padding may hold NaN from an earlier pass
         x[: self._config.dim] = self._buffers.outputs[at - 1]
         return 1
 
 
-def _misfit(config: Config, target: Config) -> str:
-    """What keeps a head from being one of that target; empty where nothing does."""
+def _find_incompatibility(config: ModelConfig, target: ModelConfig) -> str:
+    """Return the reason why a head does not fit the target, or an empty string."""
     head = config.head
     if head is None:
-        return f"a {config.architecture} model is no head"
+        return f"a {config.architecture} model is not a head"
     if (head.target_dim, config.vocab_size) != (target.dim, target.vocab_size):
         return (
             f"a head for a target of width {head.target_dim} and {config.vocab_size} tokens does not fit one of {target.dim} "

@@ -1,113 +1,117 @@
-"""Assistants: drafts that read the keys and values of the target they were made for, heads without a cache. Knows no drafter."""
+"""Heads that read the KV cache of their target and have none of their own, such as Gemma 4's assistant.
+
+Shapes: R rows of the classifier.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from specdec.heads.gemma4_assistant import assistant_of, says, taken
+from specdec.argument_checks import count_common_prefix
+from specdec.heads.gemma4_assistant import get_assistant_config, get_target_caches, make_classifier_program
 from specdec.heads.head import Head
 from specdec.layers.base import Buffers
-from specdec.layers.rope import Node
-from specdec.runtime.memory import aligned
-from specdec.runtime.program import Runner
+from specdec.layers.rope import TreeNode
+from specdec.runtime.aligned_memory import align_to_cache_line
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import Float32, round_up
-from specdec.runtime.tile import STRIP_ROWS
-from specdec.validation import n_common
 
 
-class Assistant(Head):
-    """An assistant: what it says depends on the text alone, and on where in it the guesses begin.
+class SharedKVHead(Head):
+    """A head on its target's KV cache. Its logits depend only on the sequence and on where the draft tokens begin in it.
 
-    Behind a text all of whose tokens but the last the target holds, it guesses by the state of the last one that it holds, and
-    behind a guess by its own output. Its programs run over the target's buffers, and are written anew where these have grown.
-    target_ids: of each row of the classifier, where centroids choose among them, which lie one's rows behind the other's.
-    All else as `Head`; what keys and values are kept in is the target's.
+    If the target holds all tokens but the last, the head predicts from the state of the last token that the target holds. After
+    a draft token it predicts from its own output. Its programs use the target's buffers, and are rebuilt when these have grown.
+    With centroids, target_ids (R,) gives the ids of the classifier's rows, grouped by centroid. Everything else is as in `Head`;
+    the KV cache format is the target's.
     """
 
-    _of_target: Buffers  # over which the programs are
-    _chosen: tuple[Any, Runner] | None  # strips of the classifier that centroids chose, and what multiplies them
-    _ran: tuple[int, list[int]] | None  # where the guesses of the last pass begin, and the text up to its token
+    _target_buffers: Buffers  # which the programs use
+    _candidate_classifier: tuple[Any, Executor] | None  # panels of the classifier's candidate rows, and their program
+    _last_pass: tuple[int, list[int]] | None  # where the draft tokens of the last pass begin, and the tokens up to its own
 
-    def drafts_for(self, tokens: list[int]) -> bool:
-        """Whether the target holds all of a text but its last token, and more than nothing."""
+    def can_draft(self, tokens: list[int]) -> bool:
+        """Return whether the target holds all tokens but the last, and at least one."""
         with self.lock, self.target.lock:
-            return 0 < len(tokens) - 1 <= len(self._states(tokens, 0))
+            return 0 < len(tokens) - 1 <= len(self._get_target_states(tokens, 0))
 
-    def unread(self, tokens: list[int]) -> int:
-        """0: it holds nothing of a text."""
+    def count_prefill_tokens(self, tokens: list[int]) -> int:
+        """Return 0, since the head caches nothing."""
         return 0
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
-        """Logits at the last of the tokens; of a text that the target holds, each by the state of the token before."""
-        self._turn.n_passes += 1
-        logits = self.by_target.room(n_logits)
+    def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Return logits at the last tokens, each computed from the state of the token before if the target holds that."""
+        self._model_lock.n_passes += 1
+        logits = self.vocab_mapper.get_buffer(n_logits)
         if n_logits:
-            self.target.look(lambda buffers, held, snapshots: self._guess_all(logits, tokens, buffers, held))
+            self.target.export_kv(lambda buffers, held, snapshots: self._fill_logits(logits, tokens, buffers, held))
         return logits
 
-    def _guess_all(self, logits: Float32, tokens: list[int], of_target: Buffers, held: list[int]) -> None:
-        """Fill the logits, with the target's buffers to itself, which hold those tokens."""
-        if of_target is not self._of_target:
-            self._build_over(of_target)
-        n_held = n_common(held, tokens, len(tokens)) if self.target.hidden_layers == self._taken else 0
-        for at, row in enumerate(logits, len(tokens) - len(logits)):
-            first = min(at, n_held)
+    def _fill_logits(self, logits: Float32, tokens: list[int], target_buffers: Buffers, held: list[int]) -> None:
+        """Fill the logits, with exclusive access to the target's buffers, which hold the tokens `held`."""
+        if target_buffers is not self._target_buffers:
+            self._build_for_target(target_buffers)
+        n_held = count_common_prefix(held, tokens, len(tokens)) if self.target.hidden_layers == self._target_layers else 0
+        for position, row in enumerate(logits, len(tokens) - len(logits)):
+            first = min(position, n_held)
             if first == 0:
-                raise ValueError(f"the target holds no hidden states of the text; {at} of {at} tokens would be guesses")
-            goes_on = at > first and self._ran == (first, tokens[:at])
-            for place in range(at if goes_on else first, at + 1):
-                self._run_token(tokens, place, first)
-            self._say(row)
+                raise ValueError(
+                    f"the target holds no hidden states of the sequence; {position} of {position} tokens would run without"
+                )
+            continues = position > first and self._last_pass == (first, tokens[:position])
+            for i in range(position if continues else first, position + 1):
+                self._run_token(tokens, i, first)
+            self._write_logits(row)
 
-    def _run_token(self, tokens: list[int], at: int, first: int) -> None:
-        """A pass over the token at that place of a text, where guesses begin behind the token at `first`."""
+    def _run_token(self, tokens: list[int], position: int, first: int) -> None:
+        """Run a pass over the token at position `at`; draft tokens begin after position `first`."""
         b, width = self._buffers, self.target.config.dim
-        state = b.outputs[0, :width] if at > first else self._of_target.hidden_states[first - 1]
+        state = b.outputs[0, :width] if position > first else self._target_buffers.hidden_states[first - 1]
         b.pairs[0, 0, width : 2 * width] = state
-        b.tokens[:1] = self._checked("tokens", tokens[at : at + 1])
-        self._ran = None
-        self._runner(1, first - 1, 1, self._n_threads)
-        self._ran = first, tokens[: at + 1]
+        b.tokens[:1] = self._check_tokens("tokens", tokens[position : position + 1])
+        self._last_pass = None
+        self._executor(1, first - 1, 1, self._n_threads)
+        self._last_pass = first, tokens[: position + 1]
 
-    def _say(self, logits: Float32) -> None:
-        """What the last pass says, by the target's ids."""
-        head = assistant_of(self._config)
+    def _write_logits(self, logits: Float32) -> None:
+        """Copy the logits of the last pass, mapped to the target's ids."""
+        head = get_assistant_config(self._config)
         if not head.n_centroids:
             logits[:] = self._buffers.logits[0, : len(logits)]
             return
-        assert self._chosen and self.target_ids is not None
-        strips, runner = self._chosen
-        nearest = np.argsort(-self._buffers.nearness[0, : head.n_centroids], kind="stable")[: head.n_chosen]
-        whole = self._weights.matrices["classifier"].strips
-        strips.reshape(head.n_chosen, -1)[:] = whole.reshape(head.n_centroids, -1)[nearest]
-        runner(1, 0, 1, self._n_threads)
+        assert self._candidate_classifier and self.target_ids is not None
+        panels, executor = self._candidate_classifier
+        nearest = np.argsort(-self._buffers.nearness[0, : head.n_centroids], kind="stable")[: head.centroid_top_k]
+        all_panels = self._weights.matrices["classifier"].panels
+        panels.reshape(head.centroid_top_k, -1)[:] = all_panels.reshape(head.n_centroids, -1)[nearest]
+        executor(1, 0, 1, self._n_threads)
         logits[:] = -np.inf
         ids = self.target_ids.reshape(head.n_centroids, -1)[nearest].ravel()
         logits[ids] = self._buffers.logits[0, : len(ids)]
 
     def _build(self, capacity: int, layers: tuple[int, ...]) -> None:
-        self.target.look(lambda buffers, held, snapshots: self._build_over(buffers))
+        self.target.export_kv(lambda buffers, held, snapshots: self._build_for_target(buffers))
 
-    def _build_over(self, of_target: Buffers) -> None:
-        """Buffers for as many slots as the target's have, and the programs over both."""
-        config, weights, architecture, common = self._config, self._weights, self._architecture, self._turn.common
-        caches = taken(config, self.target.config, self.target.weights, of_target)
-        room = self._room(caches[0]["values"].shape[2], 0)
-        buffers, common = architecture.grown(config, weights, room, None, common)
-        runner = Runner(architecture.program(config, weights, Buffers(**vars(buffers) | {"taken": caches})).program({}))
-        chosen = self._chooser(buffers)
-        # all or nothing, as a transformer's
-        self._of_target, self._runner, self._buffers, self._turn.common, self._chosen, self._ran = (
-            of_target, runner, buffers, common, chosen, None,
-        )  # fmt: skip
+    def _build_for_target(self, target_buffers: Buffers) -> None:
+        """Allocate buffers with as many slots as the target's, and build the programs over both."""
+        config, weights, architecture, shared = self._config, self._weights, self._architecture, self._model_lock.shared_buffers
+        caches = get_target_caches(config, self.target.config, self.target.weights, target_buffers)
+        sizes = self._get_buffer_sizes(caches[0]["values"].shape[2], 0)
+        buffers, shared = architecture.grow_buffers(config, weights, sizes, None, shared)
+        executor = Executor(architecture.program(config, weights, Buffers(**vars(buffers) | {"taken": caches})).assemble({}))
+        candidates = self._make_candidate_classifier(buffers)
+        # the fields change together, after everything that may fail
+        self._target_buffers, self._executor, self._buffers = target_buffers, executor, buffers
+        self._model_lock.shared_buffers, self._candidate_classifier, self._last_pass = shared, candidates, None
 
-    def _chooser(self, buffers: Buffers) -> tuple[Any, Runner] | None:
-        """Room for the strips that centroids choose, and the program that multiplies them."""
-        head, classifier = assistant_of(self._config), self._weights.matrices["classifier"]
+    def _make_candidate_classifier(self, buffers: Buffers) -> tuple[Any, Executor] | None:
+        """Allocate panels for the classifier's candidate rows, and build the program that multiplies them."""
+        head, classifier = get_assistant_config(self._config), self._weights.matrices["classifier"]
         if not head.n_centroids:
             return None
-        n = round_up(head.n_said, STRIP_ROWS) // STRIP_ROWS
-        strips = aligned(np.zeros((n, *classifier.strips.shape[1:]), classifier.strips.dtype))
-        chosen = replace(classifier, strips=strips)
-        return strips, Runner(says(self._config, self._weights, buffers, chosen).program({}))
+        n = round_up(head.n_candidates, PANEL_ROWS) // PANEL_ROWS
+        panels = align_to_cache_line(np.zeros((n, *classifier.panels.shape[1:]), classifier.panels.dtype))
+        candidate = replace(classifier, panels=panels)
+        return panels, Executor(make_classifier_program(self._config, self._weights, buffers, candidate).assemble({}))

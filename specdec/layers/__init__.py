@@ -1,0 +1,1 @@
+"""Layers: blocks of attention, MLPs and mixers, with their kernels."""

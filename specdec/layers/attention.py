@@ -1,7 +1,7 @@
-"""A block of attention (Vaswani et al. 2017, arXiv:1706.03762), of grouped heads that RoPE turns, and what families add to it.
+"""Attention block (Vaswani et al. 2017, arXiv:1706.03762) with grouped query heads and RoPE, and the variants of families.
 
-Biases of q, k and v (Qwen2) or of all products, norms of each head (Qwen3) or of all heads of a token (OLMo 2), a gate (Qwen3.5),
-windows in all layers (Mistral) or in most (Gemma 3), layers whose heads are not turned (SmolLM3), sinks (gpt-oss).
+Variants: biases of q, k and v (Qwen2) or of all matmuls, norms of each head (Qwen3) or of all heads of a token (OLMo 2), a gate
+(Qwen3.5), windows in all layers (Mistral) or in most (Gemma 3), layers without RoPE (SmolLM3), sinks (gpt-oss).
 """
 
 import math
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.config import Config
-from specdec.kernels import head_norm, move_slots, rope
-from specdec.layers.activations import gate_rows
-from specdec.layers.base import Buffers, Joined, Shapes, Weights
-from specdec.layers.block import CACHED, Block, added, biased, norm_shapes, scratches, taken
-from specdec.quant.matrix import n_strips
-from specdec.runtime.program import Program, Row
+from specdec.kernels import head_norm, move_kv_slots, rope
+from specdec.layers.activations import gate_heads
+from specdec.layers.base import Buffers, FusedTensors, Shapes, Weights
+from specdec.layers.block import KV_BUFFERS, Block, add_residual, get_scratches, make_bias_ops, norm_shapes, prepare_input
+from specdec.model_config import ModelConfig
+from specdec.quant.packed_matrix import count_panels
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32, Int64, round_up
-from specdec.runtime.tile import STRIP_ROWS
 
 NORM = "rms_att"
 
 
-def shapes(config: Config) -> Shapes:
-    """By llama2.c's names; biases, norms of heads and a gate's product where the config says so."""
+def shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes by llama2.c's names, with biases, head norms and a gate if the config has them."""
     dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_dim
-    of_kv = dict.fromkeys(_of_kv(config), (kv_dim, dim))
-    tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim)} | of_kv | {"wo": (dim, q_dim)}
+    kv_shapes = dict.fromkeys(_get_kv_tensors(config), (kv_dim, dim))
+    tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim)} | kv_shapes | {"wo": (dim, q_dim)}
     if config.attention.qkv_bias:
         tensors |= {"bq": (q_dim,), "bk": (kv_dim,), "bv": (kv_dim,)}
     if config.attention.wo_bias:
@@ -34,98 +34,102 @@ def shapes(config: Config) -> Shapes:
     if config.attention.gate:
         tensors["wg"] = (q_dim, dim)
     if config.attention.qk_norm:
-        tensors |= {name: (n,) for name, (n, _, _) in _normed_heads(config).items()}
+        tensors |= {name: (n,) for name, (n, _, _) in _find_head_norms(config).items()}
     if config.attention.sinks:
         tensors["sinks"] = (config.n_heads,)
     return tensors
 
 
-def _of_kv(config: Config) -> tuple[str, ...]:
-    """The products that make keys and values: none where an earlier layer's are taken; see `AttentionConfig`."""
-    return () if not config.has_cache else ("wk", "wk_as_v" if config.attention.values_are_keys else "wv")
+def _get_kv_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Return the tensors that make keys and values; none if an earlier layer's are read (`AttentionConfig`)."""
+    return () if not config.has_own_kv else ("wk", "wk_as_v" if config.attention.values_are_keys else "wv")
 
 
-def _normed_heads(config: Config) -> dict[str, tuple[int, int, int]]:
-    """Of norms of queries and of keys: how many rows one goes over, where these begin in the product, and how many norms."""
-    base = n_strips(config.q_dim) * STRIP_ROWS
+def _find_head_norms(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
+    """Return for each norm of queries and keys: its size, its first row in the matmul's output, and the number of norms."""
+    base = count_panels(config.q_dim) * PANEL_ROWS
     sides = {"q_norm": (0, config.n_heads), "k_norm": (base, config.n_kv_heads)}
-    own = {name: side for name, side in sides.items() if name == "q_norm" or config.has_cache}
+    own = {name: side for name, side in sides.items() if name == "q_norm" or config.has_own_kv}
     if config.attention.qk_norm == "whole":
-        return {name: (n * config.head_dim, at, 1) for name, (at, n) in own.items()}
-    return {name: (config.head_dim, at, n) for name, (at, n) in own.items()}
+        return {name: (n * config.head_dim, row, 1) for name, (row, n) in own.items()}
+    return {name: (config.head_dim, row, n) for name, (row, n) in own.items()}
 
 
-def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
-    """x += wo attention(rope(qkv rmsnorm(x)))."""
-    return mixing(config, weights, b, i, *taken(config, weights, b, f"{i}.{NORM}"))
+def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
+    """Return the program of x += wo attention(rope(qkv rmsnorm(x)))."""
+    return make_attention_program(config, weights, b, i, *prepare_input(config, weights, b, f"{i}.{NORM}"))
 
 
-def mixing(config: Config, weights: Weights, b: Buffers, i: int, source: Float32, before: Sequence[Row]) -> Program:
-    """x += wo attention(rope(qkv source)); before: what makes source (threads, T, ...)."""
+def make_attention_program(
+    config: ModelConfig, weights: Weights, b: Buffers, i: int, source: Float32, before: Sequence[Op]
+) -> Program:
+    """Return the program of x += wo attention(rope(qkv source)); before: ops that make source (threads, T, ...)."""
     w, v = weights.matrices, weights.vectors
-    k_row, has_kv = n_strips(config.q_dim) * STRIP_ROWS, config.has_cache
-    v_row = k_row + n_strips(config.kv_dim) * STRIP_ROWS
-    gate_row = (v_row + n_strips(config.kv_dim) * STRIP_ROWS) if has_kv else k_row
-    gated = [[gate_rows(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention.gate else []
-    is_whole = config.attention.qk_norm == "whole"
-    by_heads = not is_whole and (config.attention.qk_norm or b.kv.is_scaled)
-    unit, whole = whole_heads(config) if by_heads else 1, sum(map(n_strips, qkv_rows(config)))
+    k_row, has_kv = count_panels(config.q_dim) * PANEL_ROWS, config.has_own_kv
+    v_row = k_row + count_panels(config.kv_dim) * PANEL_ROWS
+    gate_row = (v_row + count_panels(config.kv_dim) * PANEL_ROWS) if has_kv else k_row
+    gate_ops = [[gate_heads(b.heads, b.qkv, gate_row, config.q_dim)]] if config.attention.gate else []
+    is_whole_norm = config.attention.qk_norm == "whole"
+    is_per_head = not is_whole_norm and (config.attention.qk_norm or b.kv.is_scaled)
+    unit, n_panels = get_panels_per_unit(config) if is_per_head else 1, sum(map(count_panels, get_qkv_rows(config)))
 
-    def turned(unit: int) -> list[Row]:
-        normed = _normed_heads(config).items() if config.attention.qk_norm else ()
-        sides = []
-        if config.attention.is_turned:
+    def make_head_ops(unit: int) -> list[Op]:
+        norms = _find_head_norms(config).items() if config.attention.qk_norm else ()
+        sections = []
+        if config.attention.has_rope:
             queries = (b.query_cos, b.query_sin) if config.rope.query_scale else (b.rope_cos, b.rope_sin)
-            sides = [(0, k_row, *queries), (k_row, v_row, b.rope_cos, b.rope_sin)][: 1 + has_kv]
-        no_weights = np.ones(round_up(config.head_dim, STRIP_ROWS), np.float32)
-        values = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim, no_weights, config.norm_eps)
+            sections = [(0, k_row, *queries), (k_row, v_row, b.rope_cos, b.rope_sin)][: 1 + has_kv]
+        ones = np.ones(round_up(config.head_dim, PANEL_ROWS), np.float32)
+        value_norm_args = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim, ones, config.norm_eps)
         return [
-            *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in normed),
-            *([head_norm(*values)] if config.attention.value_norm and has_kv else []),
-            *(rope(b.qkv, unit, base, end - base, *each, b.depths, config.head_dim) for base, end, *each in sides),
+            *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in norms),
+            *([head_norm(*value_norm_args)] if config.attention.value_norm and has_kv else []),
+            *(rope(b.qkv, unit, base, end_row - base, *each, b.depths, config.head_dim) for base, end_row, *each in sections),
             *([b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row)] if has_kv else []),
             *([b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim)] if has_kv else []),
         ]
 
-    product = [*before, *weights.product(f"{i}.qkv", b.qkv, source, scratches(b), unit=unit)]
-    product += biased(weights, b.qkv, f"{i}.bqkv", unit)
-    first = [product, turned(whole)] if is_whole else [[*product, *turned(unit)]]  # all of a token's heads are no thread's own
+    # qkv matmul, head norms, RoPE, writes to the KV cache
+    matmul = [*before, *weights.matmul(f"{i}.qkv", b.qkv, source, get_scratches(b), unit=unit)]
+    matmul += make_bias_ops(weights, b.qkv, f"{i}.bqkv", unit)
+    # No thread has all heads of a token, so a norm of all heads needs a phase of its own.
+    phases = [matmul, make_head_ops(n_panels)] if is_whole_norm else [[*matmul, *make_head_ops(unit)]]
     return [
-        *first,
+        *phases,
         [attention(config, b, v.get(f"{i}.sinks"))],
-        *gated,
-        *added(config, weights, b, w[f"{i}.wo"], b.heads, f"{i}.bo", f"{i}.{NORM}"),
+        *gate_ops,
+        *add_residual(config, weights, b, w[f"{i}.wo"], b.heads, f"{i}.bo", f"{i}.{NORM}"),
     ]
 
 
-def attention(config: Config, b: Buffers, sinks: Float32 | None = None) -> Row:
-    """heads = what each query head of a layer sees of the text up to its token, or of a window of it; sinks: see `Attention`."""
-    scale = np.float32(config.score_scale)
-    scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # before they are scaled
-    given = b.scores, b.mixed, b.depths, b.paths, scores
+def attention(config: ModelConfig, b: Buffers, sinks: Float32 | None = None) -> Op:
+    """Return the op of heads = attention of each query head over the positions that it sees; sinks: see `AttentionArgs`."""
+    scale = np.float32(config.softmax_scale)
+    sink_scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # they are scaled later
+    scratch = b.scores, b.mixed, b.depths, b.paths, sink_scores
     cache = b.keys, b.values, b.key_scales, b.value_scales
-    row: Row = b.kv.attention(b.heads, b.qkv, *cache, *given, config.n_heads, config.n_seen, config.score_scale)
-    return row._replace(slot_work=(b.keys.nbytes + b.values.nbytes) // b.values.shape[2])
+    op: Op = b.kv.attention(b.heads, b.qkv, *cache, *scratch, config.n_heads, config.attention_window, config.softmax_scale)
+    return op._replace(bytes_per_slot=(b.keys.nbytes + b.values.nbytes) // b.values.shape[2])
 
 
-def whole_heads(config: Config) -> int:
-    """How many strips of q, k, v and gates a thread takes at a time, so that no head is two threads'; of odd sizes, all."""
-    unit = config.head_dim // math.gcd(config.head_dim, STRIP_ROWS)
-    strips = [n_strips(rows) for rows in qkv_rows(config)]
-    return unit if all(n % unit == 0 for n in strips) else sum(strips)
+def get_panels_per_unit(config: ModelConfig) -> int:
+    """Return the panels of q, k, v and gates that a thread takes at a time, so that no head is split; all for odd sizes."""
+    unit = config.head_dim // math.gcd(config.head_dim, PANEL_ROWS)
+    panels = [count_panels(rows) for rows in get_qkv_rows(config)]
+    return unit if all(n % unit == 0 for n in panels) else sum(panels)
 
 
-def qkv_rows(config: Config) -> tuple[int, ...]:
-    """Of q, k and v, and of what gates where there is a gate."""
-    return (config.q_dim, *[config.kv_dim] * len(_of_kv(config)), *[config.q_dim][: config.attention.gate])
+def get_qkv_rows(config: ModelConfig) -> tuple[int, ...]:
+    """Return the rows of q, k and v, and of the gate if there is one."""
+    return (config.q_dim, *[config.kv_dim] * len(_get_kv_tensors(config)), *[config.q_dim][: config.attention.gate])
 
 
-def move_path(buffers: Buffers, path: Int64, n_text: int) -> None:
-    """`Architecture.move`."""
+def move_path(buffers: Buffers, path: Int64, n_tokens: int) -> None:
+    """Move a path of a tree: see `Architecture.move_path`."""
     for name in [name for name in vars(buffers) if name.startswith("keys")]:
-        cache = (getattr(buffers, name.replace("keys", each)) for each in CACHED)
-        move_slots(*cache, path, n_text)
+        cache = (getattr(buffers, name.replace("keys", part)) for part in KV_BUFFERS)
+        move_kv_slots(*cache, path, n_tokens)
 
 
-JOINED = {"qkv": Joined(("wq", "wk", "wk_as_v", "wv", "wg")), "bqkv": Joined(("bq", "bk", "bv"))}
-ATTENTION = Block(shapes, JOINED, program)
+FUSED = {"qkv": FusedTensors(("wq", "wk", "wk_as_v", "wv", "wg")), "bqkv": FusedTensors(("bq", "bk", "bv"))}
+ATTENTION = Block(shapes, FUSED, program)

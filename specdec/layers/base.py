@@ -1,4 +1,7 @@
-"""What an architecture is: the tensors it takes, the matrices they become, the buffers it works in, the program of its pass."""
+"""Architectures: the tensors, packed weights, buffers and forward program of a model family.
+
+Shapes: T tokens of this pass, S cached positions, D dim, L layers, V vocab.
+"""
 
 import itertools
 import math
@@ -9,127 +12,155 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from specdec.config import Config
-from specdec.kernels import MAX_TOKENS, KVCache, copy_rows
-from specdec.quant import PACKED_BF16, Kind, kind_for
-from specdec.quant.bf16_trial import LEAST_WEIGHTS, pays
-from specdec.quant.matrix import Floats, Matrix, NoRoom, converted, floats, n_strips, pack
-from specdec.runtime.memory import Block, aligned, copy_written, lazy_zeros, physical_memory_bytes, zeros
-from specdec.runtime.program import Program, Row, Runner
+from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, copy_rows
+from specdec.model_config import ModelConfig
+from specdec.quant import PACKED_BF16, WeightFormat, choose_weight_format
+from specdec.quant.bf16_12bit_benchmark import MIN_MODEL_WEIGHTS, is_packing_faster
+from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
+from specdec.runtime.aligned_memory import (
+    Arena,
+    align_to_cache_line,
+    copy_nonzero_pages,
+    get_physical_memory_bytes,
+    lazy_zeros,
+    zeros,
+)
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Executor, Op, Program
 from specdec.runtime.simd import Float32, Int64, round_up
-from specdec.runtime.tile import STRIP_ROWS
 
-LONG = "long_"
-Shapes = dict[str, tuple[int, ...]]
-PIECE = ":"  # in front of the number of a matrix's piece, from 1 on
-CHOOSING, EXPERTS = (".router", ".shared_gate"), ".experts_"  # in names of matrices
-TABLES = ("embedding", "classifier")  # matrices of a row for each token
-
-
-def tell_nobody(share: float) -> None:
-    """The progress of something that nobody watches."""
+LONG_ROPE_PREFIX = "long_"
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
+SHARD_SEPARATOR = ":"  # in front of the number of a matrix's shard, from 1 on
+ROUTER_SUFFIXES, EXPERTS_INFIX = (".router", ".shared_gate"), ".experts_"  # in names of matrices
+VOCAB_MATRICES = ("embedding", "classifier")  # matrices with a row for each token of the vocabulary
 
 
-class Part(NamedTuple):
-    """A packed matrix: (rows, n) of each tensor in it, which lie below each other, or so many at a time strip by strip in turns.
+def ignore_progress(share: float) -> None:
+    """Ignore the progress: the default callback."""
 
-    tensors: names, and the layer, or the expert, where a tensor holds one matrix for each.
+
+class PackedTensor(NamedTuple):
+    """A matrix to pack out of one or more tensors.
+
+    Attributes:
+        tensors: Names of the tensors, each with its layer or expert if it holds one matrix for each, else None.
+        rows: Number of rows of each tensor.
+        n: Number of columns.
+        n_interleaved: Number of tensors whose panels alternate; 1: the tensors lie below each other.
     """
 
     tensors: tuple[tuple[str, int | None], ...]
     rows: tuple[int, ...]
     n: int
-    turns: int = 1
+    n_interleaved: int = 1
 
     @property
-    def n_strips(self) -> int:
-        return sum(map(n_strips, self.rows))
+    def n_panels(self) -> int:
+        """Number of panels of all tensors."""
+        return sum(map(count_panels, self.rows))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.n_strips * STRIP_ROWS, self.n)
+        """Rows, padded to whole panels, and columns."""
+        return (self.n_panels * PANEL_ROWS, self.n)
 
 
-class Piece(NamedTuple):
-    """A part, or those of its tensors that become one kind of weights, the others having others; first, total: as of `Matrix`."""
+class Shard(NamedTuple):
+    """The rows of a packed tensor that get the same weight format.
 
-    part: Part
-    kind: Kind
-    first: int = 0
-    total: int = 0
+    first_panel and n_total_panels place it in the whole matrix, as in `Matrix`; both are 0 if it is the whole.
+    """
+
+    tensor: PackedTensor
+    weight_format: WeightFormat
+    first_panel: int = 0
+    n_total_panels: int = 0
 
 
-class Vector(NamedTuple):
-    """Packed vectors: tensors of those sizes, padded to strips, one after the other or strip by strip in turns.
+class PackedVector(NamedTuple):
+    """A vector, or a table of vectors, to pack out of tensors that are padded to whole panels.
 
-    n_rows: of each tensor where it is a table of vectors, else 0.
+    Attributes:
+        tensors: Names and layers, as in `PackedTensor`.
+        sizes: Size of each tensor's vectors.
+        interleaved: The tensors' panels alternate; else the tensors follow each other.
+        n_rows: Number of vectors of each tensor of a table, else 0.
     """
 
     tensors: tuple[tuple[str, int | None], ...]
     sizes: tuple[int, ...]
-    in_turns: bool = False
+    interleaved: bool = False
     n_rows: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        size = sum(round_up(size, STRIP_ROWS) for size in self.sizes)
+        """Shape of the packed array."""
+        size = sum(round_up(size, PANEL_ROWS) for size in self.sizes)
         return (self.n_rows, size) if self.n_rows else (size,)
 
 
-Packed = dict[str, Part | Vector]
+PackedTensors = dict[str, PackedTensor | PackedVector]
 
 
-class Joined(NamedTuple):
-    """Tensors that are packed as one, as far as there are such: below each other, or strip by strip in turns.
+class FusedTensors(NamedTuple):
+    """Tensors to pack as one, as far as a model has them.
 
-    is_table: whether a row of them is a vector of its own; else tensors of rows are matrices.
+    Attributes:
+        interleaved: Their panels alternate; else they lie below each other.
+        is_table: They are tables of vectors; else 2-D tensors are matrices.
     """
 
     tensors: tuple[str, ...]
-    in_turns: bool = False
+    interleaved: bool = False
     is_table: bool = False
 
 
-def packed(own: Shapes, joined: Mapping[str, Joined], stored: Shapes, i: int | None = None) -> Packed:
-    """What tensors become: each by its name, or those that are joined; of layer i by names that begin with its number.
+def fuse_tensors(own: Shapes, fused: Mapping[str, FusedTensors], stored: Shapes, i: int | None = None) -> PackedTensors:
+    """Return what tensors become: each by its name, or several fused into one.
 
-    own: their shapes, without the axis that a file's have, stored, where a tensor holds one for each layer. One that holds a
-    matrix for each expert becomes a matrix of all of them, below each other.
+    A tensor with a matrix for each expert becomes one matrix with all of them below each other.
+
+    Args:
+        own: Shapes without the axis of layers.
+        fused: Tensors to fuse, by the name of what they become.
+        stored: Shapes in the file, where a tensor may hold one matrix for each layer.
+        i: Layer; its number precedes the names. None: tensors of no layer.
     """
-    wholes = {name: whole for whole, each in joined.items() for name in each.tensors}
+    fused_names = {name: fused_name for fused_name, group in fused.items() for name in group.tensors}
 
-    def place(name: str) -> tuple[str, int | None]:
+    def locate(name: str) -> tuple[str, int | None]:
         return (f"{i}.{name}", None) if f"{i}.{name}" in stored else (name, i if stored[name] != own[name] else None)
 
-    found: Packed = {}
-    for whole in dict.fromkeys(wholes.get(name, name) for name in own):
-        each, our_name = joined.get(whole, Joined((whole,))), whole if i is None else f"{i}.{whole}"
-        names = [name for name in each.tensors if name in own]
-        (*lengths, n), places = own[names[0]], tuple(map(place, names))
-        if each.is_table or not lengths:
-            found[our_name] = Vector(places, tuple(own[name][-1] for name in names), each.in_turns, *lengths)
+    packed: PackedTensors = {}
+    for fused_name in dict.fromkeys(fused_names.get(name, name) for name in own):
+        group, packed_name = fused.get(fused_name, FusedTensors((fused_name,))), fused_name if i is None else f"{i}.{fused_name}"
+        names = [name for name in group.tensors if name in own]
+        (*lengths, n), sources = own[names[0]], tuple(map(locate, names))
+        if group.is_table or not lengths:
+            packed[packed_name] = PackedVector(sources, tuple(own[name][-1] for name in names), group.interleaved, *lengths)
             continue
-        rows, turns = tuple(own[name][-2] for name in names), len(names) if each.in_turns else 1
+        rows, n_interleaved = tuple(own[name][-2] for name in names), len(names) if group.interleaved else 1
         if len(lengths) > 1:
-            rows, places = rows * lengths[0], tuple((name, expert) for expert in range(lengths[0]) for name, _ in places)
-        found[our_name] = Part(places, rows, n, turns)
-    return found
+            rows, sources = rows * lengths[0], tuple((name, expert) for expert in range(lengths[0]) for name, _ in sources)
+        packed[packed_name] = PackedTensor(sources, rows, n, n_interleaved)
+    return packed
 
 
 @dataclass(frozen=True)
-class Table:
-    """A tensor of a row for each token that stays where it lies, in its file: of a pass's tokens alone the rows are read."""
+class LazyTable:
+    """A tensor with a row for each token that stays in its file; only the rows of a pass's tokens are read."""
 
     tensor: Any
 
-    def rows(self, tokens: Sequence[int]) -> Float32:
-        """(n, columns), float32. Raises what reading the file raises."""
-        rows = [_widened(self.tensor[token : token + 1]) for token in tokens]
+    def read_rows(self, tokens: Sequence[int]) -> Float32:
+        """Return the rows of tokens, (n, columns), float32; raise what reading the file raises."""
+        rows = [_widen_rows(self.tensor[token : token + 1]) for token in tokens]
         return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
 
 
-def _widened(rows: Floats) -> Float32:
-    """`floats` of so few that one thread is faster."""
+def _widen_rows(rows: Floats) -> Float32:
+    """Return rows in float32, like `to_float32`; for few rows one thread is faster."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return rows.astype(np.float32, copy=False)
@@ -137,118 +168,137 @@ def _widened(rows: Floats) -> Float32:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights: packed matrices and padded vectors, by the names that its architecture gives them, and tables, by those
-    of the buffers that their rows fill.
+    """A model's packed weights.
+
+    Attributes:
+        matrices: Packed matrices, by the architecture's names.
+        vectors: Padded vectors, by the architecture's names.
+        tables: Tables that stay in their files, by the names of the buffers that their rows fill.
     """
 
     matrices: dict[str, Matrix]
     vectors: dict[str, Float32]
-    tables: dict[str, Table] = field(default_factory=dict)
+    tables: dict[str, LazyTable] = field(default_factory=dict)
 
-    def pieces(self, name: str) -> list[Matrix]:
-        """A matrix, in as many as its rows are of several kinds."""
-        names = itertools.chain([name], (f"{name}{PIECE}{i}" for i in itertools.count(1)))
+    def get_shards(self, name: str) -> list[Matrix]:
+        """Return the shards of a matrix: one for each weight format of its rows."""
+        names = itertools.chain([name], (f"{name}{SHARD_SEPARATOR}{i}" for i in itertools.count(1)))
         return [*itertools.takewhile(bool, map(self.matrices.get, names))]  # type: ignore[list-item]
 
-    def product(self, name: str, out: Float32, x: Float32, scratches: Sequence[Float32], *, unit: int = 1) -> list[Row]:
-        """`Matrix.product` of all its pieces; scratches: one for each, at least."""
-        pieces = zip(self.pieces(name), scratches, strict=False)
-        return [piece.product(out, x, scratch, unit=unit) for piece, scratch in pieces]
+    def matmul(self, name: str, out: Float32, x: Float32, scratches: Sequence[Float32], *, unit: int = 1) -> list[Op]:
+        """Return the `Matrix.matmul` ops of all shards; scratches has at least one array for each."""
+        shards = zip(self.get_shards(name), scratches, strict=False)
+        return [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in shards]
 
-    def take_in(self, tokens: Sequence[int], buffers: "Buffers", at: int) -> None:
-        """Put a pass's tokens, and what tables say of them, from that place of buffers on."""
-        places = slice(at, at + len(tokens))
-        buffers.tokens[places] = tokens
+    def load_tokens(self, tokens: Sequence[int], buffers: "Buffers", at: int) -> None:
+        """Write a pass's tokens, and their rows of the tables, into buffers from row `at` on."""
+        rows = slice(at, at + len(tokens))
+        buffers.tokens[rows] = tokens
         for name, table in self.tables.items():
-            getattr(buffers, name)[places] = table.rows(tokens)
+            getattr(buffers, name)[rows] = table.read_rows(tokens)
 
     @property
-    def kind(self) -> str:
-        """What the matrices are, in words."""
-        return " and ".join(sorted({matrix.kind.name for matrix in self.matrices.values()}))
+    def format_names(self) -> str:
+        """Names of the matrices' weight formats, such as "bf16 and fp32"."""
+        return " and ".join(sorted({matrix.weight_format.name for matrix in self.matrices.values()}))
 
     @property
     def n_bytes(self) -> int:
-        """What all arrays take; one that is two matrices counts once."""
-        arrays = [*(matrix.strips for matrix in self.matrices.values()), *self.vectors.values()]
+        """Bytes of all arrays; an array that serves as two matrices counts once."""
+        arrays = [*(matrix.panels for matrix in self.matrices.values()), *self.vectors.values()]
         return sum({id(array): array.nbytes for array in arrays}.values())
 
     @property
-    def places(self) -> list[int]:
-        """Which arrays the matrices are."""
-        return [id(matrix.strips) for matrix in self.matrices.values()]
+    def array_ids(self) -> list[int]:
+        """Identities of the matrices' arrays."""
+        return [id(matrix.panels) for matrix in self.matrices.values()]
 
-    def n_bytes_as(self, kind: Kind) -> int:
-        """What the matrices would take in another kind of weights."""
-        return 4 * sum(_n_floats(len(m.strips), m.n, 0, new) for m, new in self._in(kind).values())
+    def estimate_bytes(self, weight_format: WeightFormat) -> int:
+        """Return the bytes of the matrices after a conversion to another weight format."""
+        return 4 * sum(_count_floats(len(m.panels), m.n, 0, to) for m, to in self._plan_conversion(weight_format).values())
 
-    def converted(self, kind: Kind, progress: Callable[[float], None] = tell_nobody) -> "Weights":
-        """The same matrices in another kind of weights, beside the same vectors; progress: is told the share that is done."""
-        block, new, matrices = Block(self.n_bytes_as(kind) // 4), dict[int, Matrix](), self._in(kind)
+    def convert(self, weight_format: WeightFormat, progress: Callable[[float], None] = ignore_progress) -> "Weights":
+        """Return the same vectors and tables with the matrices in another weight format.
+
+        Args:
+            weight_format: The format; some matrices choose another one (`_choose_matrix_format`).
+            progress: Callback that gets the fraction done.
+        """
+        arena = Arena(self.estimate_bytes(weight_format) // 4)
+        converted, matrices = dict[int, Matrix](), self._plan_conversion(weight_format)
         for n, (key, (matrix, to)) in enumerate(matrices.items()):
             progress(n / len(matrices))
-            new[key] = matrix if to is matrix.kind else converted(matrix, to, block.take)
-        return replace(self, matrices={name: new[id(matrix)] for name, matrix in self.matrices.items()})
+            converted[key] = matrix if to is matrix.weight_format else convert(matrix, to, arena.allocate)
+        return replace(self, matrices={name: converted[id(matrix)] for name, matrix in self.matrices.items()})
 
-    def _in(self, kind: Kind) -> dict[int, tuple[Matrix, Kind]]:
-        """Each matrix once, by its id, and what it becomes."""
-        return {id(matrix): (matrix, _kind_in(name, kind) or matrix.kind) for name, matrix in self.matrices.items()}
+    def _plan_conversion(self, weight_format: WeightFormat) -> dict[int, tuple[Matrix, WeightFormat]]:
+        """Return each matrix once, by its id, with the format that it gets."""
+        return {
+            id(matrix): (matrix, _choose_matrix_format(name, weight_format) or matrix.weight_format)
+            for name, matrix in self.matrices.items()
+        }
 
-    def aligned(self) -> "Weights":
-        """The same, in arrays that begin at cache lines."""
-        new = {id(matrix): matrix.aligned() for matrix in self.matrices.values()}
-        vectors = {name: aligned(vector) for name, vector in self.vectors.items()}
-        return replace(self, matrices={name: new[id(matrix)] for name, matrix in self.matrices.items()}, vectors=vectors)
+    def align(self) -> "Weights":
+        """Return the same weights in arrays that begin at cache lines."""
+        aligned = {id(matrix): matrix.align_panels() for matrix in self.matrices.values()}
+        vectors = {name: align_to_cache_line(vector) for name, vector in self.vectors.items()}
+        return replace(self, matrices={name: aligned[id(matrix)] for name, matrix in self.matrices.items()}, vectors=vectors)
 
 
-class Room(NamedTuple):
-    """What buffers are for: texts of so many positions, whole strips of them, kept so, and passes of so many threads.
+class BufferSizes(NamedTuple):
+    """Quantities that the shapes of buffers depend on.
 
-    n_hidden: before how many layers the hidden states are kept.
+    Attributes:
+        kv: Format of the KV cache.
+        n_positions: Longest sequence, in whole panels of positions.
+        n_threads: Number of threads of a pass.
+        n_hidden_layers: Number of layers whose hidden states are kept.
     """
 
-    kv: KVCache
+    kv: KVFormat
     n_positions: int
     n_threads: int
-    n_hidden: int = 0
+    n_hidden_layers: int = 0
 
 
-Whose = Literal["pass", "token", "text", "cache"]
+BufferScope = Literal["pass", "token", "sequence", "cache"]
 
 
-class Buffer(NamedTuple):
-    """An array that a program works in; what grows with the text keeps its numbers, at the same indexes.
+class BufferSpec(NamedTuple):
+    """The declaration of an array that a program works in; a growing array keeps its contents at the same indexes.
 
-    whose: "pass": any pass may write over it; "token": so too, and it has a row, its last axis, for each token of a pass;
-    "text": a text's own, which several texts in a pass do not share; "cache": a text's own of which only what is
-    written becomes resident, for what most texts do not fill.
+    Attributes:
+        scope: "pass": any pass may overwrite it. "token": the same, and its last axis is the row of one token of a pass.
+            "sequence": it belongs to one sequence, also in a pass over several. "cache": the same, and only written pages
+            become resident, for arrays that most sequences do not fill.
     """
 
     shape: tuple[int, ...]
     dtype: type = np.float32
-    whose: Whose = "pass"
+    scope: BufferScope = "pass"
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is a text's own."""
-        return self.whose in ("text", "cache")
+    def is_per_sequence(self) -> bool:
+        """Whether each sequence has its own."""
+        return self.scope in ("sequence", "cache")
 
     @property
     def token_bytes(self) -> int:
-        """How far a token's row lies from the next one's, where there are such; else 0."""
-        if self.whose != "token":
+        """Distance in bytes between the rows of two tokens; 0 without such rows."""
+        if self.scope != "token":
             return 0
         return (self.shape[-1] if len(self.shape) > 1 else 1) * np.dtype(self.dtype).itemsize
 
     @property
     def n_bytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def array(self, old: Any = None) -> Any:
-        """Zeros; old: the array that they grow out of, itself where it is as large already. Raises MemoryError."""
+    def allocate(self, old: Any = None) -> Any:
+        """Return zeros, or old grown to this shape, itself if it has it already. Raise MemoryError without enough memory."""
         if old is not None and old.shape == self.shape:
             return old
-        if self.whose == "cache":
+        if self.scope == "cache":
             new = lazy_zeros(self.dtype, *self.shape)
         else:
             new = zeros(*self.shape) if self.dtype is np.float32 else np.zeros(self.shape, self.dtype)
@@ -257,303 +307,365 @@ class Buffer(NamedTuple):
         return new
 
     def copy(self, to: Any, source: Any) -> None:
-        """Numbers of such an array to another one."""
-        if self.whose == "cache":
-            copy_written(to, source)
+        """Copy the contents of one such array to another."""
+        if self.scope == "cache":
+            copy_nonzero_pages(to, source)
         else:
             to[...] = source
 
 
 class Buffers(SimpleNamespace):
-    """The arrays of a program, by the names that its architecture declares them by, and of every program
+    """The arrays of a program, by the names that its architecture declares, with those that every program has.
 
-    kv: the `KVCache`, tokens (T,) and logits (T, V padded) of a pass, x (1, T, D padded): the residual stream,
-    depths (N,) of a tree's nodes, whose position is n_text + depth, and paths (N, N): the node at each depth on the way to a
-    node, itself the last; where hidden states are kept, hidden_states (S, layers D) of the cache's slots. A name that begins with
-    long_ is that of what long texts have in the place of the rest of it.
+    Arrays of every program:
+        kv: The `KVFormat`.
+        tokens, logits: (T,) and (T, V padded), of a pass.
+        x: Residual stream (1, T, D padded).
+        depths: (N,), of the nodes of a tree; after n tokens, a node's position is n + depth.
+        paths: (N, N): the node at each depth on the way to a node, itself the last.
+        hidden_states: (S, layers D), of the cache's slots; only if hidden states are kept.
+
+    An array with the prefix long_ replaces the one without it in sequences with long RoPE factors.
     """
 
-    def of_long_texts(self) -> "Buffers":
-        """The same, by the names that others have."""
-        instead = {name.removeprefix(LONG): array for name, array in vars(self).items() if name.startswith(LONG)}
-        return Buffers(**vars(self) | instead)
+    def with_long_rope(self) -> "Buffers":
+        """Return the buffers of sequences with long RoPE factors, under the usual names."""
+        long_arrays = {
+            name.removeprefix(LONG_ROPE_PREFIX): array for name, array in vars(self).items() if name.startswith(LONG_ROPE_PREFIX)
+        }
+        return Buffers(**vars(self) | long_arrays)
 
 
 @dataclass(frozen=True)
-class Common:
-    """Buffers that are no text's own, for texts of so many positions; and the programs over them, by what they were made for."""
+class SharedBuffers:
+    """Buffers and executors that all clones of a model share.
+
+    Attributes:
+        buffers: Buffers that belong to no sequence.
+        n_positions: Longest sequence that they are made for.
+        executors: Executors by (n_positions, hidden layers); the second of each list, if any, is for long RoPE factors.
+    """
 
     buffers: Buffers | None = None
     n_positions: int = 0
-    runners: dict[tuple[int, tuple[int, ...]], list[Runner]] = field(default_factory=dict)
+    executors: dict[tuple[int, tuple[int, ...]], list[Executor]] = field(default_factory=dict)
 
 
-class Layers(NamedTuple):
-    """A pass: what makes x of tokens, the layers, and what makes logits of x; in front of each of them x is a hidden state."""
+class ForwardProgram(NamedTuple):
+    """A forward pass: x of tokens, one program for each layer, logits of x. Between two of them x is a hidden state."""
 
-    first: Program
+    embed: Program
     layers: Sequence[Program]
-    last: Program
+    classify: Program
 
-    def program(self, before: Mapping[int, Program]) -> Program:
-        """All of it; before: what else runs before layers, by their numbers, and those behind the last one before logits."""
+    def assemble(self, before: Mapping[int, Program]) -> Program:
+        """Return the whole program; before: what to run in front of each layer, and after the last ones before logits."""
         layers = enumerate([*self.layers, [], []])
-        return [*self.first, *(phase for i, layer in layers for phase in (*before.get(i, []), *layer)), *self.last]
+        return [*self.embed, *(phase for i, layer in layers for phase in (*before.get(i, []), *layer)), *self.classify]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of models.
+    """A model family.
 
-    shapes: of each tensor that a file of the family holds.
-    packed: what they become, among it the parts "embedding" and "classifier".
-    buffers: what the program works in, beside what every program has (`Buffers`).
-    program: the pass, over weights and buffers.
-    fill: puts what depends on positions alone into buffers, from one of them on.
-    learned_positions: whether positions are a table of the file's, at whose end a text ends.
-    move: puts what buffers hold of a tree's path, nodes from depth 0 on, where it follows a text of so many tokens. None: the
-    family runs no trees.
-    features: of a head that drafts, what makes x of the target's hidden states, which lie in the buffer taps.
-    outcome: puts what the last norm makes of x into normed, of all tokens. None: that is no hidden state that is asked for.
-    n_states: where there is a running state beside the cache's slots, of how many last lengths of a text buffers hold it: a text
-    may go back by one less, and one that goes back farther is run again. The pass at position 0 takes none. 0: there is none.
-    caches: of each layer the buffers as its blocks name them, keys and values among them. None: nothing of a text is given back
-    before it ends.
-    tables: which buffers rows of tensors fill, by their tokens, and which tensors those are.
+    Attributes:
+        shapes: Shape of each tensor in a file of the family.
+        packed_tensors: What the tensors become; includes "embedding" and "classifier".
+        buffers: What the program works in, next to what every program has (`Buffers`).
+        program: Forward pass over weights and buffers.
+        fill_position_tables: Fills what depends on positions alone, from a position on.
+        learned_positions: Positions are a table in the file, which limits the length of a sequence.
+        move_path: Moves what buffers hold of a tree's path, nodes from depth 0 on, behind the first n tokens. None: the
+            family runs no trees.
+        n_rewindable_states: Number of last sequence lengths for which buffers hold the recurrent state. A sequence can be
+            truncated by one token less; beyond that it runs again. The pass at position 0 takes no state. 0: no such state.
+        split_by_layer: Returns each layer's buffers as its blocks name them, with keys and values. None: no memory of a sequence
+            is released before its end.
+        table_tensors: Returns the tensor that fills each buffer with rows of tokens, by buffer.
+        make_features: Of a draft head: makes x of the target's hidden states in the buffer taps.
+        final_norm: Makes the op that writes the last norm of x, of all tokens, to normed. None: it cannot be requested as a
+            hidden state.
     """
 
-    shapes: Callable[[Config], Shapes]
-    packed: Callable[[Config], Packed]
-    buffers: Callable[[Config, Weights, Room], dict[str, Buffer]]
-    program: Callable[[Config, Weights, Buffers], Layers]
-    fill: Callable[[Config, Buffers, int], None] = lambda config, buffers, start: None
+    shapes: Callable[[ModelConfig], Shapes]
+    packed_tensors: Callable[[ModelConfig], PackedTensors]
+    buffers: Callable[[ModelConfig, Weights, BufferSizes], dict[str, BufferSpec]]
+    program: Callable[[ModelConfig, Weights, Buffers], ForwardProgram]
+    fill_position_tables: Callable[[ModelConfig, Buffers, int], None] = lambda config, buffers, start: None
     learned_positions: bool = False
-    move: Callable[[Buffers, Int64, int], None] | None = None
-    n_states: int = 0
-    caches: Callable[[Config, Weights, Buffers], list[Buffers]] | None = None
-    tables: Callable[[Config], dict[str, str]] = lambda config: {}
-    features: Callable[[Config, Weights, Buffers], Program] | None = None
-    outcome: Callable[[Config, Weights, Buffers], Row] | None = None
+    move_path: Callable[[Buffers, Int64, int], None] | None = None
+    n_rewindable_states: int = 0
+    split_by_layer: Callable[[ModelConfig, Weights, Buffers], list[Buffers]] | None = None
+    table_tensors: Callable[[ModelConfig], dict[str, str]] = lambda config: {}
+    make_features: Callable[[ModelConfig, Weights, Buffers], Program] | None = None
+    final_norm: Callable[[ModelConfig, Weights, Buffers], Op] | None = None
 
-    def parts(self, config: Config) -> dict[str, Part]:
-        """The matrices of `packed`."""
-        return {name: each for name, each in self.packed(config).items() if isinstance(each, Part)}
+    def get_matrices(self, config: ModelConfig) -> dict[str, PackedTensor]:
+        """Return the matrices of `packed_tensors`."""
+        return {name: each for name, each in self.packed_tensors(config).items() if isinstance(each, PackedTensor)}
 
-    def vectors(self, config: Config) -> dict[str, Vector]:
-        """The vectors of `packed`."""
-        return {name: each for name, each in self.packed(config).items() if isinstance(each, Vector)}
+    def get_vectors(self, config: ModelConfig) -> dict[str, PackedVector]:
+        """Return the vectors of `packed_tensors`."""
+        return {name: each for name, each in self.packed_tensors(config).items() if isinstance(each, PackedVector)}
 
-    def all_buffers(self, config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-        """The family's, and those of every program."""
-        kept = {"hidden_states": Buffer((room.n_positions, room.n_hidden * config.dim), whose="cache")} if room.n_hidden else {}
-        return (
-            kept
-            | {
-                "tokens": Buffer((MAX_TOKENS,), np.int64, "token"),
-                "depths": Buffer((MAX_TOKENS,), np.int64, "text"),
-                "paths": Buffer((MAX_TOKENS, MAX_TOKENS), np.int64, "text"),
-                "x": Buffer((1, MAX_TOKENS, round_up(config.dim, STRIP_ROWS)), whose="token"),
-                "logits": Buffer((MAX_TOKENS, weights.matrices["classifier"].n_rows), whose="token"),
-            }
-            | self.buffers(config, weights, room)
+    def get_buffer_specs(self, config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+        """Return the buffers of the family and those of every program."""
+        hidden_states = BufferSpec((sizes.n_positions, sizes.n_hidden_layers * config.dim), scope="cache")
+        kept = {"hidden_states": hidden_states} if sizes.n_hidden_layers else {}
+        common = {
+            "tokens": BufferSpec((MAX_BATCH_TOKENS,), np.int64, "token"),
+            "depths": BufferSpec((MAX_BATCH_TOKENS,), np.int64, "sequence"),
+            "paths": BufferSpec((MAX_BATCH_TOKENS, MAX_BATCH_TOKENS), np.int64, "sequence"),
+            "x": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.dim, PANEL_ROWS)), scope="token"),
+            "logits": BufferSpec((MAX_BATCH_TOKENS, weights.matrices["classifier"].n_rows), scope="token"),
+        }
+        return kept | common | self.buffers(config, weights, sizes)
+
+    def allocate_buffers(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        sizes: BufferSizes,
+        old: Buffers | None = None,
+        shared: "SharedBuffers | None" = None,
+    ) -> Buffers:
+        """Return all buffers; only those in shared have filled position tables. Raise MemoryError without enough memory.
+
+        Per-sequence arrays grow out of those in old. All others grow out of those in shared, or are those.
+        """
+        shared = shared or SharedBuffers()
+        specs = self.get_buffer_specs(config, weights, sizes)
+        shared_specs = self.get_buffer_specs(
+            config, weights, sizes._replace(n_positions=max(sizes.n_positions, shared.n_positions))
+        )
+        sources = {
+            name: (spec, old) if spec.is_per_sequence else (shared_specs[name], shared.buffers) for name, spec in specs.items()
+        }
+        return Buffers(
+            kv=sizes.kv, **{name: spec.allocate(getattr(source, name, None)) for name, (spec, source) in sources.items()}
         )
 
-    def new_buffers(
-        self, config: Config, weights: Weights, room: Room, old: Buffers | None = None, common: "Common | None" = None
-    ) -> Buffers:
-        """All of them, tables not filled but for what is common. Raises MemoryError.
+    def grow_buffers(
+        self, config: ModelConfig, weights: Weights, sizes: BufferSizes, old: Buffers | None, shared: "SharedBuffers"
+    ) -> "tuple[Buffers, SharedBuffers]":
+        """Return the buffers with filled position tables, and what other sequences can share."""
+        buffers = self.allocate_buffers(config, weights, sizes, old, shared)
+        if sizes.n_positions > shared.n_positions:
+            self.fill_position_tables(config, buffers, shared.n_positions)
+            specs = self.get_buffer_specs(config, weights, sizes)
+            arrays = {name: getattr(buffers, name) for name, spec in specs.items() if not spec.is_per_sequence}
+            shared = SharedBuffers(Buffers(**arrays), sizes.n_positions)
+        return buffers, shared
 
-        old: those that a text's own grow out of; common: what all else grows out of, or is already.
+    def copy_sequence(self, config: ModelConfig, weights: Weights, sizes: BufferSizes, source: Buffers, to: Buffers) -> None:
+        """Copy the per-sequence buffers, up to the number of positions in sizes."""
+        for name, spec in self.get_buffer_specs(config, weights, sizes).items():
+            if spec.is_per_sequence:
+                region = (*map(slice, spec.shape),)
+                spec.copy(getattr(to, name)[region], getattr(source, name)[region])
+
+    def make_executors(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        buffers: Buffers,
+        sizes: BufferSizes,
+        shared: SharedBuffers,
+        layers: tuple[int, ...],
+    ) -> list[Executor]:
+        """Return the executor of normal sequences, and that of sequences with long RoPE factors if they differ.
+
+        The executors keep hidden states before the given layers. They are stored in shared, so that each is made once.
         """
-        common = common or Common()
-        declared = self.all_buffers(config, weights, room)
-        wide = self.all_buffers(config, weights, room._replace(n_positions=max(room.n_positions, common.n_positions)))
-        new = {name: (buffer, old) if buffer.is_own else (wide[name], common.buffers) for name, buffer in declared.items()}
-        return Buffers(kv=room.kv, **{name: buffer.array(getattr(source, name, None)) for name, (buffer, source) in new.items()})
-
-    def grown(
-        self, config: Config, weights: Weights, room: Room, old: Buffers | None, common: "Common"
-    ) -> "tuple[Buffers, Common]":
-        """The same with tables filled, and what other texts may have in common with them."""
-        buffers = self.new_buffers(config, weights, room, old, common)
-        if room.n_positions > common.n_positions:
-            self.fill(config, buffers, common.n_positions)
-            declared = self.all_buffers(config, weights, room)
-            shared = {name: getattr(buffers, name) for name, buffer in declared.items() if not buffer.is_own}
-            common = Common(Buffers(**shared), room.n_positions)
-        return buffers, common
-
-    def copy_text(self, config: Config, weights: Weights, room: Room, source: Buffers, to: Buffers) -> None:
-        """What buffers hold of a text's own, of as many positions as that room has."""
-        for name, buffer in self.all_buffers(config, weights, room).items():
-            if buffer.is_own:
-                of_text = (*map(slice, buffer.shape),)
-                buffer.copy(getattr(to, name)[of_text], getattr(source, name)[of_text])
-
-    def runners(
-        self, config: Config, weights: Weights, buffers: Buffers, room: Room, common: Common, layers: tuple[int, ...]
-    ) -> list[Runner]:
-        """The program of short texts, and that of long ones where they differ, over buffers made for that room.
-
-        layers: before which hidden states are kept. What is written once is in common from then on.
-        """
-        declared = [(getattr(buffers, name), buffer) for name, buffer in self.all_buffers(config, weights, room).items()]
-        own = [array for array, buffer in declared if buffer.is_own]
-        if written := common.runners.get((room.n_positions, layers)):
-            return [runner.over(own) for runner in written]
-        by_token = [(array, buffer.token_bytes) for array, buffer in declared if buffer.token_bytes]
-        before = dict[int, Program]()
+        specs = [(getattr(buffers, name), spec) for name, spec in self.get_buffer_specs(config, weights, sizes).items()]
+        own_arrays = [array for array, spec in specs if spec.is_per_sequence]
+        if existing := shared.executors.get((sizes.n_positions, layers)):
+            return [executor.with_sequence_arrays(own_arrays) for executor in existing]
+        token_arrays = [(array, spec.token_bytes) for array, spec in specs if spec.token_bytes]
+        copies = dict[int, Program]()
         for i, layer in enumerate(layers):
-            normed = [self.outcome(config, weights, buffers)] if layer > config.n_layers and self.outcome else []
-            kept = buffers.normed if normed else buffers.x
-            before[layer] = [[*normed, copy_rows(buffers.hidden_states, kept, i * config.dim, 0, config.dim, True)]]
-        of_both = [buffers, buffers.of_long_texts()][: 1 + (config.rope.n_short > 0)]
-        runners = [Runner(self.program(config, weights, each).program(before), own, by_token) for each in of_both]
-        common.runners[room.n_positions, layers] = [runner.without_texts() for runner in runners]
-        return runners
+            normed = [self.final_norm(config, weights, buffers)] if layer > config.n_layers and self.final_norm else []
+            source = buffers.normed if normed else buffers.x
+            copies[layer] = [[*normed, copy_rows(buffers.hidden_states, source, i * config.dim, 0, config.dim, True)]]
+        variants = [buffers, buffers.with_long_rope()][: 1 + (config.rope.longrope_threshold > 0)]
+        executors = [
+            Executor(self.program(config, weights, each).assemble(copies), own_arrays, token_arrays) for each in variants
+        ]
+        shared.executors[sizes.n_positions, layers] = [executor.without_sequence_arrays() for executor in executors]
+        return executors
 
-    def pieces(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None) -> dict[str, Piece]:
-        """What each matrix becomes, of block types that differ each what it is; see `pack`."""
-        pieces = {}
-        for name, part in self.parts(config).items():
-            ts, own_kind = [_at(tensors, *place) for place in part.tensors], kind and _kind_in(name, kind)
+    def make_shards(
+        self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None
+    ) -> dict[str, Shard]:
+        """Return the shards of each matrix: tensors with different block types keep their types; see `pack`."""
+        shards = {}
+        for name, matrix in self.get_matrices(config).items():
+            ts = [_get_tensor(tensors, *source) for source in matrix.tensors]
+            matrix_format = weight_format and _choose_matrix_format(name, weight_format)
             types = [getattr(tensor, "type", "") for tensor in ts]
-            if part.turns > 1 or len({*types}) == 1:
-                pieces[name] = Piece(part, kind_for(ts, own_kind))
+            if matrix.n_interleaved > 1 or len({*types}) == 1:
+                shards[name] = Shard(matrix, choose_weight_format(ts, matrix_format))
                 continue
-            for i, own in enumerate(_runs(types)):
-                piece, above = Part(part.tensors[own], part.rows[own], part.n), sum(map(n_strips, part.rows[: own.start]))
-                pieces[name + f"{PIECE}{i}" * (i > 0)] = Piece(piece, kind_for(ts[own], own_kind), above, part.n_strips)
-        return pieces
+            for i, run in enumerate(_find_runs(types)):
+                part = PackedTensor(matrix.tensors[run], matrix.rows[run], matrix.n)
+                first_panel = sum(map(count_panels, matrix.rows[: run.start]))
+                shards[name + f"{SHARD_SEPARATOR}{i}" * (i > 0)] = Shard(
+                    part, choose_weight_format(ts[run], matrix_format), first_panel, matrix.n_panels
+                )
+        return shards
 
-    def n_bytes_as(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> int:
-        """Return the bytes of the matrices that `pack` makes, or would make if they became a kind of weights; reads none."""
-        names = {piece: name for name, piece in self.pieces(config, tensors, None).items()}  # a tied classifier counts once
-        kinds = {piece: (kind and _kind_in(name, kind)) or piece.kind for piece, name in names.items()}
-        return 4 * sum(_n_floats(piece.part.n_strips, piece.part.n, 0, own) for piece, own in kinds.items())
+    def estimate_bytes(self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None) -> int:
+        """Return the bytes of the matrices that `pack` makes, or would make in another weight format; read none."""
+        names = {shard: name for name, shard in self.make_shards(config, tensors, None).items()}  # a tied classifier counts once
+        formats = {
+            shard: (weight_format and _choose_matrix_format(name, weight_format)) or shard.weight_format
+            for shard, name in names.items()
+        }
+        return 4 * sum(_count_floats(shard.tensor.n_panels, shard.tensor.n, 0, own) for shard, own in formats.items())
 
-    def _packable(self, config: Config, tensors: Mapping[str, Any], without: Collection[str] = ()) -> list[Part]:
-        """Parts of bf16 that may become 12 bits."""
-        pieces = self.pieces(config, tensors, PACKED_BF16).items()
-        found = (piece.part for name, piece in pieces if piece.kind is PACKED_BF16 and name not in without)
+    def _find_packable(
+        self, config: ModelConfig, tensors: Mapping[str, Any], without: Collection[str] = ()
+    ) -> list[PackedTensor]:
+        """Return the bf16 matrices that can be packed into 12 bits."""
+        shards = self.make_shards(config, tensors, PACKED_BF16).items()
+        found = (shard.tensor for name, shard in shards if shard.weight_format is PACKED_BF16 and name not in without)
         return [*dict.fromkeys(found)]
 
-    def packing_may_pay(self, config: Config, tensors: Mapping[str, Any]) -> bool:
-        """Whether it has so many weights of bf16 that a trial may find 12 bits faster."""
-        return sum(sum(part.rows) * part.n for part in self._packable(config, tensors)) >= LEAST_WEIGHTS
+    def is_bf16_packing_candidate(self, config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
+        """Return whether there are enough bf16 weights for a trial to find 12 bits faster."""
+        return sum(sum(matrix.rows) * matrix.n for matrix in self._find_packable(config, tensors)) >= MIN_MODEL_WEIGHTS
 
-    def packing_pays(self, config: Config, tensors: Mapping[str, Any], n_threads: int) -> bool:
-        """Whether 12 bits are faster on so many threads: a trial on the first of its layers' matrices of bf16."""
-        parts = self._packable(config, tensors, without=TABLES)
-        return pays((_at(tensors, *place) for part in parts for place in part.tensors), n_threads)
+    def is_bf16_packing_faster(self, config: ModelConfig, tensors: Mapping[str, Any], n_threads: int) -> bool:
+        """Return whether 12 bits are faster on n_threads, by a trial on the first bf16 matrices of its layers."""
+        matrices = self._find_packable(config, tensors, without=VOCAB_MATRICES)
+        return is_packing_faster((_get_tensor(tensors, *source) for matrix in matrices for source in matrix.tensors), n_threads)
 
-    def outline(self, config: Config, tensors: Mapping[str, Any], kind: Kind | None = None) -> Weights:
-        """The weights that `pack` makes, of their kinds and numbers of rows, without a number: enough to write the program."""
+    def make_placeholder_weights(
+        self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None
+    ) -> Weights:
+        """Return weights like those of `pack`, without data: enough to make the program."""
         matrices = {
-            name: Matrix(kind, np.empty((part.n_strips, 0, 0), np.float32), part.n, kind.group(part.n, 0), *place)
-            for name, (part, kind, *place) in self.pieces(config, tensors, kind).items()
+            name: Matrix(
+                own,
+                np.empty((matrix.n_panels, 0, 0), np.float32),
+                matrix.n,
+                own.get_group_size(matrix.n, 0),
+                *position,
+            )
+            for name, (matrix, own, *position) in self.make_shards(config, tensors, weight_format).items()
         }
-        # Programs compute with vectors as they are written, so these are numbers.
-        return Weights(matrices, {name: zeros(*vector.shape) for name, vector in self.vectors(config).items()})
+        # Making a program computes with vectors, so these need data.
+        return Weights(matrices, {name: zeros(*vector.shape) for name, vector in self.get_vectors(config).items()})
 
     def pack(
         self,
-        config: Config,
+        config: ModelConfig,
         tensors: Mapping[str, Any],
-        kind: Kind | None = None,
-        progress: Callable[[float], None] = tell_nobody,
+        weight_format: WeightFormat | None = None,
+        progress: Callable[[float], None] = ignore_progress,
     ) -> Weights:
-        """The tensors, in the shapes of `shapes`, as the kernels read them.
+        """Pack tensors, in the shapes of `shapes`, into the layout that the kernels read.
 
-        kind: what those of floats become, by default what they are; progress: is told the share that is done. Tensors are
-        indexed by layer, then by a slice of rows, a block at a time: they may lie in a file. Raises ValueError for a matrix of
-        another shape, MemoryError for weights that the machine cannot hold.
+        Args:
+            config: Config of the model.
+            tensors: Tensors by name; indexed by layer, then by a slice of rows, a block at a time, so they may lie in a file.
+            weight_format: Format of float tensors; None: each keeps its own.
+            progress: Callback that gets the fraction done.
+
+        Raises:
+            ValueError: If a matrix has another shape than the config needs.
+            MemoryError: If the machine's memory cannot hold the weights.
         """
-        pieces = self.pieces(config, tensors, kind)
-        kinds = {piece.part: piece.kind for piece in pieces.values()}
-        sources = {part: [_at(tensors, *place) for place in part.tensors] for part in kinds}
-        for part, ts in sources.items():
-            for (name, _), rows, tensor in zip(part.tensors, part.rows, ts, strict=True):
-                if tuple(tensor.shape) != (rows, part.n):  # compiled code would write where nothing is
-                    raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, part.n)}")
-        needed = 4 * sum(
-            _n_floats(part.n_strips, part.n, getattr(tensors[0], "group", 0), kinds[part]) for part, tensors in sources.items()
+        shards = self.make_shards(config, tensors, weight_format)
+        formats = {shard.tensor: shard.weight_format for shard in shards.values()}
+        sources = {matrix: [_get_tensor(tensors, *source) for source in matrix.tensors] for matrix in formats}
+        for matrix, ts in sources.items():
+            for (name, _), rows, tensor in zip(matrix.tensors, matrix.rows, ts, strict=True):
+                if tuple(tensor.shape) != (rows, matrix.n):  # the kernels do not check bounds
+                    raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, matrix.n)}")
+        n_bytes = 4 * sum(
+            _count_floats(matrix.n_panels, matrix.n, getattr(tensors[0], "group", 0), formats[matrix])
+            for matrix, tensors in sources.items()
         )
-        if needed > (memory := physical_memory_bytes()):
-            raise MemoryError(f"its weights take {needed / 2**30:.2f} GiB; this machine has {memory / 2**30:.2f} GiB of memory")
-        block = Block(needed // 4, sum(_n_more(part, kinds[part]) for part in sources))
-        packed = {}
-        for part, ts in sources.items():
-            used, instead = block.used, kinds[part].instead
+        if n_bytes > (n_physical := get_physical_memory_bytes()):
+            raise MemoryError(
+                f"its weights take {n_bytes / 2**30:.2f} GiB; this machine has {n_physical / 2**30:.2f} GiB of memory"
+            )
+        arena = Arena(n_bytes // 4, sum(_count_fallback_floats(matrix, formats[matrix]) for matrix in sources))
+        matrices = {}
+        for matrix, ts in sources.items():
+            n_used, fallback = arena.n_used, formats[matrix].fallback
             try:
-                packed[part] = pack(ts, kinds[part], part.turns, block.take)
-            except NoRoom:
-                assert instead
-                block.give_back(used)
-                packed[part] = pack(ts, instead, part.turns, block.take)
-            progress(block.share_taken)
+                matrices[matrix] = pack_matrix(ts, formats[matrix], matrix.n_interleaved, arena.allocate)
+            except PackingOverflowError:
+                assert fallback
+                arena.release_from(n_used)
+                matrices[matrix] = pack_matrix(ts, fallback, matrix.n_interleaved, arena.allocate)
+            progress(arena.used_fraction)
         return Weights(
-            {name: _placed(packed[part], *place) for name, (part, _, *place) in pieces.items()},
-            {name: _pack_vector(vector, tensors) for name, vector in self.vectors(config).items()},
-            {name: Table(tensors[stored]) for name, stored in self.tables(config).items()},
+            {name: _as_shard(matrices[matrix], *source) for name, (matrix, _, *source) in shards.items()},
+            {name: _pack_vector(vector, tensors) for name, vector in self.get_vectors(config).items()},
+            {name: LazyTable(tensors[stored]) for name, stored in self.table_tensors(config).items()},
         )
 
-    def check(self, config: Config, weights: Weights) -> None:
-        """Raises ValueError for weights that are not of that config's shape, or more than it needs."""
-        known = self.packed(config)
-        pieces = {name: weights.pieces(name) for name in known}
-        found = {name: (sum(each.n_rows for each in own), *{each.n for each in own}) for name, own in pieces.items() if own}
+    def check(self, config: ModelConfig, weights: Weights) -> None:
+        """Raise ValueError if a weight has another shape than the config needs, is missing or is unknown."""
+        expected = self.packed_tensors(config)
+        shards = {name: weights.get_shards(name) for name in expected}
+        found = {name: (sum(each.n_rows for each in own), *{each.n for each in own}) for name, own in shards.items() if own}
         found |= {name: vector.shape for name, vector in weights.vectors.items()}
-        for name, needed in known.items():
-            if found.get(name) != needed.shape:
-                raise ValueError(f"the weights' {name} has not the shape {needed.shape} that the config needs")
-        if more := {name for name in (*weights.matrices, *weights.vectors) if name.partition(PIECE)[0] not in known}:
-            raise ValueError(f"the weights' {min(more)} is none of the config's")
+        for name, packed in expected.items():
+            if found.get(name) != packed.shape:
+                raise ValueError(f"the weights' {name} has not the shape {packed.shape} that the config needs")
+        if extra := {
+            name for name in (*weights.matrices, *weights.vectors) if name.partition(SHARD_SEPARATOR)[0] not in expected
+        }:
+            raise ValueError(f"the weights' {min(extra)} is none of the config's")
 
 
-def _kind_in(name: str, kind: Kind) -> Kind | None:
-    """What the matrix of that name becomes where a model becomes that kind. None: what it is, of what chooses experts."""
-    if name in TABLES:
-        return kind.of_tables or kind
-    if name.endswith(CHOOSING):
+def _choose_matrix_format(name: str, weight_format: WeightFormat) -> WeightFormat | None:
+    """Return the format of a matrix in a model with this weight format. None: a router's own format is kept."""
+    if name in VOCAB_MATRICES:
+        return weight_format.embedding_format or weight_format
+    if name.endswith(ROUTER_SUFFIXES):
         return None
-    return kind.of_experts or kind if EXPERTS in name else kind
+    return weight_format.expert_format or weight_format if EXPERTS_INFIX in name else weight_format
 
 
-def _runs(types: Sequence[str]) -> list[slice]:
-    """Which of them follow each other and are alike."""
+def _find_runs(types: Sequence[str]) -> list[slice]:
+    """Return slices of consecutive equal types."""
     edges = [0, *(i for i in range(1, len(types)) if types[i] != types[i - 1]), len(types)]
     return [slice(*edge) for edge in itertools.pairwise(edges)]
 
 
-def _placed(matrix: Matrix, first: int, total: int) -> Matrix:
-    """A matrix as a piece; one that is whole stays the same."""
-    return replace(matrix, first=first, total=total) if total else matrix
+def _as_shard(matrix: Matrix, first: int, total: int) -> Matrix:
+    """Return a matrix as a shard; a whole one stays the same."""
+    return replace(matrix, first_panel=first, n_total_panels=total) if total else matrix
 
 
-def _at(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
+def _get_tensor(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
     return tensors[name] if layer is None else tensors[name][layer]
 
 
-def _n_floats(n_strips: int, n: int, group: int, kind: Kind) -> int:
-    """What a matrix of n columns takes in that kind, of a tensor whose weights share scales in groups, if in any."""
-    return n_strips * math.prod(kind.strip_shape(n, kind.group(n, group)))
+def _count_floats(n_panels: int, n: int, group: int, weight_format: WeightFormat) -> int:
+    """Return the 4-byte words of a matrix in a format; group: size of the groups that share scales in its tensor, or 0."""
+    return n_panels * math.prod(weight_format.get_panel_shape(n, weight_format.get_group_size(n, group)))
 
 
-def _n_more(part: Part, kind: Kind) -> int:
-    """What the kind that a matrix may become instead takes beyond its own."""
-    kinds = (kind.instead or kind, kind)
-    instead, own = (_n_floats(part.n_strips, part.n, 0, each) for each in kinds)
-    return max(instead - own, 0)
+def _count_fallback_floats(packed: PackedTensor, weight_format: WeightFormat) -> int:
+    """Return the words that the fallback of a format takes beyond its own."""
+    formats = (weight_format.fallback or weight_format, weight_format)
+    fallback, own = (_count_floats(packed.n_panels, packed.n, 0, each) for each in formats)
+    return max(fallback - own, 0)
 
 
-def _pack_vector(vector: Vector, tensors: Mapping[str, Any]) -> Float32:
+def _pack_vector(vector: PackedVector, tensors: Mapping[str, Any]) -> Float32:
     out, at = zeros(*vector.shape), 0
-    for i, (place, size) in enumerate(zip(vector.tensors, vector.sizes, strict=True)):
-        padded = zeros(*vector.shape[:-1], round_up(size, STRIP_ROWS))
-        padded[..., :size] = floats(_at(tensors, *place)[:])
-        if vector.in_turns:
-            out.reshape(-1, len(vector.sizes), STRIP_ROWS)[:, i] = padded.reshape(-1, STRIP_ROWS)
+    for i, (source, size) in enumerate(zip(vector.tensors, vector.sizes, strict=True)):
+        padded = zeros(*vector.shape[:-1], round_up(size, PANEL_ROWS))
+        padded[..., :size] = to_float32(_get_tensor(tensors, *source)[:])
+        if vector.interleaved:
+            out.reshape(-1, len(vector.sizes), PANEL_ROWS)[:, i] = padded.reshape(-1, PANEL_ROWS)
         else:
             out[..., at : at + padded.shape[-1]] = padded
         at += padded.shape[-1]

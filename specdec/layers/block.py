@@ -1,172 +1,202 @@
-"""What layers are made of: blocks, two a layer, one that mixes positions and one that does not. Knows none of them."""
+"""Blocks that layers are made of: two per layer, one that mixes positions and one that does not.
+
+Shapes: T tokens of this pass, S cached positions, L layers, D dim, F hidden dim, H query heads, G KV heads, K head dim, R rows of
+a panel.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specdec.config import OF_TARGET, Config
-from specdec.kernels import MAX_TOKENS, KVCache, add_bias, add_norm, rms_norm
-from specdec.layers.base import PIECE, Buffer, Buffers, Joined, Room, Shapes, Weights
-from specdec.quant.matrix import Matrix
-from specdec.runtime.program import Program, Row
+from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, rms_norm
+from specdec.layers.base import SHARD_SEPARATOR, Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
+from specdec.model_config import TARGET_KV_LAYER, ModelConfig
+from specdec.quant.packed_matrix import Matrix
+from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
+from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32, ceil_div, round_up
-from specdec.runtime.tile import STRIP_ROWS, TILE_TOKENS
 
 
 class Block(NamedTuple):
-    """Half a layer, whose program adds what it makes of x to x.
+    """Half a layer; its program adds a function of x to x.
 
-    shapes: of one layer's tensors, norms among them. joined: those that are packed as one, or by another name. program: of layer
-    i. buffers: what it works in, beside `block_buffers`.
+    Attributes:
+        shapes: Shapes of one layer's tensors, norms among them.
+        fused: Tensors that are packed as one, or under another name.
+        program: Program of layer i.
+        buffers: What it works in, next to `block_buffers`.
     """
 
-    shapes: Callable[[Config], Shapes]
-    joined: Mapping[str, Joined]
-    program: Callable[[Config, Weights, Buffers, int], Program]
-    buffers: Callable[[Config, Weights, Room], dict[str, Buffer]] = lambda config, weights, room: {}
+    shapes: Callable[[ModelConfig], Shapes]
+    fused: Mapping[str, FusedTensors]
+    program: Callable[[ModelConfig, Weights, Buffers, int], Program]
+    buffers: Callable[[ModelConfig, Weights, BufferSizes], dict[str, BufferSpec]] = lambda config, weights, sizes: {}
 
 
-def block_buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """Of layers of attention, whose first products are called "qkv", and of MLPs: KV cache, activations, scratch for each thread.
+def block_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+    """Return the buffers of attention layers, with "qkv" as the first matmul, and of MLPs.
 
-    normed (threads, T, D padded). scratch (threads, T, words): activations in a form of a kind of weights' own.
-    scores (threads, TILE_TOKENS, S): of one head. more_scratch (N, threads, T, words): for pieces of matrices. branch (1, T, D
-    padded): what is to be normed and added, where a norm stands behind blocks. The others: see `sized_buffers`.
+    normed (threads, T, D padded).
+    scratch (threads, T, words): activations in the form that a weight format needs.
+    scores (threads, MAX_TILE_TOKENS, S): of one head.
+    more_scratch (n, threads, T, words): scratch for further shards of a matrix.
+    branch (1, T, D padded): output of a block before its norm, if there is one.
+
+    The others are those of `layer_group_buffers`.
     """
-    matrices, n_threads = weights.matrices, room.n_threads
-    padded, words = round_up(config.dim, STRIP_ROWS), max(matrix.scratch_words for matrix in matrices.values())
-    n_pieces = max(int(name.partition(PIECE)[2] or 0) for name in matrices)  # beside the first of a matrix
-    own = {"more_scratch": Buffer((n_pieces, n_threads, MAX_TOKENS, words), whose="token")} if n_pieces else {}
-    if config.norms != "before":
-        own["branch"] = Buffer((1, MAX_TOKENS, padded), whose="token")
-    own["normed"] = Buffer((n_threads, MAX_TOKENS, padded), whose="token")
-    own["scratch"] = Buffer((n_threads, MAX_TOKENS, words), whose="token")
-    own["scores"] = Buffer((n_threads, TILE_TOKENS, room.n_positions))
-    for end, layers in alike(config, *SIZES).items():
-        own_cache = [i for i in layers if has_own_cache(config, weights, i)]
-        sized = sized_buffers(config.of_layer(layers[0]), weights, room, layers, len(own_cache))
-        own |= {name + end: buffer for name, buffer in sized.items()}
-    return own
+    matrices, n_threads = weights.matrices, sizes.n_threads
+    padded, words = round_up(config.dim, PANEL_ROWS), max(matrix.scratch_words for matrix in matrices.values())
+    n_shards = max(int(name.partition(SHARD_SEPARATOR)[2] or 0) for name in matrices)  # without the first shard of a matrix
+    specs = {"more_scratch": BufferSpec((n_shards, n_threads, MAX_BATCH_TOKENS, words), scope="token")} if n_shards else {}
+    if config.norm_placement != "before":
+        specs["branch"] = BufferSpec((1, MAX_BATCH_TOKENS, padded), scope="token")
+    specs["normed"] = BufferSpec((n_threads, MAX_BATCH_TOKENS, padded), scope="token")
+    specs["scratch"] = BufferSpec((n_threads, MAX_BATCH_TOKENS, words), scope="token")
+    specs["scores"] = BufferSpec((n_threads, MAX_TILE_TOKENS, sizes.n_positions))
+    for suffix, layers in group_layers(config, *SIZE_FIELDS).items():
+        cached = [i for i in layers if has_kv_cache(config, weights, i)]
+        group = layer_group_buffers(config.layer_config(layers[0]), weights, sizes, layers, len(cached))
+        specs |= {name + suffix: buffer for name, buffer in group.items()}
+    return specs
 
 
-def alike(config: Config, *names: str) -> dict[str, list[int]]:
-    """Layers that are alike in those numbers, by what the names of their buffers end in: nothing for the first of them."""
+def group_layers(config: ModelConfig, *names: str) -> dict[str, list[int]]:
+    """Group layers with equal values of the named fields, by their buffers' suffix; the first group has none."""
     if not config.layers:
         return {"": [*range(config.n_layers)]}
-    found = dict[tuple[object, ...], list[int]]()
+    groups = dict[tuple[object, ...], list[int]]()
     for i in range(config.n_layers):
-        own = config.of_layer(i)
-        found.setdefault(tuple(getattr(own, name) for name in names), []).append(i)
-    return {f"_{number}" * (number > 0): layers for number, layers in enumerate(found.values())}
+        layer = config.layer_config(i)
+        groups.setdefault(tuple(getattr(layer, name) for name in names), []).append(i)
+    return {f"_{index}" * (index > 0): layers for index, layers in enumerate(groups.values())}
 
 
-def has_own_cache(config: Config, weights: Weights, i: int) -> bool:
-    """Whether layer i is one of attention with keys and values of its own."""
-    return config.of_layer(i).has_cache and f"{i}.qkv" in weights.matrices
+def has_kv_cache(config: ModelConfig, weights: Weights, i: int) -> bool:
+    """Return whether layer i is an attention layer with keys and values of its own."""
+    return config.layer_config(i).has_own_kv and f"{i}.qkv" in weights.matrices
 
 
-def position_bytes(config: Config, kv: KVCache) -> int:
-    """What keys and values of a position take in one such layer, and their scales."""
-    n = config.head_dim + round_up(config.head_dim, STRIP_ROWS)
+def kv_bytes_per_position(config: ModelConfig, kv: KVFormat) -> int:
+    """Return the bytes of a position's keys, values and scales in an attention layer."""
+    n = config.head_dim + round_up(config.head_dim, PANEL_ROWS)
     return int(config.n_kv_heads * (n * np.dtype(kv.dtype).itemsize + 8 * kv.is_scaled))
 
 
-def sized_buffers(config: Config, weights: Weights, room: Room, layers: Sequence[int], n_cached: int) -> dict[str, Buffer]:
-    """Of those layers, which have the same sizes, and of which so many have keys and values of their own.
+def layer_group_buffers(
+    config: ModelConfig, weights: Weights, sizes: BufferSizes, layers: Sequence[int], n_cached: int
+) -> dict[str, BufferSpec]:
+    """Return the buffers of layers with the same sizes, n_cached of them with keys and values of their own.
 
-    keys (L, G, S / R, K, R): strips of positions, as many as there is room for. values (L, G, ceil(K / R), S, R). key_scales,
-    value_scales (L, G, S), or (L, G, 0): see `Attention`.
-    qkv (T, rows of q, of k and of v). mixed (threads, TILE_TOKENS, K padded): one head's weighted values. heads (1, T, H K
-    padded): what attention hands on. up (T, rows of the MLP's first matrix). hidden (1, T, F padded).
+    keys (L, G, S / R, K, R): panels of positions.
+    values (L, G, ceil(K / R), S, R).
+    key_scales, value_scales (L, G, S), or (L, G, 0): see `AttentionArgs`.
+    qkv (T, rows of q, of k and of v).
+    mixed (threads, MAX_TILE_TOKENS, K padded): one head's weighted values.
+    heads (1, T, H K padded): output of attention.
+    up (T, rows of the MLP's first matrix).
+    hidden (1, T, F padded).
     """
-    matrices, positions = weights.matrices, room.n_positions
-    kv_heads, head_strips = config.n_kv_heads, ceil_div(config.head_dim, STRIP_ROWS)
-    keys, values = (positions // STRIP_ROWS, config.head_dim, STRIP_ROWS), (head_strips, positions, STRIP_ROWS)
-    scales = Buffer((n_cached, kv_heads, positions * room.kv.is_scaled), whose="cache" if room.kv.is_scaled else "text")
+    matrices, positions = weights.matrices, sizes.n_positions
+    kv_heads, head_panels = config.n_kv_heads, ceil_div(config.head_dim, PANEL_ROWS)
+    keys, values = (positions // PANEL_ROWS, config.head_dim, PANEL_ROWS), (head_panels, positions, PANEL_ROWS)
+    scales = BufferSpec((n_cached, kv_heads, positions * sizes.kv.is_scaled), scope="cache" if sizes.kv.is_scaled else "sequence")
     up, qkv = (
-        max((matrix.whole_rows for i in layers if (matrix := matrices.get(f"{i}.{name}"))), default=STRIP_ROWS)
+        max((matrix.n_total_rows for i in layers if (matrix := matrices.get(f"{i}.{name}"))), default=PANEL_ROWS)
         for name in ("up", "qkv")
     )
     cache = {
-        "keys": Buffer((n_cached, kv_heads, *keys), room.kv.dtype, "cache"),
-        "values": Buffer((n_cached, kv_heads, *values), room.kv.dtype, "cache"),
+        "keys": BufferSpec((n_cached, kv_heads, *keys), sizes.kv.dtype, "cache"),
+        "values": BufferSpec((n_cached, kv_heads, *values), sizes.kv.dtype, "cache"),
         **dict.fromkeys(("key_scales", "value_scales"), scales),
     }
     return (cache if n_cached else {}) | {
-        "qkv": Buffer((MAX_TOKENS, qkv), whose="token"),
-        "mixed": Buffer((room.n_threads, TILE_TOKENS, head_strips * STRIP_ROWS)),
-        "heads": Buffer((1, MAX_TOKENS, round_up(config.q_dim, STRIP_ROWS)), whose="token"),
-        "up": Buffer((MAX_TOKENS, up), whose="token"),
-        "hidden": Buffer((1, MAX_TOKENS, round_up(config.hidden_dim, STRIP_ROWS)), whose="token"),
+        "qkv": BufferSpec((MAX_BATCH_TOKENS, qkv), scope="token"),
+        "mixed": BufferSpec((sizes.n_threads, MAX_TILE_TOKENS, head_panels * PANEL_ROWS)),
+        "heads": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.q_dim, PANEL_ROWS)), scope="token"),
+        "up": BufferSpec((MAX_BATCH_TOKENS, up), scope="token"),
+        "hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.hidden_dim, PANEL_ROWS)), scope="token"),
     }
 
 
-SIZES = ("n_heads", "n_kv_heads", "head_dim", "hidden_dim", "has_cache")  # which tell how large a layer's buffers are
-CACHED = ("keys", "values", "key_scales", "value_scales")  # of layers of attention alone
-REMEMBERED = ("inputs", "states", "lengths", "delta_keys", "deltas", "decays")  # of layers of mixers
-SIZED = ("qkv", "mixed", "heads", "up", "hidden")
-ANGLES = ("rope", "head_dim")  # which tell by which tables a layer turns heads
-TURNING = ("rope_cos", "rope_sin")
+SIZE_FIELDS = ("n_heads", "n_kv_heads", "head_dim", "hidden_dim", "has_own_kv")  # that determine the sizes of a layer's buffers
+KV_BUFFERS = ("keys", "values", "key_scales", "value_scales")  # of attention layers
+STATE_BUFFERS = ("inputs", "states", "lengths", "delta_keys", "deltas", "decays")  # of layers with mixers
+ACTIVATION_BUFFERS = ("qkv", "mixed", "heads", "up", "hidden")
+ROPE_FIELDS = ("rope", "head_dim")  # that determine a layer's RoPE tables
+ROPE_TABLES = ("rope_cos", "rope_sin")
 
 
-def by_layer(config: Config, weights: Weights, b: Buffers) -> list[Buffers]:
-    """Buffers as each layer's blocks name them: those of its sizes and angles, what its mixer remembers, and its cache, or that
-    which it takes.
+def split_by_layer(config: ModelConfig, weights: Weights, b: Buffers) -> list[Buffers]:
+    """Return each layer's buffers under the names that its blocks use.
+
+    These are the buffers of its sizes, its RoPE tables, its mixer's state, and its KV cache or the one that it reads.
     """
-    own: list[dict[str, Float32]] = [{} for _ in range(config.n_layers)]
-    sizes, angles = alike(config, *SIZES), alike(config, *ANGLES)
-    cached = {end: [i for i in layers if has_own_cache(config, weights, i)] for end, layers in sizes.items()}
-    mixing = {"": [i for i in range(config.n_layers) if config.of_layer(i).mixer]}
-    for names, groups in ((SIZED, sizes), (TURNING, angles), (CACHED, cached), (REMEMBERED, mixing)):
-        for end, layers in groups.items():
-            arrays = {name: getattr(b, name + end) for name in names if hasattr(b, name + end)}
-            for place, i in enumerate(layers):  # of what a layer keeps each has its own
-                own[i] |= arrays if names in (SIZED, TURNING) else {name: array[place] for name, array in arrays.items()}
+    by_layer: list[dict[str, Float32]] = [{} for _ in range(config.n_layers)]
+    size_groups, rope_groups = group_layers(config, *SIZE_FIELDS), group_layers(config, *ROPE_FIELDS)
+    cached = {suffix: [i for i in layers if has_kv_cache(config, weights, i)] for suffix, layers in size_groups.items()}
+    mixers = {"": [i for i in range(config.n_layers) if config.layer_config(i).mixer]}
+    for names, groups in (
+        (ACTIVATION_BUFFERS, size_groups),
+        (ROPE_TABLES, rope_groups),
+        (KV_BUFFERS, cached),
+        (STATE_BUFFERS, mixers),
+    ):
+        for suffix, layers in groups.items():
+            arrays = {name: getattr(b, name + suffix) for name in names if hasattr(b, name + suffix)}
+            for index, i in enumerate(layers):  # caches and states have an entry for each layer
+                by_layer[i] |= (
+                    arrays
+                    if names in (ACTIVATION_BUFFERS, ROPE_TABLES)
+                    else {name: array[index] for name, array in arrays.items()}
+                )
     for i in range(config.n_layers):
-        if (source := config.of_layer(i).attention.kv_layer) is not None and source != OF_TARGET:
-            own[i] |= {name: own[source][name] for name in CACHED}
-    return [Buffers(**vars(b) | each) for each in own]
+        if (source := config.layer_config(i).attention.kv_layer) is not None and source != TARGET_KV_LAYER:
+            by_layer[i] |= {name: by_layer[source][name] for name in KV_BUFFERS}
+    return [Buffers(**vars(b) | each) for each in by_layer]
 
 
-def scratches(b: Buffers) -> list[Float32]:
-    """For each piece of a matrix one."""
+def get_scratches(b: Buffers) -> list[Float32]:
+    """Return a scratch array for each shard of a matrix."""
     return [b.scratch, *getattr(b, "more_scratch", ())]
 
 
-def norm_shapes(config: Config, name: str) -> Shapes:
-    """Of the norms around a block: that before it, and that behind it, which is called so too."""
-    names = {"before": [name], "behind": [f"{name}_out"], "around": [name, f"{name}_out"]}[config.norms]
+def norm_shapes(config: ModelConfig, name: str) -> Shapes:
+    """Return the shapes of the norms around a block; the one behind it has the suffix "_out"."""
+    names = {"before": [name], "behind": [f"{name}_out"], "around": [name, f"{name}_out"]}[config.norm_placement]
     return dict.fromkeys(names, (config.dim,))
 
 
-def norm(config: Config, weights: Weights, b: Buffers, name: str, of_logits: bool = False) -> Row:
-    """normed = rmsnorm(x), by the weights of that name, which logits take their scale from.
+def norm(config: ModelConfig, weights: Weights, b: Buffers, name: str, logits_only: bool = False) -> Op:
+    """Return the op of normed = rmsnorm(x), with the weights of this name.
 
-    x is a family's residual stream divided by residual_scale, so that layers add what they compute; eps is by its square.
+    x is a family's residual stream divided by residual_scale, so that layers add what they compute. So eps is divided by its
+    square. With logits_only, the weights include logit_divisor.
     """
     weight = weights.vectors[name]
-    if of_logits and config.logit_divisor != 1:
+    if logits_only and config.logit_divisor != 1:
         weight = weight / np.float32(config.logit_divisor)
     eps = config.norm_eps / (config.residual_scale * config.residual_scale)
-    return rms_norm(b.normed, b.x, weight, config.dim, eps, of_logits, 0)
+    return rms_norm(b.normed, b.x, weight, config.dim, eps, logits_only, 0)
 
 
-def taken(config: Config, weights: Weights, b: Buffers, name: str) -> tuple[Float32, list[Row]]:
-    """What a block takes: x, normed by the norm of that name where one stands before it, and what makes it."""
-    return (b.x, []) if config.norms == "behind" else (b.normed, [norm(config, weights, b, name)])
+def prepare_input(config: ModelConfig, weights: Weights, b: Buffers, name: str) -> tuple[Float32, list[Op]]:
+    """Return the input of a block, x or x normed by the norm of this name, and the ops that make it."""
+    return (b.x, []) if config.norm_placement == "behind" else (b.normed, [norm(config, weights, b, name)])
 
 
-def added(
-    config: Config, weights: Weights, b: Buffers, matrix: Matrix, source: Float32, bias: str, name: str, factor: float = 1.0
+def add_residual(
+    config: ModelConfig, weights: Weights, b: Buffers, matrix: Matrix, source: Float32, bias: str, name: str, factor: float = 1.0
 ) -> Program:
-    """x += matrix source, and the bias of that name where there is one; where norms stand behind blocks, normed by that name, and
-    x is multiplied by a factor then.
+    """Return the program of x += matrix source + bias.
+
+    With a norm behind the block, the sum is normed before it is added, and x is multiplied by factor afterwards. A bias of that
+    name need not exist.
     """
-    if config.norms == "before":
-        return [[matrix.product(b.x[0], source, b.scratch, adding=True), *biased(weights, b.x[0], bias)]]
+    if config.norm_placement == "before":
+        return [[matrix.matmul(b.x[0], source, b.scratch, accumulate=True), *make_bias_ops(weights, b.x[0], bias)]]
     return [
-        [matrix.product(b.branch[0], source, b.scratch), *biased(weights, b.branch[0], bias)],
+        [matrix.matmul(b.branch[0], source, b.scratch), *make_bias_ops(weights, b.branch[0], bias)],
         [add_norm(b.x[0], b.branch, weights.vectors[f"{name}_out"], config.dim, config.norm_eps, factor)],
     ]
 
@@ -174,11 +204,11 @@ def added(
 LAYER_SCALE = "layer_scale"
 
 
-def factor_of(config: Config, weights: Weights, i: int, is_last: bool = True) -> float:
-    """What a block of layer i multiplies the residual stream by, if it is the layer's last."""
+def get_layer_scale(config: ModelConfig, weights: Weights, i: int, is_last: bool = True) -> float:
+    """Return the factor of the residual stream after a block of layer i, if it is the layer's last."""
     return float(weights.vectors[f"{i}.{LAYER_SCALE}"][0]) if config.layer_scale and is_last else 1.0
 
 
-def biased(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Row]:
-    """What adds the bias of that name to a product of that unit, if there is one."""
+def make_bias_ops(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Op]:
+    """Return the ops that add a bias to a matmul's output, with the matmul's unit; none if there is no bias."""
     return [add_bias(out, weights.vectors[name], unit)] if name in weights.vectors else []

@@ -1,27 +1,30 @@
-"""The kinds of KV cache: in float32, in fp16, and in bytes with a scale for each head of each position."""
+"""Formats of the KV cache: float32, fp16, and bytes with a scale for each head of each position.
+
+Shapes: S cached positions, G KV heads, K head dim, R rows of a panel.
+"""
 
 import numpy as np
 
 from specdec.kernels import (  # fmt: skip
-    KVCache,
+    KVFormat,
     attention_f16,
     attention_f32,
-    own_rows,
+    get_chunk_rows,
     store_keys_f16,
     store_keys_f32,
     store_values_f16,
     store_values_f32,
 )
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.program import Bytes4, Floats2, Pass, operation
-from specdec.runtime.tile import STRIP_ROWS
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Bytes4, Floats2, ForwardContext, kernel
 
-LARGEST = 127.0  # of a byte's codes, of either sign
+MAX_CODE = 127.0  # largest magnitude of a code
 
 
 @inlined
-def scale_of(x, t, first, n):
-    """Of n numbers of a row, what a code of 1 stands for, and what makes codes of them; NaN and 0 where one is not finite."""
+def compute_scale(x, t, first, n):
+    """Return the value of code 1 and its inverse for n numbers of a row; NaN and 0 if one of them is not finite."""
     largest = np.float32(0.0)
     for i in range(first, first + n):
         largest = max(largest, abs(x[t, i]))
@@ -29,52 +32,52 @@ def scale_of(x, t, first, n):
             return np.float32(np.nan), np.float32(0.0)
     if largest < np.float32(1e-30):
         return np.float32(0.0), np.float32(0.0)
-    return largest / np.float32(LARGEST), np.float32(LARGEST) / largest
+    return largest / np.float32(MAX_CODE), np.float32(MAX_CODE) / largest
 
 
 @inlined
-def code_of(x, factor):
-    """The nearest code, ties away from 0."""
+def encode_q8(x, factor):
+    """Return the nearest code, with ties away from 0."""
     if factor == np.float32(0.0):
         return np.int8(0)
     v = x * factor
     return np.int8(v + np.float32(0.5)) if v >= np.float32(0.0) else np.int8(v - np.float32(0.5))
 
 
-@operation
-def store_keys_q8(run: Pass, thread: int, keys: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
-    """Put the heads that begin at row `base` of x at pos.. of keys (G, S / R, K, R): this part's, which are whole heads."""
+@kernel
+def store_keys_q8(run: ForwardContext, thread: int, keys: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
+    """Store the heads that begin at row `base` of x in keys (G, S / R, K, R) from pos on: this chunk's whole heads."""
     head_dim = keys.shape[2]
-    first, last = own_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
+    first, last = get_chunk_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
     for row in range(first, last, head_dim):
         head = row // head_dim
         for t in range(run.n_tokens):
-            scale, factor = scale_of(x, t, base + row, head_dim)
+            scale, factor = compute_scale(x, t, base + row, head_dim)
             scales[head, run.pos + t] = scale
-            block, lane = divmod(run.pos + t, STRIP_ROWS)
+            panel, lane = divmod(run.pos + t, PANEL_ROWS)
             for k in range(head_dim):
-                keys[head, block, k, lane] = code_of(x[t, base + row + k], factor)
+                keys[head, panel, k, lane] = encode_q8(x[t, base + row + k], factor)
 
 
-@operation
+@kernel
 def store_values_q8(
-    run: Pass, thread: int, values: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
+    run: ForwardContext, thread: int, values: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
 ) -> None:
-    """Put the heads that begin at row `base` of x at pos.. of values (G, K / R, S, R): this part's, which are whole heads."""
-    first, last = own_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
+    """Store the heads that begin at row `base` of x in values (G, K / R, S, R) from pos on: this chunk's whole heads."""
+    first, last = get_chunk_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
     for row in range(first, last, head_dim):
         head = row // head_dim
         for t in range(run.n_tokens):
-            scale, factor = scale_of(x, t, base + row, head_dim)
+            scale, factor = compute_scale(x, t, base + row, head_dim)
             scales[head, run.pos + t] = scale
             for k in range(head_dim):
-                strip, lane = divmod(k, STRIP_ROWS)
-                values[head, strip, run.pos + t, lane] = code_of(x[t, base + row + k], factor)
+                panel, lane = divmod(k, PANEL_ROWS)
+                values[head, panel, run.pos + t, lane] = encode_q8(x[t, base + row + k], factor)
 
 
-attention_q8 = attention_f32.over("attention_q8", __name__, keys=Bytes4, values=Bytes4)
-KV_CACHES = {
-    "f32": KVCache(np.float32, store_keys_f32, store_values_f32, attention_f32),
-    "f16": KVCache(np.uint16, store_keys_f16, store_values_f16, attention_f16),
-    "q8": KVCache(np.int8, store_keys_q8, store_values_q8, attention_q8, True),
+attention_q8 = attention_f32.specialize("attention_q8", __name__, keys=Bytes4, values=Bytes4)
+KV_FORMATS = {
+    "f32": KVFormat(np.float32, store_keys_f32, store_values_f32, attention_f32),
+    "f16": KVFormat(np.uint16, store_keys_f16, store_values_f16, attention_f16),
+    "q8": KVFormat(np.int8, store_keys_q8, store_values_q8, attention_q8, True),
 }

@@ -1,188 +1,233 @@
-"""A block of a mixture of experts, in the place of an MLP (Shazeer et al. 2017, arXiv:1701.06538), and of one that all share.
+"""Mixture-of-experts block (Shazeer et al. 2017, arXiv:1701.06538), also with a shared expert.
 
-A router's product chooses those of the experts that a token goes through; they lie in one matrix. The router stays what its file
-has: what chooses is not rounded, whatever the experts become.
+The router's matmul chooses the experts of each token; the experts lie in one matrix. The router keeps the weight format of its
+file, so that the choice is not rounded, whatever format the experts get.
+
+Shapes: T tokens of this pass, E experts, k experts per token, D dim, F hidden dim, L layers, S shared hidden dim, R panel rows.
 """
 
 import numpy as np
 
-from specdec.config import Config, ExpertsConfig, known_as
-from specdec.kernels import MAX_TOKENS, add_bias, rms_norm
-from specdec.layers.activations import add_both, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
-from specdec.layers.base import Buffer, Buffers, Joined, Room, Shapes, Weights
-from specdec.layers.block import Block, factor_of, norm, norm_shapes, taken
-from specdec.layers.mlp import GATES, MLP, NORM
-from specdec.layers.moe_ops import OF_ALL, OF_CHOSEN, SIGMOID, add_experts, route
+from specdec.kernels import MAX_BATCH_TOKENS, add_bias, rms_norm
+from specdec.layers.activations import add_parallel_branches, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
+from specdec.layers.base import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
+from specdec.layers.block import Block, get_layer_scale, norm, norm_shapes, prepare_input
+from specdec.layers.mlp import GATED_ACTIVATIONS, MLP, NORM
+from specdec.layers.moe_ops import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
 from specdec.layers.recurrent import NO_BIAS
-from specdec.quant.matrix import Choice
-from specdec.runtime.memory import zeros
-from specdec.runtime.program import Program, Row
+from specdec.model_config import ExpertsConfig, ModelConfig, require_type
+from specdec.quant.packed_matrix import ExpertRouting
+from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32, round_up
-from specdec.runtime.tile import STRIP_ROWS
 
 
-def experts_of(config: Config) -> ExpertsConfig:
-    """The numbers of the experts."""
-    return known_as(config.experts, ExpertsConfig)
+def get_experts_config(config: ModelConfig) -> ExpertsConfig:
+    """Return the config of the experts."""
+    return require_type(config.experts, ExpertsConfig)
 
 
-def shapes(config: Config) -> Shapes:
-    """router (E, D); experts_w1, experts_w3 (E, F, D) and experts_w2 (E, D, F); of what chooses, beside the scores,
-    router_bias (E,); of products with biases router_b (E,), experts_b1, experts_b3 (E, F) and experts_b2 (E, D); of one that all
-    share shared_w1, shared_w3 and shared_w2, and shared_gate (1, D).
+def shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of the tensors.
+
+    router (E, D); experts_w1, experts_w3 (E, F, D); experts_w2 (E, D, F).
+    router_bias (E,): added to the scores that choose experts.
+    router_b (E,), experts_b1, experts_b3 (E, F), experts_b2 (E, D): biases of the matmuls.
+    shared_w1, shared_w2, shared_w3, shared_gate (1, D): of the shared expert.
     """
-    e, dim = experts_of(config), config.dim
-    tensors: Shapes = {"router": (e.n, dim), "experts_w2": (e.n, dim, e.hidden_dim)}
-    tensors |= dict.fromkeys(("experts_w1", "experts_w3"), (e.n, e.hidden_dim, dim))
-    if e.is_biased:
-        tensors["router_bias"] = (e.n,)
-    if e.shared_dim:
-        tensors |= {"shared_w1": (e.shared_dim, dim), "shared_w2": (dim, e.shared_dim), "shared_w3": (e.shared_dim, dim)}
-    if e.limit:
-        tensors |= {"router_b": (e.n,), "experts_b2": (e.n, dim)}
-        tensors |= dict.fromkeys(("experts_b1", "experts_b3"), (e.n, e.hidden_dim))
+    e, dim = get_experts_config(config), config.dim
+    tensors: Shapes = {"router": (e.n_experts, dim), "experts_w2": (e.n_experts, dim, e.hidden_dim)}
+    tensors |= dict.fromkeys(("experts_w1", "experts_w3"), (e.n_experts, e.hidden_dim, dim))
+    if e.has_selection_bias:
+        tensors["router_bias"] = (e.n_experts,)
+    if e.shared_hidden_dim:
+        tensors |= {
+            "shared_w1": (e.shared_hidden_dim, dim),
+            "shared_w2": (dim, e.shared_hidden_dim),
+            "shared_w3": (e.shared_hidden_dim, dim),
+        }
+    if e.swiglu_limit:
+        tensors |= {"router_b": (e.n_experts,), "experts_b2": (e.n_experts, dim)}
+        tensors |= dict.fromkeys(("experts_b1", "experts_b3"), (e.n_experts, e.hidden_dim))
     return norm_shapes(config, NORM) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
 
 
-def scratch(weights: Weights, room: Room, matrix: str) -> Buffer:
-    """Of each product of a phase its own: what it puts there is for all parts that a thread does."""
+def make_scratch(weights: Weights, sizes: BufferSizes, matrix: str) -> BufferSpec:
+    """Return a scratch buffer; each matmul of a phase needs its own, for all chunks of a thread."""
     words = max((m.scratch_words for name, m in weights.matrices.items() if name.endswith(matrix)), default=1)
-    return Buffer((room.n_threads, MAX_TOKENS, words), whose="token")
+    return BufferSpec((sizes.n_threads, MAX_BATCH_TOKENS, words), scope="token")
 
 
-def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """What `experts` says: a slot is one token's use of one expert, of which a pass has T k.
+def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+    """Return the buffers for the kernels in `moe_ops`; a pass has T k slots.
 
-    router (T, E padded); odds (threads, E padded); slot_tokens, slot_places (threads, T k), starts (threads, E + 1),
-    slot_weights (threads, T k): see `Routing`. experts_read (L,): how many the last pass has read in each layer. slot_up (T k, 2
-    F padded), slot_hidden (1, T k, F padded), slot_out (T k, D padded); slot_scratch (threads, T k, words), gathered (threads,
-    T, words or D padded). shared_up (T, 2 S padded), shared_hidden (1, T, S padded), shared_gates (T, R): of the expert that all
-    share. gate_scratch, router_scratch: as scratch.
+    router (T, E padded).
+    router_probs (threads, E padded), slot_tokens, token_slots, slot_weights (threads, T k), starts (threads, E + 1): see
+    `RoutingArgs`.
+    experts_read (L,): number of experts that the last pass has read in each layer.
+    slot_up (T k, 2 F padded), slot_hidden (1, T k, F padded), slot_out (T k, D padded).
+    slot_scratch (threads, T k, words), gathered (threads, T, words or D padded).
+    shared_up (T, 2 S padded), shared_hidden (1, T, S padded), shared_gates (T, R): of the shared expert.
+    gate_scratch, router_scratch: like scratch.
     """
-    e, threads = experts_of(config), room.n_threads
-    n_slots, width, hidden = MAX_TOKENS * e.n_chosen, round_up(e.n, STRIP_ROWS), round_up(e.hidden_dim, STRIP_ROWS)
-    widest = max(round_up(config.dim, STRIP_ROWS), *(matrix.scratch_words for matrix in weights.matrices.values()))
+    e, n_threads = get_experts_config(config), sizes.n_threads
+    n_slots, width, hidden = (
+        MAX_BATCH_TOKENS * e.n_experts_used,
+        round_up(e.n_experts, PANEL_ROWS),
+        round_up(e.hidden_dim, PANEL_ROWS),
+    )
+    widest = max(round_up(config.dim, PANEL_ROWS), *(matrix.scratch_words for matrix in weights.matrices.values()))
 
     shared = {
-        "shared_up": Buffer((MAX_TOKENS, 2 * round_up(e.shared_dim, STRIP_ROWS)), whose="token"),
-        "shared_hidden": Buffer((1, MAX_TOKENS, round_up(e.shared_dim, STRIP_ROWS)), whose="token"),
-        "shared_gates": Buffer((MAX_TOKENS, STRIP_ROWS), whose="token"),
-        "gate_scratch": scratch(weights, room, ".shared_gate"),
+        "shared_up": BufferSpec((MAX_BATCH_TOKENS, 2 * round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
+        "shared_hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
+        "shared_gates": BufferSpec((MAX_BATCH_TOKENS, PANEL_ROWS), scope="token"),
+        "gate_scratch": make_scratch(weights, sizes, ".shared_gate"),
     }
-    return (shared if e.shared_dim else {}) | {
-        "router": Buffer((MAX_TOKENS, width)),
-        "router_scratch": scratch(weights, room, ".router"),
-        "odds": Buffer((threads, width)),
-        "slot_tokens": Buffer((threads, n_slots), np.int64),
-        "slot_places": Buffer((threads, n_slots), np.int64),
-        "slot_weights": Buffer((threads, n_slots)),
-        "starts": Buffer((threads, e.n + 1), np.int64),
-        "experts_read": Buffer((config.n_layers,), np.int64),
-        "slot_up": Buffer((n_slots, 2 * hidden)),
-        "slot_hidden": Buffer((1, n_slots, hidden)),
-        "slot_out": Buffer((n_slots, round_up(config.dim, STRIP_ROWS))),
-        "slot_scratch": Buffer((threads, n_slots, scratch(weights, room, ".experts_down").shape[-1])),
-        "gathered": Buffer((threads, MAX_TOKENS, widest)),
+    return (shared if e.shared_hidden_dim else {}) | {
+        "router": BufferSpec((MAX_BATCH_TOKENS, width)),
+        "router_scratch": make_scratch(weights, sizes, ".router"),
+        "router_probs": BufferSpec((n_threads, width)),
+        "slot_tokens": BufferSpec((n_threads, n_slots), np.int64),
+        "token_slots": BufferSpec((n_threads, n_slots), np.int64),
+        "slot_weights": BufferSpec((n_threads, n_slots)),
+        "starts": BufferSpec((n_threads, e.n_experts + 1), np.int64),
+        "experts_read": BufferSpec((config.n_layers,), np.int64),
+        "slot_up": BufferSpec((n_slots, 2 * hidden)),
+        "slot_hidden": BufferSpec((1, n_slots, hidden)),
+        "slot_out": BufferSpec((n_slots, round_up(config.dim, PANEL_ROWS))),
+        "slot_scratch": BufferSpec((n_threads, n_slots, make_scratch(weights, sizes, ".experts_down").shape[-1])),
+        "gathered": BufferSpec((n_threads, MAX_BATCH_TOKENS, widest)),
     }
 
 
-def through_experts(
-    config: Config, weights: Weights, b: Buffers, i: int, source: Float32, before: list[Row]
-) -> tuple[list[Row], list[Row], list[Row]]:
-    """Rows of three phases: the router's product; choosing, and the chosen ones' first matrices; and their sum, by rank, the
-    likeliest first.
+def make_expert_ops(
+    config: ModelConfig, weights: Weights, b: Buffers, i: int, source: Float32, before: list[Op]
+) -> tuple[list[Op], list[Op], list[Op]]:
+    """Return the ops of three phases: router's matmul; routing and first matrices; second matrices and the sum by rank.
 
-    source: what they take; before: what makes that.
+    Args:
+        config: Config of the layer.
+        weights: Packed weights.
+        b: Buffers of the layer.
+        i: Layer.
+        source: Input of the experts.
+        before: Ops that make source.
     """
-    e, w, v, choice = experts_of(config), weights.matrices, weights.vectors, Choice(b.slot_tokens, b.starts)
-    way = SIGMOID if e.is_sigmoid else OF_CHOSEN if e.is_normed else OF_ALL
-    numbers = e.n_chosen, way, int(e.is_normed), SUM_EPS[way], e.scale, v.get(f"{i}.expert_scale", NO_BIAS)
-    bias, tables = v.get(f"{i}.router_bias", zeros(b.router.shape[1])), (b.slot_tokens, b.starts, b.slot_places, b.slot_weights)
-    routing = route(b.router, bias, b.odds, *tables, *numbers)
-    chosen = [w[f"{i}.router"].product(b.router, b.routed if e.is_beside else source, b.router_scratch)]
-    second = [w[f"{i}.experts_down"].experts(b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, choice, per_token=e.n_chosen)]
-    gate = GATES[config.activation](b.slot_hidden, b.slot_up, e.n_chosen)
-    if e.limit:
-        gate = clamped_swiglu(b.slot_hidden, b.slot_up, v[f"{i}.experts_b13"], b.starts, e.limit, e.alpha)
-        chosen.append(add_bias(b.router, v[f"{i}.router_b"], 1))
-        second.append(add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts))
-    out, read = b.made[0] if e.is_beside else b.x[0], b.experts_read[i : i + 1]
-    summed = add_experts(out, b.slot_out, b.slot_places, b.slot_weights, b.starts, read, e.n_chosen, int(not e.is_beside))
-    first = w[f"{i}.experts_up"].experts(b.slot_up, source, b.scratch, b.gathered, choice, unit=2)
-    return chosen, [*before, routing, first, gate], [routing, *second, summed]
+    e, w, v, routed = get_experts_config(config), weights.matrices, weights.vectors, ExpertRouting(b.slot_tokens, b.starts)
+    scoring = SIGMOID if e.is_sigmoid else SOFTMAX_OF_CHOSEN if e.norm_topk_prob else SOFTMAX_OF_ALL
+    options = (
+        e.n_experts_used,
+        scoring,
+        int(e.norm_topk_prob),
+        SUM_EPS[scoring],
+        e.routed_scaling_factor,
+        v.get(f"{i}.expert_scale", NO_BIAS),
+    )
+    bias, slots = v.get(f"{i}.router_bias", zeros(b.router.shape[1])), (b.slot_tokens, b.starts, b.token_slots, b.slot_weights)
+    routing = route(b.router, bias, b.router_probs, *slots, *options)
+    router_ops = [w[f"{i}.router"].matmul(b.router, b.routed if e.has_parallel_mlp else source, b.router_scratch)]
+    down_ops = [
+        w[f"{i}.experts_down"].expert_matmul(
+            b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, routed, per_token=e.n_experts_used
+        )
+    ]
+    activation = GATED_ACTIVATIONS[config.activation](b.slot_hidden, b.slot_up, e.n_experts_used)
+    if e.swiglu_limit:
+        activation = clamped_swiglu(b.slot_hidden, b.slot_up, v[f"{i}.experts_b13"], b.starts, e.swiglu_limit, e.swiglu_alpha)
+        router_ops.append(add_bias(b.router, v[f"{i}.router_b"], 1))
+        down_ops.append(add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts))
+    out, n_read = b.experts_output[0] if e.has_parallel_mlp else b.x[0], b.experts_read[i : i + 1]
+    sum_op = add_experts(
+        out, b.slot_out, b.token_slots, b.slot_weights, b.starts, n_read, e.n_experts_used, int(not e.has_parallel_mlp)
+    )
+    up_op = w[f"{i}.experts_up"].expert_matmul(b.slot_up, source, b.scratch, b.gathered, routed, unit=2)
+    return router_ops, [*before, routing, up_op, activation], [routing, *down_ops, sum_op]
 
 
-def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
-    """x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)), and what one that all share makes."""
-    e, w, (source, before) = experts_of(config), weights.matrices, taken(config, weights, b, f"{i}.{NORM}")
-    chosen, mixed, summed = through_experts(config, weights, b, i, source, before)
-    if e.shared_dim:
-        chosen.append(w[f"{i}.shared_up"].product(b.shared_up, source, b.scratch, unit=2))
-        chosen.append(swiglu(b.shared_hidden, b.shared_up, 1))
-        summed.append(w[f"{i}.shared_down"].product(b.x[0], b.shared_hidden, b.scratch, adding=True))
+def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
+    """Return the program of x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)) + the shared expert."""
+    e, w, (source, before) = get_experts_config(config), weights.matrices, prepare_input(config, weights, b, f"{i}.{NORM}")
+    router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, source, before)
+    if e.shared_hidden_dim:
+        router_ops.append(w[f"{i}.shared_up"].matmul(b.shared_up, source, b.scratch, unit=2))
+        router_ops.append(swiglu(b.shared_hidden, b.shared_up, 1))
+        sum_ops.append(w[f"{i}.shared_down"].matmul(b.x[0], b.shared_hidden, b.scratch, accumulate=True))
     if e.shared_gate:
-        chosen.append(w[f"{i}.shared_gate"].product(b.shared_gates, source, b.gate_scratch))
-        mixed.append(gate_tokens(b.shared_hidden, b.shared_gates))
-    return [[*before, *chosen], mixed, summed]
+        router_ops.append(w[f"{i}.shared_gate"].matmul(b.shared_gates, source, b.gate_scratch))
+        expert_ops.append(gate_tokens(b.shared_hidden, b.shared_gates))
+    return [[*before, *router_ops], expert_ops, sum_ops]
 
 
-SUM_EPS = {OF_CHOSEN: 0.0, OF_ALL: 0.0, SIGMOID: 1e-6}  # what a sum of weights is divided by beside itself
-JOINED = {
-    "experts_up": Joined(("experts_w1", "experts_w3"), in_turns=True), "experts_down": Joined(("experts_w2",)),
-    "shared_up": Joined(("shared_w1", "shared_w3"), in_turns=True), "shared_down": Joined(("shared_w2",)),
-    "experts_b13": Joined(("experts_b1", "experts_b3"), in_turns=True, is_table=True),
-    "experts_b2": Joined(("experts_b2",), is_table=True),
+SUM_EPS = {SOFTMAX_OF_CHOSEN: 0.0, SOFTMAX_OF_ALL: 0.0, SIGMOID: 1e-6}  # added to the sum that weights are divided by
+FUSED = {
+    "experts_up": FusedTensors(("experts_w1", "experts_w3"), interleaved=True), "experts_down": FusedTensors(("experts_w2",)),
+    "shared_up": FusedTensors(("shared_w1", "shared_w3"), interleaved=True), "shared_down": FusedTensors(("shared_w2",)),
+    "experts_b13": FusedTensors(("experts_b1", "experts_b3"), interleaved=True, is_table=True),
+    "experts_b2": FusedTensors(("experts_b2",), is_table=True),
 }  # fmt: skip
-MIXTURE = Block(shapes, JOINED, program, buffers)
+MOE = Block(shapes, FUSED, program, buffers)
 
 
-# Beside an MLP (Gemma 4): what both make is normed, added and normed once more
+# Experts parallel to an MLP (Gemma 4): both outputs are normed, added and normed again
 
-OWN_NORMS = ("rms_experts", "rms_mlp_out", "rms_experts_out")  # of what experts take, and of what the MLP and they make
-
-
-def shapes_beside(config: Config) -> Shapes:
-    """The MLP's and the experts'; router_scale (D,): of what the router takes, expert_scale (E,): of what an expert counts."""
-    e, dim = experts_of(config), config.dim
-    own = {"router_scale": (dim,), "expert_scale": (e.n,)} | dict.fromkeys(OWN_NORMS, (dim,))
-    return MLP.shapes(config) | shapes(config) | own
+PARALLEL_NORMS = (
+    "rms_experts",
+    "rms_mlp_out",
+    "rms_experts_out",
+)  # of the experts' input, the MLP's output and the experts' output
 
 
-def buffers_beside(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """Those of experts; routed, taken (threads, T, D padded): what the router and the experts take; made (1, T, D padded): what
-    the experts make; summed (threads, T, D padded): of both; mlp_scratch: as scratch.
+def parallel_shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of MLP and experts; router_scale (D,) scales the router's input, expert_scale (E,) the weights."""
+    e, dim = get_experts_config(config), config.dim
+    scales = {"router_scale": (dim,), "expert_scale": (e.n_experts,)} | dict.fromkeys(PARALLEL_NORMS, (dim,))
+    return MLP.shapes(config) | shapes(config) | scales
+
+
+def parallel_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+    """Return the buffers of the experts and of what runs in parallel.
+
+    routed, experts_input (threads, T, D padded): input of the router and of the experts.
+    experts_output (1, T, D padded).
+    branch_sum (threads, T, D padded): sum of MLP and experts.
+    mlp_scratch: like scratch.
     """
-    threads, padded = room.n_threads, round_up(config.dim, STRIP_ROWS)
-    row = Buffer((threads, MAX_TOKENS, padded), whose="token")
-    return buffers(config, weights, room) | {
-        "routed": row,
-        "taken": row,
-        "summed": row,
-        "made": Buffer((1, MAX_TOKENS, padded), whose="token"),
-        "mlp_scratch": scratch(weights, room, ".down"),
+    n_threads, padded = sizes.n_threads, round_up(config.dim, PANEL_ROWS)
+    spec = BufferSpec((n_threads, MAX_BATCH_TOKENS, padded), scope="token")
+    return buffers(config, weights, sizes) | {
+        "routed": spec,
+        "experts_input": spec,
+        "branch_sum": spec,
+        "experts_output": BufferSpec((1, MAX_BATCH_TOKENS, padded), scope="token"),
+        "mlp_scratch": make_scratch(weights, sizes, ".down"),
     }
 
 
-def program_beside(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
-    """x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))); the router's norm has weights of its own."""
-    w, v, dim, eps, gate = weights.matrices, weights.vectors, config.dim, config.norm_eps, GATES[config.activation]
-    of_router = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))
-    before = [rms_norm(b.taken, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0)]
-    chosen, mixed, summed = through_experts(config, weights, b, i, b.taken, before)
+def parallel_program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
+    """Return the program of x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))).
+
+    The router's norm has weights of its own.
+    """
+    w, v, dim, eps, gate = weights.matrices, weights.vectors, config.dim, config.norm_eps, GATED_ACTIVATIONS[config.activation]
+    router_weight = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))
+    before = [rms_norm(b.experts_input, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0)]
+    router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, b.experts_input, before)
     norms = (v[f"{i}.{name}"] for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
-    factor = factor_of(config, weights, i, is_last=not config.inputs)
+    factor = get_layer_scale(config, weights, i, is_last=not config.per_layer_inputs)
     return [
         [
             norm(config, weights, b, f"{i}.{NORM}"),
-            w[f"{i}.up"].product(b.up, b.normed, b.scratch, unit=2),
+            w[f"{i}.up"].matmul(b.up, b.normed, b.scratch, unit=2),
             gate(b.hidden, b.up, 1),
-            rms_norm(b.routed, b.x, of_router, dim, eps, False, 0),
-            *chosen,
+            rms_norm(b.routed, b.x, router_weight, dim, eps, False, 0),
+            *router_ops,
         ],
-        [w[f"{i}.down"].product(b.branch[0], b.hidden, b.mlp_scratch), *mixed],
-        summed,
-        [add_both(b.x[0], b.branch, b.made, b.summed, *norms, dim, eps, factor)],
+        [w[f"{i}.down"].matmul(b.branch[0], b.hidden, b.mlp_scratch), *expert_ops],
+        sum_ops,
+        [add_parallel_branches(b.x[0], b.branch, b.experts_output, b.branch_sum, *norms, dim, eps, factor)],
     ]
 
 
-BESIDE = Block(shapes_beside, {**MLP.joined, **JOINED}, program_beside, buffers_beside)
+PARALLEL_MOE = Block(parallel_shapes, {**MLP.fused, **FUSED}, parallel_program, parallel_buffers)

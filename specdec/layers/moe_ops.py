@@ -1,64 +1,72 @@
-"""Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses which MLPs a token goes through. Operations.
+"""Kernels of mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538), where a router chooses the MLPs of each token.
 
-Shapes: T tokens of this pass, E experts, k of them for a token. A slot is one token's use of one expert: the slots of a pass lie
-expert by expert, in each by ascending token. So an expert's tokens are neighbours, and a pass reads each expert once.
+Shapes: T tokens of this pass, E experts, k experts per token, D dim. A slot is one token's use of one expert. The slots of a pass
+are sorted by expert, then by token. So an expert's tokens are neighbors, and a pass reads each expert once.
 
-A token's text depends on nothing else in the pass: which experts it goes through is told by its own row of the router's product,
-each of its slots is the product that it would be alone, and they are added up by rank, the likeliest first.
+A token's output does not depend on the other tokens of the pass: its own row of the router's matmul chooses its experts, each
+slot is the matmul that it would be alone, and slots are summed by rank, the most probable expert first.
 
-Every thread routes for itself, in each phase anew: choosing takes less than the barrier that would hand it on, and a thread may
-have come late.
+Every thread routes for itself, again in each phase: choosing takes less time than the barrier that would share the result, and a
+thread may have started late.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from specdec.runtime.code_cache import inner
+from specdec.runtime.code_cache import jitable
 from specdec.runtime.elementary import exp, sigmoid
-from specdec.runtime.program import Floats1, Floats2, Ints1, Ints2, Pass, operation
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Floats1, Floats2, ForwardContext, Ints1, Ints2, kernel
 from specdec.runtime.simd import LANES, add, fma, load, maximum, reduce_max, splat, store
-from specdec.runtime.tile import STRIP_ROWS
-from specdec.runtime.work_stealing import share
+from specdec.runtime.work_stealing import get_chunk_range
 
-OF_CHOSEN, OF_ALL, SIGMOID = range(3)  # what makes weights of a token's scores: softmax of the chosen ones, or of all; sigmoids
+# How scores become weights: softmax of the chosen experts, softmax of all, sigmoid
+SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = range(3)
 
 
-class Routing(NamedTuple):
-    """What `route` takes.
+class RoutingArgs(NamedTuple):
+    """Arguments of `route`.
 
-    scores (T, E padded): the router's product; bias (E padded): is added to what chooses, and to no weight. way: one of those
-    above; is_normed: whether sigmoids are divided by their sum + eps; scale: of all weights; factors (E padded): of each expert's
-    own, or nothing. odds (threads, E padded): room.
-    It fills for each thread: tokens (threads, T k), whose slot each is; starts (threads, E + 1), where an expert's slots begin;
-    places and weights (threads, T k): of token t's choice of rank r, at t k + r, its slot and what it counts.
+    Attributes:
+        scores: Output of the router's matmul (T, E padded).
+        bias: (E padded), added to the scores that choose experts, but not to weights.
+        probs: Scratch (threads, E padded).
+        tokens: Output (threads, T k): token of each slot.
+        starts: Output (threads, E + 1): first slot of each expert.
+        slots: Output (threads, T k): slot of token t's expert of rank r, at t k + r.
+        weights: Output (threads, T k): weight of that slot.
+        scoring: One of the constants above.
+        norm_topk_prob: Divide sigmoids by their sum + eps.
+        scale: Factor of all weights.
+        expert_scales: Factor of each expert (E padded), or empty.
     """
 
     scores: Floats2
     bias: Floats1
-    odds: Floats2
+    probs: Floats2
     tokens: Ints2
     starts: Ints2
-    places: Ints2
+    slots: Ints2
     weights: Floats2
-    n_chosen: int
-    way: int
-    is_normed: int
+    n_experts_used: int
+    scoring: int
+    norm_topk_prob: int
     eps: float
     scale: float
-    factors: Floats1
+    expert_scales: Floats1
 
 
-@inner
-def choose(odds, row, n_experts, chosen, at, n_chosen):
-    """The n_chosen largest of odds[row], in chosen from `at` on: the largest first, of equals the lower one first.
+@jitable
+def select_experts(probs, row, n_experts, chosen, at, n_experts_used):
+    """Write the experts with the largest probs[row] to chosen, from `at` on, the largest first.
 
-    None is there twice, whatever they are: a NaN is no larger than anything.
+    Of equal ones, the lower expert comes first. No expert is chosen twice, even with NaNs: a NaN is never larger.
     """
-    for rank in range(n_chosen):
+    for rank in range(n_experts_used):
         best = -1
         for expert in range(n_experts):
-            if best < 0 or odds[row, expert] > odds[row, best]:
+            if best < 0 or probs[row, expert] > probs[row, best]:
                 is_free = True
                 for i in range(at, at + rank):
                     is_free = is_free and chosen[row, i] != expert
@@ -66,96 +74,103 @@ def choose(odds, row, n_experts, chosen, at, n_chosen):
         chosen[row, at + rank] = best
 
 
-@operation
-def route(run: Pass, thread: int, p: Routing) -> None:
-    """Which experts each token goes through, what each counts, and in which slots they lie; see `Routing`."""
-    if run.begins == 0:
+@kernel
+def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
+    """Choose the experts of each token, with their weights and slots; see `RoutingArgs`."""
+    if run.is_first_chunk == 0:
         return
-    n_experts, n_chosen, width = p.starts.shape[1] - 1, p.n_chosen, p.scores.shape[1]
-    weights, chosen = p.weights[thread], p.places  # of experts, until they are slots
+    n_experts, n_experts_used, width = p.starts.shape[1] - 1, p.n_experts_used, p.scores.shape[1]
+    weights, chosen = p.weights[thread], p.slots  # hold experts until `assign_slots`
     for t in range(run.n_tokens):
-        row, at = t * width, t * n_chosen
-        top, flaw = splat(-np.inf), np.float32(0.0)
+        row, at = t * width, t * n_experts_used
+        # scores that choose experts
+        max_score, nan_sum = splat(-np.inf), np.float32(0.0)
         for i in range(0, width, LANES):
-            odds = load(p.scores, row + i)
-            if p.way == SIGMOID:
-                odds = add(sigmoid(odds), load(p.bias, i))
-            store(p.odds, thread * width + i, odds)
+            score_vector = load(p.scores, row + i)
+            if p.scoring == SIGMOID:
+                score_vector = add(sigmoid(score_vector), load(p.bias, i))
+            store(p.probs, thread * width + i, score_vector)
         for expert in range(n_experts):
             score = p.scores[t, expert]
-            flaw += np.float32(0.0) if score == score else score  # a NaN that is not chosen spoils the token, too
-            top = maximum(splat(score), top)
-        choose(p.odds, thread, n_experts, chosen, at, n_chosen)
-        minus_top = splat(-reduce_max(top))
+            nan_sum += (
+                np.float32(0.0) if score == score else score
+            )  # a NaN of an expert that is not chosen makes the token NaN, too
+            max_score = maximum(splat(score), max_score)
+        select_experts(p.probs, thread, n_experts, chosen, at, n_experts_used)
+        # weights of the chosen experts
+        minus_max = splat(-reduce_max(max_score))
         for i in range(0, width, LANES):
             score = load(p.scores, row + i)
-            store(p.odds, thread * width + i, sigmoid(score) if p.way == SIGMOID else exp(add(score, minus_top)))
+            store(p.probs, thread * width + i, sigmoid(score) if p.scoring == SIGMOID else exp(add(score, minus_max)))
         total = np.float32(0.0)
-        for i in range(n_experts if p.way == OF_ALL else n_chosen):
-            total += p.odds[thread, i if p.way == OF_ALL else chosen[thread, at + i]]
-        divisor = np.float32(1.0) if p.way == SIGMOID and p.is_normed == 0 else total + p.eps
-        for rank in range(n_chosen):
+        for i in range(n_experts if p.scoring == SOFTMAX_OF_ALL else n_experts_used):
+            total += p.probs[thread, i if p.scoring == SOFTMAX_OF_ALL else chosen[thread, at + i]]
+        divisor = np.float32(1.0) if p.scoring == SIGMOID and p.norm_topk_prob == 0 else total + p.eps
+        for rank in range(n_experts_used):
             expert = chosen[thread, at + rank]
-            weights[at + rank] = p.odds[thread, expert] / divisor * p.scale + flaw
-            if p.factors.size > 0:
-                weights[at + rank] *= p.factors[expert]
-    place_slots(p, thread, run.n_tokens * n_chosen)
+            weights[at + rank] = p.probs[thread, expert] / divisor * p.scale + nan_sum
+            if p.expert_scales.size > 0:
+                weights[at + rank] *= p.expert_scales[expert]
+    assign_slots(p, thread, run.n_tokens * n_experts_used)
 
 
-class Sum(NamedTuple):
-    """What `add_experts` takes: x (T, D padded), branch (slots, D padded) and `Routing`'s tables; adding: whether x is added
-    to, or filled. n_read (1,): becomes how many experts the pass has read.
+class ExpertSumArgs(NamedTuple):
+    """Arguments of `add_experts`: x (T, D padded), branch (slots, D padded) and the tables of `RoutingArgs`.
+
+    Attributes:
+        n_read: Output (1,): number of experts that the pass has read.
+        accumulate: Add to x; else overwrite it.
     """
 
     x: Floats2
     branch: Floats2
-    places: Ints2
+    slots: Ints2
     weights: Floats2
     starts: Ints2
     n_read: Ints1
-    n_chosen: int
-    adding: int
+    n_experts_used: int
+    accumulate: int
 
 
-@inner
-def n_with_tokens(starts):
-    """How many experts have a slot."""
+@jitable
+def count_used_experts(starts):
+    """Return the number of experts with a slot."""
     n = 0
     for expert in range(starts.size - 1):
         n += starts[expert + 1] > starts[expert]
     return n
 
 
-@inner
-def place_slots(p, thread, n):
-    """The n choices of places[thread] become slots, expert by expert."""
-    starts, places, tokens = p.starts[thread], p.places[thread], p.tokens[thread]
+@jitable
+def assign_slots(p, thread, n):
+    """Replace the first n experts in slots[thread] by their slots, sorted by expert."""
+    starts, slots, tokens = p.starts[thread], p.slots[thread], p.tokens[thread]
     n_experts = starts.size - 1
     starts[:] = 0
     for i in range(n):
-        starts[places[i] + 1] += 1
+        starts[slots[i] + 1] += 1
     for expert in range(n_experts):
         starts[expert + 1] += starts[expert]
-    for i in range(n):  # each start moves on to the next one's
-        slot = starts[places[i]]
-        starts[places[i]] += 1
-        tokens[slot], places[i] = i // p.n_chosen, slot
+    for i in range(n):  # each start moves to the start of the next expert
+        slot = starts[slots[i]]
+        starts[slots[i]] += 1
+        tokens[slot], slots[i] = i // p.n_experts_used, slot
     for expert in range(n_experts, 0, -1):
         starts[expert] = starts[expert - 1]
     starts[0] = 0
 
 
-@operation
-def add_experts(run: Pass, thread: int, p: Sum) -> None:
-    """x[t] (+)= the sum of weight * branch[slot] over the token's choices, by rank: this part's strips of the product before."""
-    x, branch, places, weights, n_chosen = p.x, p.branch, p.places, p.weights, p.n_chosen
-    if run.part == 0:
-        p.n_read[0] = n_with_tokens(p.starts[thread])
-    first, last = share(branch.shape[1] // STRIP_ROWS, run.part, run.n_parts)
+@kernel
+def add_experts(run: ForwardContext, thread: int, p: ExpertSumArgs) -> None:
+    """Compute x[t] (+)= the sum of weight * branch[slot] over the token's experts, by rank."""
+    x, branch, slots, weights, n_experts_used = p.x, p.branch, p.slots, p.weights, p.n_experts_used
+    if run.chunk == 0:
+        p.n_read[0] = count_used_experts(p.starts[thread])
+    first, last = get_chunk_range(branch.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
-        for i in range(first * STRIP_ROWS, last * STRIP_ROWS, LANES):
+        for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
             total = splat(0.0)
-            for choice in range(t * n_chosen, (t + 1) * n_chosen):
-                at = places[thread, choice] * branch.shape[1] + i
+            for choice in range(t * n_experts_used, (t + 1) * n_experts_used):
+                at = slots[thread, choice] * branch.shape[1] + i
                 total = fma(load(branch, at), splat(weights[thread, choice]), total)
-            store(x, t * x.shape[1] + i, add(load(x, t * x.shape[1] + i), total) if p.adding else total)
+            store(x, t * x.shape[1] + i, add(load(x, t * x.shape[1] + i), total) if p.accumulate else total)

@@ -1,80 +1,85 @@
-"""What each layer takes of a token beside the residual stream (Gemma 3n and 4: Gemma Team 2025, 2026): tensors, program.
+"""Per-layer inputs: what each layer reads of a token next to the residual stream (Gemma 3n and 4: Gemma Team 2025, 2026).
 
-Of a token it is a row of a table, which stays where it lies, and a product of the embedding, for all layers at once; each layer
-gates its share by a product of x.
+They are a row of a table, which stays in its file, plus a matmul of the embedding, for all layers at once. Each layer gates its
+share by a matmul of x.
+
+Shapes: T tokens of this pass, L layers, D dim, P numbers per layer.
 """
 
 import math
 
 import numpy as np
 
-from specdec.config import Config, InputsConfig, known_as
-from specdec.kernels import MAX_TOKENS, head_norm
-from specdec.layers.activations import gate_inputs, mix_inputs
-from specdec.layers.base import Buffer, Buffers, Joined, Room, Shapes, Weights
-from specdec.layers.block import Block, added, factor_of
-from specdec.quant.matrix import n_strips
-from specdec.runtime.program import Program
+from specdec.kernels import MAX_BATCH_TOKENS, head_norm
+from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
+from specdec.layers.base import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
+from specdec.layers.block import Block, add_residual, get_layer_scale
+from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
+from specdec.quant.packed_matrix import count_panels
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Program
 from specdec.runtime.simd import round_up
-from specdec.runtime.tile import STRIP_ROWS
 
-NORM, GATE, BACK, ROWS = "inputs", "inputs_gate", "inputs_back", "input_rows"
-
-
-def inputs_of(config: Config) -> InputsConfig:
-    """Their numbers."""
-    return known_as(config.inputs, InputsConfig)
+NORM, GATE, PROJECTION, TOKEN_TABLE = "inputs", "inputs_gate", "inputs_back", "input_rows"
 
 
-def shapes(config: Config) -> Shapes:
-    """Of one layer: the gate's product (P, D), what brings its outcome back (D, P), and the norm behind that."""
-    n, dim = inputs_of(config).dim, config.dim
-    return {GATE: (n, dim), BACK: (dim, n), "inputs_norm": (dim,)}
+def get_inputs_config(config: ModelConfig) -> PerLayerInputsConfig:
+    """Return the config of the per-layer inputs."""
+    return require_type(config.per_layer_inputs, PerLayerInputsConfig)
 
 
-def outer_shapes(config: Config) -> Shapes:
-    """Of all layers at once: the table (rows, L P), the embedding's product (L P, D), and the norm of each layer's share (P,)."""
-    n, n_rows = inputs_of(config).dim, inputs_of(config).n_rows
+def shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of one layer: the gate (P, D), the projection back (D, P), and the norm behind it."""
+    n, dim = get_inputs_config(config).dim, config.dim
+    return {GATE: (n, dim), PROJECTION: (dim, n), "inputs_norm": (dim,)}
+
+
+def global_shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes of all layers: the table (rows, L P), the matrix (L P, D), and the norm of each layer's share (P,)."""
+    n, n_rows = get_inputs_config(config).dim, get_inputs_config(config).vocab_size
     width = config.n_layers * n
-    return {ROWS: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
+    return {TOKEN_TABLE: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
 
 
-def buffers(config: Config, weights: Weights, room: Room) -> dict[str, Buffer]:
-    """input_rows (T, L P): what a pass's tokens have in the table; layer_inputs (T, L P padded): the embedding's product, then
-    what layers take; input_gates (T, P padded), gated_inputs (1, T, P padded): a layer's.
+def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
+    """Return the buffers.
+
+    input_rows (T, L P): rows of the table.
+    layer_inputs (T, L P padded): output of the embedding's matmul, then the layers' inputs.
+    input_gates (T, P padded), gated_inputs (1, T, P padded): of a layer.
     """
-    n, width = round_up(inputs_of(config).dim, STRIP_ROWS), config.n_layers * inputs_of(config).dim
+    n, width = round_up(get_inputs_config(config).dim, PANEL_ROWS), config.n_layers * get_inputs_config(config).dim
     return {
-        ROWS: Buffer((MAX_TOKENS, width), whose="token"),
-        "layer_inputs": Buffer((MAX_TOKENS, round_up(width, STRIP_ROWS)), whose="token"),
-        "input_gates": Buffer((MAX_TOKENS, n), whose="token"),
-        "gated_inputs": Buffer((1, MAX_TOKENS, n), whose="token"),
+        TOKEN_TABLE: BufferSpec((MAX_BATCH_TOKENS, width), scope="token"),
+        "layer_inputs": BufferSpec((MAX_BATCH_TOKENS, round_up(width, PANEL_ROWS)), scope="token"),
+        "input_gates": BufferSpec((MAX_BATCH_TOKENS, n), scope="token"),
+        "gated_inputs": BufferSpec((1, MAX_BATCH_TOKENS, n), scope="token"),
     }
 
 
-def first_program(config: Config, weights: Weights, b: Buffers) -> Program:
-    """inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2) of x, the embedding; each layer's share is normed by itself."""
-    n, eps = inputs_of(config).dim, config.norm_eps * config.dim  # a norm's eps, of what is not divided
-    unit = n // math.gcd(n, STRIP_ROWS)
-    strips = n_strips(config.n_layers * n)
-    unit = unit if strips % unit == 0 else strips
-    of_rows, of_all = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
+def embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
+    """Return the program of inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2); each layer's share has its own norm."""
+    n, eps = get_inputs_config(config).dim, config.norm_eps * config.dim  # eps of the norm, because x is not divided by sqrt(D)
+    unit = n // math.gcd(n, PANEL_ROWS)
+    n_panels = count_panels(config.n_layers * n)
+    unit = unit if n_panels % unit == 0 else n_panels
+    row_scale, scale = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
     return [
         [
-            weights.matrices["inputs"].product(b.layer_inputs, b.x, b.scratch, unit=unit),
+            weights.matrices["inputs"].matmul(b.layer_inputs, b.x, b.scratch, unit=unit),
             head_norm(b.layer_inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
-            mix_inputs(b.layer_inputs, b.input_rows, unit, of_rows, of_all),
+            combine_per_layer_inputs(b.layer_inputs, b.input_rows, unit, row_scale, scale),
         ]
     ]
 
 
-def program(config: Config, weights: Weights, b: Buffers, i: int) -> Program:
-    """x = factor (x + norm(back (gelu(gate x) * inputs)))."""
-    w, n = weights.matrices, inputs_of(config).dim
-    gated = gate_inputs(b.gated_inputs, b.input_gates, b.layer_inputs, i * n, n)
-    first = [w[f"{i}.{GATE}"].product(b.input_gates, b.x, b.scratch), gated]
-    factor = factor_of(config, weights, i)
-    return [first, *added(config, weights, b, w[f"{i}.{BACK}"], b.gated_inputs, "", f"{i}.{NORM}", factor)]
+def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
+    """Return the program of x = factor (x + norm(back (gelu(gate x) * inputs)))."""
+    w, n = weights.matrices, get_inputs_config(config).dim
+    gate = gate_per_layer_inputs(b.gated_inputs, b.input_gates, b.layer_inputs, i * n, n)
+    phase = [w[f"{i}.{GATE}"].matmul(b.input_gates, b.x, b.scratch), gate]
+    factor = get_layer_scale(config, weights, i)
+    return [phase, *add_residual(config, weights, b, w[f"{i}.{PROJECTION}"], b.gated_inputs, "", f"{i}.{NORM}", factor)]
 
 
-INPUTS = Block(shapes, {f"{NORM}_out": Joined(("inputs_norm",))}, program, buffers)
+PER_LAYER_INPUTS = Block(shapes, {f"{NORM}_out": FusedTensors(("inputs_norm",))}, program, buffers)

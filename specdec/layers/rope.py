@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021): the angles that a head's pairs turn by, position by position."""
+"""Rotary position embedding (Su et al. 2021): the angles by which a head's pairs are rotated, position by position.
+
+Shapes: S cached positions, K head dim.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,88 +9,100 @@ from decimal import Context, Decimal, localcontext
 
 import numpy as np
 
-from specdec.config import Config, RopeScaling, YarnScaling
-from specdec.kernels import fill_rotations
+from specdec.kernels import fill_rope_tables
+from specdec.model_config import Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from specdec.runtime.elementary import log
 from specdec.runtime.simd import Float32, Float64
 
-Node = tuple[int, int]  # of a tree: its token, and the index of its parent, or -1
-# Digits of a power, of which a float64 keeps 17: decimal arithmetic is the same on every machine, a C library's pow is not
-EXACT = Context(prec=40)
+TreeNode = tuple[int, int]  # its token, and the index of its parent, or -1
+# Decimal arithmetic is the same on every machine; pow of a C library is not. A float64 keeps 17 of these digits.
+DECIMAL_CONTEXT = Context(prec=40)
 
 
-def positions_a_radian(config: Config) -> Float64:
-    """How many positions each pair of a head takes to turn by one radian: theta^(2i/n) of n rows, scaled as the config says."""
-    with localcontext(EXACT):
-        theta, pairs = Decimal(config.rope.theta), range(0, config.n_turned, 2)
-        positions = np.array([float(theta ** (Decimal(row) / config.n_turned)) for row in pairs])
-    if config.rope.divisors:
-        positions *= config.rope.divisors
+def compute_positions_per_radian(config: ModelConfig) -> Float64:
+    """Return how many positions each pair takes to rotate by one radian: theta^(2i/n), scaled by the config."""
+    with localcontext(DECIMAL_CONTEXT):
+        theta, pairs = Decimal(config.rope.theta), range(0, config.rotary_dim, 2)
+        positions = np.array([float(theta ** (Decimal(row) / config.rotary_dim)) for row in pairs])
+    if config.rope.freq_factors:
+        positions *= config.rope.freq_factors
     if (scaling := config.rope.scaling) is None:
         return positions
-    kept = _kept_by_pair(scaling, config) if isinstance(scaling, YarnScaling) else _kept_by_turns(scaling, positions)
-    scaled: Float64 = positions / (kept + (1 - kept) / scaling.factor)
+    ramp = (
+        _compute_yarn_ramp(scaling, config) if isinstance(scaling, YarnRopeScaling) else _compute_llama3_ramp(scaling, positions)
+    )
+    scaled: Float64 = positions / (ramp + (1 - ramp) / scaling.factor)
     return scaled
 
 
-def _kept_by_turns(scaling: RopeScaling, positions: Float64) -> Float64:
-    """Which part of each pair's angle is not divided: of Llama 3.1 (Dubey et al. 2024, arXiv:2407.21783) as in transformers."""
-    turns = scaling.original_seq_len / (2 * math.pi * positions)
-    kept: Float64 = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
-    return kept
+def _compute_llama3_ramp(scaling: Llama3RopeScaling, positions: Float64) -> Float64:
+    """Return the unscaled part of each pair's angle (Llama 3.1, Dubey et al. 2024, arXiv:2407.21783), as in transformers."""
+    rotations = scaling.original_seq_len / (2 * math.pi * positions)
+    ramp: Float64 = np.clip((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return ramp
 
 
-def _kept_by_pair(scaling: YarnScaling, config: Config) -> Float64:
-    """The same of yarn, as transformers' modeling_rope_utils has it."""
-    with localcontext(EXACT):
+def _compute_yarn_ramp(scaling: YarnRopeScaling, config: ModelConfig) -> Float64:
+    """Return the unscaled part of each pair's angle (YaRN), as in transformers' modeling_rope_utils."""
+    with localcontext(DECIMAL_CONTEXT):
         theta = Decimal(config.rope.theta).ln()
         first, last = (
             float(
-                config.n_turned * (Decimal(scaling.original_seq_len) / (Decimal(turns) * Decimal(2 * math.pi))).ln() / (2 * theta)
+                config.rotary_dim
+                * (Decimal(scaling.original_seq_len) / (Decimal(rotations) * Decimal(2 * math.pi))).ln()
+                / (2 * theta)
             )
-            for turns in (scaling.beta_fast, scaling.beta_slow)
+            for rotations in (scaling.beta_fast, scaling.beta_slow)
         )
-    if scaling.in_whole_pairs:
+    if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.n_turned - 1)
-    kept: Float64 = 1 - np.clip((np.arange(config.n_turned // 2) - first) / (last - first or 0.001), 0, 1)
-    return kept
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    ramp: Float64 = 1 - np.clip((np.arange(config.rotary_dim // 2) - first) / (last - first or 0.001), 0, 1)
+    return ramp
 
 
-def yarn_scale(factor: float, share: float = 1.0) -> float:
-    """What turned rows are multiplied by where a model reads `factor` times as far (arXiv:2309.00071, 3.4); of that, a share."""
-    with localcontext(EXACT):
+def get_yarn_attention_factor(factor: float, share: float = 1.0) -> float:
+    """Return the factor of rotated rows for a context extended by `factor` (YaRN, arXiv:2309.00071, 3.4).
+
+    share scales what the factor exceeds 1 by.
+    """
+    with localcontext(DECIMAL_CONTEXT):
         return float(Decimal(share) * Decimal(factor).ln() / 10 + 1) if factor > 1 else 1.0
 
 
-def longrope_scale(factor: float, original: int) -> float:
-    """What turned rows are multiplied by where a model of so many positions reads `factor` times as many (arXiv:2402.13753)."""
-    with localcontext(EXACT):
+def get_longrope_attention_factor(factor: float, original: int) -> float:
+    """Return the factor of rotated rows for a context of `original` positions extended by `factor` (arXiv:2402.13753)."""
+    with localcontext(DECIMAL_CONTEXT):
         return float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt()) if factor > 1 else 1.0
 
 
-def fill_tables(config: Config, cos: Float32, sin: Float32, start: int = 0) -> None:
-    """cos and signed sin (S, K + LANES) from position start on, periodic in K: a vector may begin in any row of a head."""
-    fill_rotations(cos, sin, positions_a_radian(config), start, config.head_dim, config.rope.scale)
+def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0) -> None:
+    """Fill cos and signed sin (S, K + LANES) from position start on.
+
+    They are periodic in K, because a vector may begin at any row of a head.
+    """
+    fill_rope_tables(cos, sin, compute_positions_per_radian(config), start, config.head_dim, config.rope.attention_factor)
 
 
-def fill_query_tables(config: Config, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int) -> None:
-    """Of queries: the tables of keys, scaled by position."""
+def fill_query_cos_sin(
+    config: ModelConfig, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int
+) -> None:
+    """Fill the tables of queries: those of keys, scaled by position."""
     scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in range(start, len(cos))]
-    by_position = np.array(scales, np.float32)[:, None]
-    query_cos[start:], query_sin[start:] = cos[start:] * by_position, sin[start:] * by_position
+    column = np.array(scales, np.float32)[:, None]
+    query_cos[start:], query_sin[start:] = cos[start:] * column, sin[start:] * column
 
 
-def depths(parents: Sequence[int]) -> list[int]:
-    """Of a tree's nodes behind a text, by the indexes of their parents, or -1."""
-    found: list[int] = []
+def compute_depths(parents: Sequence[int]) -> list[int]:
+    """Return the depths of a tree's nodes, 1 for those without a parent (-1)."""
+    depths: list[int] = []
     for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 1)
-    return found
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    return depths
 
 
-def lengths(tokens: list[int], nodes: list[Node], n_logits: int) -> list[int]:
-    """How long the texts are that the last n_logits of tokens and nodes end."""
-    n, n_of_nodes = len(tokens), min(n_logits, len(nodes))
-    behind = depths([parent for _, parent in nodes])[len(nodes) - n_of_nodes :]
-    return [*range(n - n_logits + n_of_nodes + 1, n + 1), *(n + depth for depth in behind)]
+def compute_lengths(tokens: list[int], nodes: list[TreeNode], n_logits: int) -> list[int]:
+    """Return the lengths of the sequences that end at the last n_logits of tokens and nodes."""
+    n, n_node_logits = len(tokens), min(n_logits, len(nodes))
+    node_depths = compute_depths([parent for _, parent in nodes])[len(nodes) - n_node_logits :]
+    return [*range(n - n_logits + n_node_logits + 1, n + 1), *(n + depth for depth in node_depths)]

@@ -1,51 +1,62 @@
-"""Readers, a room for each format: bytes of files to a config and tensors, and every check of them."""
+"""Readers of model files: each turns the bytes of one format into a config and tensors, and checks them."""
 
 import os
 from pathlib import Path
 
+from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError, CheckpointWarning
-from specdec.loaders import gguf, head_folder, hf_folder, llama2c
+from specdec.loaders import gguf_model, head_folder, hf_folder, llama2c
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.format_sniffing import refuse_strangers
-from specdec.loaders.gguf import read_vocabulary
-from specdec.loaders.json_file import object_if_there, read_object, replace_text
-from specdec.validation import reading
+from specdec.loaders.format_sniffing import reject_unsupported_formats
+from specdec.loaders.gguf_model import read_vocabulary
+from specdec.loaders.json_file import read_json_object, read_optional_json_object, write_text_atomically
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The model, or a head, of a Hugging Face folder or a GGUF file whatever its name, or the model of a llama2.c file.
+    """Load a model or a draft head from a Hugging Face folder, a GGUF file or a llama2.c file.
 
-    Raises CheckpointError.
+    A GGUF file is recognized whatever its name is. A llama2.c file holds a model, not a head.
+
+    Raises:
+        CheckpointError: The path holds no complete and consistent model.
     """
     path = Path(path)
     if _is_folder(path):
-        head = head_folder.head_of(path)
+        head = head_folder.detect_head(path)
         return head_folder.load_checkpoint(path, head) if head else hf_folder.load_checkpoint(path)
-    if gguf.is_gguf(path):
-        return gguf.load_checkpoint(path)
+    if gguf_model.is_gguf(path):
+        return gguf_model.load_checkpoint(path)
     if path.suffix != ".json":
-        refuse_strangers(path)
+        reject_unsupported_formats(path)
     if path.suffix in (".json", ".safetensors"):
-        raise CheckpointError(f"{path} is a part of a model; name the folder that holds it and its config.json")
+        raise CheckpointError(f"{path} is one part of a model; name the folder that holds it and its config.json")
     return llama2c.load_checkpoint(path)
 
 
-def is_head(folder: Path) -> bool:
-    """Whether a folder's config.json is that of a head. Raises CheckpointError for one that is damaged."""
-    return head_folder.head_of(folder) is not None
+def is_head_folder(folder: Path) -> bool:
+    """Return whether a folder's config.json is that of a draft head. Raises CheckpointError if it is damaged."""
+    return head_folder.detect_head(folder) is not None
 
 
-def is_llama2c(path: Path) -> bool:
-    """Whether that is read as a llama2.c file. Raises CheckpointError."""
-    return not _is_folder(path) and not gguf.is_gguf(path)
+def is_llama2c_file(path: Path) -> bool:
+    """Return whether `load_checkpoint` reads a path as a llama2.c file. Raises CheckpointError."""
+    return not _is_folder(path) and not gguf_model.is_gguf(path)
 
 
 def _is_folder(path: Path) -> bool:
-    with reading(path, CheckpointError):
+    with wrap_read_errors(path, CheckpointError):
         return path.is_dir()
 
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "CheckpointWarning", "is_head", "is_llama2c", "load_checkpoint", "object_if_there",
-    "read_object", "read_vocabulary", "replace_text",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointWarning",
+    "is_head_folder",
+    "is_llama2c_file",
+    "load_checkpoint",
+    "read_json_object",
+    "read_optional_json_object",
+    "read_vocabulary",
+    "write_text_atomically",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A model's file: bytes that are read when they are asked for, and the errors of files. Knows no format."""
+"""Checkpoints, and the files and tensors that they are read from on demand, whatever the format."""
 
 import itertools
 import math
@@ -12,117 +12,145 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.config import Config
+from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError
-from specdec.families.tensor_specs import Place
-from specdec.runtime.memory import all_finite
+from specdec.families.tensor_specs import TensorSpec
+from specdec.model_config import ModelConfig
+from specdec.runtime.aligned_memory import all_finite
 from specdec.runtime.simd import Int64
-from specdec.validation import reading
 
-FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # of bf16 the bits: numpy has no such numbers
-FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by the names that files give them
-BYTE = np.dtype("u1")  # of blocks, which are no numbers yet
-PIECE_BYTES = 1 << 26  # read at once: between two reads Ctrl-C is heard
+FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type
+FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
+BYTE = np.dtype("u1")  # raw bytes of quantized blocks
+READ_CHUNK_BYTES = 1 << 26  # Ctrl-C works between two reads
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as it lies in its file.
+    """A model as it lies in its files; the numbers of a tensor are read when they are indexed.
 
-    path: a file or a folder; config: its numbers; tensors: by the names and in the shapes of its architecture. What is asked of
-    a tensor is read then. end_marks: names of the ids that end a text, bos: the id that begins one, where the files tell.
-    vocabulary: the keys of the tokenizer that lies in the same file; chat_template: that of conversations, where it does.
-    target_ids: of a head's rows (n_rows,), the target's ids, each once; None: row i is id i. A head has no tokenizer.
-    family: what the file calls what the model is, where it does. sampling: what it is to be drawn with by its makers, by the
-    names of `sampling.Sampling`, as far as the files tell. mtp: where the tensors of the head lie that they may bring along.
-    pooling: which hidden states are a text's embedding: "mean", "last", "cls" (the first), or "" where the files do not tell.
+    Attributes:
+        path: The file or folder.
+        config: The model's config.
+        tensors: Tensors by the names and in the shapes of the config's architecture.
+        eos_tokens: Names of the token ids that end a sequence, where the files give them.
+        bos_token_id: Id of the BOS token, where the files give it.
+        vocabulary: Keys of the tokenizer that lies in the same file; empty if none does.
+        chat_template: Chat template of the same file, if it has one.
+        target_ids: Target token id of each row of a draft head's vocabulary, (V,), each id once; None: row i is id i.
+            A head has no tokenizer of its own.
+        family: Name of the model's family in the file, where it gives one.
+        default_sampling: Sampling parameters that the model's authors recommend, by the names of `sampling.Sampling`.
+        mtp_specs: Tensor specs of the MTP head that the files may contain.
+        pooling: Which hidden states make an embedding: "mean", "last", "cls" (the first), or "" if the files do not say.
     """
 
     path: Path
-    config: Config
+    config: ModelConfig
     tensors: Mapping[str, Any]
-    end_marks: dict[int, str] = field(default_factory=dict)
-    bos: int | None = None
+    eos_tokens: dict[int, str] = field(default_factory=dict)
+    bos_token_id: int | None = None
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     target_ids: Int64 | None = None
     family: str = ""
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    mtp: Sequence[Mapping[str, Place]] = ()
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    mtp_specs: Sequence[Mapping[str, TensorSpec]] = ()
     pooling: str = ""
 
 
-ADVISED = {  # from what on, and up to what
+SAMPLING_RANGES = {  # lowest and highest accepted value
     "temperature": (0, 100.0), "top_p": (0, 1.0), "top_k": (0, 1e9), "min_p": (0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (0, 100.0), "frequency_penalty": (0, 100.0),
 }  # fmt: skip
 
 
-def advised(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
-    """Numbers of sampling, by ours of names, under which values have them; what is none is left out: no text depends on it."""
-    found = ((ours, values.get(key)) for ours, key in names.items())
+def parse_default_sampling(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+    """Return the recommended sampling parameters of a config; values that are not numbers or out of range are left out.
+
+    They are hints only: no output depends on those that are left out.
+
+    Args:
+        values: Keys of the file.
+        names: For each parameter of `sampling.Sampling`, its key in the file.
+    """
+    found = ((name, values.get(key)) for name, key in names.items())
     return {
         name: value
         for name, value in found
-        if isinstance(value, int | float) and not isinstance(value, bool) and ADVISED[name][0] <= value <= ADVISED[name][1]
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and SAMPLING_RANGES[name][0] <= value <= SAMPLING_RANGES[name][1]
     }
 
 
 class ModelFile:
-    """A file of which parts are read. Not mapped: whoever truncates a mapped file kills those who look at it."""
+    """A file that is read in chunks.
+
+    It is not memory-mapped: truncating a mapped file kills every process that reads the mapping.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(path, CheckpointError, "a model file"):
-            self._identity = _identity(path.stat())
+        with wrap_read_errors(path, CheckpointError, "a model file"):
+            self._identity = _get_identity(path.stat())
             self.size = path.stat().st_size
 
     def read(self, start: int, n_bytes: int) -> Bytes:
-        """That part of the file. Raises CheckpointError where it is not the file any more that it was."""
-        return self.read_runs(start, 1, n_bytes, n_bytes).reshape(-1)
+        """Return n_bytes of the file from `start` on. Raises CheckpointError if the file has changed since it was opened."""
+        return self.read_strided(start, 1, n_bytes, n_bytes).reshape(-1)
 
-    def read_runs(self, start: int, n: int, n_bytes: int, stride: int) -> Bytes:
-        """(n, n_bytes): so many runs, one every stride bytes. Raises CheckpointError as `read`."""
+    def read_strided(self, start: int, n: int, n_bytes: int, stride: int) -> Bytes:
+        """Return n runs of n_bytes, one every `stride` bytes, as (n, n_bytes). Raises CheckpointError like `read`."""
         runs = np.empty((n, n_bytes), np.uint8)
-        with reading(self.path, CheckpointError), self.path.open("rb", buffering=0) as file:
-            parts = runs.reshape(1, -1) if n_bytes == stride else runs
-            is_whole = all(_fill(file, start + i * stride, part) for i, part in enumerate(parts))
-            identity = _identity(os.fstat(file.fileno()))
-        if not is_whole or identity != self._identity:
-            raise CheckpointError(f"{self.path} has changed while it was read; try again when it is whole")
+        with wrap_read_errors(self.path, CheckpointError), self.path.open("rb", buffering=0) as file:
+            chunks = runs.reshape(1, -1) if n_bytes == stride else runs
+            is_complete = all(_fill_buffer(file, start + i * stride, chunk) for i, chunk in enumerate(chunks))
+            identity = _get_identity(os.fstat(file.fileno()))
+        if not is_complete or identity != self._identity:
+            raise CheckpointError(f"{self.path} changed while it was being read; try again when it is complete")
         return runs
 
 
-def _fill(file: FileIO, start: int, data: Bytes) -> bool:
-    """Whether the file has so many bytes there; they are read into data."""
+def _fill_buffer(file: FileIO, start: int, data: Bytes) -> bool:
+    """Read bytes of a file into data; return whether the file has that many."""
     file.seek(start)
     done = 0
-    while done < data.size and (n := file.readinto(data.data[done : done + PIECE_BYTES])):
+    while done < data.size and (n := file.readinto(data.data[done : done + READ_CHUNK_BYTES])):
         done += n
     return done == data.size
 
 
-def _identity(stat: os.stat_result) -> tuple[int, ...]:
+def _get_identity(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of floats that lies in a file. [layer] is the part of a layer; [first:last], rows or numbers, is read, an array.
+    """A float tensor in a file; [i] is a view of one layer, [first:last] reads rows (or numbers of a vector) as an array.
 
-    what: its numbers are, for people; dtype: FP32, FP16, BF16 or BYTE. Raises CheckpointError for numbers that are not finite.
+    Reading raises CheckpointError for numbers that are not finite.
+
+    Attributes:
+        file: The file.
+        name: Name of the tensor for error messages.
+        shape: Its shape.
+        start: Its first byte in the file.
+        value_name: What its numbers are, for error messages.
+        dtype: FP32, FP16, BF16 or BYTE.
     """
 
     file: ModelFile
     name: str
     shape: tuple[int, ...]
     start: int
-    what: str = "weights"
+    value_name: str = "weights"
     dtype: np.dtype[Any] = FP32
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -131,65 +159,75 @@ class FileTensor:
             return replace(self, shape=inner, start=self.start + index * self.row_bytes)
         first, last, _ = index.indices(self.shape[0])
         data = self.file.read(self.start + first * self.row_bytes, max(last - first, 0) * self.row_bytes)
-        return self.checked(data.view(self.dtype).reshape(-1, *inner))
+        return self.check_finite(data.view(self.dtype).reshape(-1, *inner))
 
-    def part(self, first: int, last: int) -> "FileTensor":
-        """Those rows, which are not read yet."""
+    def slice_rows(self, first: int, last: int) -> "FileTensor":
+        """Return a view of some rows, without reading them."""
         return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
-    def flat(self) -> "FileTensor":
-        """The same matrices, one below the other."""
+    def flatten_matrices(self) -> "FileTensor":
+        """Return a view as one matrix, with all matrices stacked along the rows."""
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
-    def heads(self, head_dim: int, n_turned: int, turn: tuple[int, int] = (0, 1)) -> "Derived":
-        """A tensor of heads, of whose first n_turned rows i and i + n/2 become 2i and 2i + 1, as our RoPE has its pairs.
+    def reorder_heads(self, head_dim: int, rotary_dim: int, head_interleave: tuple[int, int] = (0, 1)) -> "DerivedTensor":
+        """Reorder the first rotary_dim rows of each head: i and i + rotary_dim / 2 become 2i and 2i + 1, the pairs of our RoPE.
 
-        turn: the number of these heads and how many there are, where those of several matrices lie in turns.
+        Args:
+            head_dim: Rows of a head.
+            rotary_dim: Rows of a head that RoPE rotates; 0 keeps the order.
+            head_interleave: (index, count): this tensor's heads are each count-th one from `index` on, interleaved with others.
         """
-        (number, n_turns), inner = turn, self.shape[1:]
+        (index, n_interleaved), inner = head_interleave, self.shape[1:]
         order = np.arange(head_dim)
-        order[:n_turned] = order[:n_turned].reshape(2, -1).T.reshape(-1)
+        order[:rotary_dim] = order[:rotary_dim].reshape(2, -1).T.reshape(-1)
 
-        def rows(first: int, last: int) -> npt.NDArray[Any]:
+        def read_rows(first: int, last: int) -> npt.NDArray[Any]:
             begin, end = first // head_dim * head_dim, -(-last // head_dim) * head_dim
-            heads = self[begin * n_turns : end * n_turns].reshape(-1, n_turns, head_dim, *inner)[:, number]
+            heads = self[begin * n_interleaved : end * n_interleaved].reshape(-1, n_interleaved, head_dim, *inner)[:, index]
             return np.ascontiguousarray(heads[:, order]).reshape(-1, *inner)[first - begin : last - begin]
 
-        return Derived(self, (self.shape[0] // n_turns, *inner), self.dtype, rows)
+        return DerivedTensor(self, (self.shape[0] // n_interleaved, *inner), self.dtype, read_rows)
 
-    def picked(self, places: Int64) -> "Derived":
-        """Those of its rows, in that order; such as are neighbours are read at once."""
+    def select_rows(self, indices: Int64) -> "DerivedTensor":
+        """Return a tensor of the rows with these indices, in this order; runs of adjacent rows are read at once."""
 
-        def rows(first: int, last: int) -> npt.NDArray[Any]:
-            own = places[first:last]
-            ends = [0, *(np.flatnonzero(own[1:] != own[:-1] + 1) + 1).tolist(), len(own)]
-            runs = (self[int(own[i]) : int(own[j - 1]) + 1] for i, j in itertools.pairwise(ends) if i < j)
+        def read_rows(first: int, last: int) -> npt.NDArray[Any]:
+            selected = indices[first:last]
+            ends = [0, *(np.flatnonzero(selected[1:] != selected[:-1] + 1) + 1).tolist(), len(selected)]
+            runs = (self[int(selected[i]) : int(selected[j - 1]) + 1] for i, j in itertools.pairwise(ends) if i < j)
             return np.concatenate([self[:0], *runs])
 
-        return Derived(self, (len(places), *self.shape[1:]), self.dtype, rows)
+        return DerivedTensor(self, (len(indices), *self.shape[1:]), self.dtype, read_rows)
 
-    def columns(self, first: int, last: int) -> npt.NDArray[Any]:
-        """(n, last - first) of a matrix (n, columns), read."""
+    def read_columns(self, first: int, last: int) -> npt.NDArray[Any]:
+        """Read columns of a matrix (n, columns) as (n, last - first)."""
         size = self.dtype.itemsize
-        data = self.file.read_runs(self.start + first * size, self.shape[0], (last - first) * size, self.row_bytes)
-        return self.checked(data.view(self.dtype))
+        data = self.file.read_strided(self.start + first * size, self.shape[0], (last - first) * size, self.row_bytes)
+        return self.check_finite(data.view(self.dtype))
 
-    def checked(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The numbers, all finite."""
+    def check_finite(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the numbers. Raises CheckpointError if one is NaN or infinite."""
         if self.dtype != BYTE and not all_finite(numbers):
-            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.what}")
+            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.value_name}")
         return numbers
 
 
 @dataclass(frozen=True)
-class Derived:
-    """A tensor whose rows are made of a stored one when they are asked for; rows(first, last) gives them."""
+class DerivedTensor:
+    """A tensor with rows that are computed from another tensor when they are read.
 
-    stored: Any
+    Attributes:
+        source: The stored tensor.
+        shape: Shape of the result.
+        dtype: Dtype of the result.
+        read_rows: Function that returns rows first to last - 1.
+    """
+
+    source: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    rows: Callable[[int, int], npt.NDArray[Any]]
+    read_rows: Callable[[int, int], npt.NDArray[Any]]
 
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
         first, last, _ = index.indices(self.shape[0])
-        return self.rows(first, last)
+        return self.read_rows(first, last)

@@ -1,11 +1,11 @@
-"""The names of the files that a GGUF file is split into, as llama.cpp has them. Knows nothing of what is in them."""
+"""File names of the shards of a split GGUF file, as llama.cpp writes them."""
 
 import re
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(?!00000)(\d{5})\.gguf", re.ASCII | re.DOTALL)
+_SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(?!00000)(\d{5})\.gguf", re.ASCII | re.DOTALL)
 
 
-def parts_of(name: str) -> list[str]:
-    """The names of all files that are one model with that one, in order; that one alone where it names itself no part."""
-    part = _PART.fullmatch(name)
-    return [f"{part[1]}-{i + 1:05}-of-{part[3]}.gguf" for i in range(int(part[3]))] if part else [name]
+def list_shard_names(name: str) -> list[str]:
+    """Return the names of all shards of the model that a shard belongs to, in order; [name] for a file that is not split."""
+    match = _SHARD_NAME.fullmatch(name)
+    return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))] if match else [name]

@@ -1,4 +1,4 @@
-"""The folder of a head that drafts, to a `Checkpoint`; and where one lies beside its model. Knows no head."""
+"""Open the folder of a draft head as a `Checkpoint`, and find one inside or next to its model's folder."""
 
 import functools
 from pathlib import Path
@@ -6,70 +6,76 @@ from typing import Any
 
 import numpy as np
 
-from specdec.families import HEADS, HeadInFolder
+from specdec.argument_checks import wrap_read_errors
+from specdec.families import HF_HEADS, HFHead
 from specdec.families.config_values import CheckpointError
-from specdec.loaders.checkpoint import Checkpoint, Derived
-from specdec.loaders.head_compatibility import check_rows, checked_ids
+from specdec.loaders.checkpoint import Checkpoint, DerivedTensor
+from specdec.loaders.head_checks import check_id_map, check_target_ids
 from specdec.loaders.hf_config import CONFIG
-from specdec.loaders.hf_folder import Folder, is_tied
-from specdec.loaders.json_file import read_object
-from specdec.loaders.safetensors import INDEX, PICKLE, WEIGHTS
-from specdec.loaders.tensor_assembly import tensors_of
+from specdec.loaders.hf_folder import HFFolder, has_tied_embedding
+from specdec.loaders.json_file import read_json_object
+from specdec.loaders.safetensors import INDEX, PICKLE_WEIGHTS, WEIGHTS
+from specdec.loaders.tensor_assembly import assemble_tensors
 from specdec.runtime.simd import Int64
-from specdec.validation import reading
 
 
-def ordered(stored: Any, order: Int64) -> Derived:
-    """A matrix whose rows are those of a stored one in another order."""
-    whole = functools.cache(lambda: stored[:])
-    return Derived(stored, stored.shape, stored.dtype, lambda first, last: whole()[order[first:last]])
+def reorder_rows(stored: Any, order: Int64) -> DerivedTensor:
+    """Return a matrix with the rows of a stored one in another order."""
+    read_all = functools.cache(lambda: stored[:])
+    return DerivedTensor(stored, stored.shape, stored.dtype, lambda first, last: read_all()[order[first:last]])
 
 
-def head_of(folder: Path) -> HeadInFolder | None:
-    """Which head a folder's config.json is that of, if of any. Raises CheckpointError for one that is damaged."""
-    with reading(folder, CheckpointError):
+def detect_head(folder: Path) -> HFHead | None:
+    """Return which kind of head a folder's config.json describes, None if not a head. Raises CheckpointError if it is damaged."""
+    with wrap_read_errors(folder, CheckpointError):
         if not (folder / CONFIG).exists():
             return None
-    given = read_object(folder / CONFIG)
-    return next((head for head in HEADS if head.is_one(given)), None)
+    given = read_json_object(folder / CONFIG)
+    return next((head for head in HF_HEADS if head.is_head_config(given)), None)
 
 
-def beside(model: Path) -> Checkpoint | None:
-    """The head in a model's folder, or in one beside that; None where there is none. Raises CheckpointError."""
-    whole = model.absolute()
-    for head in HEADS:
-        for folder in (whole / head.beside[0], whole.with_name(head.beside[1].format(whole.name))) if head.beside else ():
-            if model.is_dir() and head_of(folder) is head:
+def load_adjacent_head(model: Path) -> Checkpoint | None:
+    """Open the head inside a model's folder or next to it; return None if there is none. Raises CheckpointError."""
+    folder_path = model.absolute()
+    for head in HF_HEADS:
+        for folder in (
+            (folder_path / head.folder_names[0], folder_path.with_name(head.folder_names[1].format(folder_path.name)))
+            if head.folder_names
+            else ()
+        ):
+            if model.is_dir() and detect_head(folder) is head:
                 return load_checkpoint(folder, head)
     return None
 
 
-def load_checkpoint(path: Path, head: HeadInFolder) -> Checkpoint:
-    """Open a head's folder, after checking all that its headers can tell.
+def load_checkpoint(path: Path, head: HFHead) -> Checkpoint:
+    """Open a head's folder, after checking everything that its headers show.
 
-    Raises CheckpointError for anything but a complete and consistent head; numbers are checked when they are read.
+    Raises:
+        CheckpointError: The head is not complete and consistent. Weights are checked when they are read.
     """
-    with reading(path, CheckpointError):
-        if (path / PICKLE).exists() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+    with wrap_read_errors(path, CheckpointError):
+        if (path / PICKLE_WEIGHTS).exists() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
             raise CheckpointError(
-                f"{path} holds its weights in {PICKLE} alone, which may run code when it is read; write them to {WEIGHTS}: "
-                f"save_file(torch.load('{PICKLE}', weights_only=True), '{WEIGHTS}'), with save_file of safetensors.torch"
+                f"{path} has its weights only in {PICKLE_WEIGHTS}, which may run code when it is read; write them to "
+                f"{WEIGHTS}: "
+                f"save_file(torch.load('{PICKLE_WEIGHTS}', weights_only=True), '{WEIGHTS}'), with save_file of safetensors.torch"
             )
-    given, folder = read_object(path / CONFIG), Folder(path, head.prefix, head.harmless)
-    config = head.config(path / CONFIG, given, folder)
-    if (flaw := config.flaw()) or not config.head:
-        raise CheckpointError(f"{path / CONFIG} describes no head: {flaw}")
-    told = head.ids(config, folder)
-    check_rows(config.head, config.vocab_size, bool(told), f"{path / CONFIG}")
-    places, ids = {**head.places(config, folder)}, None
-    if config.shared_classifier and not is_tied(folder, places, config):
-        raise CheckpointError(f"{path} holds a classifier that is not the embedding, as which {CONFIG} says that it is saved")
-    tensors = tensors_of(config, places, folder)
-    if told:
-        numbers = folder.integers(told, config.head.n_rows)
-        ids = numbers + np.arange(len(numbers)) if head.are_offsets else numbers
-        ids = checked_ids(ids, config.vocab_size, folder.told(told))
-        tensors |= {name: ordered(tensors[name], ids) for name in head.in_order}
-    folder.leave_out(head.unused(config))
+    given, folder = read_json_object(path / CONFIG), HFFolder(path, head.prefix, head.ignored_names)
+    config = head.parse_config(path / CONFIG, given, folder)
+    if (problem := config.find_error()) or not config.head:
+        raise CheckpointError(f"{path / CONFIG} does not describe a valid draft head: {problem}")
+    id_map = head.get_id_map_name(config, folder)
+    check_id_map(config.head, config.vocab_size, bool(id_map), f"{path / CONFIG}")
+    specs, ids = {**head.get_tensor_specs(config, folder)}, None
+    if config.shared_classifier and not has_tied_embedding(folder, specs, config):
+        raise CheckpointError(f"{path} has a classifier that differs from the embedding, but its {CONFIG} ties them")
+    tensors = assemble_tensors(config, specs, folder)
+    if id_map:
+        stored_ids = folder.read_integers(id_map, config.head.draft_vocab_size)
+        ids = stored_ids + np.arange(len(stored_ids)) if head.has_id_offsets else stored_ids
+        ids = check_target_ids(ids, config.vocab_size, folder.describe(id_map))
+        tensors |= {name: reorder_rows(tensors[name], ids) for name in head.id_ordered_tensors}
+    folder.ignore(head.list_unused(config))
     folder.check_all_used()
     return Checkpoint(path, config, tensors, target_ids=ids, family=config.architecture)

@@ -1,80 +1,96 @@
-"""config.json and generation_config.json of a Hugging Face folder: its family, its numbers, the ids that begin and end a text.
+"""Read config.json and generation_config.json of a Hugging Face folder: the family, the config, and the BOS and EOS tokens.
 
-Whatever changes the arithmetic is either done or refused by name; other keys are not looked at.
+A key that changes the arithmetic is either supported or rejected by name; other keys are ignored.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.config import Config
-from specdec.families import FOLDERS, InFolder
-from specdec.families.config_values import QUANTIZED, CheckpointError, Values, check_neutral, shown
-from specdec.families.hf_common import NEUTRAL, TEXT
-from specdec.loaders.json_file import object_if_there, read_object
+from specdec.families import HF_FAMILIES, HFFamily
+from specdec.families.config_values import (
+    QUANTIZATION_KEYS,
+    CheckpointError,
+    ConfigValues,
+    check_neutral_values,
+    format_json_value,
+)
+from specdec.families.hf_common import NEUTRAL_VALUES, TEXT_CONFIG_KEY
+from specdec.loaders.json_file import read_json_object, read_optional_json_object
+from specdec.model_config import ModelConfig
 
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
-MERGE = "merge it with merge_and_unload of peft, and save it with save_pretrained"  # an adapter
-END = "eos"
-BESIDE = {name: is_tied for family in FOLDERS.values() for name, is_tied in family.beside.items()}
-OF_ALL = ("tie_word_embeddings", *QUANTIZED, "bos_token_id", "eos_token_id")  # are said beside it, and go before
+MERGE_HINT = "merge it with merge_and_unload of peft, and save it with save_pretrained"  # for an adapter
+EOS_NAME = "eos"
+MULTIMODAL_TYPES = {name: is_tied for family in HF_FAMILIES.values() for name, is_tied in family.multimodal_types.items()}
+TOP_LEVEL_KEYS = ("tie_word_embeddings", *QUANTIZATION_KEYS, "bos_token_id", "eos_token_id")  # override those in text_config
 
 
-def read_config(folder: Path) -> tuple[InFolder, Config, dict[int, str], int | None]:
-    """The family, the model's numbers, the names of the ids that end a text, and the id that begins one, if any.
+def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], int | None]:
+    """Read the config of a folder.
 
-    Raises CheckpointError for a file that is none or damaged, for a family that is not there and for arithmetic that is not done.
+    Returns:
+        The family, the model's config, the names of the EOS token ids, and the BOS token id, if any.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or the family or a setting is not supported.
     """
     path = folder / CONFIG
-    given = _of_text(path, read_object(path))
+    given = _select_text_config(path, read_json_object(path))
     name = given.get("model_type")
-    if not isinstance(name, str) or name not in FOLDERS:
-        flaw = "names no model_type" if name is None else f"has the model_type {shown(name)}, which is not supported"
-        names = sorted({each.removesuffix("_text") for each in (*FOLDERS, *BESIDE)})
-        raise CheckpointError(f"{path} {flaw}; supported: {', '.join(names)}")
-    family = FOLDERS[name]
-    given = given | {ours: given[key] for key, ours in family.aliases.items() if key in given}
-    values = Values(path, given, family.defaults)
-    check_neutral(values, {key: neutral for key, neutral in NEUTRAL.items() if key not in family.does})
-    config = family.config(values)
-    if flaw := config.flaw():
-        raise CheckpointError(f"{path} describes no model: {flaw}")
-    return family, config, *_read_marks(folder, given, values, config.vocab_size)
+    if not isinstance(name, str) or name not in HF_FAMILIES:
+        problem = (
+            "names no model_type" if name is None else f"has the model_type {format_json_value(name)}, which is not supported"
+        )
+        names = sorted({each.removesuffix("_text") for each in (*HF_FAMILIES, *MULTIMODAL_TYPES)})
+        raise CheckpointError(f"{path} {problem}; supported: {', '.join(names)}")
+    family = HF_FAMILIES[name]
+    given = given | {name: given[alias] for alias, name in family.key_aliases.items() if alias in given}
+    values = ConfigValues(path, given, family.defaults)
+    check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
+    config = family.parse_config(values)
+    if problem := config.find_error():
+        raise CheckpointError(f"{path} is not a valid model config: {problem}")
+    return family, config, *_read_special_ids(folder, given, values, config.vocab_size)
 
 
-def _of_text(path: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """What is said of the model that writes: all, or what lies in text_config, and beside it of it."""
+def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the language model: all keys, or those of text_config with the top-level ones on top."""
     name = given.get("model_type")
-    if not isinstance(name, str) or name not in BESIDE:
+    if not isinstance(name, str) or name not in MULTIMODAL_TYPES:
         return given
-    of_text = given.get(TEXT)
-    if not isinstance(of_text, dict):
-        raise CheckpointError(f"{path}: {TEXT} is {shown(of_text)}; expected an object, the config of the text's model")
-    of_all = {key: given[key] for key in OF_ALL if given.get(key) is not None}
-    return of_text | {"tie_word_embeddings": BESIDE[name]} | of_all
+    text_config = given.get(TEXT_CONFIG_KEY)
+    if not isinstance(text_config, dict):
+        raise CheckpointError(
+            f"{path}: {TEXT_CONFIG_KEY} is {format_json_value(text_config)}; expected an object, the config of the text model"
+        )
+    top_level = {key: given[key] for key in TOP_LEVEL_KEYS if given.get(key) is not None}
+    return text_config | {"tie_word_embeddings": MULTIMODAL_TYPES[name]} | top_level
 
 
-# Marks
+# Special tokens
 
 
-def _read_marks(folder: Path, given: Mapping[str, Any], values: Values, vocab_size: int) -> tuple[dict[int, str], int | None]:
-    """The ids that end a text, of both files, and the one that begins one; the family's where neither tells.
+def _read_special_ids(
+    folder: Path, given: Mapping[str, Any], values: ConfigValues, vocab_size: int
+) -> tuple[dict[int, str], int | None]:
+    """Return the names of the EOS token ids from both files, and the BOS token id; defaults are the family's.
 
-    Ids beyond the vocabulary never come: transformers writes 50256 into a config of 100 tokens.
+    Ids beyond the vocabulary are dropped, because they never occur: transformers writes 50256 into a config of 100 tokens.
     """
     path = folder / GENERATION_CONFIG
-    sources = [Values(folder / CONFIG, given), Values(path, object_if_there(path))]
+    sources = [ConfigValues(folder / CONFIG, given), ConfigValues(path, read_optional_json_object(path))]
 
-    def ids(key: str) -> list[int]:
-        telling = [source for source in sources if key in source] or [values]
-        return [i for source in telling for i in _ids(source, key) if i < vocab_size]
+    def collect_ids(key: str) -> list[int]:
+        given_in = [source for source in sources if key in source] or [values]
+        return [i for source in given_in for i in _get_ids(source, key) if i < vocab_size]
 
-    return dict.fromkeys(ids("eos_token_id"), END), next(iter(ids("bos_token_id")), None)
+    return dict.fromkeys(collect_ids("eos_token_id"), EOS_NAME), next(iter(collect_ids("bos_token_id")), None)
 
 
-def _ids(values: Values, key: str) -> list[int]:
+def _get_ids(values: ConfigValues, key: str) -> list[int]:
     value = values[key]
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(i) is not int or i < 0 for i in ids):
-        raise values.refusal(key, "an id, several in a list, or null")
+        raise values.make_error(key, "a token id, a list of them, or null")
     return ids

@@ -1,4 +1,4 @@
-"""JSON of files: an object, or one line that tells what is wrong. Knows no format that is written in it."""
+"""Read and write small files: JSON objects with one-line errors, and text that is replaced atomically."""
 
 import json
 import os
@@ -6,66 +6,75 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specdec.families.config_values import CheckpointError, shown
+from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.loaders.checkpoint import ModelFile
 from specdec.loaders.format_sniffing import IS_LFS_POINTER, LFS_POINTER
 
-MAX_BYTES = 100_000_000  # of a header, as the safetensors format has it; nothing else comes near
+MAX_JSON_BYTES = 100_000_000  # limit of a safetensors header; other JSON files are far smaller
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object that a file holds. Raises CheckpointError."""
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CheckpointError."""
     file = ModelFile(path)
-    if file.size > MAX_BYTES:
-        raise CheckpointError(f"{path} has {file.size} bytes; expected a JSON object of {MAX_BYTES} at most")
-    return parse_object(path, file.read(0, file.size).tobytes())
+    if file.size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} has {file.size} bytes; expected a JSON object of {MAX_JSON_BYTES} at most")
+    return parse_json_object(path, file.read(0, file.size).tobytes())
 
 
-def object_if_there(path: Path) -> dict[str, Any]:
-    """As `read_object`; {} where there is no file."""
-    return read_object(path) if path.exists() else {}
+def read_optional_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if there is no file. Raises CheckpointError."""
+    return read_json_object(path) if path.exists() else {}
 
 
-def parse_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
-    """The object that those bytes of the file say; what: they are, for people. Raises CheckpointError, also for a key twice."""
-    where = f"{path}: {what}" if what else f"{path}"
+def parse_json_object(path: Path, data: bytes, part_name: str = "") -> dict[str, Any]:
+    """Parse bytes of a file as a JSON object.
+
+    Args:
+        path: The file, for errors.
+        data: The bytes.
+        part_name: Name of this part of the file, such as "the header", for errors.
+
+    Raises:
+        CheckpointError: The bytes are not a JSON object, or a key occurs twice.
+    """
+    where = f"{path}: {part_name}" if part_name else f"{path}"
     if data.startswith(LFS_POINTER):
         raise CheckpointError(f"{path} {IS_LFS_POINTER}")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_doubles)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where} is no UTF-8 at byte {error.start}; expected a JSON object") from None
+        raise CheckpointError(f"{where} is not UTF-8 at byte {error.start}; expected a JSON object") from None
     except RecursionError:
-        raise CheckpointError(f"{where} is nested beyond all bounds; expected a JSON object") from None
+        raise CheckpointError(f"{where} is nested too deeply; expected a JSON object") from None
     except ValueError as error:
-        raise CheckpointError(f"{where} is no JSON: {' '.join(str(error).split())[:100]}") from None
+        raise CheckpointError(f"{where} is not valid JSON: {' '.join(str(error).split())[:100]}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is a JSON {_kind(value)}; expected an object")
+        raise CheckpointError(f"{where} is a JSON {_get_json_type(value)}; expected an object")
     return value
 
 
-def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file whole or not at all: a full disk leaves the old one. Raises OSError."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
+def write_text_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file completely or not at all: if the disk is full, the old file stays. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
             file.write(text)
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()
-        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shown(double)} stands twice in an object")
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {format_json_value(duplicate)} is given twice in an object")
     return result
 
 
-def _kind(value: object) -> str:
-    kinds = {list: "list", str: "string", bool: "truth value", int: "number", float: "number"}
-    return kinds.get(type(value), "null")
+def _get_json_type(value: object) -> str:
+    names = {list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")

@@ -1,4 +1,4 @@
-"""A llama2.c checkpoint to a `Config` and tensors, and every check of it. Knows nothing of arithmetic.
+"""Read a llama2.c checkpoint as a `ModelConfig` and tensors, and check it.
 
 Layouts as in karpathy/llama2.c: run.c reads version 0, export.py writes versions 0 to 2. All fields are little-endian.
 """
@@ -13,133 +13,138 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.config import Config
 from specdec.families.config_values import CheckpointError
 from specdec.loaders.checkpoint import Checkpoint, FileTensor, ModelFile
-from specdec.loaders.format_sniffing import DOWNLOAD_AGAIN, MODEL
+from specdec.loaders.format_sniffing import DOWNLOAD_AGAIN_HINT, EXPECTED_MODEL
 from specdec.model.llama import LLAMA
-from specdec.quant.matrix import Grouped
+from specdec.model_config import ModelConfig
+from specdec.quant.packed_matrix import Int8Rows
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
-FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
-ROPE = "rope"  # the tables of version 0, which are skipped
-V0_ORDER = ("tok_emb", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", ROPE, "wcls")
+HEADER_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
+ROPE_TABLES = "rope"  # the tables of version 0, which are skipped
+V0_ORDER = ("tok_emb", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", ROPE_TABLES, "wcls")
 V1_ORDER = ("rms_att", "rms_ffn", "rms_final", "tok_emb", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "wcls")
-TOKENIZER = re.compile(rb".{8}\x05\0\0\0<unk>", re.DOTALL)  # the first bytes of a tokenizer.bin: longest, score, length, piece
-NORMS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
+# The first bytes of a tokenizer.bin: the longest token's length, and the first token's score, length and text.
+TOKENIZER_SIGNATURE = re.compile(rb".{8}\x05\0\0\0<unk>", re.DOTALL)
+FP32_TENSORS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
 
 
 class Header(NamedTuple):
-    """The config, the order of the tensors, where the first one begins, and how many weights share a scale (0: fp32)."""
+    """A parsed header: the config, the order of the tensors, the first tensor's offset, and the weights per scale (0: fp32)."""
 
-    config: Config
+    config: ModelConfig
     order: tuple[str, ...]
     start: int
-    group: int = 0
+    group_size: int = 0
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint of version 0, 1 or 2, after checking all that its header can tell.
+    """Open a checkpoint of version 0, 1 or 2, after checking everything that its header shows.
 
-    Raises CheckpointError for anything but a complete and consistent model; numbers are checked when they are read.
+    Raises:
+        CheckpointError: The model is not complete and consistent. Weights are checked when they are read.
     """
     file = ModelFile(Path(path))
-    config, order, at, file_group = _read_header(file)
-    shapes: dict[str, tuple[int, ...]] = {**LLAMA.shapes(config), ROPE: (config.seq_len, config.head_dim)}
-    groups = {name: 0 if name in NORMS else file_group for name in order if name in shapes}
+    config, order, offset, file_group = _read_header(file)
+    shapes: dict[str, tuple[int, ...]] = {**LLAMA.shapes(config), ROPE_TABLES: (config.seq_len, config.head_dim)}
+    groups = {name: 0 if name in FP32_TENSORS else file_group for name in order if name in shapes}
     for name, group in groups.items():
         n = math.prod(shapes[name][-2:])
         if group and n % group:
             raise CheckpointError(f"{file.path} has a group size of {group}, which does not divide the {n} weights of {name}")
-    sizes = {name: _n_bytes(math.prod(shapes[name]), group) for name, group in groups.items()}
-    if file.size != (expected := at + sum(sizes.values())):
-        what = "truncated" if file.size < expected else "too long"
-        told = f"{file.path} is {what}: {file.size} bytes, its header describes {expected}; {DOWNLOAD_AGAIN}"
-        raise CheckpointError(told)
+    sizes = {name: _count_bytes(math.prod(shapes[name]), group) for name, group in groups.items()}
+    if file.size != (expected := offset + sum(sizes.values())):
+        problem = "truncated" if file.size < expected else "too long"
+        raise CheckpointError(
+            f"{file.path} is {problem}: {file.size} bytes, its header describes {expected}; {DOWNLOAD_AGAIN_HINT}"
+        )
     tensors: dict[str, Any] = {}
     for name, group in groups.items():
         shape, n_matrices = shapes[name], math.prod(shapes[name][:-2])
         if not group:
-            tensors[name] = FileTensor(file, name, shape, at)
+            tensors[name] = FileTensor(file, name, shape, offset)
         else:
             n_bytes = sizes[name] // n_matrices
-            own = [Int8Tensor(file, name, (shape[-2], shape[-1]), at + i * n_bytes, group) for i in range(n_matrices)]
-            tensors[name] = own if len(shape) > 2 else own[0]
-        at += sizes[name]
-    tensors.pop(ROPE, None)
+            matrices = [Int8Tensor(file, name, (shape[-2], shape[-1]), offset + i * n_bytes, group) for i in range(n_matrices)]
+            tensors[name] = matrices if len(shape) > 2 else matrices[0]
+        offset += sizes[name]
+    tensors.pop(ROPE_TABLES, None)
     return Checkpoint(file.path, config, tensors)
 
 
 @dataclass(frozen=True)
 class Int8Tensor:
-    """A matrix of version 2: int8 values, a scale for each run of `file_group` of them, which may cross rows.
+    """A matrix of version 2: int8 values, and a scale for each run of `file_group_size` of them, which may cross rows.
 
-    [first:last] of rows is `Grouped`, in the largest groups that cross none. Raises CheckpointError for scales that are none.
+    [first:last] reads rows as `Int8Rows`, in the largest groups that do not cross rows. Raises CheckpointError for negative or
+    non-finite scales.
     """
 
     file: ModelFile
     name: str
     shape: tuple[int, int]
     start: int
-    file_group: int
+    file_group_size: int
 
     @property
     def scales(self) -> FileTensor:
+        """The scales of all runs, as a vector in the file."""
         n = math.prod(self.shape)
-        return FileTensor(self.file, self.name, (n // self.file_group,), self.start + n, "scales")
+        return FileTensor(self.file, self.name, (n // self.file_group_size,), self.start + n, "scales")
 
     @property
     def group(self) -> int:
-        """How many consecutive weights of a row share a scale, wherever the row begins."""
-        return math.gcd(self.file_group, self.shape[1])
+        """Number of consecutive weights of a row that share a scale, wherever the row begins."""
+        return math.gcd(self.file_group_size, self.shape[1])
 
-    def __getitem__(self, index: slice) -> Grouped:
+    def __getitem__(self, index: slice) -> Int8Rows:
         first, last, _ = index.indices(self.shape[0])
         n = self.shape[1]
         values = self.file.read(self.start + first * n, (last - first) * n).view(np.int8)
-        runs = np.arange(first * n, last * n, self.group) // self.file_group
+        runs = np.arange(first * n, last * n, self.group) // self.file_group_size
         scales = self.scales[runs[0] : runs[-1] + 1] if last > first else self.scales[:0]
         if (scales < 0).any():
             raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds negative scales")
         rows = last - first
-        return Grouped(values.reshape(rows, -1, self.group), scales[runs - runs[0] if rows else runs].reshape(rows, -1))
+        return Int8Rows(values.reshape(rows, -1, self.group), scales[runs - runs[0] if rows else runs].reshape(rows, -1))
 
 
-def _n_bytes(n: int, group: int) -> int:
-    """Bytes of a tensor of n weights in the file."""
-    return n + 4 * n // group if group else 4 * n
+def _count_bytes(n: int, group_size: int) -> int:
+    """Return the bytes of a tensor of n weights in the file."""
+    return n + 4 * n // group_size if group_size else 4 * n
 
 
 def _read_header(file: ModelFile) -> Header:
     path = file.path
     if file.size < V0_HEADER_BYTES:
-        what = "is empty" if file.size == 0 else f"is truncated: {file.size} bytes cannot hold a header"
-        raise CheckpointError(f"{path} {what}; {MODEL}")
+        problem = "is empty" if file.size == 0 else f"is truncated: {file.size} bytes cannot hold a header"
+        raise CheckpointError(f"{path} {problem}; {EXPECTED_MODEL}")
     head = file.read(0, min(file.size, V1_HEADER_BYTES)).tobytes()
-    if TOKENIZER.match(head):
+    if TOKENIZER_SIGNATURE.match(head):
         raise CheckpointError(f"{path} is a llama2.c tokenizer, not a model; name it with tokenizer=...")
     magic, version = struct.unpack_from("<Ii", head)
     if magic != MAGIC:
-        numbers = dict(zip(FIELDS, struct.unpack_from("<7i", head), strict=True))
-        shared = numbers["vocab_size"] > 0
-        numbers["vocab_size"] = abs(numbers["vocab_size"])
-        return Header(_check_config(path, numbers, shared), V0_ORDER, V0_HEADER_BYTES)
+        fields = dict(zip(HEADER_FIELDS, struct.unpack_from("<7i", head), strict=True))
+        shared = fields["vocab_size"] > 0
+        fields["vocab_size"] = abs(fields["vocab_size"])
+        return Header(_make_config(path, fields, shared), V0_ORDER, V0_HEADER_BYTES)
     if version not in (1, 2):
         raise CheckpointError(f"{path} is a checkpoint of unknown version {version}; expected 1 or 2 (0 has no magic number)")
     if len(head) < V1_HEADER_BYTES:
         raise CheckpointError(f"{path} is truncated: {len(head)} bytes, a version {version} header alone has {V1_HEADER_BYTES}")
-    *numbers_v1, shared_flag, group = struct.unpack_from("<7iBi", head, 8)
+    *values, shared_flag, group = struct.unpack_from("<7iBi", head, 8)
     if shared_flag > 1:
         raise CheckpointError(f"{path} has a shared-classifier flag of {shared_flag}; expected 0 or 1")
-    config = _check_config(path, dict(zip(FIELDS, numbers_v1, strict=True)), bool(shared_flag))
+    config = _make_config(path, dict(zip(HEADER_FIELDS, values, strict=True)), bool(shared_flag))
     if version == 2 and group <= 0:
         raise CheckpointError(f"{path} has a group size of {group}; expected a positive number of weights that share a scale")
     return Header(config, V1_ORDER, V1_HEADER_BYTES, group if version == 2 else 0)
 
 
-def _check_config(path: Path, numbers: dict[str, Any], shared: bool) -> Config:
-    config = Config(**numbers, shared_classifier=shared)
-    if flaw := config.flaw():
-        raise CheckpointError(f"{path} is not a model file, or is a damaged llama2.c checkpoint ({flaw}); {MODEL}")
+def _make_config(path: Path, fields: dict[str, Any], shared: bool) -> ModelConfig:
+    config = ModelConfig(**fields, shared_classifier=shared)
+    if problem := config.find_error():
+        raise CheckpointError(f"{path} is not a model file, or is a damaged llama2.c checkpoint ({problem}); {EXPECTED_MODEL}")
     return config

@@ -1,58 +1,62 @@
-"""The head that a model brings along in its own files, to a `Checkpoint`: it predicts more tokens (MTP).
+"""Read the MTP (multi-token prediction) head in a model's own files as a `Checkpoint`.
 
-A folder has its tensors beside those of the model, which transformers leaves out; a GGUF file has them in the layer behind the
-last one.
+A folder stores its tensors next to those of the model, and transformers ignores them. A GGUF file stores them in the layer after
+the model's last one.
 """
 
 import re
 from dataclasses import replace
 
-from specdec.config import Config, HeadConfig
-from specdec.families.family import Tensors, chosen
-from specdec.families.tensor_specs import Place
-from specdec.loaders import gguf
+from specdec.families.family import TensorSource, select_tensor_specs
+from specdec.families.tensor_specs import TensorSpec
+from specdec.loaders import gguf_model
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.hf_folder import Folder
-from specdec.loaders.tensor_assembly import tensors_of
+from specdec.loaders.hf_folder import HFFolder
+from specdec.loaders.tensor_assembly import assemble_tensors
+from specdec.model_config import HeadConfig, ModelConfig
 
 
-def head_of(target: Checkpoint) -> Checkpoint | None:
-    """The head in a target's files; None where there is none. Raises CheckpointError for one that is damaged or not done here."""
-    if not target.mtp:
+def load_mtp_head(target: Checkpoint) -> Checkpoint | None:
+    """Open the MTP head in a target's files; return None if there is none.
+
+    Raises:
+        CheckpointError: The head is damaged or not supported.
+    """
+    if not target.mtp_specs:
         return None
-    source: Folder | gguf.Model
+    source: HFFolder | gguf_model.GGUFModel
     if target.path.is_dir():
-        beginning, layer = re.escape(next(iter(target.mtp[0].values())).name.partition(".")[0]), 0
-        source = Folder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{beginning}\.).*", re.DOTALL))  # those alone
-        has_one = any(True for _ in source)
+        prefix, layer = re.escape(next(iter(target.mtp_specs[0].values())).name.partition(".")[0]), 0
+        source = HFFolder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{prefix}\.).*", re.DOTALL))  # ignore all others
+        has_head = any(True for _ in source)
     else:
-        source, layer = gguf.Model(target.path), target.config.n_layers
-        source.leave_out(name for name in source if not name.startswith(f"blk.{layer}."))
-        has_one = source.n_nextn > 0
-    if not has_one:
+        source, layer = gguf_model.GGUFModel(target.path), target.config.n_layers
+        source.ignore(name for name in source if not name.startswith(f"blk.{layer}."))
+        has_head = source.n_nextn > 0
+    if not has_head:
         return None
-    config = head_config(target.config)
-    tensors = tensors_of(config, _of_layer(target, layer, source), source)
+    config = make_head_config(target.config)
+    tensors = assemble_tensors(config, _select_layer_specs(target, layer, source), source)
     source.check_all_used()
     return Checkpoint(target.path, config, tensors)
 
 
-def _of_layer(target: Checkpoint, layer: int, source: Tensors) -> dict[str, Place]:
-    """Places of the head, whose one layer has that number in the file."""
+def _select_layer_specs(target: Checkpoint, layer: int, source: TensorSource) -> dict[str, TensorSpec]:
+    """Return the specs of the head's tensors, with the number of its layer in the file filled in."""
 
-    def placed(place: Place) -> Place:
-        return place._replace(name=place.name.replace("{}", str(layer), 1))
+    def fill_layer(spec: TensorSpec) -> TensorSpec:
+        return spec._replace(name=spec.name.replace("{}", str(layer), 1))
 
-    places, *instead = ({name: placed(place) for name, place in each.items()} for each in target.mtp)
-    return chosen(places, instead, source, 1)
+    specs, *alternatives = ({name: fill_layer(spec) for name, spec in each.items()} for each in target.mtp_specs)
+    return select_tensor_specs(specs, alternatives, source, 1)
 
 
-def head_config(target: Config) -> Config:
-    """The numbers of a head, whose one layer is as the target's with attention are."""
+def make_head_config(target: ModelConfig) -> ModelConfig:
+    """Return the config of an MTP head, which has one layer like the target's attention layers."""
     head = HeadConfig(
         target_dim=target.dim,
-        layers=(target.n_layers,),
-        n_rows=target.vocab_size,
+        target_layers=(target.n_layers,),
+        draft_vocab_size=target.vocab_size,
         own_embedding=False,
         own_classifier=False,
         norm_output=True,

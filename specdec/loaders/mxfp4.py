@@ -1,7 +1,7 @@
-"""Blocks of MXFP4 as safetensors have them, codes and exponents apart, as the blocks of GGUF that hold the same.
+"""Conversion of MXFP4 blocks in safetensors, with separate codes and exponents, to GGUF's blocks.
 
-The OCP's MX format of 2023: of 32 weights 16 bytes of two codes each, the lower half first, and a
-byte that is the exponent of their scale plus 127. A block of GGUF begins with that byte, and its lower halves are the first 16.
+The OCP's MX format of 2023: 32 weights are 16 bytes of two codes each, the lower half first, and a byte for their scale's
+exponent plus 127. A GGUF block begins with that byte; its lower halves are the first 16 codes.
 """
 
 import math
@@ -11,43 +11,59 @@ from typing import Any
 import numpy as np
 
 from specdec.families.config_values import CheckpointError
-from specdec.loaders.checkpoint import Bytes, Derived, FileTensor
-from specdec.loaders.gguf_blocks import BLOCKS, BlockTensor
-from specdec.loaders.safetensors import OCTETS
+from specdec.loaders.checkpoint import Bytes, DerivedTensor, FileTensor
+from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor
+from specdec.loaders.safetensors import BYTE_DTYPES
 
-TYPE = "MXFP4"
-N_WEIGHTS, N_BYTES, *_ = BLOCKS[TYPE]
+MXFP4 = "MXFP4"
+WEIGHTS_PER_BLOCK, BYTES_PER_BLOCK, *_ = BLOCKS[MXFP4]
 
 
-def joined(codes: FileTensor, exponents: FileTensor, n_rows: int, first: int, step: int) -> Derived:
-    """Rows (n_rows, bytes) of blocks as GGUF has them: of codes and of exponents each step-th row from the first on."""
-    n_bytes = exponents.shape[1] * N_BYTES
+def join_blocks(codes: FileTensor, exponents: FileTensor, n_rows: int, first: int, step: int) -> DerivedTensor:
+    """Join codes and exponents into rows (n_rows, bytes) of GGUF blocks.
 
-    def rows(begin: int, end: int) -> Bytes:
-        lines = slice(first + begin * step, first + end * step)
-        own, scales = codes[lines][::step], exponents[lines][::step]
-        halves = np.stack([own & 15, own >> 4], -1).reshape(*scales.shape, 2, N_WEIGHTS // 2)
+    Args:
+        codes: Codes of each row, with all blocks of a row.
+        exponents: Exponents of each row.
+        n_rows: Rows of the result.
+        first: The first stored row to take.
+        step: Distance between the stored rows to take.
+    """
+    n_bytes = exponents.shape[1] * BYTES_PER_BLOCK
+
+    def read_rows(begin: int, end: int) -> Bytes:
+        stored_rows = slice(first + begin * step, first + end * step)
+        packed, scales = codes[stored_rows][::step], exponents[stored_rows][::step]
+        halves = np.stack([packed & 15, packed >> 4], -1).reshape(*scales.shape, 2, WEIGHTS_PER_BLOCK // 2)
         blocks = np.concatenate([scales[..., None], halves[..., 0, :] | halves[..., 1, :] << 4], -1)
         return blocks.reshape(len(scales), n_bytes)
 
-    return Derived(codes, (n_rows, n_bytes), codes.dtype, rows)
+    return DerivedTensor(codes, (n_rows, n_bytes), codes.dtype, read_rows)
 
 
-def microscaled(source: Any, names: tuple[str, str], shape: tuple[int, ...], first: int, step: int) -> list[BlockTensor]:
-    """A matrix for each expert, of shape (experts, rows, n), out of a folder's tensors of all.
+def get_mxfp4_experts(source: Any, names: tuple[str, str], shape: tuple[int, ...], first: int, step: int) -> list[BlockTensor]:
+    """Return a matrix for each expert from a folder's tensors of all experts.
 
-    names: of the codes and of the exponents. Raises CheckpointError.
+    Args:
+        source: The tensors of the folder.
+        names: Names of the codes and of the exponents.
+        shape: (experts, rows, columns) of the result.
+        first: The first stored row to take of each expert.
+        step: Distance between the stored rows to take.
+
+    Raises:
+        CheckpointError: The shapes do not match.
     """
     (codes, exponents), (n, n_rows, n_columns) = names, shape
-    lines, groups = n_rows * step, n_columns // N_WEIGHTS
-    if n_columns % N_WEIGHTS:
-        raise CheckpointError(f"{source.path}: {codes} has rows of {n_columns} weights; blocks have {N_WEIGHTS} each")
+    n_stored_rows, n_blocks = n_rows * step, n_columns // WEIGHTS_PER_BLOCK
+    if n_columns % WEIGHTS_PER_BLOCK:
+        raise CheckpointError(f"{source.path}: {codes} has rows of {n_columns} weights; blocks have {WEIGHTS_PER_BLOCK} each")
 
-    def flat(name: str, *row: int) -> FileTensor:
-        stored: FileTensor = source.tensor(name, (n, lines, *row), OCTETS)
-        return replace(stored, shape=(n * lines, math.prod(row)))
+    def get_flat(name: str, *row: int) -> FileTensor:
+        stored: FileTensor = source.get_tensor(name, (n, n_stored_rows, *row), BYTE_DTYPES)
+        return replace(stored, shape=(n * n_stored_rows, math.prod(row)))
 
-    both = flat(codes, groups, N_WEIGHTS // 2), flat(exponents, groups)
-    parts = ([each.part(i * lines, (i + 1) * lines) for each in both] for i in range(n))
-    rows = [joined(own, scales, n_rows, first, step) for own, scales in parts]
-    return [BlockTensor(each, TYPE, f"{source.path} is damaged: {codes}") for each in rows]
+    stored_pair = get_flat(codes, n_blocks, WEIGHTS_PER_BLOCK // 2), get_flat(exponents, n_blocks)
+    slices = ([each.slice_rows(i * n_stored_rows, (i + 1) * n_stored_rows) for each in stored_pair] for i in range(n))
+    rows = [join_blocks(expert_codes, expert_exponents, n_rows, first, step) for expert_codes, expert_exponents in slices]
+    return [BlockTensor(each, MXFP4, f"{source.path} is damaged: {codes}") for each in rows]

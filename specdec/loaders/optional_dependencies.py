@@ -1,26 +1,33 @@
-"""The packages of the extras, which may be missing: looked for by name before anything is loaded or downloaded."""
+"""Checks for optional packages by name, before anything is loaded or downloaded."""
 
 import importlib.util
 from collections.abc import Iterable, Mapping
 
 TOKENIZERS, HUB, JINJA, GUIDANCE = "tokenizers", "huggingface_hub", "jinja2", "llguidance"
 STARLETTE, UVICORN = "starlette", "uvicorn"
-OLDEST = {JINJA: "3.1.6"}  # whose sandbox holds
+MIN_VERSIONS = {JINJA: "3.1.6"}  # older versions have sandbox escapes
 
 
-def has(package: str) -> bool:
-    """Whether it is installed; nothing is loaded."""
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed, without loading it."""
     return importlib.util.find_spec(package) is not None
 
 
-def install(packages: Iterable[str]) -> str:
-    """What to type for packages that are missing, wherever the program was installed from."""
-    named = [f"'{name}>={OLDEST[name]}'" if name in OLDEST else name for name in packages]
-    return f"pip install {' '.join(named)}"
+def format_install_command(packages: Iterable[str]) -> str:
+    """Return the pip command that installs packages."""
+    requirements = [f"'{name}>={MIN_VERSIONS[name]}'" if name in MIN_VERSIONS else name for name in packages]
+    return f"pip install {' '.join(requirements)}"
 
 
-def missing(needs: Mapping[str, str]) -> str:
-    """What to say of the packages that are not installed; "" where all are. needs: what each is for, as in "to fetch X"."""
-    gone = {package: purpose for package, purpose in needs.items() if not has(package)}
-    told = "; ".join(f"{package}, {purpose}" for package, purpose in gone.items())
-    return f"{'a package is' if len(gone) == 1 else 'packages are'} missing: {told}; {install(gone)}" if gone else ""
+def format_missing_packages(purposes: Mapping[str, str]) -> str:
+    """Return an error message about packages that are not installed, "" if all are.
+
+    Args:
+        purposes: What each package is needed for, such as "to download X".
+    """
+    missing = {package: purpose for package, purpose in purposes.items() if not is_installed(package)}
+    if not missing:
+        return ""
+    reasons = "; ".join(f"{package}, {purpose}" for package, purpose in missing.items())
+    subject = "a package is" if len(missing) == 1 else "packages are"
+    return f"{subject} missing: {reasons}; {format_install_command(missing)}"

@@ -1,4 +1,4 @@
-"""Where a family's tensors lie among those of a file, and how they become what its architecture takes. Knows no format."""
+"""Map a family's tensors to those of a file, and convert them to the layout of the model's architecture."""
 
 import itertools
 from collections.abc import Mapping
@@ -7,95 +7,113 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.config import Config
-from specdec.families.family import Tensors
-from specdec.families.tensor_specs import Place
-from specdec.loaders.checkpoint import FP32, Derived, FileTensor
-from specdec.loaders.mxfp4 import microscaled
-from specdec.model.registry import architecture_of
-from specdec.quant.matrix import floats
+from specdec.families.family import TensorSource
+from specdec.families.tensor_specs import TensorSpec
+from specdec.loaders.checkpoint import FP32, DerivedTensor, FileTensor
+from specdec.loaders.mxfp4 import get_mxfp4_experts
+from specdec.model.registry import get_architecture
+from specdec.model_config import ModelConfig
+from specdec.quant.packed_matrix import to_float32
 
-TURNED_AT_ONCE = 16  # inputs of a stored matrix: a cache line of each output; 3 GB in fp32 at 2.7 GB/s, all at once at 0.7
-COMPARED_ROWS = 2048  # of an embedding and a head at a time
+# Inputs that are transposed at once: a cache line of each output. Measured for 3 GB in fp32: 2.7 GB/s, all at once 0.7 GB/s.
+TRANSPOSE_CHUNK_COLUMNS = 16
+COMPARE_CHUNK_ROWS = 2048  # rows of the embedding and the classifier that are compared at once
 
 
-def tensors_of(config: Config, places: Mapping[str, Place], source: Tensors) -> dict[str, Any]:
-    """What the config's architecture takes, by its names; of layers a list."""
+def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> dict[str, Any]:
+    """Return the tensors that the config's architecture takes, by its names; tensors that all layers have are lists.
+
+    Args:
+        config: The model's config.
+        specs: Where each tensor is stored, by the architecture's names.
+        source: The tensors of the files.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape or type.
+    """
     tensors: dict[str, Any] = {}
-    shapes = architecture_of(config).shapes(config)
+    shapes = get_architecture(config).shapes(config)
 
-    def tensor(name: str, stored_name: str, shape: tuple[int, ...], place: Place, layer: int = 0) -> Any:
+    def get_tensor(name: str, stored_name: str, shape: tuple[int, ...], spec: TensorSpec, layer: int = 0) -> Any:
         n_rows, *others = shape
-        if place.groups:
-            groups = place.groups(config.of_layer(layer))
-            return source.tensor(stored_name, (groups.n_rows, *others)).picked(groups.places())
-        among = [name.removesuffix(name.rpartition(".")[2]) + each for each in place.among]
-        rows = {each: shapes[each][-len(shape)] for each in among or (name,)}
+        if spec.make_row_groups:
+            groups = spec.make_row_groups(config.layer_config(layer))
+            return source.get_tensor(stored_name, (groups.n_rows, *others)).select_rows(groups.get_row_indices())
+        fused = [name.removesuffix(name.rpartition(".")[2]) + each for each in spec.fused_names]
+        rows = {each: shapes[each][-len(shape)] for each in fused or (name,)}
         total, first = sum(rows.values()), 0
         for each in itertools.takewhile(lambda each: each != name, rows):
             first += rows[each]
-        if place.conv:
-            return transposed(source.tensor(stored_name, (*others, total)), n_rows, first)
-        whole = (total * place.turn[1], *others)
-        stored = source.tensor(stored_name, place.made.stored(whole) if place.made else whole)
-        own = stored.part(first, first + n_rows) if place.among else stored
-        if place.halves or place.turn[1] > 1:
-            heads = config.of_layer(layer)
-            own = own.heads(heads.head_dim, heads.n_turned if place.halves else 0, place.turn)
-        if not (made := place.made):
-            return own
-        return Derived(own, shape, FP32, lambda first, last: made.numbers(floats(own[:]))[first:last])  # a small one
+        if spec.is_transposed:
+            return transpose(source.get_tensor(stored_name, (*others, total)), n_rows, first)
+        whole_shape = (total * spec.head_interleave[1], *others)
+        stored = source.get_tensor(stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape)
+        view = stored.slice_rows(first, first + n_rows) if spec.fused_names else stored
+        if spec.is_neox_style or spec.head_interleave[1] > 1:
+            heads = config.layer_config(layer)
+            view = view.reorder_heads(heads.head_dim, heads.rotary_dim if spec.is_neox_style else 0, spec.head_interleave)
+        if not (transform := spec.transform):
+            return view
+        # Only small tensors have a transform, so all of it is computed for each slice.
+        return DerivedTensor(view, shape, FP32, lambda first, last: transform.apply(to_float32(view[:]))[first:last])
 
-    def experts(name: str, layer: str, shape: tuple[int, ...], place: Place) -> list[Any]:
-        """One tensor for each: all of one that holds them all, one behind the other, are parts of it."""
+    def get_experts(name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+        """Return one tensor per expert; a stored tensor of all experts is cut into slices."""
         n, n_rows, n_columns = shape
-        if place.scales:
-            return microscaled(source, (place.name.format(layer), place.scales.format(layer)), shape, *place.step)
-        before, brace, behind = place.name.partition("experts.{}")
+        if spec.scales_name:
+            return get_mxfp4_experts(source, (spec.name.format(layer), spec.scales_name.format(layer)), shape, *spec.row_stride)
+        before, brace, after = spec.name.partition("experts.{}")
         if brace:
-            stored = before.format(layer) + "experts.{}" + behind
-            return [tensor(name, stored.format(i), shape[1:], place) for i in range(n)]
-        if place.conv:
-            columns = n_rows * place.step[1]
-            whole = source.tensor(place.name.format(layer), (n, n_columns, columns)).flat()
-            return [transposed(whole.part(i * n_columns, (i + 1) * n_columns), n_rows, *place.step) for i in range(n)]
-        among = [f"{layer}.{each}" for each in place.among] or [name]
-        sizes = [shapes[each][1] for each in among]
-        total, first = sum(sizes), sum(sizes[: among.index(name)])
-        whole = source.tensor(place.name.format(layer), (n, total, n_columns)).flat()
-        return [whole.part(i * total + first, i * total + first + n_rows) for i in range(n)]
+            stored_name = before.format(layer) + "experts.{}" + after
+            return [get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
+        if spec.is_transposed:
+            columns = n_rows * spec.row_stride[1]
+            whole = source.get_tensor(spec.name.format(layer), (n, n_columns, columns)).flatten_matrices()
+            return [transpose(whole.slice_rows(i * n_columns, (i + 1) * n_columns), n_rows, *spec.row_stride) for i in range(n)]
+        fused = [f"{layer}.{each}" for each in spec.fused_names] or [name]
+        sizes = [shapes[each][1] for each in fused]
+        total, first = sum(sizes), sum(sizes[: fused.index(name)])
+        whole = source.get_tensor(spec.name.format(layer), (n, total, n_columns)).flatten_matrices()
+        return [whole.slice_rows(i * total + first, i * total + first + n_rows) for i in range(n)]
 
     for name, shape in shapes.items():
-        layer, _, own = name.rpartition(".")  # where only some layers have it
-        place = places[own]
-        if place.each:
-            tensors[name] = experts(name, layer, shape, place)
+        layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
+        spec = specs[short_name]
+        if spec.is_per_expert:
+            tensors[name] = get_experts(name, layer, shape, spec)
         elif layer:
-            tensors[name] = tensor(name, place.name.format(layer), shape, place, int(layer))
-        elif "{}" in place.name or place.alone:
-            tensors[name] = [tensor(name, place.name.format(i), shape[1:], place, i) for i in range(shape[0])]
+            tensors[name] = get_tensor(name, spec.name.format(layer), shape, spec, int(layer))
+        elif "{}" in spec.name or spec.is_unnumbered:
+            tensors[name] = [get_tensor(name, spec.name.format(i), shape[1:], spec, i) for i in range(shape[0])]
         else:
-            tensors[name] = tensor(name, place.name, shape, place)
+            tensors[name] = get_tensor(name, spec.name, shape, spec)
     return tensors
 
 
-def are_equal(a: Any, b: Any) -> bool:
-    """Whether two tensors of one shape hold the same, in the same numbers."""
-    starts = range(0, a.shape[0], COMPARED_ROWS)
+def is_equal(a: Any, b: Any) -> bool:
+    """Return whether two tensors of the same shape have the same dtype and numbers."""
+    starts = range(0, a.shape[0], COMPARE_CHUNK_ROWS)
     return a.dtype == b.dtype and all(
-        np.array_equal(a[first : first + COMPARED_ROWS], b[first : first + COMPARED_ROWS]) for first in starts
+        np.array_equal(a[first : first + COMPARE_CHUNK_ROWS], b[first : first + COMPARE_CHUNK_ROWS]) for first in starts
     )
 
 
-def transposed(stored: FileTensor, n_rows: int, first: int, step: int = 1) -> Derived:
-    """The matrix whose rows are the columns from `first` on, so many, each step-th, of a stored one, which are read alone."""
+def transpose(stored: FileTensor, n_rows: int, first: int, step: int = 1) -> DerivedTensor:
+    """Return the transpose of a stored matrix, restricted to some columns, which are the only ones read.
 
-    def rows(begin: int, end: int) -> npt.NDArray[Any]:
+    Args:
+        stored: The stored matrix (inputs, outputs).
+        n_rows: Number of its columns to take, the rows of the result.
+        first: The first of these columns.
+        step: Distance between them.
+    """
+
+    def read_rows(begin: int, end: int) -> npt.NDArray[Any]:
         n, at = max(end - begin, 0), first + begin * step
-        columns = stored.columns(at, at + n * step - (step - 1) * (n > 0))[:, ::step]
-        rows = np.empty(columns.shape[::-1], columns.dtype)
-        for i in range(0, len(columns), TURNED_AT_ONCE):
-            rows[:, i : i + TURNED_AT_ONCE] = columns[i : i + TURNED_AT_ONCE].T
-        return rows
+        columns = stored.read_columns(at, at + n * step - (step - 1) * (n > 0))[:, ::step]
+        read_rows = np.empty(columns.shape[::-1], columns.dtype)
+        for i in range(0, len(columns), TRANSPOSE_CHUNK_COLUMNS):
+            read_rows[:, i : i + TRANSPOSE_CHUNK_COLUMNS] = columns[i : i + TRANSPOSE_CHUNK_COLUMNS].T
+        return read_rows
 
-    return Derived(stored, (n_rows, stored.shape[0]), stored.dtype, rows)
+    return DerivedTensor(stored, (n_rows, stored.shape[0]), stored.dtype, read_rows)

@@ -1,23 +1,29 @@
-"""The tensors of a model's files by their names: which there are, of which shape, and which nobody asked for. Knows no format."""
+"""An index of the tensors in a model's files by name, which checks their shapes and finds unused ones."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from specdec.families.config_values import CheckpointError, shown
+from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.runtime.simd import Int64
 
-File = TypeVar("File", bound=Any)  # an open file: its path, entries by names with their shapes, and tensors and integers by names
+File = TypeVar("File", bound=Any)  # an open file with path, entries (shapes by name), get_tensor and read_integers
 
 
-class NamedTensors(Generic[File]):
-    """Those of several files; needed, said, described: how errors tell what asks for a tensor, for a shape, for the model."""
+class TensorIndex(Generic[File]):
+    """Tensors of some files by name, with a record of the used ones.
 
-    needed = said = described = ""
+    Attributes:
+        need_phrase: Part of error messages that says what needs a tensor.
+        shape_phrase: The same for what gives its shape.
+        model_phrase: The same for what describes the model.
+    """
+
+    need_phrase = shape_phrase = model_phrase = ""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._sources: dict[str, tuple[File, str]] = {}  # with the name in the file
+        self._sources: dict[str, tuple[File, str]] = {}  # the file, and the name in it
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -26,44 +32,53 @@ class NamedTensors(Generic[File]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
 
-    def leave_out(self, names: Iterable[str]) -> None:
-        """Those tensors are not needed."""
+    def ignore(self, names: Iterable[str]) -> None:
+        """Mark tensors that the model does not need."""
         self._used.update(names)
 
     def check_all_used(self) -> None:
-        """Raises CheckpointError for a tensor that nobody asked for."""
+        """Raise CheckpointError for a tensor that was neither used nor ignored."""
         for name in self._sources:
             if name not in self._used:
-                raise CheckpointError(f"{self.told(name)} has no place in the model that {self.described}")
+                raise CheckpointError(f"{self.describe(name)} is not part of the model that {self.model_phrase}")
 
-    def told(self, name: str) -> str:
-        """Its file and its name there, for people."""
+    def describe(self, name: str) -> str:
+        """Return the file and the name in it, for error messages."""
         file, full = self._sources[name]
-        return f"{file.path}: {shown(full)}"
+        return f"{file.path}: {format_json_value(full)}"
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError for a tensor that is missing."""
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises CheckpointError if it is missing."""
         if name not in self._sources:
-            raise CheckpointError(f"{self.path} holds no tensor {name}, which {self.needed}")
+            raise CheckpointError(f"{self.path} has no tensor {name}, which {self.need_phrase}")
         file, full = self._sources[name]
         shape: tuple[int, ...] = file.entries[full].shape
         return shape
 
-    def tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
-        """Raises CheckpointError for one that is missing or of another shape or type; types: as its file takes them."""
-        file, full = self._source(name, shape)
-        return file.tensor(full, *types)
+    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+        """Return a tensor and mark it as used.
 
-    def integers(self, name: str, n: int) -> Int64:
-        """As `tensor`, of n whole numbers, which are read."""
-        file, full = self._source(name, (n,))
-        numbers: Int64 = file.integers(full)
-        return numbers
+        Args:
+            name: Its name.
+            shape: The expected shape.
+            types: Accepted types, passed to the file's `get_tensor`.
 
-    def _source(self, name: str, shape: tuple[int, ...]) -> tuple[File, str]:
-        """The file of a tensor that is used, and its name there."""
-        found = self.shape(name)
+        Raises:
+            CheckpointError: It is missing or has another shape or type.
+        """
+        file, full = self._find_source(name, shape)
+        return file.get_tensor(full, *types)
+
+    def read_integers(self, name: str, n: int) -> Int64:
+        """Read n integers of a vector, (n,). Raises CheckpointError like `get_tensor`."""
+        file, full = self._find_source(name, (n,))
+        integers: Int64 = file.read_integers(full)
+        return integers
+
+    def _find_source(self, name: str, shape: tuple[int, ...]) -> tuple[File, str]:
+        """Return a tensor's file and its name there, checked and marked as used."""
+        found = self.get_shape(name)
         if found != shape:
-            raise CheckpointError(f"{self.told(name)} has the shape {found}; {self.said} {shape}")
+            raise CheckpointError(f"{self.describe(name)} has the shape {found}; {self.shape_phrase} {shape}")
         self._used.add(name)
         return self._sources[name]

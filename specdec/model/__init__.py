@@ -1,0 +1,1 @@
+"""Models: architectures, the transformer and its KV cache."""

@@ -1,23 +1,23 @@
-"""GPT-2 (Radford et al. 2019): its tensors, its matrices, its pass."""
+"""GPT-2 (Radford et al. 2019): its tensors, packed tensors and forward program."""
 
 from dataclasses import replace
 
-from specdec.config import Config
 from specdec.kernels import add_positions, layer_norm
 from specdec.layers.activations import gelu
-from specdec.layers.attention import ATTENTION, mixing, move_path
-from specdec.layers.base import Architecture, Buffers, Joined, Layers, Packed, Shapes, Weights, packed
-from specdec.layers.block import added, biased, block_buffers, by_layer
-from specdec.model.llama import TABLES
-from specdec.runtime.program import Program, Row
+from specdec.layers.attention import ATTENTION, make_attention_program, move_path
+from specdec.layers.base import Architecture, Buffers, ForwardProgram, FusedTensors, PackedTensors, Shapes, Weights, fuse_tensors
+from specdec.layers.block import add_residual, block_buffers, make_bias_ops, split_by_layer
+from specdec.model.llama import FUSED_VOCAB
+from specdec.model_config import ModelConfig
+from specdec.runtime.op_program import Op, Program
 
-OUTER = ("tok_emb", "wcls", "pos_emb", "ln_final", "ln_final_bias")  # tensors of no layer
-OUTER_JOINED = {**TABLES, "pos_emb": Joined(("pos_emb",), is_table=True)}
-JOINED = {"up": Joined(("w1",)), "down": Joined(("w2",)), **ATTENTION.joined}
+GLOBAL_TENSORS = ("tok_emb", "wcls", "pos_emb", "ln_final", "ln_final_bias")  # tensors that belong to no layer
+FUSED_GLOBALS = {**FUSED_VOCAB, "pos_emb": FusedTensors(("pos_emb",), is_table=True)}
+FUSED = {"up": FusedTensors(("w1",)), "down": FusedTensors(("w2",)), **ATTENTION.fused}
 
 
-def shapes(config: Config) -> Shapes:
-    """By llama2.c's names and those of their biases; `wcls` only where it is not the embedding."""
+def shapes(config: ModelConfig) -> Shapes:
+    """Return the shapes by llama2.c's names and those of their biases; `wcls` exists only if it is not the embedding."""
     layers, dim, hidden = config.n_layers, config.dim, config.hidden_dim
     tensors: Shapes = {"tok_emb": (config.vocab_size, dim), "pos_emb": (config.seq_len, dim)}
     tensors |= dict.fromkeys(("wq", "wk", "wv", "wo"), (layers, dim, dim))
@@ -28,40 +28,52 @@ def shapes(config: Config) -> Shapes:
     return tensors if config.shared_classifier else tensors | {"wcls": (config.vocab_size, dim)}
 
 
-def pack_of(config: Config) -> Packed:
-    """q, k and v are one product; norms, biases, and the positions' table."""
+def packed_tensors(config: ModelConfig) -> PackedTensors:
+    """Return the packed tensors: q, k and v fused, norms, biases, and the table of positions."""
     stored, layers = shapes(config), range(config.n_layers)
-    own = packed({name: stored[name] for name in OUTER if name in stored}, OUTER_JOINED, stored)
-    own.setdefault("classifier", own["embedding"])
-    of_layer = {name: shape[1:] for name, shape in stored.items() if name not in OUTER}
-    return own | {name: each for i in layers for name, each in packed(of_layer, JOINED, stored, i).items()}
+    packed = fuse_tensors({name: stored[name] for name in GLOBAL_TENSORS if name in stored}, FUSED_GLOBALS, stored)
+    packed.setdefault("classifier", packed["embedding"])
+    layer_tensors = {name: shape[1:] for name, shape in stored.items() if name not in GLOBAL_TENSORS}
+    return packed | {name: each for i in layers for name, each in fuse_tensors(layer_tensors, FUSED, stored, i).items()}
 
 
-def program(config: Config, weights: Weights, b: Buffers) -> Layers:
-    """x = embedding + position; for each layer x += wo attention(qkv norm(x)), x += w2 gelu(w1 norm(x)); wcls norm(x)."""
+def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
+    """Return the program of the forward pass.
+
+    x = embedding + position; for each layer x += wo attention(qkv norm(x)), x += w2 gelu(w1 norm(x)); logits = wcls norm(x).
+    """
     w, v = weights.matrices, weights.vectors
-    unturned = replace(config, attention=replace(config.attention, is_turned=False))
+    without_rope = replace(config, attention=replace(config.attention, has_rope=False))
 
     def layer(i: int, own: Buffers) -> Program:
-        up = w[f"{i}.up"].product(b.up, b.normed, b.scratch)
+        up = w[f"{i}.up"].matmul(b.up, b.normed, b.scratch)
         return [
-            *mixing(unturned, weights, own, i, b.normed, [normed(config, weights, b, f"{i}.ln_att")]),
-            [normed(config, weights, b, f"{i}.ln_ffn"), up, *biased(weights, b.up, f"{i}.b1"), gelu(b.hidden, b.up)],
-            *added(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", ""),
+            *make_attention_program(
+                without_rope, weights, own, i, b.normed, [make_layer_norm(config, weights, b, f"{i}.ln_att")]
+            ),
+            [
+                make_layer_norm(config, weights, b, f"{i}.ln_ffn"),
+                up,
+                *make_bias_ops(weights, b.up, f"{i}.b1"),
+                gelu(b.hidden, b.up),
+            ],
+            *add_residual(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", ""),
         ]
 
-    product = w["classifier"].product(b.logits, b.normed, b.scratch, of_logits=True)
-    return Layers(
-        [[w["embedding"].embedding(b.x[0], b.tokens), add_positions(b.x[0], v["pos_emb"], b.depths, config.dim)]],
-        [layer(i, own) for i, own in enumerate(by_layer(config, weights, b))],
-        [[normed(config, weights, b, of_logits=True), product]],
+    matmul = w["classifier"].matmul(b.logits, b.normed, b.scratch, logits_only=True)
+    return ForwardProgram(
+        [[w["embedding"].embed(b.x[0], b.tokens), add_positions(b.x[0], v["pos_emb"], b.depths, config.dim)]],
+        [layer(i, own) for i, own in enumerate(split_by_layer(config, weights, b))],
+        [[make_layer_norm(config, weights, b, logits_only=True), matmul]],
     )
 
 
-def normed(config: Config, weights: Weights, b: Buffers, name: str = "ln_final", of_logits: bool = False) -> Row:
-    """normed = layernorm(x), by the weights of that name."""
+def make_layer_norm(config: ModelConfig, weights: Weights, b: Buffers, name: str = "ln_final", logits_only: bool = False) -> Op:
+    """Return the op of normed = layernorm(x), with the weights of this name."""
     weight, bias = (weights.vectors[each] for each in (name, f"{name}_bias"))
-    return layer_norm(b.normed, b.x, weight, bias, config.dim, config.norm_eps, of_logits)
+    return layer_norm(b.normed, b.x, weight, bias, config.dim, config.norm_eps, logits_only)
 
 
-GPT2 = Architecture(shapes, pack_of, block_buffers, program, learned_positions=True, move=move_path, outcome=normed)
+GPT2 = Architecture(
+    shapes, packed_tensors, block_buffers, program, learned_positions=True, move_path=move_path, final_norm=make_layer_norm
+)

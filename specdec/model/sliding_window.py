@@ -1,7 +1,7 @@
-"""Layers with a window: memory of what no token sees any more goes back to the system. Knows no pass and no tokens.
+"""Sliding windows: release the memory of keys and values that no token can see any more.
 
-The slots of a cache stay positions: what is given back reads as zeros, and nobody reads it. Of a text whose shortest length to go
-back to is m, layers hold the positions from m - window on.
+Slots of the cache stay positions: released memory reads as zeros, and is never read. For a sequence that can be truncated to m
+tokens or more, layers hold the positions from m - window on.
 """
 
 import mmap
@@ -9,75 +9,89 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from specdec.config import Config
-from specdec.kernels import MAX_TOKENS, KVCache
+from specdec.kernels import MAX_BATCH_TOKENS, KVFormat
 from specdec.layers.base import Architecture, Buffers, Weights
-from specdec.layers.block import CACHED, has_own_cache, position_bytes
-from specdec.runtime.memory import GIVES_BACK, give_back
+from specdec.layers.block import KV_BUFFERS, has_kv_cache, kv_bytes_per_position
+from specdec.model_config import ModelConfig
+from specdec.runtime.aligned_memory import CAN_RELEASE_PAGES, release_pages
+from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.simd import ceil_div
-from specdec.runtime.tile import STRIP_ROWS
 
-MOST_BYTES = 128 << 20  # that a text keeps beyond windows to go back by, as hybrids do in snapshots
-LEAST = 512  # tokens that a text can go back by in any case: a proposal, and more than a pass
-STEP = 512  # positions that are given back at a time
+MAX_REWIND_BYTES = 128 << 20  # kept beyond windows to truncate a sequence; hybrid models keep as much in snapshots
+MIN_REWIND_TOKENS = 512  # that can always be truncated: a proposal, and more than a pass
+EVICTION_STEP_TOKENS = 512  # positions that are released at a time
 
 
-class Windowed(NamedTuple):
-    """Layer i: how many positions a token sees, what a position takes, in how many runs of memory positions follow each other."""
+class WindowedLayer(NamedTuple):
+    """A layer with a window.
 
-    i: int
-    n_seen: int
-    position_bytes: int
+    Attributes:
+        layer_index: Number of the layer.
+        window: Number of positions that a token sees.
+        bytes_per_position: Bytes of a position's keys and values.
+        n_runs: Number of contiguous runs of positions in memory.
+    """
+
+    layer_index: int
+    window: int
+    bytes_per_position: int
     n_runs: int
 
 
-class Windows:
-    """Those of a model for texts of n_positions; none where the system takes nothing back, or the architecture is not asked."""
+class SlidingWindowEvictor:
+    """The windowed layers of a model, for sequences of up to n_positions.
 
-    def __init__(self, architecture: Architecture, config: Config, weights: Weights, kv: KVCache, n_positions: int) -> None:
-        self._caches = architecture.caches
+    There are none if the system cannot release pages or the architecture has no `split_by_layer`.
+    """
+
+    def __init__(self, architecture: Architecture, config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> None:
+        self._split_by_layer = architecture.split_by_layer
         self._config, self._weights = config, weights
-        self._layers = [*_windowed(config, weights, kv, n_positions)] if self._caches and GIVES_BACK else []
-        per_position = sum(layer.position_bytes for layer in self._layers)
-        self._slack = max(MOST_BYTES // max(per_position, 1), LEAST)
+        self._layers = (
+            [*_find_windowed_layers(config, weights, kv, n_positions)] if self._split_by_layer and CAN_RELEASE_PAGES else []
+        )
+        per_position = sum(layer.bytes_per_position for layer in self._layers)
+        self._max_rewind_tokens = max(MAX_REWIND_BYTES // max(per_position, 1), MIN_REWIND_TOKENS)
 
-    def shortest(self, n: int) -> int:
-        """The length that a text of n tokens may go back to: what lies before its windows is not worth its memory."""
-        return max((n - self._slack) // STEP * STEP, 0) if self._layers else 0
+    def get_min_rewind(self, n: int) -> int:
+        """Return the shortest length that n tokens can be truncated to; older positions are not worth their memory."""
+        return max((n - self._max_rewind_tokens) // EVICTION_STEP_TOKENS * EVICTION_STEP_TOKENS, 0) if self._layers else 0
 
-    def give_back(self, buffers: Buffers, before: int, shortest: int) -> None:
-        """What a text of such a shortest length needs no more, beyond that of a text whose shortest length was another one; an
-        assistant sees one position more than its target.
+    def evict(self, buffers: Buffers, old_min_rewind: int, min_rewind: int) -> None:
+        """Release what a sequence no longer needs after its shortest length has changed.
+
+        A Gemma 4 assistant sees one position more than its target.
         """
-        self._each(buffers, lambda layer: (max(before - layer.n_seen - 1, 0), shortest - layer.n_seen - 1))
+        self._release(buffers, lambda layer: (max(old_min_rewind - layer.window - 1, 0), min_rewind - layer.window - 1))
 
-    def give_all_back(self, buffers: Buffers) -> None:
-        """All that these layers hold."""
-        self._each(buffers, lambda layer: (0, sys.maxsize))
+    def evict_all(self, buffers: Buffers) -> None:
+        """Release all keys and values of the windowed layers."""
+        self._release(buffers, lambda layer: (0, sys.maxsize))
 
     def saved_bytes(self, n_slots: int) -> int:
-        """What a cache of so many slots does not hold at any time."""
-        n = n_slots - self._slack - STEP - 2 * MAX_TOKENS - STRIP_ROWS  # a pass and a tree, and what a strip holds more
-        saved = ((n - each.n_seen) * each.position_bytes - 2 * each.n_runs * mmap.PAGESIZE for each in self._layers)
+        """Return how many bytes a cache with n_slots saves at any time."""
+        # without what a pass, a tree and rounding to a panel add
+        n = n_slots - self._max_rewind_tokens - EVICTION_STEP_TOKENS - 2 * MAX_BATCH_TOKENS - PANEL_ROWS
+        saved = ((n - each.window) * each.bytes_per_position - 2 * each.n_runs * mmap.PAGESIZE for each in self._layers)
         return sum(max(n_bytes, 0) for n_bytes in saved)
 
-    def _each(self, buffers: Buffers, positions: Callable[[Windowed], tuple[int, int]]) -> None:
-        """Of each layer whole strips of those positions, first and last."""
-        caches = self._caches(self._config, self._weights, buffers) if self._caches and self._layers else []
+    def _release(self, buffers: Buffers, get_range: Callable[[WindowedLayer], tuple[int, int]]) -> None:
+        """Release whole panels of each layer between the first and the last position."""
+        by_layer = self._split_by_layer(self._config, self._weights, buffers) if self._split_by_layer and self._layers else []
         for layer in self._layers:
-            own = caches[layer.i]
+            own = by_layer[layer.layer_index]
             n_slots = own.values.shape[-2]
-            first, last = (min(at, n_slots) // STRIP_ROWS * STRIP_ROWS for at in positions(layer))
-            for name in CACHED:
+            first, last = (min(at, n_slots) // PANEL_ROWS * PANEL_ROWS for at in get_range(layer))
+            for name in KV_BUFFERS:
                 if first < last and (array := getattr(own, name)).size:
                     runs = array.reshape(-1, array[0].size // (array.shape[1] if name == "values" else 1))
-                    give_back(runs, first * (runs.shape[1] // n_slots), last * (runs.shape[1] // n_slots))
+                    release_pages(runs, first * (runs.shape[1] // n_slots), last * (runs.shape[1] // n_slots))
 
 
-def _windowed(config: Config, weights: Weights, kv: KVCache, n_positions: int) -> Iterator[Windowed]:
-    """The layers with keys and values of their own of which a token of such a text may not see all."""
+def _find_windowed_layers(config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> Iterator[WindowedLayer]:
+    """Yield the layers with keys and values of their own in which a token may not see all positions."""
     for i in range(config.n_layers):
-        own = config.of_layer(i)
-        if own.n_seen < n_positions and has_own_cache(config, weights, i):
-            n_runs = own.n_kv_heads * (1 + ceil_div(own.head_dim, STRIP_ROWS) + 2 * kv.is_scaled)
-            yield Windowed(i, own.n_seen, position_bytes(own, kv), n_runs)
+        layer = config.layer_config(i)
+        if layer.attention_window < n_positions and has_kv_cache(config, weights, i):
+            n_runs = layer.n_kv_heads * (1 + ceil_div(layer.head_dim, PANEL_ROWS) + 2 * kv.is_scaled)
+            yield WindowedLayer(i, layer.attention_window, kv_bytes_per_position(layer, kv), n_runs)

@@ -1,4 +1,7 @@
-"""Tokens to logits: a model's buffers, the cache that knows its tokens, and the pass. Knows no files."""
+"""Transformer: a model's forward pass, its buffers and the KV cache of one sequence.
+
+Shapes: N logits of a pass, L hidden layers that are kept, D dim, V vocab.
+"""
 
 import threading
 import time
@@ -8,591 +11,681 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from specdec.config import Config
-from specdec.kernels import MAX_TOKENS, trace
-from specdec.layers.base import Buffers, Common, Room, Weights
-from specdec.layers.kv_formats import KV_CACHES
-from specdec.layers.rope import Node, depths, lengths
-from specdec.model.registry import architecture_of
-from specdec.model.sliding_window import Windows
-from specdec.model.state_snapshots import BEFORE_END, Snapshots, snapshot_bytes
-from specdec.runtime.cpu_topology import thread_choices
-from specdec.runtime.memory import zeros
-from specdec.runtime.program import Runner, TextPart
+from specdec.argument_checks import check_choice, check_int, check_ints, count_common_prefix, shorten
+from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
+from specdec.layers.base import Buffers, BufferSizes, SharedBuffers, Weights
+from specdec.layers.kv_formats import KV_FORMATS
+from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
+from specdec.model.registry import get_architecture
+from specdec.model.sliding_window import SlidingWindowEvictor
+from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots, snapshot_bytes
+from specdec.model_config import ModelConfig
+from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.cpu_topology import get_thread_choices
+from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
+from specdec.runtime.op_program import BatchEntry, Executor
 from specdec.runtime.simd import Float32, round_up
-from specdec.runtime.threads import available_threads, give_lock, rebuilt
-from specdec.runtime.tile import STRIP_ROWS, TILE_TOKENS
-from specdec.validation import ids, n_common, one_of, short, whole
+from specdec.runtime.threads import create_fork_safe_lock, get_available_threads, rebuild
 
-READ_SECONDS = 0.3  # that a pass over a part of a long prompt should take: keys are looked at in between
-FIRST_READ, LEAST_READ = 2 * TILE_TOKENS, TILE_TOKENS  # tokens of the first such pass, and of one of a slow model
-FIRST_POSITIONS = 256  # that a model has room for before its text grows
-KV = Literal["auto", "f32", "f16", "q8"]  # what keys and values are kept in
-Answer = TypeVar("Answer")
-IN_THE_MIDDLE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
+MAX_PREFILL_CHUNK_S = 0.3  # of a pass over a chunk of a long prompt: keyboard input is read between two passes
+FIRST_PREFILL_CHUNK_TOKENS, MIN_PREFILL_CHUNK_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS
+INITIAL_CAPACITY = 256  # positions in the cache before the sequence grows
+KVFormatName = Literal["auto", "f32", "f16", "q8"]  # format of keys and values
+ReturnT = TypeVar("ReturnT")
+REENTRANT_CALL_MESSAGE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
 
 
-def kv_of(weights: Weights, kv: KV) -> KV:
-    """What a model of those weights keeps keys and values in where that is asked for: see `Transformer`."""
+def get_kv_format(weights: Weights, kv: KVFormatName) -> KVFormatName:
+    """Return the KV cache format of a model with these weights, with "auto" resolved: see `Transformer`."""
     if kv == "auto":
-        return "f32" if weights.kind == "fp32" else "f16"
+        return "f32" if weights.format_names == "fp32" else "f16"
     return kv
 
 
-class Turn:
-    """What models that share passes have in common: one of them runs at a time, in buffers that are no text's own."""
+class ModelLock:
+    """The lock and the buffers that a model and its clones share: one of them runs at a time."""
 
     def __init__(self) -> None:
         self.lock: threading._RLock
-        give_lock(self, "lock")
-        self.is_taken = False
+        create_fork_safe_lock(self, "lock")
+        self.is_running = False
         self.n_passes = 0
-        self.common = Common()
+        self.shared_buffers = SharedBuffers()
 
 
 class Transformer:
-    """A model on CPU threads, with the KV cache of the text that it ran last.
+    """A model on CPU threads with the KV cache of the sequence that it ran last.
 
-    weights: packed (`Architecture.pack`); n_threads: all cores by default; n_positions: how far a text may go, by default
-    seq_len, and no farther than that where positions are learned. Buffers grow with the text. Beyond its own seq_len a model
-    sees a sliding window of that many positions. kv: what keys and values are kept in, "f32", "f16", each rounded to
-    the nearest and NaN beyond its range, or "q8", bytes with a scale a head; "auto" is f32 where all weights are, else f16.
-    hidden_layers: before which layers the hidden states are kept, beside the cache; see `hidden`.
-    beside: a model of the same weights whose passes this one may share; see `seat`.
+    The logits always belong to the requested tokens: the cache knows which tokens it holds, those of the last tree among them.
+    Threads may share a model; hold `lock` while reading logits that another thread's pass must not overwrite. A model can be
+    pickled and copied. Buffers grow with the sequence. Beyond its seq_len a model sees a sliding window of that many positions.
 
-    Whatever runs, the logits are those of the tokens that were asked for: the cache knows which tokens it holds, those of the
-    last tree among them. Threads may share a model; `lock` is for whoever reads logits that another's pass must not overwrite. A
-    model can be pickled and copied.
+    Args:
+        config: Config of the model.
+        weights: Packed weights (`Architecture.pack`).
+        n_threads: Number of threads; by default all cores.
+        n_positions: Maximum length of a sequence. By default seq_len, which is also the limit of learned positions.
+        kv: Format of keys and values: "f32"; "f16", rounded to nearest and NaN beyond its range; "q8", bytes with a scale for
+            each head; "auto", f32 if all weights are f32, else f16.
+        hidden_layers: Layers before which the hidden states are kept, next to the cache; see `get_hidden_states`.
+        clone_of: A model with the same weights that this one can share passes with; see `clone_for_sequence`.
 
-    Raises ValueError for weights of another shape than the config's, for n_threads that the machine does not give, for
-    n_positions below 1, for another kv and for hidden_layers that there are not.
+    Raises:
+        ValueError: If weights do not have the config's shapes, the machine does not have n_threads, n_positions is below 1, kv is
+            unknown, or hidden_layers do not exist.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: ModelConfig,
         weights: Weights,
         n_threads: int | None = None,
         n_positions: int | None = None,
-        kv: KV = "auto",
+        kv: KVFormatName = "auto",
         hidden_layers: Sequence[int] = (),
-        beside: "Transformer | None" = None,
+        clone_of: "Transformer | None" = None,
     ) -> None:
-        if flaw := config.flaw():
-            raise ValueError(flaw)
-        self._architecture = architecture_of(config)
+        if error := config.find_error():
+            raise ValueError(error)
+        self._architecture = get_architecture(config)
         self._architecture.check(config, weights)
-        self._config, self._weights = config, beside.weights if beside else weights.aligned()
-        self.kv: KV = kv_of(weights, one_of("kv", kv, get_args(KV)))  # f32, f16 or q8
-        self.n_short = config.rope.n_short  # tokens of a short text, where long ones are turned otherwise; else 0
-        self._most_threads = available_threads()
-        self.n_threads = thread_choices()[0] if n_threads is None else n_threads
-        self._most_threads = self._most_threads if n_threads is None else self.n_threads
-        self._n_positions = config.seq_len if n_positions is None else whole("n_positions", n_positions, 1)
+        self._config, self._weights = config, clone_of.weights if clone_of else weights.align()
+        self.kv: KVFormatName = get_kv_format(weights, check_choice("kv", kv, get_args(KVFormatName)))  # f32, f16 or q8
+        self.longrope_threshold = config.rope.longrope_threshold  # longest sequence with the short factors; 0: no LongRoPE
+        self._max_threads = get_available_threads()
+        self.n_threads = get_thread_choices()[0] if n_threads is None else n_threads
+        self._max_threads = self._max_threads if n_threads is None else self.n_threads
+        self._n_positions = config.seq_len if n_positions is None else check_int("n_positions", n_positions, 1)
         if self._architecture.learned_positions:
             self._n_positions = min(self._n_positions, config.seq_len)
-        self._turn: Turn = beside._turn if beside else Turn()
-        self._held: list[int] = []  # the tokens whose keys and values the cache holds, those of a text
-        self._nodes: list[Node] = []  # and in the slots behind them, those of a tree
-        self._is_long = False  # whether they are turned as those of a long text
-        self._shortest = 0  # the length of a text, but for 0, that the cache can still go back to without a snapshot
+        self._model_lock: ModelLock = clone_of._model_lock if clone_of else ModelLock()
+        self._cached_tokens: list[int] = []  # of the sequence, with keys and values in the cache
+        self._tree_nodes: list[TreeNode] = []  # of the tree in the slots behind them
+        self._has_long_rope = False  # whether the cached keys are rotated with the long factors
+        self._min_rewind = 0  # shortest length, except 0, that the cache can be truncated to without a snapshot
         self._snapshots = Snapshots()
-        self._windows = Windows(self._architecture, config, self._weights, KV_CACHES[self.kv], self._n_positions)
-        self.has_state = self._architecture.n_states > 0  # that is of one text, beside keys and values
+        self._window_evictor = SlidingWindowEvictor(
+            self._architecture, config, self._weights, KV_FORMATS[self.kv], self._n_positions
+        )
+        self.has_recurrent_state = self._architecture.n_rewindable_states > 0  # of one sequence, next to keys and values
         self._capacity = 0
         self._buffers: Buffers
-        self._runners: list[Runner]  # of short texts, and of long ones where these differ
+        self._executors: list[Executor]  # of normal sequences, and of those with long RoPE factors if there are any
         self._hidden_layers: tuple[int, ...] = ()
-        self._build(round_up(min(self._n_positions, FIRST_POSITIONS), STRIP_ROWS), self._layers(hidden_layers))
+        self._build(round_up(min(self._n_positions, INITIAL_CAPACITY), PANEL_ROWS), self._check_hidden_layers(hidden_layers))
 
     def __repr__(self) -> str:
         c = self._config
-        return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.kind}>"
+        return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self._weights.format_names}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        named = {
-            "n_threads": self._most_threads, "n_positions": self._n_positions, "kv": self.kv, "hidden_layers": self.hidden_layers,
+        options = {
+            "n_threads": self._max_threads, "n_positions": self._n_positions, "kv": self.kv, "hidden_layers": self.hidden_layers,
         }  # fmt: skip
-        return rebuilt, (Transformer, (self._config, self._weights), named)
+        return rebuild, (Transformer, (self._config, self._weights), options)
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ModelConfig:
+        """Config of the model."""
         return self._config
 
     @property
     def weights(self) -> Weights:
+        """Packed weights, in arrays that begin at cache lines."""
         return self._weights
 
     @property
     def lock(self) -> "threading._RLock":
-        """For whoever reads logits that no other pass must overwrite."""
-        return self._turn.lock
+        """Lock to hold while reading logits that no other pass may overwrite."""
+        return self._model_lock.lock
 
     @property
     def n_passes(self) -> int:
-        """So that whoever reads logits can tell whether a signal handler ran a pass meanwhile."""
-        return self._turn.n_passes
+        """Number of passes, so that a reader of logits can detect a pass that a signal handler ran meanwhile."""
+        return self._model_lock.n_passes
 
     @property
     def experts_read(self) -> tuple[float, int]:
-        """How many experts a layer read in the last pass, the mean of those that have some, and for a token alone; or 0, 0."""
+        """Experts that a layer read in the last pass, and that it reads for a token alone; 0, 0 without experts.
+
+        The first is the mean over the layers with experts.
+        """
         if not self._config.experts:
             return 0.0, 0
-        read = [n for n in self._buffers.experts_read.tolist() if n]
-        return sum(read) / max(len(read), 1), self._config.experts.n_chosen
+        counts = [n for n in self._buffers.experts_read.tolist() if n]
+        return sum(counts) / max(len(counts), 1), self._config.experts.n_experts_used
 
     @property
     def n_positions(self) -> int:
+        """Maximum length of a sequence."""
         return self._n_positions
 
     @property
-    def runs_trees(self) -> bool:
-        """Whether there is a `forward_tree`."""
-        return self._architecture.move is not None
+    def can_run_trees(self) -> bool:
+        """Whether `forward_tree` is supported."""
+        return self._architecture.move_path is not None
 
     @property
     def n_threads(self) -> int:
-        """How many threads a pass takes: at most as many as the model was made for. Changes the speed alone."""
+        """Number of threads of a pass, at most that given at construction. It changes the speed only."""
         return self._n_threads
 
     @n_threads.setter
     def n_threads(self, n: int) -> None:
-        self._n_threads = whole("n_threads", n, 1, self._most_threads)
+        self._n_threads = check_int("n_threads", n, 1, self._max_threads)
 
     @property
-    def n_held(self) -> int:
-        """How many tokens of the last text the cache holds."""
-        return len(self._held)
+    def n_cached_tokens(self) -> int:
+        """Number of tokens of the last sequence in the cache."""
+        return len(self._cached_tokens)
 
     @property
-    def whole_from(self) -> int:
-        """From which position on every layer has the keys and values of the text: those with windows may have given some back."""
-        return 0 if self.has_state else self._shortest
+    def full_kv_start(self) -> int:
+        """First position from which on every layer has keys and values; windowed layers release older ones."""
+        return 0 if self.has_recurrent_state else self._min_rewind
 
     @property
-    def is_long(self) -> bool:
-        """Whether the last text is one of those that a family turns otherwise from their first token on."""
-        return self._is_long
+    def has_long_rope(self) -> bool:
+        """Whether the last sequence uses long RoPE factors, from its first token on."""
+        return self._has_long_rope
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Before which layers the hidden states are kept, n_layers for behind the last and n_layers + 1 for behind the last norm
-        too; none by default, which costs nothing.
+        """Layers before which the hidden states are kept; none by default, which costs nothing.
 
-        Others empty the cache, which has not kept them. Raises ValueError and TypeError for what are no layers, RuntimeError as
-        `forward` does.
+        n_layers stands for the output of the last layer, n_layers + 1 for that of the last norm. A change empties the cache; it
+        raises ValueError and TypeError for layers that do not exist, and RuntimeError like `forward`.
         """
         return self._hidden_layers
 
     @hidden_layers.setter
     def hidden_layers(self, layers: Sequence[int]) -> None:
-        self._alone(self._build, self._capacity, self._layers(layers))
+        self._run_exclusive(self._build, self._capacity, self._check_hidden_layers(layers))
 
-    def hidden(self, tokens: list[int], first: int) -> Float32:
-        """The residual stream (n, layers D) before each of `hidden_layers`, one behind the other, valid until the next call.
+    def get_hidden_states(self, tokens: list[int], first: int) -> Float32:
+        """Return the residual stream before each of `hidden_layers`, side by side, valid until the next call.
 
-        At positions `first` on of those of a text's tokens that the cache holds now, whoever ran them; maybe at none. What a
-        family with a residual_scale holds is the stream divided by it. Raises RuntimeError as `forward` does.
+        A family with a residual_scale holds the stream divided by it.
+
+        Args:
+            tokens: Tokens of a sequence; only those that the cache holds now have hidden states, whoever ran them.
+            first: First position.
+
+        Returns:
+            (n, L D); n may be 0.
+
+        Raises:
+            RuntimeError: As in `forward`.
         """
-        return self._alone(self._hidden_of, tokens, first)
+        return self._run_exclusive(self._get_hidden_states, tokens, first)
 
-    def text_bytes(self, n_positions: int, is_another: bool = False) -> int:
-        """What a text of so many positions takes beside the weights, and a tree at its end; is_another: beside a first text."""
-        room = self._room(round_up(n_positions + MAX_TOKENS, STRIP_ROWS), len(self._hidden_layers))
-        buffers = self._architecture.all_buffers(self._config, self._weights, room)
-        kept = snapshot_bytes({name: each.shape for name, each in buffers.items()}) - self._windows.saved_bytes(room.n_positions)
-        return kept + sum(buffer.n_bytes for buffer in buffers.values() if buffer.is_own or not is_another)
+    def get_sequence_bytes(self, n_positions: int, is_additional: bool = False) -> int:
+        """Return the bytes of a sequence with n_positions and a tree at its end, next to the weights.
 
-    def positions_within(self, n_bytes: float, most: int) -> int:
-        """How many positions a text may have that takes so many bytes (`text_bytes`): 1 to `most`."""
-        while most > 1 and self.text_bytes(most) > n_bytes:
-            most -= max(1, most // 64)
-        return most
+        Args:
+            n_positions: Length of the sequence.
+            is_additional: Count only what a further sequence adds.
+        """
+        sizes = self._get_buffer_sizes(round_up(n_positions + MAX_BATCH_TOKENS, PANEL_ROWS), len(self._hidden_layers))
+        specs = self._architecture.get_buffer_specs(self._config, self._weights, sizes)
+        n_bytes = snapshot_bytes({name: spec.shape for name, spec in specs.items()})
+        n_bytes -= self._window_evictor.saved_bytes(sizes.n_positions)
+        return n_bytes + sum(spec.n_bytes for spec in specs.values() if spec.is_per_sequence or not is_additional)
 
-    def with_positions(self, n_positions: int) -> "Transformer":
-        """The same model, with room for texts of so many positions."""
-        model = Transformer(self._config, self._weights, self._most_threads, n_positions, self.kv)
+    def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
+        """Return the number of positions, 1 to max_positions, that fits n_bytes (`get_sequence_bytes`)."""
+        while max_positions > 1 and self.get_sequence_bytes(max_positions) > n_bytes:
+            max_positions -= max(1, max_positions // 64)
+        return max_positions
+
+    def with_capacity(self, n_positions: int) -> "Transformer":
+        """Return the same model with an empty cache for sequences of up to n_positions."""
+        model = Transformer(self._config, self._weights, self._max_threads, n_positions, self.kv)
         model.n_threads = self._n_threads
         return model
 
-    def seat(self, hidden_layers: Sequence[int] | None = None) -> "Transformer":
-        """The same model with a cache of its own, for another text: the two may share passes (`forward_together`), and take turns
-        in all else; logits of one are valid until the next call of either. With other hidden_layers it runs alone.
+    def clone_for_sequence(self, hidden_layers: Sequence[int] | None = None) -> "Transformer":
+        """Return the same model with a cache of its own, for another sequence.
+
+        The two can share passes (`forward_batch`) and exclude each other in all else. Logits of one are valid until the next call
+        of either. A clone with other hidden_layers cannot share passes.
         """
         layers = self._hidden_layers if hidden_layers is None else hidden_layers
-        return Transformer(self._config, self._weights, self._most_threads, self._n_positions, self.kv, layers, beside=self)
+        return Transformer(self._config, self._weights, self._max_threads, self._n_positions, self.kv, layers, clone_of=self)
 
-    def take_over(self, other: "Transformer", tokens: list[int]) -> None:
-        """Let the cache hold what another one's holds of a text whose last token is yet to run: a `seat`'s or `with_positions`'.
+    def copy_kv(self, other: "Transformer", tokens: list[int]) -> None:
+        """Copy the cache of another model, for a sequence whose last token is yet to run.
 
-        Nobody may run the other one meanwhile. Raises ValueError for another kind of model, MemoryError, and RuntimeError as
-        `forward` does.
+        No thread may run the other model meanwhile.
+
+        Args:
+            other: A clone (`clone_for_sequence`) or a model `with_capacity`.
+            tokens: Tokens of the sequence.
+
+        Raises:
+            ValueError: If other has another config, KV format, hidden layers or weights.
+            MemoryError: If the cache cannot grow.
+            RuntimeError: As in `forward`.
         """
-        self._alone(self._take_over, other, max(len(tokens) - 1, 0) - other.unread(tokens))
+        self._run_exclusive(self._copy_kv, other, max(len(tokens) - 1, 0) - other.count_prefill_tokens(tokens))
 
     @staticmethod
-    def forward_together(
-        texts: Sequence[tuple["Transformer", Sequence[int], int] | tuple["Transformer", Sequence[int], int, int]],
+    def forward_batch(
+        sequences: Sequence[tuple["Transformer", Sequence[int], int] | tuple["Transformer", Sequence[int], int, int]],
     ) -> list[Float32]:
-        """`forward` of several texts in one pass: of each (model, tokens, n_logits) the logits (n_logits, V), bit for bit.
+        """Run `forward` of several sequences in one pass; the results are bit-identical to separate calls.
 
-        A fourth number is n_total. The models are `seat`s of one, each once. The threads are the first one's. Raises ValueError
-        where more than MAX_TOKENS tokens would have to run (see `n_to_run`), else what `forward` raises.
+        Args:
+            sequences: (model, tokens, n_logits) or (model, tokens, n_logits, n_total) of each. The models are different clones of
+                one; the first one's n_threads counts.
+
+        Returns:
+            Logits (n_logits, V) of each sequence.
+
+        Raises:
+            ValueError: If more than MAX_BATCH_TOKENS tokens must run (see `count_uncached_tokens`), and as in `forward`.
+            TypeError, MemoryError, RuntimeError: As in `forward`.
         """
-        jobs = [(text[0], *text[0]._job(text[1], text[2]), text[3] if len(text) > 3 else 0) for text in texts]
+        jobs = [
+            (sequence[0], *sequence[0]._check_request(sequence[1], sequence[2]), sequence[3] if len(sequence) > 3 else 0)
+            for sequence in sequences
+        ]
         if not jobs:
             return []
         lead, models = jobs[0][0], [job[0] for job in jobs]
-        if len({*map(id, models)}) < len(models) or any(
-            model._turn is not lead._turn or model._hidden_layers != lead._hidden_layers for model in models
-        ):
-            raise ValueError("texts share a pass whose models are seats of one, each once, that keep the same hidden states")
-        logits = lead._alone(lead._forward_together, sorted(jobs, key=lambda job: job[2] > 0))
+        is_valid = all(each._model_lock is lead._model_lock and each._hidden_layers == lead._hidden_layers for each in models)
+        if len({*map(id, models)}) < len(models) or not is_valid:
+            raise ValueError("the models of a batch must be different clones of one model with the same hidden_layers")
+        logits = lead._run_exclusive(lead._forward_batch, sorted(jobs, key=lambda job: job[2] > 0))
         return [logits[id(model)] for model in models]
 
-    def n_to_run(self, tokens: Sequence[int], n_logits: int) -> int:
-        """How many tokens `forward` would run now."""
-        tokens, n_logits = self._job(tokens, n_logits)
+    def count_uncached_tokens(self, tokens: Sequence[int], n_logits: int) -> int:
+        """Return the number of tokens that `forward` would run now."""
+        tokens, n_logits = self._check_request(tokens, n_logits)
         with self.lock:
-            is_held = self._is_long == self._are_long(tokens, [], n_logits).any()
-            return len(tokens) - self._n_kept(tokens, len(tokens) - n_logits) * bool(is_held)
+            is_reusable = self._has_long_rope == self._find_long_rope_rows(tokens, [], n_logits).any()
+            return len(tokens) - self._count_reusable_tokens(tokens, len(tokens) - n_logits) * bool(is_reusable)
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
-        """Logits (n_logits, V) at the last of the tokens of a text, valid until the next call; runs what the cache does not hold.
+        """Return logits at the last n_logits tokens of a sequence, valid until the next call; run what the cache does not hold.
 
-        n_total: how many tokens the text is going to have, where it is run piece by piece without logits; by default one more.
-        Of a family that turns all of a long text otherwise, a text is run anew as it gets long; a pass with logits of both sorts
-        runs all of it twice, which `room_behind` avoids. Raises ValueError for n_logits beyond the tokens or MAX_TOKENS, a token
-        out of range or more tokens than n_positions, TypeError for tokens that are no whole numbers, MemoryError where the cache
-        cannot grow, RuntimeError in a signal handler that interrupts a pass.
+        With LongRoPE, a sequence runs anew when it gets long. A pass with logits on both sides of that length runs all of it
+        twice, which `get_token_headroom` avoids.
+
+        Args:
+            tokens: All tokens of the sequence.
+            n_logits: Number of logits; 0 for a prefill chunk.
+            n_total: Final length of a sequence that is prefilled chunk by chunk; 0 stands for one token more.
+
+        Returns:
+            Logits (n_logits, V).
+
+        Raises:
+            ValueError: If n_logits exceeds the tokens or MAX_BATCH_TOKENS, a token is out of range, or there are more tokens than
+                n_positions.
+            TypeError: If tokens are not integers.
+            MemoryError: If the cache cannot grow.
+            RuntimeError: In a signal handler that interrupts a pass.
         """
-        tokens, n_logits = self._job(tokens, n_logits)
-        return self._alone(self._forward, tokens, [], n_logits, n_total)
+        tokens, n_logits = self._check_request(tokens, n_logits)
+        return self._run_exclusive(self._forward, tokens, [], n_logits, n_total)
 
-    def unread(self, tokens: list[int]) -> int:
-        """How many of a text's tokens `read` would run."""
+    def count_prefill_tokens(self, tokens: list[int]) -> int:
+        """Return the number of tokens that `prefill` would run."""
         limit = max(len(tokens) - 1, 0)
-        return limit - self._n_kept(tokens, limit) * (self._is_long == self._config.is_long(len(tokens)))
+        is_reusable = self._has_long_rope == self._config.has_long_rope(len(tokens))
+        return limit - self._count_reusable_tokens(tokens, limit) * is_reusable
 
-    def n_to_stop(self, tokens: list[int]) -> int:
-        """Of the `unread`, how many run before a pass is to end: a running state is kept a little before a prompt's end."""
-        left = self.unread(tokens)
-        return left - BEFORE_END if self.has_state and left > BEFORE_END else left
+    def count_tokens_to_snapshot(self, tokens: list[int]) -> int:
+        """Return the number of tokens to prefill before a snapshot, a little before the prompt's end, or the end."""
+        left = self.count_prefill_tokens(tokens)
+        return left - PROMPT_END_OFFSET_TOKENS if self.has_recurrent_state and left > PROMPT_END_OFFSET_TOKENS else left
 
-    def read(self, tokens: list[int]) -> Iterator[int]:
-        """Run all but the last of a text's tokens, some at a time; tells after each time how many are left.
+    def prefill(self, tokens: list[int]) -> Iterator[int]:
+        """Run all tokens but the last in chunks; yield after each chunk the number of tokens left.
 
-        A pass takes no longer than somebody at the keys would wait, as far as it can be cut.
+        Chunks adapt so that a pass takes no longer than a user at the keyboard would wait, as far as it can be split.
         """
-        left, stop, n = self.unread(tokens), self.unread(tokens) - self.n_to_stop(tokens), FIRST_READ
+        left, n = self.count_prefill_tokens(tokens), FIRST_PREFILL_CHUNK_TOKENS
+        stop = left - self.count_tokens_to_snapshot(tokens)
         while left:
             begin, left = time.perf_counter(), max(left - n, stop if left > stop else 0)
             self.forward(tokens[: len(tokens) - 1 - left], n_logits=0, n_total=len(tokens))
             seconds = time.perf_counter() - begin
             yield left
-            if seconds > READ_SECONDS:
-                n = max(n // 2, LEAST_READ)
-            elif seconds < READ_SECONDS / 2:
-                n = min(2 * n, MAX_TOKENS)
+            if seconds > MAX_PREFILL_CHUNK_S:
+                n = max(n // 2, MIN_PREFILL_CHUNK_TOKENS)
+            elif seconds < MAX_PREFILL_CHUNK_S / 2:
+                n = min(2 * n, MAX_BATCH_TOKENS)
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
     ) -> Float32:
-        """Logits (n_logits, V) at the last of: a text's last token, then the nodes of a token tree behind it (SpecInfer,
-        arXiv:2305.09781); bit for bit what `forward` gives of the text and a node's path. Valid until the next call.
+        """Return logits of a sequence and a token tree behind it (SpecInfer, arXiv:2305.09781), valid until the next call.
 
-        nodes: tokens, a path that is likely to be kept best at the front; parents: of each node an earlier one's index, or -1
-        where it follows the text; n_logits: by default one more than there are nodes. Runs what the cache does not hold and the
-        last n_logits: nodes that are appended to the last call's, and asked for alone, run alone. Raises what `forward` raises,
-        ValueError for MAX_TOKENS nodes or more and for a family that runs no trees, too.
+        The logits of a node are bit-identical to those of `forward` with the sequence and the node's path. The pass runs what the
+        cache does not hold and the last n_logits: nodes that are appended to the last call's tree, with logits of them alone, run
+        alone.
+
+        Args:
+            tokens: All tokens of the sequence.
+            nodes: Tokens of the tree; a path that will probably be accepted is best placed first.
+            parents: Index of each node's parent, an earlier node, or -1 if it follows the sequence.
+            n_logits: Number of logits, counted from the last node back; by default one more than there are nodes.
+
+        Returns:
+            Logits (n_logits, V), at the last token and then at each node.
+
+        Raises:
+            ValueError: If there are MAX_BATCH_TOKENS nodes or more, the family does not support trees, or as in `forward`.
+            TypeError, MemoryError, RuntimeError: As in `forward`.
         """
-        if not self.runs_trees:
-            raise ValueError("this model runs no trees: its state is that of one text")
-        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
-        nodes, parents = ids("nodes", nodes), ids("parents", parents)
-        n, most = len(tokens), len(nodes) + 1
-        if not n or most > MAX_TOKENS or len(nodes) != len(parents):
+        if not self.can_run_trees:
+            raise ValueError("token trees are not supported by models with a recurrent state")
+        tokens = tokens if isinstance(tokens, list) else check_ints("tokens", tokens)
+        nodes, parents = check_ints("nodes", nodes), check_ints("parents", parents)
+        n, n_rows = len(tokens), len(nodes) + 1
+        if not n or n_rows > MAX_BATCH_TOKENS or len(nodes) != len(parents):
+            counts = f"{len(nodes)} nodes with {len(parents)} parents behind {n} tokens"
             raise ValueError(
-                f"{len(nodes)} nodes of {len(parents)} parents behind {n} tokens; "
-                f"expected at most {MAX_TOKENS - 1} with a parent each, behind one token or more"
+                f"{counts}; expected at most {MAX_BATCH_TOKENS - 1} nodes with a parent each, behind one token or more"
             )
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
-                raise ValueError(f"parents[{node}] is {short(parent)}; expected -1 to {node - 1}")
-        if n + (deepest := max(depths(parents), default=0)) > self._n_positions:
+                raise ValueError(f"parents[{node}] is {shorten(parent)}; expected -1 to {node - 1}")
+        if n + (deepest := max(compute_depths(parents), default=0)) > self._n_positions:
             raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {self._n_positions} positions")
-        n_logits = most if n_logits is None else whole("n_logits", n_logits, 0, most)
-        return self._alone(self._forward, tokens, [*zip(nodes, parents, strict=True)], n_logits)
+        n_logits = n_rows if n_logits is None else check_int("n_logits", n_logits, 0, n_rows)
+        return self._run_exclusive(self._forward, tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Let the cache's text go on by a path of the last tree, indexes of nodes from one that follows the text on down; the
-        other nodes are forgotten.
+    def commit_path(self, path: Sequence[int]) -> None:
+        """Append a path of the last tree to the cached sequence and drop the other nodes.
 
-        A pass over a text that goes on as the tree does keeps its path by itself. Raises ValueError for what is no such path,
-        TypeError for what are no whole numbers, RuntimeError as `forward` does.
+        A pass over a sequence that continues like the tree keeps its path by itself.
+
+        Args:
+            path: Indexes of nodes, from one that follows the sequence on down.
+
+        Raises:
+            ValueError: If there is no such path.
+            TypeError, RuntimeError: As in `forward`.
         """
-        self._alone(self._keep, ids("path", path))
+        self._run_exclusive(self._commit_path, check_ints("path", path))
 
-    def look(self, work: Callable[[Buffers, list[int], Snapshots], Answer]) -> Answer:
-        """What `work` makes of the cache's buffers, the tokens that they hold and the snapshots, all of which it leaves."""
-        return self._alone(lambda: work(self._buffers, self._held, self._snapshots))
+    def export_kv(self, work: Callable[[Buffers, list[int], Snapshots], ReturnT]) -> ReturnT:
+        """Return the result of `work`, a function that reads the buffers, the cached tokens and the snapshots."""
+        return self._run_exclusive(lambda: work(self._buffers, self._cached_tokens, self._snapshots))
 
-    def hold(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
-        """Let the cache hold so many tokens of a text as `fill` has filled behind those that it holds, if it has, and states."""
-        self._alone(self._hold, tokens, fill)
+    def import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
+        """Load keys, values and states of a sequence into the cache, behind the tokens that it holds already.
 
-    def _hold(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
+        Args:
+            tokens: Tokens of the sequence.
+            fill: Function of the buffers and the number of reusable tokens; returns the new number of tokens, and snapshots.
+        """
+        self._run_exclusive(self._import_kv, tokens, fill)
+
+    def _import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
         self._reserve(len(tokens))
-        self._switch(self._config.is_long(len(tokens)))
-        self._forget(n_kept := self._n_kept(tokens, len(tokens) - 1))
+        self._switch_rope(self._config.has_long_rope(len(tokens)))
+        self._rewind(n_kept := self._count_reusable_tokens(tokens, len(tokens) - 1))
         n, snapshots = fill(self._buffers, n_kept)
         if n > n_kept:
-            self._held, self._shortest = tokens[:n], n + 1 if self.has_state else self._shortest
+            self._cached_tokens, self._min_rewind = tokens[:n], n + 1 if self.has_recurrent_state else self._min_rewind
             for snapshot in snapshots:
                 self._snapshots.add(snapshot)
-            self._goes_back(n)
+            self._truncate(n)
 
-    def _alone(self, work: Callable[..., Answer], *arguments: Any) -> Answer:
-        """The work, with the model to itself."""
-        turn = self._turn
-        with turn.lock:
-            if turn.is_taken:
-                raise RuntimeError(IN_THE_MIDDLE)
+    def _run_exclusive(self, work: Callable[..., ReturnT], *arguments: Any) -> ReturnT:
+        """Return the result of `work`, run under the model lock."""
+        model_lock = self._model_lock
+        with model_lock.lock:
+            if model_lock.is_running:
+                raise RuntimeError(REENTRANT_CALL_MESSAGE)
             try:
-                turn.is_taken = True
+                model_lock.is_running = True
                 return work(*arguments)
             finally:
-                turn.is_taken = False
+                model_lock.is_running = False
 
-    def _job(self, tokens: Sequence[int], n_logits: int) -> tuple[list[int], int]:
-        """What `forward` was asked for, checked."""
-        tokens = tokens if isinstance(tokens, list) else ids("tokens", tokens)
+    def _check_request(self, tokens: Sequence[int], n_logits: int) -> tuple[list[int], int]:
+        """Return the arguments of `forward` after validation."""
+        tokens = tokens if isinstance(tokens, list) else check_ints("tokens", tokens)
         n = len(tokens)
-        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_TOKENS):
-            n_logits = whole("n_logits", n_logits, 0, min(n, MAX_TOKENS))
+        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_BATCH_TOKENS):
+            n_logits = check_int("n_logits", n_logits, 0, min(n, MAX_BATCH_TOKENS))
         if n > self._n_positions:
             raise ValueError(f"{n} tokens do not fit {self._n_positions} positions")
         return tokens, n_logits
 
-    def _forward(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
-        """Logits, of short texts and of long ones as each are turned."""
-        self._turn.n_passes += 1
-        if not self._config.rope.n_short:
+    def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Return logits, each with the RoPE factors for the length of its sequence."""
+        self._model_lock.n_passes += 1
+        if not self._config.rope.longrope_threshold:
             return self._run(tokens, nodes, n_logits, n_total)
-        are_long = self._are_long(tokens, nodes, n_logits, n_total)
+        are_long = self._find_long_rope_rows(tokens, nodes, n_logits, n_total)
         if are_long.any() and not are_long.all():
-            self._switch(False)
-            short = self._run(tokens, nodes, n_logits).copy()
-            self._switch(True)
+            self._switch_rope(False)
+            short_logits = self._run(tokens, nodes, n_logits).copy()
+            self._switch_rope(True)
             logits = self._run(tokens, nodes, n_logits)
-            logits[~are_long] = short[~are_long]
+            logits[~are_long] = short_logits[~are_long]
             return logits
-        self._switch(bool(are_long[0]))
+        self._switch_rope(bool(are_long[0]))
         return self._run(tokens, nodes, n_logits)
 
-    def _are_long(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
-        """Of the text that each of the logits is behind, or of that which is begun, whether it is a long one."""
-        found = lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
-        return np.array([self._config.is_long(n) for n in found], bool)
+    def _find_long_rope_rows(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
+        """Return for each of the logits, or for a prefilled sequence, whether it uses long RoPE factors."""
+        lengths = compute_lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
+        return np.array([self._config.has_long_rope(n) for n in lengths], bool)
 
-    def _switch(self, is_long: bool) -> None:
-        """Take passes of long texts, or of short ones, from here on; the cache holds none of the others."""
-        if is_long != self._is_long:
-            self._forget(0)
-            self._is_long, self._runner = is_long, self._runners[is_long]
+    def _switch_rope(self, is_long: bool) -> None:
+        """Switch between the short and long RoPE factors and clear the KV cache if they change."""
+        if is_long != self._has_long_rope:
+            self._rewind(0)
+            self._has_long_rope, self._executor = is_long, self._executors[is_long]
 
-    def _run(self, tokens: list[int], nodes: list[Node], n_logits: int, n_total: int = 0) -> Float32:
-        """Logits; runs the tokens and nodes that the cache does not hold, and the last n_logits of both."""
+    def _run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Return logits; run the tokens and nodes that the cache does not hold, and the last n_logits of both."""
         limit = len(tokens) - max(0, n_logits - len(nodes))
-        start, n_nodes = self._n_kept(tokens, limit), 0
-        if self._nodes and start == len(self._held):
+        start, n_nodes = self._count_reusable_tokens(tokens, limit), 0
+        if self._tree_nodes and start == len(self._cached_tokens):
             if start < limit:
-                start = self._keep(self._followed(tokens[start:limit]))
+                start = self._commit_path(self._find_tree_path(tokens[start:limit]))
             elif start == len(tokens):
-                n_nodes = n_common(self._nodes, nodes, len(nodes) - n_logits)
-        new = self._checked("tokens", tokens[start:])
+                n_nodes = count_common_prefix(self._tree_nodes, nodes, len(nodes) - n_logits)
+        new = self._check_tokens("tokens", tokens[start:])
         if nodes:
-            new += self._checked("nodes", [token for token, _ in nodes[n_nodes:]])
+            new += self._check_tokens("nodes", [token for token, _ in nodes[n_nodes:]])
         self._reserve(len(tokens) + len(nodes))
-        if self._nodes:
-            del self._nodes[n_nodes:]
-        self._goes_back(start)
+        if self._tree_nodes:
+            del self._tree_nodes[n_nodes:]
+        self._truncate(start)
         if nodes:
-            trace(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
+            build_tree_paths(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
         while new:
-            # the last pass is a full one where there are several, so that it holds all n_logits tokens, and all nodes
-            block = new[: len(new) % MAX_TOKENS or MAX_TOKENS]
-            del new[: len(block)]
-            self._weights.take_in(block, self._buffers, 0)
-            self._goes_on(len(block))
-            self._runner(len(block), len(self._held) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
-            self._held += block[: len(tokens) - len(self._held)] if nodes else block
+            # Of several passes, the last is full, so that it holds all n_logits tokens and all nodes.
+            batch = new[: len(new) % MAX_BATCH_TOKENS or MAX_BATCH_TOKENS]
+            del new[: len(batch)]
+            self._weights.load_tokens(batch, self._buffers, 0)
+            self._advance(len(batch))
+            self._executor(len(batch), len(self._cached_tokens) + n_nodes, 0 if new else n_logits, self._n_threads, len(tokens))
+            self._cached_tokens += batch[: len(tokens) - len(self._cached_tokens)] if nodes else batch
         if nodes:
-            self._nodes += nodes[n_nodes:]
+            self._tree_nodes += nodes[n_nodes:]
         elif not n_logits:
-            self._offer(n_total)
+            self._maybe_take_snapshot(n_total)
         logits: Float32 = self._buffers.logits[:n_logits, : self._config.vocab_size]
         return logits
 
-    def _forward_together(self, jobs: list[tuple["Transformer", list[int], int, int]]) -> dict[int, Float32]:
-        """`forward_together`, by the models' ids; texts that want no logits come first, so that those of all others are a pass's
-        last ones.
+    def _forward_batch(self, jobs: list[tuple["Transformer", list[int], int, int]]) -> dict[int, Float32]:
+        """Return the logits of `forward_batch` by id of the model.
+
+        In the pass, sequences without logits come first, those with logits last.
         """
-        self._turn.n_passes += 1
+        self._model_lock.n_passes += 1
         for model, tokens, n_logits, n_total in jobs:
-            are_long = model._are_long(tokens, [], n_logits, n_total)
+            are_long = model._find_long_rope_rows(tokens, [], n_logits, n_total)
             if are_long.any() and not are_long.all():
-                raise ValueError(f"a text gets longer than {self._config.rope.n_short} tokens in a pass that it would share")
-            model._switch(bool(are_long[0]))
-        starts = [model._n_kept(tokens, len(tokens) - n_logits) for model, tokens, n_logits, _ in jobs]
-        new = [model._checked("tokens", tokens[start:]) for (model, tokens, *_), start in zip(jobs, starts, strict=True)]
-        if (n := sum(map(len, new))) > MAX_TOKENS:
-            raise ValueError(f"{n} tokens of {len(jobs)} texts would have to run; a pass holds {MAX_TOKENS}")
-        parts, at, n_rows = [], 0, sum(len(block) for block, job in zip(new, jobs, strict=True) if job[2])
-        for (model, tokens, n_logits, _), start, block in zip(jobs, starts, new, strict=True):
+                threshold = self._config.rope.longrope_threshold
+                raise ValueError(
+                    f"a sequence of a batch gets longer than {threshold} tokens, where its RoPE factors change; run it alone"
+                )
+            model._switch_rope(bool(are_long[0]))
+        starts = [model._count_reusable_tokens(tokens, len(tokens) - n_logits) for model, tokens, n_logits, _ in jobs]
+        new = [model._check_tokens("tokens", tokens[start:]) for (model, tokens, *_), start in zip(jobs, starts, strict=True)]
+        if (n := sum(map(len, new))) > MAX_BATCH_TOKENS:
+            raise ValueError(f"{n} tokens of {len(jobs)} sequences must run; a pass runs at most {MAX_BATCH_TOKENS}")
+        entries, row, n_rows = [], 0, sum(len(batch) for batch, job in zip(new, jobs, strict=True) if job[2])
+        for (model, tokens, n_logits, _), start, batch in zip(jobs, starts, new, strict=True):
             model._reserve(len(tokens))
-            model._forget(start)
-            model._goes_on(len(block))
-            self._weights.take_in(block, self._buffers, at)
-            if block:
-                parts.append(TextPart(model._runner, len(block), start, n_logits))
-            at += len(block)
-        self._runner.run_together(parts, n_rows, self._n_threads)
+            model._rewind(start)
+            model._advance(len(batch))
+            self._weights.load_tokens(batch, self._buffers, row)
+            if batch:
+                entries.append(BatchEntry(model._executor, len(batch), start, n_logits))
+            row += len(batch)
+        self._executor.run_batch(entries, n_rows, self._n_threads)
         rows, end, logits = self._buffers.logits[:, : self._config.vocab_size], n_rows - n, dict[int, Float32]()
-        for (model, _, n_logits, n_total), block in zip(jobs, new, strict=True):
-            model._held += block
-            end += len(block)
+        for (model, _, n_logits, n_total), batch in zip(jobs, new, strict=True):
+            model._cached_tokens += batch
+            end += len(batch)
             logits[id(model)] = rows[end - n_logits : end]
             if not n_logits:
-                model._offer(n_total)
+                model._maybe_take_snapshot(n_total)
         return logits
 
-    def _forget(self, n: int) -> None:
-        """All that the cache holds behind so many tokens of its text."""
-        self._nodes.clear()
-        self._goes_back(n)
+    def _rewind(self, n: int) -> None:
+        """Drop the tree nodes, then truncate the sequence to n tokens."""
+        self._tree_nodes.clear()
+        self._truncate(n)
 
-    def _goes_back(self, n: int) -> None:
-        """Its text is one of n tokens from here on, and the running state that of as many; n: 0, or where it can go back to."""
-        del self._held[n:]
-        self._snapshots.forget(n)
-        if 0 < n < self._shortest:
+    def _truncate(self, n: int) -> None:
+        """Truncate the sequence, and the recurrent state, to n tokens.
+
+        n is 0, at least `_min_rewind`, or the length of a snapshot.
+        """
+        del self._cached_tokens[n:]
+        self._snapshots.drop_after(n)
+        if 0 < n < self._min_rewind:
             self._snapshots.restore(self._buffers, n)
-        elif n < self._shortest:
-            self._windows.give_all_back(self._buffers)
-        self._shortest = min(self._shortest, n)
+        elif n < self._min_rewind:
+            self._window_evictor.evict_all(self._buffers)
+        self._min_rewind = min(self._min_rewind, n)
 
-    def _offer(self, n_total: int) -> None:
-        """Behind a pass of a prompt: its running state may be worth a snapshot."""
-        if self.has_state:
-            self._snapshots.offer(self._buffers, len(self._held), n_total)
+    def _maybe_take_snapshot(self, n_total: int) -> None:
+        """Take a snapshot after a prefill pass if it is worth its memory."""
+        if self.has_recurrent_state:
+            self._snapshots.maybe_take(self._buffers, len(self._cached_tokens), n_total)
 
-    def _take_over(self, other: "Transformer", n: int) -> None:
-        """`take_over` of n tokens."""
-        mine, theirs = ((m._config, m.kv, m._hidden_layers, m._weights.places) for m in (self, other))
-        if mine != theirs:
-            raise ValueError("what a cache holds goes over to a model of the same weights that keeps the same alone")
-        held = other._held[:n]
+    def _copy_kv(self, other: "Transformer", n: int) -> None:
+        """Copy n tokens of another model's cache; see `copy_kv`."""
+        own, others = ((m._config, m.kv, m._hidden_layers, m._weights.array_ids) for m in (self, other))
+        if own != others:
+            raise ValueError("a KV cache can be copied only between models with the same config, weights, kv and hidden_layers")
+        cached = other._cached_tokens[:n]
         self._reserve(n)
-        self._switch(other._is_long)
-        self._forget(0)
-        room = self._room(round_up(n, STRIP_ROWS), len(self._hidden_layers))
-        self._architecture.copy_text(self._config, self._weights, room, other._buffers, self._buffers)
-        self._held, self._shortest = held, other._shortest
+        self._switch_rope(other._has_long_rope)
+        self._rewind(0)
+        sizes = self._get_buffer_sizes(round_up(n, PANEL_ROWS), len(self._hidden_layers))
+        self._architecture.copy_sequence(self._config, self._weights, sizes, other._buffers, self._buffers)
+        self._cached_tokens, self._min_rewind = cached, other._min_rewind
         self._snapshots[:] = other._snapshots
-        self._goes_back(n)
-        self._windows.give_back(self._buffers, 0, self._shortest)
+        self._truncate(n)
+        self._window_evictor.evict(self._buffers, 0, self._min_rewind)
 
-    def _goes_on(self, n: int) -> None:
-        """Before a pass over so many tokens more: how far back a running state, or layers with windows, can then still go."""
-        if n_states := self._architecture.n_states:
-            self._shortest = max(self._shortest, len(self._held) + n + 1 - n_states)
-        elif (shortest := self._windows.shortest(len(self._held))) > self._shortest:
-            before, self._shortest = self._shortest, shortest
-            self._windows.give_back(self._buffers, before, shortest)
+    def _advance(self, n: int) -> None:
+        """Update `_min_rewind` before a pass over n more tokens: recurrent state and windows limit it."""
+        if n_states := self._architecture.n_rewindable_states:
+            self._min_rewind = max(self._min_rewind, len(self._cached_tokens) + n + 1 - n_states)
+        elif (min_rewind := self._window_evictor.get_min_rewind(len(self._cached_tokens))) > self._min_rewind:
+            before, self._min_rewind = self._min_rewind, min_rewind
+            self._window_evictor.evict(self._buffers, before, min_rewind)
 
-    def _checked(self, name: str, tokens: list[int]) -> list[int]:
-        """Tokens that the model has."""
-        tokens, n_rows = ids(name, tokens), self._config.vocab_size
-        if tokens and not 0 <= min(tokens) <= max(tokens) < n_rows:
-            wrong = next(token for token in tokens if not 0 <= token < n_rows)
-            raise ValueError(f"{name} hold {short(wrong)}; expected 0 to {n_rows - 1}")
+    def _check_tokens(self, name: str, tokens: list[int]) -> list[int]:
+        """Return tokens as a list after checking that they are in the vocabulary."""
+        tokens, vocab_size = check_ints(name, tokens), self._config.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            invalid = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise ValueError(f"{name} hold {shorten(invalid)}; expected 0 to {vocab_size - 1}")
         return tokens
 
-    def _n_kept(self, tokens: list[int], limit: int) -> int:
-        """How many of a text's tokens, at most limit, need not run: the cache holds them, and a state to go on from."""
-        n = n_common(self._held, tokens, limit)
-        return n if n >= self._shortest else self._snapshots.best(n)
+    def _count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
+        """Return how many tokens, at most limit, need not run: they and a state to continue from are cached."""
+        n = count_common_prefix(self._cached_tokens, tokens, limit)
+        return n if n >= self._min_rewind else self._snapshots.find_longest(n)
 
-    def _followed(self, tokens: list[int]) -> list[int]:
-        """The path of the tree that tokens behind the text follow."""
+    def _find_tree_path(self, tokens: list[int]) -> list[int]:
+        """Return the path of the tree that tokens behind the sequence follow."""
         path = [-1]
         for token in tokens:
-            if (token, path[-1]) not in self._nodes:
+            if (token, path[-1]) not in self._tree_nodes:
                 break
-            path.append(self._nodes.index((token, path[-1])))
+            path.append(self._tree_nodes.index((token, path[-1])))
         return path[1:]
 
-    def _keep(self, path: list[int]) -> int:
-        """`keep`; how many tokens the cache then holds. While rows move, it holds no nodes."""
+    def _commit_path(self, path: list[int]) -> int:
+        """Return the number of cached tokens after `commit_path`. While rows move, the cache holds no nodes."""
         for parent, node in zip([-1, *path], path, strict=False):
-            if not 0 <= node < len(self._nodes) or self._nodes[node][1] != parent:
-                raise ValueError(f"path is {short(path)}; expected nodes of the last tree, each the parent of the next")
-        tokens = [self._nodes[node][0] for node in path]
-        self._nodes.clear()
-        if self._architecture.move and path != [*range(len(path))]:
-            n_text, nodes = len(self._held), np.array(path)
-            self._architecture.move(self._buffers, nodes, n_text)
+            if not 0 <= node < len(self._tree_nodes) or self._tree_nodes[node][1] != parent:
+                raise ValueError(f"path is {shorten(path)}; expected nodes of the last tree, each the parent of the next")
+        tokens = [self._tree_nodes[node][0] for node in path]
+        self._tree_nodes.clear()
+        if self._architecture.move_path and path != [*range(len(path))]:
+            n_cached, nodes = len(self._cached_tokens), np.array(path)
+            self._architecture.move_path(self._buffers, nodes, n_cached)
             if self._hidden_layers:
-                self._buffers.hidden_states[n_text : n_text + len(path)] = self._buffers.hidden_states[n_text + nodes]
-        self._held += tokens
-        return len(self._held)
+                self._buffers.hidden_states[n_cached : n_cached + len(path)] = self._buffers.hidden_states[n_cached + nodes]
+        self._cached_tokens += tokens
+        return len(self._cached_tokens)
 
-    def _hidden_of(self, tokens: list[int], first: int) -> Float32:
-        """`hidden`; a text that goes on as the last tree does keeps its path."""
+    def _get_hidden_states(self, tokens: list[int], first: int) -> Float32:
+        """Return the states of `get_hidden_states`; a sequence that continues like the last tree keeps its path."""
         if not self._hidden_layers:
             return zeros(0, 0)
-        n = n_common(self._held, tokens, len(tokens))
-        if n == len(self._held) and (path := self._followed(tokens[n:])):
-            n = self._keep(path)
+        n = count_common_prefix(self._cached_tokens, tokens, len(tokens))
+        if n == len(self._cached_tokens) and (path := self._find_tree_path(tokens[n:])):
+            n = self._commit_path(path)
         states: Float32 = self._buffers.hidden_states[first:n]
         return states
 
     def _reserve(self, n_slots: int) -> None:
-        """Room for so many tokens of a text and its tree, twice as much as there was if that is not enough."""
+        """Make room for n_slots tokens of a sequence and its tree; grow to twice the capacity or more."""
         if n_slots <= self._capacity:
             return
-        most = min(max(n_slots, 2 * self._capacity), self._n_positions + (MAX_TOKENS if n_slots > self._n_positions else 0))
-        self._build(round_up(most, STRIP_ROWS), self._hidden_layers)
+        capacity = min(
+            max(n_slots, 2 * self._capacity), self._n_positions + (MAX_BATCH_TOKENS if n_slots > self._n_positions else 0)
+        )
+        self._build(round_up(capacity, PANEL_ROWS), self._hidden_layers)
 
-    def _room(self, n_slots: int, n_hidden: int) -> Room:
-        return Room(KV_CACHES[self.kv], n_slots, self._most_threads, n_hidden)
+    def _get_buffer_sizes(self, n_slots: int, n_hidden: int) -> BufferSizes:
+        return BufferSizes(KV_FORMATS[self.kv], n_slots, self._max_threads, n_hidden)
 
-    def _layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        most = self._config.n_layers + (self._architecture.outcome is not None)
-        layers = (*(whole(f"hidden_layers[{i}]", layer, 0, most) for i, layer in enumerate(layers)),)
+    def _check_hidden_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
+        last = self._config.n_layers + (self._architecture.final_norm is not None)
+        layers = (*(check_int(f"hidden_layers[{i}]", layer, 0, last) for i, layer in enumerate(layers)),)
         if len({*layers}) < len(layers):
-            raise ValueError(f"hidden_layers are {short(layers)}; expected each once")
+            raise ValueError(f"hidden_layers are {shorten(layers)}; expected each once")
         return layers
 
     def _build(self, capacity: int, layers: tuple[int, ...]) -> None:
-        """Buffers for so many slots, grown out of those that there are, and the program over them.
-
-        layers: before which it keeps the hidden states.
-        """
-        config, weights, architecture, common = self._config, self._weights, self._architecture, self._turn.common
-        room, old = self._room(capacity, len(layers)), self._buffers if self._capacity else None
+        """Make buffers of this capacity, grown out of the present ones, and the program; layers: see `hidden_layers`."""
+        config, weights, architecture, shared = self._config, self._weights, self._architecture, self._model_lock.shared_buffers
+        sizes, old_buffers = self._get_buffer_sizes(capacity, len(layers)), self._buffers if self._capacity else None
         if layers != self._hidden_layers:
-            self._forget(0)
-            old = None
-        buffers, common = architecture.grown(config, weights, room, old, common)
-        runners = architecture.runners(config, weights, buffers, room, common, layers)
-        # all or nothing: an interrupt between two calls would leave a program of buffers that are gone
-        self._runners, self._runner, self._buffers, self._capacity, self._hidden_layers, self._turn.common = (
-            runners, runners[self._is_long], buffers, capacity, layers, common,
+            self._rewind(0)
+            old_buffers = None
+        buffers, shared = architecture.grow_buffers(config, weights, sizes, old_buffers, shared)
+        executors = architecture.make_executors(config, weights, buffers, sizes, shared, layers)
+        # One assignment: an interrupt between several would leave a program over buffers that are gone.
+        self._executors, self._executor, self._buffers, self._capacity, self._hidden_layers, self._model_lock.shared_buffers = (
+            executors, executors[self._has_long_rope], buffers, capacity, layers, shared,
         )  # fmt: skip
 
 
-def room_behind(n_tokens: int, n_positions: int, n_short: int) -> int:
-    """How many tokens may follow a text in a pass that has logits of all: no short text, of n_short tokens at most, gets long."""
-    return (n_short if n_tokens <= n_short else n_positions) - n_tokens
+def get_token_headroom(n_tokens: int, n_positions: int, longrope_threshold: int) -> int:
+    """Return how many tokens can follow a sequence in a pass with logits of all.
+
+    With LongRoPE, no sequence of at most longrope_threshold tokens gets longer than that.
+    """
+    return (longrope_threshold if n_tokens <= longrope_threshold else n_positions) - n_tokens

@@ -1,110 +1,111 @@
-"""fp32 weights: strips (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
+"""fp32 weights: panels (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
 from typing import Any
 
 import numpy as np
 
-from specdec.quant.matmul import embedded_by, multiplied_by
-from specdec.quant.matrix import ALL, Floats, Kind, floats
+from specdec.quant.matmul_kernels import make_embed_kernel, make_matmul_kernels
+from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.program import Floats2, Floats3, Halves2, Halves3, Pass, on_all_threads, operation
-from specdec.runtime.simd import LANES, Float32, ceil_div, lane, load
-from specdec.runtime.tile import FLOAT_TOKENS, STRIP_ROWS, strip_tile
-from specdec.runtime.work_stealing import share
+from specdec.runtime.matmul_tile import FLOAT_TILE_LIMITS, PANEL_ROWS, panel_tile
+from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Halves2, Halves3, kernel, run_on_all_threads
+from specdec.runtime.simd import LANES, Float32, ceil_div, extract_lane, load
+from specdec.runtime.work_stealing import get_chunk_range
 
-BLOCK = 32  # columns of a block that is turned, a number that the compiler sees: 135M weights on two threads 0.04 s, else 0.1
+# Columns of a transposed block, a constant for the compiler: 135M weights on two threads take 0.04 s, else 0.1 s.
+TRANSPOSE_COLUMNS = 32
 
 
 @inlined
-def floats_of_x(run, thread, p, n_tokens):
-    """x as a tile over floats takes it."""
+def get_float_activations(run, thread, p, n_tokens):
+    """Return x as a tile over floats takes it."""
     return p.x[thread if p.x.shape[0] > 1 else 0], 0
 
 
-def weight_of(load_weights: Any) -> Any:
-    """What gives a weight of a strip whose columns that loads."""
+def make_weight_getter(load_weights: Any) -> Any:
+    """Return an inlined function that reads one weight from a panel; load_weights loads a vector of its rows."""
 
     @inlined
-    def weight_at(w, strip, row, k, n, group):
-        return lane(load_weights(w, (strip * n + k) * STRIP_ROWS + row // LANES * LANES), row % LANES)
+    def get_weight(w, panel, row, k, n, group_size):
+        return extract_lane(load_weights(w, (panel * n + k) * PANEL_ROWS + row // LANES * LANES), row % LANES)
 
-    return weight_at
+    return get_weight
 
 
 @inlined
-def turn_rows(out, source):
-    """out[k, r] = source[r, k]: rows (R or fewer, n) as columns (n, R)."""
+def transpose_rows(out, source):
+    """out[k, r] = source[r, k]: rows (R or fewer, n) become columns (n, R)."""
     n = source.shape[1]
-    whole = n // BLOCK * BLOCK
-    for k in range(0, whole, BLOCK):
+    whole = n // TRANSPOSE_COLUMNS * TRANSPOSE_COLUMNS
+    for k in range(0, whole, TRANSPOSE_COLUMNS):
         for r in range(source.shape[0]):
-            for j in range(BLOCK):
+            for j in range(TRANSPOSE_COLUMNS):
                 out[k + j, r] = source[r, k + j]
     for k in range(whole, n):
         for r in range(source.shape[0]):
             out[k, r] = source[r, k]
 
 
-@operation
-def fill_strips(run: Pass, thread: int, strips: Floats3, first: int, stride: int, matrix: Floats2) -> None:
-    """strips[first + stride * i, k, r] = matrix[R i + r, k]: rows (rows, n) into every stride-th of strips (P, n, R)."""
-    begin, end = share(ceil_div(matrix.shape[0], STRIP_ROWS), run.part, run.n_parts)
-    for strip in range(begin, end):
-        turn_rows(strips[first + stride * strip], matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS])
+@kernel
+def pack_panels(run: ForwardContext, thread: int, panels: Floats3, first: int, stride: int, matrix: Floats2) -> None:
+    """panels[first + stride * i, k, r] = matrix[R i + r, k]: pack rows (rows, n) into every stride-th of panels (P, n, R)."""
+    begin, end = get_chunk_range(ceil_div(matrix.shape[0], PANEL_ROWS), run.chunk, run.n_chunks)
+    for i in range(begin, end):
+        transpose_rows(panels[first + stride * i], matrix[i * PANEL_ROWS : (i + 1) * PANEL_ROWS])
 
 
-@operation
-def read_strips(run: Pass, thread: int, matrix: Floats2, strips: Floats3) -> None:
-    """matrix[R i + r, k] = strips[i, k, r]."""
-    begin, end = share(strips.shape[0], run.part, run.n_parts)
-    for strip in range(begin, end):
-        turn_rows(matrix[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS].T, strips[strip].T)
+@kernel
+def unpack_panels(run: ForwardContext, thread: int, matrix: Floats2, panels: Floats3) -> None:
+    """matrix[R i + r, k] = panels[i, k, r]."""
+    begin, end = get_chunk_range(panels.shape[0], run.chunk, run.n_chunks)
+    for i in range(begin, end):
+        transpose_rows(matrix[i * PANEL_ROWS : (i + 1) * PANEL_ROWS].T, panels[i].T)
 
 
-# of two bytes a weight
-fill_halves = fill_strips.over("fill_halves", strips=Halves3, matrix=Halves2)
-read_halves = read_strips.over("read_halves", matrix=Halves2, strips=Halves3)
+# The same kernels for 16-bit weights
+pack_half_panels = pack_panels.specialize("pack_half_panels", panels=Halves3, matrix=Halves2)
+unpack_half_panels = unpack_panels.specialize("unpack_half_panels", matrix=Halves2, panels=Halves3)
 
 
-def pack_rows(strips: Floats, first: int, stride: int, rows: Floats) -> None:
-    """`fill_strips` on all threads: the rows that pad the last strip stay zero."""
-    fill = fill_strips if strips.dtype == np.float32 else fill_halves
-    on_all_threads(fill(strips, first, stride, np.ascontiguousarray(rows)))
+def pack_rows(panels: Floats, first: int, stride: int, rows: Floats) -> None:
+    """Run `pack_panels` on all threads; the rows that pad the last panel stay zero."""
+    pack_kernel = pack_panels if panels.dtype == np.float32 else pack_half_panels
+    run_on_all_threads(pack_kernel(panels, first, stride, np.ascontiguousarray(rows)))
 
 
-def unpack_rows(strips: Floats, n: int) -> Floats:
-    """All rows of strips (P, n, R), those that pad the last one among them."""
-    rows = np.empty((len(strips) * STRIP_ROWS, n), strips.dtype)
-    read = read_strips if strips.dtype == np.float32 else read_halves
-    on_all_threads(read(rows, np.ascontiguousarray(strips)))
+def unpack_rows(panels: Floats, n: int) -> Floats:
+    """Return all rows of panels (P, n, R), including those that pad the last panel."""
+    rows = np.empty((len(panels) * PANEL_ROWS, n), panels.dtype)
+    unpack_kernel = unpack_panels if panels.dtype == np.float32 else unpack_half_panels
+    run_on_all_threads(unpack_kernel(rows, np.ascontiguousarray(panels)))
     return rows
 
 
-def fill(strips: Float32, first: int, stride: int, rows: Floats, group: int) -> None:
-    """`Kind.fill`, of floats of any type."""
-    pack_rows(strips, first, stride, floats(rows))
+def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
+    """Implement `WeightFormat.pack` for floats of any type."""
+    pack_rows(panels, first, stride, to_float32(rows))
 
 
-def rows_of(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
-    """`Kind.rows`."""
-    return unpack_rows(strips[block], n)
+def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+    """Implement `WeightFormat.unpack`."""
+    return unpack_rows(panels[block], n)
 
 
-def no_group(n: int, file_group: int) -> int:
-    """`Kind.group`."""
+def get_group_size(n: int, file_group: int) -> int:
+    """Implement `WeightFormat.get_group_size`."""
     return 0
 
 
-def strip_shape(n: int, group: int) -> tuple[int, int]:
-    """`Kind.strip_shape`."""
-    return n, STRIP_ROWS
+def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
+    """Implement `WeightFormat.get_panel_shape`."""
+    return n, PANEL_ROWS
 
 
-def no_scratch(n: int, group: int) -> int:
-    """`Kind.scratch_words`: an array has at least one."""
+def get_scratch_words(n: int, group_size: int) -> int:
+    """Implement `WeightFormat.get_scratch_words`: an array has at least one word."""
     return 1
 
 
-product, experts = multiplied_by(__name__, "", strip_tile, FLOAT_TOKENS, floats_of_x)
-embed = embedded_by(__name__, "", weight_of(load))
-FP32 = Kind("fp32", product, embed, experts, no_group, strip_shape, fill, rows_of, no_scratch)
+matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, FLOAT_TILE_LIMITS, get_float_activations)
+embed = make_embed_kernel(__name__, "", make_weight_getter(load))
+FP32 = WeightFormat("fp32", matmul, embed, expert_matmul, get_group_size, get_panel_shape, pack, unpack, get_scratch_words)

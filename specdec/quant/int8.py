@@ -1,9 +1,9 @@
-"""int8 weights and activations: groups that share a scale, their sums exact, their floats one chain.
+"""int8 weights and activations in groups that share a scale: exact integer sums per group, and one chain of float sums.
 
-Symmetric as llama2.c's export.py has it: scale = max |w| / 127 over a group of consecutive weights, w about value * scale.
+Symmetric as in llama2.c's export.py: scale = max |w| / 127 over a group of consecutive weights, w is about value * scale.
 
-A strip is (groups, words): for each group of columns the R rows' scales, then quads of columns, the rows of each innermost, a
-row's 4 weights as the bytes w + 128 of one word. Activations (T, words) are for each group its scale, the correction -128 * sum
+A panel is (groups, words). A group of columns holds the scales of the R rows, then words, the rows innermost: a word holds a
+row's weights of 4 columns as the bytes w + 128. Activations (T, words) hold for each group its scale, the correction -128 * sum
 of codes for weights that are stored as w + 128, the sum of scale * codes, and the codes, 4 to a word.
 """
 
@@ -18,10 +18,25 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils
 
-from specdec.quant.matmul import embedded_by, multiplied_by
-from specdec.quant.matrix import ALL, Floats, Grouped, Kind, floats
-from specdec.runtime.code_cache import compiled, inlined, inner
-from specdec.runtime.program import Codes3, Floats2, Pass, Words2, Words3, Words4, on_all_threads, operation
+from specdec.quant.matmul_kernels import make_embed_kernel, make_matmul_kernels
+from specdec.quant.packed_matrix import ALL_PANELS, Floats, Int8Rows, WeightFormat, to_float32
+from specdec.runtime.code_cache import compiled, inlined, jitable
+from specdec.runtime.matmul_tile import (  # fmt: skip
+    LINE_WORDS,
+    MAX_TILE_TOKENS,
+    PANEL_ROWS,
+    REGISTER_LANES,
+    RowBlock,
+    TileArgs,
+    TileLimits,
+    TileShape,
+    choose_tile_shape,
+    const,
+    load_accumulators,
+    make_tile,
+    prefetch,
+)
+from specdec.runtime.op_program import Codes3, Floats2, ForwardContext, Words2, Words3, Words4, kernel, run_on_all_threads
 from specdec.runtime.simd import (  # fmt: skip
     CPU_FEATURES,
     F32,
@@ -33,17 +48,17 @@ from specdec.runtime.simd import (  # fmt: skip
     absolute,
     add,
     broadcast,
+    call_llvm_intrinsic,
     ceil_div,
-    constants,
     div,
     fma,
-    llvm,
     load,
     load_byte,
+    make_constant_vector,
     maximum,
     minimum,
     multiply_add,
-    offset,
+    offset_pointer,
     reduce_add,
     reduce_max,
     rint,
@@ -54,71 +69,66 @@ from specdec.runtime.simd import (  # fmt: skip
     store_bytes,
     store_int,
 )
-from specdec.runtime.tile import (  # fmt: skip
-    LINE_WORDS,
-    REGISTER_LANES,
-    STRIP_ROWS,
-    TILE_TOKENS,
-    Shape,
-    Sweep,
-    Tile,
-    Tokens,
-    cells,
-    const,
-    make_tile,
-    prefetch,
-    shape_of,
-)
-from specdec.runtime.work_stealing import share
+from specdec.runtime.work_stealing import get_chunk_range
 
 Int8 = npt.NDArray[np.int8]
-QUADS = 4  # bytes in a word
-ZEROS_OF_CODES = np.uint32(0x80808080)  # four weights of 0 as they are stored
-SMALLEST_SCALE = np.finfo(np.float32).tiny  # below, it has so few bits that a weight might be 190 of them, which wraps around
-MINUS_128 = -0x7F7F7F80  # what turns four bytes w into w - 128, by exclusive or
-SHORTS_OF_4, SHORTS_OF_8 = ir.VectorType(I16, 8), ir.VectorType(I16, 16)
-AVX2_TOKENS, AVX2_WHOLE_TOKENS = 8, 2  # of a tile: 8 rows for each token; up to 2 take all rows of a strip, as memory gives them
-NEON_TOKENS = 4  # of a tile: 8 rows for 3 or 4, 16 for 2, all rows of a strip for 1
-GROUP_HEAD = 3  # words in front of a group of activations: its scale, its correction and its sum
+BYTES_PER_WORD = 4
+ZERO_CODES_WORD = np.uint32(0x80808080)  # four weights of 0 as stored
+MIN_SCALE = np.finfo(np.float32).tiny  # a smaller scale has so few bits that a code may reach 190, which wraps around
+MINUS_128_MASK = -0x7F7F7F80  # xor with it turns four bytes w into w - 128
+INT16X8, INT16X16 = ir.VectorType(I16, 8), ir.VectorType(I16, 16)
+# Tokens of an AVX2 tile: 8 rows for each token; up to 2 tokens take all rows of a panel, in memory order.
+AVX2_MAX_TOKENS, AVX2_MAX_FULL_PANEL_TOKENS = 8, 2
+NEON_MAX_TOKENS = 4  # tokens of a NEON tile: 8 rows for 3 or 4, 16 for 2, all rows of a panel for 1
+GROUP_HEADER_WORDS = 3  # words before a group's activation codes: its scale, its correction and its sum
 
 
-def best_dot4(features: str) -> str:
-    """What sums up products of bytes on a CPU of those LLVM features: an instruction for 4, those of avx2 or neon, "portable"."""
-    known = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod", "neon": "+neon"}
-    return next((name for name, feature in known.items() if feature in features.split(",")), "portable")
+def choose_dot4(features: str) -> str:
+    """Return the instruction set for sums of byte products on a CPU with those LLVM features.
+
+    It is an instruction for 4 products, "avx2", "neon", or "portable".
+    """
+    required = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod", "neon": "+neon"}
+    return next((name for name, feature in required.items() if feature in features.split(",")), "portable")
 
 
 class Dot4:
-    """acc + the 4 products of bytes of each lane, w times x: int32, exact. w is unsigned, x signed and no less than -127.
+    """acc + the 4 byte products of each lane, w times x: int32, exact. w is unsigned, x is signed and at least -127.
 
-    A tile's sums are what `begin` makes of what they are to start from, `add` adds to, and `end` makes int32 of again.
-    lanes: of its vectors; is_signed: whether it takes w - 128 for w.
+    A tile's sums are created by `start_sum`, updated by `accumulate`, and turned back into int32 by `finish_sum`. This class is
+    the portable version.
+
+    Attributes:
+        lanes: int32 lanes of its vectors.
+        is_signed: Whether it takes w - 128 instead of w.
+        max_tokens: Tokens of a tile.
     """
 
-    name, lanes, is_signed, most_tokens = "portable", REGISTER_LANES, False, TILE_TOKENS
+    name, lanes, is_signed, max_tokens = "portable", REGISTER_LANES, False, MAX_TILE_TOKENS
 
-    def shape(self, rows: int, n_tokens: int) -> Shape:
-        """Of a tile over strips of so many rows."""
-        return shape_of(rows, n_tokens, self.lanes, is_by_tokens=True)
+    def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
+        """Return the shape of a tile over panels of that many rows."""
+        return choose_tile_shape(rows, n_tokens, self.lanes, is_weight_stationary=True)
 
-    def weights(self, builder: Any, w: Any) -> Any:
-        """What `add` takes for w, made once for all tokens."""
-        return self.octets(builder, builder.xor(w, constants(w.type, MINUS_128))) if self.is_signed else w
+    def prepare_weights(self, builder: Any, w: Any) -> Any:
+        """Return w in the form that `accumulate` takes, made once for all tokens."""
+        return self.cast_to_bytes(builder, builder.xor(w, make_constant_vector(w.type, MINUS_128_MASK))) if self.is_signed else w
 
-    def octets(self, builder: Any, words: Any) -> Any:
-        """The bytes of its vectors' words."""
-        return builder.bitcast(words, ir.VectorType(I8, QUADS * self.lanes))
+    def cast_to_bytes(self, builder: Any, words: Any) -> Any:
+        """Return the bytes of a vector's words."""
+        return builder.bitcast(words, ir.VectorType(I8, BYTES_PER_WORD * self.lanes))
 
-    def begin(self, builder: Any, first: Any) -> Any:
+    def start_sum(self, builder: Any, first: Any) -> Any:
+        """Return a sum that starts from `first`, int32."""
         return first
 
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Bytes 0 and 2, then 1 and 3 of each lane, as two products of int16 pairs: what x86 calls pmaddwd."""
+    def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """Add the products as int16 pairs: bytes 0 and 2 of each lane, then 1 and 3, like x86's pmaddwd."""
         shorts = ir.VectorType(I16, 2 * acc.type.count)
-        eight = constants(shorts, 8)
+        eight = make_constant_vector(shorts, 8)
         w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
         for w_half, x_half in (
-            (builder.and_(w, constants(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
+            (builder.and_(w, make_constant_vector(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
             (builder.lshr(w, eight), builder.ashr(x, eight)),
         ):
             for odd in (0, 1):
@@ -127,229 +137,270 @@ class Dot4:
                 acc = builder.add(acc, builder.mul(a, b))
         return acc
 
-    def end(self, builder: Any, acc: Any) -> Any:
+    def finish_sum(self, builder: Any, acc: Any) -> Any:
+        """Return the sum as int32."""
         return acc
 
     def multiply_add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """acc and the products of one quad."""
-        return self.end(builder, self.add(builder, self.begin(builder, acc), self.weights(builder, w), x))
+        """Return acc plus the products of one word of weights and activations."""
+        return self.finish_sum(
+            builder, self.accumulate(builder, self.start_sum(builder, acc), self.prepare_weights(builder, w), x)
+        )
 
 
 class Vnni(Dot4):
+    """`Dot4` with vpdpbusd of AVX-512 VNNI or AVX-VNNI."""
+
     def __init__(self, name: str, lanes: int) -> None:
+        """Create it for vectors of that many lanes."""
         self.name, self.lanes = name, lanes
 
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        return llvm(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc.type, acc, w, x)
+    def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """Add the 4 products of each lane with one instruction."""
+        return call_llvm_intrinsic(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc.type, acc, w, x)
 
 
 class Sdot(Dot4):
+    """`Dot4` with sdot of ARM's dot product extension."""
+
     name, lanes, is_signed = "sdot", 4, True
 
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        return llvm(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, self.octets(builder, x))
+    def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """Add the 4 products of each lane with one instruction."""
+        return call_llvm_intrinsic(
+            builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, self.cast_to_bytes(builder, x)
+        )
 
 
-class InShorts(Dot4, ABC):
-    """Sums of two products in 16 bits, which are then added to those of 32. Of w - 128 no more fit: 2 * 128 * 127 = 32512."""
+class Int16Dot4(Dot4, ABC):
+    """`Dot4` with sums of two products in 16 bits, which are then added to 32-bit sums.
+
+    Two products with w - 128 are the most that fit: 2 * 128 * 127 = 32512.
+    """
 
     is_signed = True
 
     @abstractmethod
-    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """shorts, or 0 where it is None, + the sums of two products, in 16 bits."""
+    def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        """Return shorts (None: 0) plus the 16-bit sums of two products."""
 
     @abstractmethod
-    def widen(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        """acc + the sums that stand in 16 bits."""
+    def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
+        """Return acc plus the 16-bit sums."""
 
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        return self.widen(builder, acc, self.pairs(builder, None, w, x))
+    def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """Add the products through 16-bit sums."""
+        return self.widen_sums(builder, acc, self.multiply_pairs(builder, None, w, x))
 
 
-class OfFew(InShorts):
-    """w below 2^bits: as many sums of two products as 16 bits hold are added up there, 8 of 4 bits, 4 of 5 and 2 of 6."""
+class LowBitDot4(Int16Dot4):
+    """`Int16Dot4` for w below 2^bits: it adds as many sums of two products as 16 bits hold, 8 for 4 bits, 4 for 5 and 2 for 6."""
 
     is_signed = False
 
     def __init__(self, bits: int) -> None:
-        self.most = (2**15 - 1) // (2 * (2**bits - 1) * 127)
+        """Create it for codes of that many bits."""
+        self.max_sums = (2**15 - 1) // (2 * (2**bits - 1) * 127)
 
-    def weights(self, builder: Any, w: Any) -> Any:
-        return self.octets(builder, w)
+    def prepare_weights(self, builder: Any, w: Any) -> Any:
+        """Return the bytes of w."""
+        return self.cast_to_bytes(builder, w)
 
-    def begin(self, builder: Any, first: Any) -> Any:
-        """int32 sums, and those of 16 bits with their number."""
+    def start_sum(self, builder: Any, first: Any) -> Any:
+        """Return the int32 sums, the 16-bit sums, and how many products those hold."""
         return first, None, 0
 
-    def add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
+        """Add the products to the 16-bit sums, which are widened first if they are full."""
         wide, shorts, n = acc
-        if n == self.most:
-            wide, shorts, n = self.end(builder, acc), None, 0
-        return wide, self.pairs(builder, shorts, w, x), n + 1
+        if n == self.max_sums:
+            wide, shorts, n = self.finish_sum(builder, acc), None, 0
+        return wide, self.multiply_pairs(builder, shorts, w, x), n + 1
 
-    def end(self, builder: Any, acc: Any) -> Any:
+    def finish_sum(self, builder: Any, acc: Any) -> Any:
+        """Return the int32 sums with the 16-bit sums added."""
         wide, shorts, _ = acc
-        return self.widen(builder, wide, shorts)
+        return self.widen_sums(builder, wide, shorts)
 
 
-class Avx2(InShorts):
-    """|w - 128| times x with its sign."""
+class Avx2(Int16Dot4):
+    """`Int16Dot4` with AVX2: |w - 128| times x with the sign of w - 128."""
 
-    name, lanes, most_tokens = "avx2", 8, AVX2_TOKENS
+    name, lanes, max_tokens = "avx2", 8, AVX2_MAX_TOKENS
 
-    def shape(self, rows: int, n_tokens: int) -> Shape:
-        return Shape(8, rows // 8 if n_tokens <= AVX2_WHOLE_TOKENS else 1, n_tokens)
+    def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
+        """Return the shape of a tile over panels of that many rows."""
+        return TileShape(8, rows // 8 if n_tokens <= AVX2_MAX_FULL_PANEL_TOKENS else 1, n_tokens)
 
-    def weights(self, builder: Any, w: Any) -> Any:
-        w = super().weights(builder, w)
-        return llvm(builder, "llvm.abs.v32i8", w.type, w, ir.IntType(1)(0)), w
+    def prepare_weights(self, builder: Any, w: Any) -> Any:
+        """Return |w - 128| and w - 128."""
+        w = super().prepare_weights(builder, w)
+        return call_llvm_intrinsic(builder, "llvm.abs.v32i8", w.type, w, ir.IntType(1)(0)), w
 
-    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        size, w = w
-        x = llvm(builder, "llvm.x86.avx2.psign.b", w.type, builder.bitcast(x, w.type), w)
-        return _byte_pairs(builder, shorts, size, x)
+    def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        """Give x the sign of w - 128, and multiply by |w - 128|."""
+        magnitude, w = w
+        x = call_llvm_intrinsic(builder, "llvm.x86.avx2.psign.b", w.type, builder.bitcast(x, w.type), w)
+        return _multiply_byte_pairs(builder, shorts, magnitude, x)
 
-    def widen(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        pairs = llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, constants(SHORTS_OF_8, 1))
+    def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
+        """Add pairs of 16-bit sums by pmaddwd."""
+        pairs = call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, make_constant_vector(INT16X16, 1))
         return builder.add(acc, pairs)
 
 
-def _byte_pairs(builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-    pairs = llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS_OF_8, w, x)
+def _multiply_byte_pairs(builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+    pairs = call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", INT16X16, w, x)
     return pairs if shorts is None else builder.add(shorts, pairs)
 
 
-class Avx2OfFew(OfFew, Avx2):
-    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        return _byte_pairs(builder, shorts, w, self.octets(builder, x))
+class LowBitAvx2(LowBitDot4, Avx2):
+    """`LowBitDot4` with the instructions of `Avx2`."""
+
+    def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        """Multiply w as it is: its codes are not negative."""
+        return _multiply_byte_pairs(builder, shorts, w, self.cast_to_bytes(builder, x))
 
 
-class Neon(InShorts):
-    """Products of the bytes of two lanes, then of the other two. Sums are few, since their products take registers too."""
+class Neon(Int16Dot4):
+    """`Int16Dot4` with NEON: products of the bytes of two lanes, then of the other two.
 
-    name, lanes, most_tokens = "neon", 4, NEON_TOKENS
-
-    def shape(self, rows: int, n_tokens: int) -> Shape:
-        return Shape(4, rows // 4 // n_tokens, n_tokens)
-
-    def pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """smull or smlal, twice: not yet in pairs, which addp makes before they are widened."""
-        x, products = self.octets(builder, x), []
-        for lanes in (list(range(8)), list(range(8, 16))):
-            factors = (shuffle(builder, v, lanes) for v in (w, x))
-            products.append(llvm(builder, "llvm.aarch64.neon.smull.v8i16", SHORTS_OF_4, *factors))
-        return products if shorts is None else [builder.add(*sums) for sums in zip(shorts, products, strict=True)]
-
-    def widen(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        """addp, then sadalp."""
-        pairs = llvm(builder, "llvm.aarch64.neon.addp.v8i16", SHORTS_OF_4, *shorts)
-        return builder.add(acc, llvm(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
-
-
-class NeonOfFew(OfFew, Neon):
-    """`OfFew` by the instructions of `Neon`."""
-
-
-DOTS = {dot.name: dot for dot in (Dot4(), Vnni("avx512vnni", 16), Vnni("avxvnni", 8), Sdot(), Avx2(), Neon())}
-OF_FEW: dict[str, type[OfFew]] = {"avx2": Avx2OfFew, "neon": NeonOfFew}
-
-
-def dot4(path: str, bits: int = 8) -> Dot4:
-    """What multiplies codes of so many bits by those instructions of `best_dot4`."""
-    return OF_FEW[path](bits) if bits < 8 and path in OF_FEW else DOTS[path]
-
-
-def _int8_body(dot: Dot4) -> Any:
-    """The body of a tile over int8 weights, n groups of n_quads.
-
-    The integer sums of a group are exact, so their order is free; a group's float enters its row's chain at its place.
+    Its tiles have few sums, since the products take registers, too.
     """
 
-    def emit(builder: Any, shape: Shape, sweep: Sweep, tile: Tile) -> None:
+    name, lanes, max_tokens = "neon", 4, NEON_MAX_TOKENS
+
+    def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
+        """Return the shape of a tile over panels of that many rows."""
+        return TileShape(4, rows // 4 // n_tokens, n_tokens)
+
+    def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
+        """Multiply by smull or smlal, twice; addp forms the pairs later, before they are widened."""
+        x, products = self.cast_to_bytes(builder, x), []
+        for lanes in (list(range(8)), list(range(8, 16))):
+            factors = (shuffle(builder, v, lanes) for v in (w, x))
+            products.append(call_llvm_intrinsic(builder, "llvm.aarch64.neon.smull.v8i16", INT16X8, *factors))
+        return products if shorts is None else [builder.add(*sums) for sums in zip(shorts, products, strict=True)]
+
+    def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
+        """Add the sums by addp, then sadalp."""
+        pairs = call_llvm_intrinsic(builder, "llvm.aarch64.neon.addp.v8i16", INT16X8, *shorts)
+        return builder.add(acc, call_llvm_intrinsic(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
+
+
+class LowBitNeon(LowBitDot4, Neon):
+    """`LowBitDot4` with the instructions of `Neon`."""
+
+
+DOT4_BY_NAME = {dot.name: dot for dot in (Dot4(), Vnni("avx512vnni", 16), Vnni("avxvnni", 8), Sdot(), Avx2(), Neon())}
+LOW_BIT_DOT4_BY_NAME: dict[str, type[LowBitDot4]] = {"avx2": LowBitAvx2, "neon": LowBitNeon}
+
+
+def get_dot4(instruction_set: str, bits: int = 8) -> Dot4:
+    """Return the `Dot4` for an instruction set of `choose_dot4` and codes of `bits` bits."""
+    return (
+        LOW_BIT_DOT4_BY_NAME[instruction_set](bits)
+        if bits < 8 and instruction_set in LOW_BIT_DOT4_BY_NAME
+        else DOT4_BY_NAME[instruction_set]
+    )
+
+
+def _make_int8_tile_body(dot: Dot4) -> Any:
+    """Return a function that emits the body of a tile over int8 weights: n groups of format_arg words.
+
+    The integer sums of a group are exact, so their order is free; its float sum enters its row's chain in order.
+    """
+
+    def emit(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> None:
         lanes, n_vectors, n_tokens = shape
         integers, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-        places, starts = cells(builder, shape, sweep, tile)
-        totals = [cgutils.alloca_once_value(builder, start) for start in starts]
-        sums = [cgutils.alloca_once(builder, integers) for _ in places]
-        w, group_rows = builder.gep(tile.w, [sweep.row]), builder.add(tile.n_quads, const(1))
-        group_words = builder.mul(group_rows, const(STRIP_ROWS))
-        ahead, ahead_stride = sweep.ahead(builder, tile.ahead, tile.ahead_stride, builder.mul(tile.n, group_rows))
-        x_group_words = builder.add(tile.n_quads, const(GROUP_HEAD))
+        out_pointers, initial_sums = load_accumulators(builder, shape, row_block, tile)
+        totals = [cgutils.alloca_once_value(builder, initial) for initial in initial_sums]
+        sums = [cgutils.alloca_once(builder, integers) for _ in out_pointers]
+        w, group_rows = builder.gep(tile.w, [row_block.first_row]), builder.add(tile.format_arg, const(1))
+        group_words = builder.mul(group_rows, const(PANEL_ROWS))
+        prefetch_at, prefetch_stride = row_block.split_prefetch(
+            builder, tile.prefetch_at, tile.prefetch_stride, builder.mul(tile.n, group_rows)
+        )
+        x_group_words = builder.add(tile.format_arg, const(GROUP_HEADER_WORDS))
 
         def load_words(pointer: Any, v: int, vector_type: Any) -> Any:
-            return builder.load(offset(builder, pointer, const(lanes * v), vector_type), align=4 * lanes)
+            return builder.load(offset_pointer(builder, pointer, const(lanes * v), vector_type), align=4 * lanes)
 
         with cgutils.for_range(builder, tile.n) as groups:
             weights = builder.gep(w, [builder.mul(groups.index, group_words)])
-            fetched = builder.gep(ahead, [builder.mul(builder.mul(groups.index, group_rows), ahead_stride)])
-            start = builder.mul(groups.index, x_group_words)
-            rows = [builder.gep(tile.x, [builder.add(builder.mul(tile.x_stride, const(t)), start)]) for t in range(n_tokens)]
+            group_prefetch = builder.gep(prefetch_at, [builder.mul(builder.mul(groups.index, group_rows), prefetch_stride)])
+            x_start = builder.mul(groups.index, x_group_words)
+            rows = [builder.gep(tile.x, [builder.add(builder.mul(tile.x_stride, const(t)), x_start)]) for t in range(n_tokens)]
             for i, total in enumerate(sums):
-                begin = constants(integers, 0)
+                first_sum = make_constant_vector(integers, 0)
                 if not dot.is_signed:
-                    begin = broadcast(builder, builder.load(offset(builder, rows[i // n_vectors], const(1), I32)), integers)
-                builder.store(begin, total)
-            with cgutils.for_range(builder, tile.n_quads) as quads:
-                row = builder.add(quads.index, const(1))
-                line, here = builder.mul(row, ahead_stride), builder.gep(weights, [builder.mul(row, const(STRIP_ROWS))])
-                loaded = []
+                    correction = offset_pointer(builder, rows[i // n_vectors], const(1), I32)
+                    first_sum = broadcast(builder, builder.load(correction), integers)
+                builder.store(first_sum, total)
+            with cgutils.for_range(builder, tile.format_arg) as words:
+                row = builder.add(words.index, const(1))
+                prefetch_line = builder.mul(row, prefetch_stride)
+                row_words = builder.gep(weights, [builder.mul(row, const(PANEL_ROWS))])
+                row_weights = []
                 for v in range(n_vectors):
-                    loaded.append(dot.weights(builder, load_words(here, v, integers)))
+                    row_weights.append(dot.prepare_weights(builder, load_words(row_words, v, integers)))
                     if v * lanes % LINE_WORDS == 0:
-                        prefetch(builder, fetched, builder.add(line, const(v * lanes * QUADS)))
+                        prefetch(builder, group_prefetch, builder.add(prefetch_line, const(v * lanes * BYTES_PER_WORD)))
                 for t in range(n_tokens):
-                    quad = builder.load(offset(builder, rows[t], builder.add(quads.index, const(GROUP_HEAD)), I32))
-                    quad = broadcast(builder, quad, integers)
+                    x_offset = builder.add(words.index, const(GROUP_HEADER_WORDS))
+                    x_word = broadcast(builder, builder.load(offset_pointer(builder, rows[t], x_offset, I32)), integers)
                     for v in range(n_vectors):
                         total = sums[t * n_vectors + v]
-                        builder.store(dot.add(builder, builder.load(total), loaded[v], quad), total)
+                        builder.store(dot.accumulate(builder, builder.load(total), row_weights[v], x_word), total)
             scales = [load_words(weights, v, floats) for v in range(n_vectors)]
             for i, total in enumerate(totals):
                 t, v = divmod(i, n_vectors)
                 scale = builder.fmul(scales[v], broadcast(builder, builder.load(rows[t]), floats))
-                number = builder.sitofp(builder.load(sums[i]), floats)
-                builder.store(multiply_add(builder, number, scale, builder.load(total)), total)
-        for place, total in zip(places, totals, strict=True):
-            builder.store(builder.load(total), place, align=4)
+                group_sum = builder.sitofp(builder.load(sums[i]), floats)
+                builder.store(multiply_add(builder, group_sum, scale, builder.load(total)), total)
+        for pointer, total in zip(out_pointers, totals, strict=True):
+            builder.store(builder.load(total), pointer, align=4)
 
     return emit
 
 
-def dot4_tile(path: str) -> tuple[Any, Tokens]:
-    """`make_tile` of the products by those instructions."""
-    dot = dot4(path)
-    return make_tile(f"int8_tile_{path}", _int8_body(dot), dot.shape, dot.most_tokens)
+def make_dot4_tile(instruction_set: str) -> tuple[Any, TileLimits]:
+    """Return `make_tile` for int8 weights with that instruction set."""
+    dot = get_dot4(instruction_set)
+    return make_tile(f"int8_tile_{instruction_set}", _make_int8_tile_body(dot), dot.choose_tile_shape, dot.max_tokens)
 
 
-DOT4 = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else best_dot4(CPU_FEATURES)
+DOT4_NAME = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else choose_dot4(CPU_FEATURES)
 
 
 @compiled
-def quantize(codes, x, n, group, n_tokens):
-    """Rows x[t, :n] as int8 (runq.c's rule): codes = round(x / scale), scale = max |x| / 127 of a group, halves away from 0.
+def quantize_activations(codes, x, n, group_size, n_tokens):
+    """Quantize rows x[t, :n] to int8 (the rule of runq.c): codes = round(x / scale), scale = max |x| / 127 of a group.
 
-    codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that are stored as w + 128,
-    the sum of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite has NaN for its scale.
+    Halves round away from 0. codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that
+    are stored as w + 128, the sum of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite
+    has a NaN scale.
     """
-    n_quads = ceil_div(group, QUADS)
+    group_words = ceil_div(group_size, BYTES_PER_WORD)
     lowest, limit = splat(-127.0), splat(127.0)
     for t in range(n_tokens):
         row, words = t * x.shape[1], t * codes.shape[1]
-        for g in range(ceil_div(n, group)):  # all scales first: each waits for what was just computed, and two loops wait less
-            start, end = g * group, min((g + 1) * group, n)
+        # All scales first: each step waits for the one before, and two loops wait less than one.
+        for g in range(ceil_div(n, group_size)):
+            start, end = g * group_size, min((g + 1) * group_size, n)
             whole = start + (end - start) // LANES * LANES
             top = splat(0.0)
             for i in range(start, whole, LANES):
                 top = maximum(absolute(load(x, row + i)), top)
             for i in range(whole, end):
                 top = maximum(absolute(splat(x[t, i])), top)
-            codes[t, g * (GROUP_HEAD + n_quads)] = reduce_max(top) / np.float32(127.0)
-        for g in range(ceil_div(n, group)):
-            start, end = g * group, min((g + 1) * group, n)
+            codes[t, g * (GROUP_HEADER_WORDS + group_words)] = reduce_max(top) / np.float32(127.0)
+        for g in range(ceil_div(n, group_size)):
+            start, end = g * group_size, min((g + 1) * group_size, n)
             whole = start + (end - start) // LANES * LANES
-            at = g * (GROUP_HEAD + n_quads)
-            scale, first = codes[t, at], (words + at + GROUP_HEAD) * QUADS
+            at = g * (GROUP_HEADER_WORDS + group_words)
+            scale, first = codes[t, at], (words + at + GROUP_HEADER_WORDS) * BYTES_PER_WORD
             divisor = splat(scale if scale > 0.0 else np.float32(1.0))
             total = splat(0.0)
             for i in range(start, whole, LANES):
@@ -357,46 +408,51 @@ def quantize(codes, x, n, group, n_tokens):
                 code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
                 total = add(total, code)
                 store_bytes(codes, first + i - start, code)
-            total_of_group = reduce_add(total)
-            for i in range(whole, start + n_quads * QUADS):
+            group_total = reduce_add(total)
+            for i in range(whole, start + group_words * BYTES_PER_WORD):
                 code = splat(x[t, i] if i < end else np.float32(0.0))
                 code = reduce_max(maximum(lowest, minimum(limit, round_half_away(div(code, divisor)))))
-                total_of_group += code
+                group_total += code
                 store_byte(codes, first + i - start, code)
-            codes[t, at] = scale + np.float32(0.0) * total_of_group
-            store_int(codes, (words + at + 1) * QUADS, np.float32(-128.0) * total_of_group)
-            codes[t, at + 2] = codes[t, at] * total_of_group
+            codes[t, at] = scale + np.float32(0.0) * group_total
+            store_int(codes, (words + at + 1) * BYTES_PER_WORD, np.float32(-128.0) * group_total)
+            codes[t, at + 2] = codes[t, at] * group_total
 
 
 @inlined
-def quantized(run, thread, p, n_tokens):
-    """x as a tile over groups of int8 takes it."""
+def get_quantized_activations(run, thread, p, n_tokens):
+    """Return x as a tile over int8 groups takes it, and the words per group."""
     codes = p.scratch[thread]
-    if run.begins:
-        quantize(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group, n_tokens)
-    return codes, p.w.shape[2] // STRIP_ROWS - 1
+    if run.is_first_chunk:
+        quantize_activations(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group_size, n_tokens)
+    return codes, p.w.shape[2] // PANEL_ROWS - 1
 
 
 @inlined
-def weight_at(w, strip, row, k, n, group):
-    """code * scale."""
-    place, i = divmod(k, group)
-    word = (strip * w.shape[1] + place) * w.shape[2] + (1 + i // QUADS) * STRIP_ROWS + row
-    code = load_byte(w, word * QUADS + i % QUADS) - 128
-    return np.float32(code) * w[strip, place, row]
+def get_weight(w, panel, row, k, n, group_size):
+    """Return code * scale."""
+    i_group, i = divmod(k, group_size)
+    word = (panel * w.shape[1] + i_group) * w.shape[2] + (1 + i // BYTES_PER_WORD) * PANEL_ROWS + row
+    code = load_byte(w, word * BYTES_PER_WORD + i % BYTES_PER_WORD) - 128
+    return np.float32(code) * w[panel, i_group, row]
 
 
-product, experts = multiplied_by(__name__, "", *dot4_tile(best_dot4(CPU_FEATURES)), quantized)
-portable_product, portable_experts = multiplied_by(__name__, "portable_", *dot4_tile("portable"), quantized)
-embed = embedded_by(__name__, "", weight_at)
+matmul, expert_matmul = make_matmul_kernels(__name__, "", *make_dot4_tile(choose_dot4(CPU_FEATURES)), get_quantized_activations)
+portable_matmul, portable_expert_matmul = make_matmul_kernels(
+    __name__, "portable_", *make_dot4_tile("portable"), get_quantized_activations
+)
+embed = make_embed_kernel(__name__, "", get_weight)
 
 
-@inner
-def quantize_group(values, scales, rows, row, g, group):
-    """values (rows, groups, group) and scales (rows, groups) of group g of a row of rows (rows, n); zeros fill it up."""
+@jitable
+def quantize_group(values, scales, rows, row, g, group_size):
+    """Quantize group g of a row of rows (rows, n) into values (rows, groups, group size) and scales (rows, groups).
+
+    Zeros fill up the last group.
+    """
     n = rows.shape[1]
-    at, out = row * n, (row * scales.shape[1] + g) * group
-    start, end = g * group, min((g + 1) * group, n)
+    at, out = row * n, (row * scales.shape[1] + g) * group_size
+    start, end = g * group_size, min((g + 1) * group_size, n)
     whole = start + (end - start) // LANES * LANES
     top, not_finite = splat(0.0), splat(0.0)
     for i in range(start, whole, LANES):
@@ -406,86 +462,99 @@ def quantize_group(values, scales, rows, row, g, group):
         weights = splat(rows[row, i])
         top, not_finite = maximum(absolute(weights), top), fma(weights, splat(0.0), not_finite)
     scale = np.float32(reduce_max(top) / np.float32(127.0))
-    if scale < SMALLEST_SCALE:
+    if scale < MIN_SCALE:
         scale = np.float32(0.0)
     divisor = splat(scale if scale > 0.0 else np.float32(1.0))
     for i in range(start, whole, LANES):
         store_bytes(values, out + i - start, rint(div(load(rows, at + i), divisor)))
-    for i in range(whole, start + group):
+    for i in range(whole, start + group_size):
         weight = splat(rows[row, i] if i < end else np.float32(0.0))
         store_byte(values, out + i - start, reduce_max(rint(div(weight, divisor))))
     scales[row, g] = scale + reduce_add(not_finite)
 
 
-@operation
-def quantize_all(run: Pass, thread: int, values: Codes3, scales: Floats2, rows: Floats2, group: int) -> None:
-    """Every group of rows (rows, n); see `quantize_group`."""
-    first, last = share(rows.shape[0], run.part, run.n_parts)
+@kernel
+def quantize_all_groups(
+    run: ForwardContext, thread: int, values: Codes3, scales: Floats2, rows: Floats2, group_size: int
+) -> None:
+    """Quantize every group of rows (rows, n); see `quantize_group`."""
+    first, last = get_chunk_range(rows.shape[0], run.chunk, run.n_chunks)
     for row in range(first, last):
         for g in range(scales.shape[1]):
-            quantize_group(values, scales, rows, row, g, group)
+            quantize_group(values, scales, rows, row, g, group_size)
 
 
-def quantize_rows(rows: Float32, group: int) -> Grouped:
-    """Rows (rows, n) in groups of so many; zeros fill up a row's last one."""
-    shape = len(rows), ceil_div(rows.shape[1], group)
-    values, scales = np.empty((*shape, group), np.int8), np.empty(shape, np.float32)
-    on_all_threads(quantize_all(values, scales, np.ascontiguousarray(rows), group))
-    return Grouped(values, scales)
+def quantize_rows(rows: Float32, group_size: int) -> Int8Rows:
+    """Return rows (rows, n) in groups of that size; zeros fill up a row's last group."""
+    shape = len(rows), ceil_div(rows.shape[1], group_size)
+    values, scales = np.empty((*shape, group_size), np.int8), np.empty(shape, np.float32)
+    run_on_all_threads(quantize_all_groups(values, scales, np.ascontiguousarray(rows), group_size))
+    return Int8Rows(values, scales)
 
 
-@operation
-def fill_words(run: Pass, thread: int, words: Words4, first: int, stride: int, codes: Words3, scales: Words2) -> None:
-    """Codes (rows, groups, quads), 4 to a word, and scales (rows, groups) into every stride-th of strips of words."""
-    rows, n_groups, n_quads = codes.shape
-    begin, end = share(ceil_div(rows, STRIP_ROWS), run.part, run.n_parts)
-    for strip in range(begin, end):
-        out = words[first + stride * strip]
+@kernel
+def pack_words(run: ForwardContext, thread: int, words: Words4, first: int, stride: int, codes: Words3, scales: Words2) -> None:
+    """Pack codes (rows, groups, words), 4 to a word, and scales (rows, groups) into every stride-th panel of words."""
+    rows, n_groups, n_words = codes.shape
+    begin, end = get_chunk_range(ceil_div(rows, PANEL_ROWS), run.chunk, run.n_chunks)
+    for i in range(begin, end):
+        out = words[first + stride * i]
         for g in range(n_groups):
-            for r in range(STRIP_ROWS):
-                row = strip * STRIP_ROWS + r
+            for r in range(PANEL_ROWS):
+                row = i * PANEL_ROWS + r
                 out[g, 0, r] = scales[row, g] if row < rows else 0
-                for q in range(n_quads):
-                    out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZEROS_OF_CODES
+                for q in range(n_words):
+                    out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZERO_CODES_WORD
 
 
-def fill(strips: Float32, first: int, stride: int, rows: Floats | Grouped, group: int) -> None:
-    """`Kind.fill`: what pads rows and groups weighs nothing."""
-    grouped = rows if isinstance(rows, Grouped) else quantize_rows(floats(rows), group)
-    n_quads = strips.shape[2] // STRIP_ROWS - 1
-    words = strips.view(np.uint32).reshape(len(strips), -1, 1 + n_quads, STRIP_ROWS)
-    values = np.pad(grouped.values, ((0, 0), (0, 0), (0, -group % QUADS))) if group % QUADS else grouped.values
+def pack(panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, group_size: int) -> None:
+    """Implement `WeightFormat.pack`: the weights that pad rows and groups are 0."""
+    grouped = rows if isinstance(rows, Int8Rows) else quantize_rows(to_float32(rows), group_size)
+    n_words = panels.shape[2] // PANEL_ROWS - 1
+    words = panels.view(np.uint32).reshape(len(panels), -1, 1 + n_words, PANEL_ROWS)
+    values = (
+        np.pad(grouped.values, ((0, 0), (0, 0), (0, -group_size % BYTES_PER_WORD)))
+        if group_size % BYTES_PER_WORD
+        else grouped.values
+    )
     codes, scales = (np.ascontiguousarray(array).view(np.uint32) for array in (values, grouped.scales))
-    on_all_threads(fill_words(words, first, stride, codes, scales))
+    run_on_all_threads(pack_words(words, first, stride, codes, scales))
 
 
-def rows_of(strips: Float32, n: int, group: int, block: slice = ALL) -> Float32:
-    """`Kind.rows`: value * scale."""
-    strips = strips[block]
-    n_groups, n_quads = strips.shape[1], strips.shape[2] // STRIP_ROWS - 1
-    words = strips.reshape(-1, n_groups, 1 + n_quads, STRIP_ROWS)
-    codes = np.ascontiguousarray(words[:, :, 1:].transpose(0, 3, 1, 2)).view(np.uint8).reshape(-1, n_groups, n_quads * QUADS)
-    values = (codes[:, :, :group].astype(np.float32) - 128) * words[:, :, 0].transpose(0, 2, 1).reshape(-1, n_groups, 1)
-    return np.ascontiguousarray(values.reshape(-1, n_groups * group)[:, :n])
+def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+    """Implement `WeightFormat.unpack`: value * scale."""
+    panels = panels[block]
+    n_groups, n_words = panels.shape[1], panels.shape[2] // PANEL_ROWS - 1
+    words = panels.reshape(-1, n_groups, 1 + n_words, PANEL_ROWS)
+    codes = (
+        np.ascontiguousarray(words[:, :, 1:].transpose(0, 3, 1, 2)).view(np.uint8).reshape(-1, n_groups, n_words * BYTES_PER_WORD)
+    )
+    values = (codes[:, :, :group_size].astype(np.float32) - 128) * words[:, :, 0].transpose(0, 2, 1).reshape(-1, n_groups, 1)
+    return np.ascontiguousarray(values.reshape(-1, n_groups * group_size)[:, :n])
 
 
-def own_group(n: int, file_group: int) -> int:
-    """`Kind.group`: 64, or 32 where 64 does not divide n; of a file, whose groups may cross rows, each cut at the rows' ends."""
+def get_group_size(n: int, file_group: int) -> int:
+    """Implement `WeightFormat.get_group_size`: 64, or 32 if 64 does not divide n.
+
+    The groups of a file may cross rows; they are cut at the ends of the rows.
+    """
     if file_group:
         return math.gcd(file_group, n)
     return 64 if n % 64 == 0 else 32
 
 
-def strip_shape(n: int, group: int) -> tuple[int, int]:
-    """`Kind.strip_shape`."""
-    return ceil_div(n, group), (1 + ceil_div(group, QUADS)) * STRIP_ROWS
+def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
+    """Implement `WeightFormat.get_panel_shape`."""
+    return ceil_div(n, group_size), (1 + ceil_div(group_size, BYTES_PER_WORD)) * PANEL_ROWS
 
 
-def scratch_words(n: int, group: int) -> int:
-    """`Kind.scratch_words`."""
-    return int(ceil_div(n, group) * (GROUP_HEAD + ceil_div(group, QUADS)))
+def get_scratch_words(n: int, group_size: int) -> int:
+    """Implement `WeightFormat.get_scratch_words`."""
+    return int(ceil_div(n, group_size) * (GROUP_HEADER_WORDS + ceil_div(group_size, BYTES_PER_WORD)))
 
 
-PORTABLE_INT8 = Kind("int8", portable_product, embed, portable_experts, own_group, strip_shape, fill, rows_of, scratch_words)
-NATIVE_INT8 = replace(PORTABLE_INT8, product=product, experts=experts)
-INT8 = PORTABLE_INT8 if DOT4 == "portable" else NATIVE_INT8
+PORTABLE_INT8 = WeightFormat(
+    "int8", portable_matmul, embed, portable_expert_matmul, get_group_size, get_panel_shape, pack, unpack, get_scratch_words
+)
+NATIVE_INT8 = replace(PORTABLE_INT8, matmul=matmul, expert_matmul=expert_matmul)
+INT8 = PORTABLE_INT8 if DOT4_NAME == "portable" else NATIVE_INT8

@@ -1,1 +1,1 @@
-"""The machine below the arithmetic: numba, LLVM's vectors, threads, memory, and compiled code that outlives the process."""
+"""The layer below the kernels: numba, LLVM vectors, threads, memory, and the cache of compiled code."""

@@ -1,4 +1,4 @@
-"""Checksums of arrays at the speed of memory: they tell damage and mix-ups, and are no defence against malice."""
+"""Checksums of arrays at memory speed: they detect damage and mix-ups, but do not protect against malice."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,30 +9,30 @@ import numpy as np
 from specdec.runtime.code_cache import compiled
 
 CHECKSUM_BYTES = 16
-N_LANES = 8  # chains of multiplications that do not wait for each other
-TURN = np.uint64(29)
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, which is odd
+N_LANES = 8  # independent chains of multiplications
+ROTATE_BITS = np.uint64(29)
+GOLDEN_RATIO_64 = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, which is odd
 
 
 @compiled
 def mix_words(lanes, words):
-    """lanes[i % 8] = rotate(lanes[i % 8] ^ words[i]) GOLDEN for each of words (n,), n a multiple of 8; all uint64.
+    """lanes[i % 8] = rotate(lanes[i % 8] ^ words[i]) GOLDEN_RATIO_64 for each of words (n,), n a multiple of 8; all uint64.
 
-    A step is a bijection of the lane and of the word, so that one word that changes always changes its lane.
+    A step is a bijection of the lane and of the word, so changing one word always changes its lane.
     """
     for first in range(0, words.size, N_LANES):
         for i in range(N_LANES):
             mixed = lanes[i] ^ words[first + i]
-            lanes[i] = (mixed << TURN | mixed >> (np.uint64(64) - TURN)) * GOLDEN
+            lanes[i] = (mixed << ROTATE_BITS | mixed >> (np.uint64(64) - ROTATE_BITS)) * GOLDEN_RATIO_64
 
 
 def checksum(arrays: Iterable[Any]) -> bytes:
-    """Return CHECKSUM_BYTES that depend on every byte of the arrays, on its place and on the arrays' lengths."""
+    """Return CHECKSUM_BYTES that depend on every byte of the arrays, on its position and on the arrays' lengths."""
     digest, line = hashlib.blake2b(digest_size=CHECKSUM_BYTES), 8 * N_LANES
     for array in arrays:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         end = len(data) // line * line
-        lanes = np.arange(1, N_LANES + 1, dtype=np.uint64) * GOLDEN
+        lanes = np.arange(1, N_LANES + 1, dtype=np.uint64) * GOLDEN_RATIO_64
         mix_words(lanes, data[:end].view(np.uint64))
         digest.update(lanes.tobytes() + data[end:].tobytes() + len(data).to_bytes(8, "little"))
     return digest.digest()

@@ -1,10 +1,9 @@
-"""Compiled functions, and the files that keep their machine code from one process to the next.
+"""The cache of compiled functions: files that keep their machine code from one process to the next.
 
-numba's own cache watches the one file a function is defined in, and takes its files on trust. Here one stamp stands for all
-files in which something compiled is written, so a function is compiled again when another that it calls has changed; and a file
-that is empty, cut off, flipped or unreadable is as good as none: a cache is not data. All environments of a user share one
-folder. Processes that need the same function at the same time leave it to the first of them. Where nothing can be written,
-every process compiles.
+numba's own cache watches only the file that defines a function, and trusts its cache files. Here one source hash covers all files
+with compiled code, so a function is compiled again if another that it calls has changed. An empty, truncated, corrupted or
+unreadable cache file counts as missing: a cache is not data. All environments of a user share one folder. Processes that need the
+same function at the same time wait for the first of them. If no folder is writable, every process compiles.
 """
 
 import functools
@@ -37,223 +36,238 @@ from numba.extending import register_jitable
 from numba.misc.appdirs import user_cache_dir
 from numba.np.numpy_support import from_dtype, map_layout
 
-from specdec.runtime.compile_locks import Claims
-from specdec.runtime.linking import link_late
+from specdec.runtime.compile_locks import CompileLocks
+from specdec.runtime.llvm_linking import enable_late_linking
 
-HOME = Path(__file__).resolve().parents[1]
-# Every file that holds compiled functions, or constants that they take: whole folders, so that a new file needs no entry.
-_FOLDERS = ("heads", "layers", "model", "quant", "runtime")
-_FILES_BESIDE = ("config.py", "kernels.py", "sampling.py")
-SOURCES = (*sorted(f"{folder}/{path.name}" for folder in _FOLDERS for path in (HOME / folder).glob("*.py")), *_FILES_BESIDE)
-STAMP = hashlib.sha256(b"\0".join((HOME / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
-_FILES = {str(HOME / name) for name in SOURCES}
-STAMPED = re.compile("[0-9a-f]{16}")
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+# Every file with compiled functions or constants that they use: whole folders, so that a new file needs no entry.
+_SOURCE_FOLDERS = ("heads", "layers", "model", "quant", "runtime")
+_SOURCE_FILES = ("model_config.py", "kernels.py", "sampling.py")
+SOURCES = (
+    *sorted(f"{folder}/{path.name}" for folder in _SOURCE_FOLDERS for path in (PACKAGE_DIR / folder).glob("*.py")),
+    *_SOURCE_FILES,
+)
+SOURCE_HASH = hashlib.sha256(b"\0".join((PACKAGE_DIR / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+_SOURCE_PATHS = {str(PACKAGE_DIR / name) for name in SOURCES}
+SOURCE_HASH_PATTERN = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
-RUNTIME = "NRT_"  # what names of numba's runtime begin with
-UNUSED_DAYS = 30  # after which the code of another stamp goes
+NRT_PREFIX = "NRT_"  # of names in numba's runtime
+MAX_UNUSED_DAYS = 30  # after which code of another source hash is deleted
 
 if numba.config.DISABLE_JIT:
-    raise ImportError("NUMBA_DISABLE_JIT is set; specdec's kernels exist compiled only, so unset it")
+    raise ImportError("NUMBA_DISABLE_JIT is set, but specdec's kernels only run compiled; unset it")
 
 
-link_late()
-# The last one is told of each function that is compiled its name, and how many were begun; and "" when none is any longer.
-on_compiling: list[Callable[[str, int], object]] = []
-_underway: list[str] = []  # a function calls others, which are compiled in the middle of it
-_n_begun = 0
+enable_late_linking()
+# Callbacks (name, number of started functions) for each function that is compiled, with the name "" when none is. Only the last
+# callback is called.
+compile_reporters: list[Callable[[str, int], object]] = []
+_in_progress: list[str] = []  # a stack: functions that a function calls are compiled in the middle of it
+_n_started = 0
 
 
-def _tell(name: str) -> None:
-    for tell in on_compiling[-1:]:  # a caller that was interrupted may no longer listen
-        tell(name, _n_begun)
+def _report_compiling(name: str) -> None:
+    for report in compile_reporters[-1:]:  # the caller of an earlier one may have been interrupted
+        report(name, _n_started)
 
 
-class MachineCode(caching.NullCache):
-    """What one function was compiled to: a file for each signature and CPU, of a checksum and numba's own pickle.
+class MachineCodeCache(caching.NullCache):
+    """The cached machine code of one function: a file for each signature and CPU, with a checksum and numba's own pickle.
 
-    The checksum is of the file's name too: a function's code under another's name is as good as none. name: the function's own,
-    unless it is another function's that made it.
+    The checksum covers the file's name, too: a function's code under another's name counts as missing.
     """
 
     def __init__(self, function: Callable[..., Any], name: str = "") -> None:
+        """Create the cache of a function; name is needed if another function created it."""
         source = os.path.realpath(function.__code__.co_filename)
-        if source not in _FILES:
+        if source not in _SOURCE_PATHS:
             raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
         self._name = name or f"{function.__module__.partition('.')[2]}.{function.__qualname__}"
 
     @property
     def cache_path(self) -> str:
-        return folder()
+        """The cache folder."""
+        return get_cache_dir()
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """What was compiled for that signature, or None; then it is this process's to compile and nobody else's."""
-        found = self._load(signature, target_context) if folder() else None
+        """Return what was compiled for that signature, or None, which locks it: this process compiles it and no other."""
+        found = self._load(signature, target_context) if get_cache_dir() else None
         if found:
             return found
-        global _n_begun
-        _n_begun += 1
-        _underway.append(self._name)
-        _tell(self._name)
-        if folder():
+        global _n_started
+        _n_started += 1
+        _in_progress.append(self._name)
+        _report_compiling(self._name)
+        if get_cache_dir():
             path = self._path(signature, target_context.codegen())
-            if claims.take(path):  # somebody was at it
+            if compile_locks.acquire(path):  # another process was compiling it
                 found = self._load(signature, target_context)
             if found:
-                claims.give(path)
-                self._is_compiled()
+                compile_locks.release(path)
+                self._report_compiled()
         return found
 
-    def is_kept(self, signature: Any) -> bool:
-        """Whether there is a file for that signature."""
-        return bool(folder()) and os.path.exists(self._path(signature, cpu_target.target_context.codegen()))
+    def is_stored(self, signature: Any) -> bool:
+        """Return whether there is a file for that signature."""
+        return bool(get_cache_dir()) and os.path.exists(self._path(signature, cpu_target.target_context.codegen()))
 
     def _load(self, signature: Any, target_context: Any) -> Any:
-        _lend_runtime()
+        _register_runtime_symbols()
         try:
             path = self._path(signature, target_context.codegen())
-            content = kept(path)
+            content = read_cached(path)
             return CompileResult._rebuild(target_context, *pickle.loads(content)) if content else None
-        except Exception:  # whatever is wrong with a file, compiling mends it
+        except Exception:  # compiling repairs any kind of bad file
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep what was compiled, if there is room."""
-        if folder():
+        """Save what was compiled, if there is disk space."""
+        if get_cache_dir():
             path = self._path(signature, compiled.codegen)
-            library = compiled.library  # dynamic globals: addresses of this process
-            if not library.has_dynamic_globals and library.asks_for(RUNTIME) <= _lent().keys():
-                content = dumps((library.to_keep(), *compiled._reduce()[1:]))
+            library = compiled.library  # dynamic globals are addresses of this process, so they are not cached
+            if not library.has_dynamic_globals and library.find_undefined(NRT_PREFIX) <= _get_runtime_symbols().keys():
+                content = dumps((library.serialize_with_symbols(), *compiled._reduce()[1:]))
                 with suppress(OSError):
-                    keep(path, content)
-            claims.give(path)
-        self._is_compiled()
+                    write_cached(path, content)
+            compile_locks.release(path)
+        self._report_compiled()
 
-    def _is_compiled(self) -> None:
-        """Nobody waits for it any longer."""
-        if self._name in _underway:
-            del _underway[_underway.index(self._name) :]
-        _tell(_underway[-1] if _underway else "")
+    def _report_compiled(self) -> None:
+        """Report that this function is compiled."""
+        if self._name in _in_progress:
+            del _in_progress[_in_progress.index(self._name) :]
+        _report_compiling(_in_progress[-1] if _in_progress else "")
 
     def flush(self) -> None:
-        """Nothing is kept in memory."""
+        """Do nothing: no state is kept in memory."""
 
     def _path(self, signature: Any, codegen: Any) -> str:
-        what = repr((str(signature), codegen.magic_tuple(), sys.version_info[:2], numba.__version__, llvmlite.__version__))
-        return os.path.join(folder(), f"{self._name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.code")
+        key = repr((str(signature), codegen.magic_tuple(), sys.version_info[:2], numba.__version__, llvmlite.__version__))
+        return os.path.join(get_cache_dir(), f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.code")
 
 
-def _lent() -> dict[str, int]:
-    """What machine code that was kept finds of numba's runtime, by name: the helpers in C; the rest is part of the code."""
-    return {name if name.startswith("_") else RUNTIME + name: address for name, address in _nrt_python.c_helpers.items()}
+def _get_runtime_symbols() -> dict[str, int]:
+    """Return the symbols of numba's runtime, C helpers, that cached machine code refers to; the code contains the rest."""
+    return {name if name.startswith("_") else NRT_PREFIX + name: address for name, address in _nrt_python.c_helpers.items()}
 
 
 @functools.cache
-def _lend_runtime() -> None:
-    """In the place of `rtsys.initialize`, which compiles the rest: 0.02 s; and of `refresh`, which loads all of numba: 0.15 s."""
-    for name, address in _lent().items():
+def _register_runtime_symbols() -> None:
+    """Register numba's runtime symbols with LLVM.
+
+    It replaces `rtsys.initialize`, which compiles the rest in 0.02 s, and `refresh`, which loads all of numba in 0.15 s.
+    """
+    for name, address in _get_runtime_symbols().items():
         llvmlite.binding.add_symbol(name, address)
 
 
-_folder: list[str] = []
+_cache_dir: list[str] = []
 
 
-def folder() -> str:
-    """Where machine code is kept: in NUMBA_CACHE_DIR, else in the user's cache, else in __pycache__ here; empty if none can be
-    written to."""
-    if not _folder:
-        given = os.environ.get("NUMBA_CACHE_DIR")
-        places = [Path(given, "specdec")] if given else [_of_user(), HOME / "__pycache__"]
-        _folder.append(next((str(place / STAMP) for place in places if _can_write(place / STAMP)), ""))
-        _kept()  # before anything is added
-    return _folder[0]
+def get_cache_dir() -> str:
+    """Return the folder of the machine code, or "" if none is writable.
+
+    It is in NUMBA_CACHE_DIR if set, else in the user's cache, else in the package's __pycache__.
+    """
+    if not _cache_dir:
+        numba_dir = os.environ.get("NUMBA_CACHE_DIR")
+        candidates = [Path(numba_dir, "specdec")] if numba_dir else [_get_user_cache_dir(), PACKAGE_DIR / "__pycache__"]
+        _cache_dir.append(next((str(path / SOURCE_HASH) for path in candidates if _can_write(path / SOURCE_HASH)), ""))
+        _scan_cache()  # before any file is added
+    return _cache_dir[0]
 
 
-def _of_user() -> Path:
-    """The user's cache. A relative or empty XDG_CACHE_HOME counts as none: anybody's code may lie where a person is."""
-    place = user_cache_dir("specdec", False)
-    return Path(place if os.path.isabs(place) else os.path.expanduser("~/.cache/specdec"))
+def _get_user_cache_dir() -> Path:
+    """Return the user's cache folder.
+
+    A relative or empty XDG_CACHE_HOME is ignored: a cache in the working directory could hold anyone's code.
+    """
+    path = user_cache_dir("specdec", False)
+    return Path(path if os.path.isabs(path) else os.path.expanduser("~/.cache/specdec"))
 
 
-def _can_write(place: Path) -> bool:
-    """Whether files can be made there; the folder is in use from now on."""
-    unfinished = place / os.urandom(8).hex()
+def _can_write(path: Path) -> bool:
+    """Return whether files can be created in the folder, and mark it as used."""
+    test_file = path / os.urandom(8).hex()
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
-        unfinished.unlink()
-        os.utime(place)
+        path.mkdir(parents=True, exist_ok=True)
+        test_file.touch()
+        test_file.unlink()
+        os.utime(path)
     except OSError:
         return False
     return True
 
 
-claims = Claims(lambda: os.path.join(folder(), "claims"))
+compile_locks = CompileLocks(lambda: os.path.join(get_cache_dir(), "claims"))
 
 
 @functools.cache
-def _kept() -> tuple[set[str], bool]:
-    """The names of the functions whose code was there at the first look, and whether there was a folder of another stamp."""
-    if not folder():
+def _scan_cache() -> tuple[set[str], bool]:
+    """Return the names of the functions that were cached at the first call, and whether another source hash has a folder."""
+    if not get_cache_dir():
         return set(), False
     try:
-        files = [entry.name for entry in os.scandir(folder()) if entry.name.endswith(".code")]
-        stamps = [entry.name for entry in os.scandir(os.path.dirname(folder())) if STAMPED.fullmatch(entry.name)]
+        files = [entry.name for entry in os.scandir(get_cache_dir()) if entry.name.endswith(".code")]
+        hashes = [
+            entry.name for entry in os.scandir(os.path.dirname(get_cache_dir())) if SOURCE_HASH_PATTERN.fullmatch(entry.name)
+        ]
     except OSError:
         return set(), False
-    return {name.split("-")[0] for name in files}, len(stamps) > 1
+    return {name.split("-")[0] for name in files}, len(hashes) > 1
 
 
-def why(name: str) -> str:
-    """Why a function is compiled now, in a few words."""
-    kept, is_changed = _kept()
-    room, _, kind = name.rpartition(".")[0].partition(".")
-    if not folder():
-        return "as in every run: there is no folder for machine code"
-    if not kept:
+def get_compile_reason(name: str) -> str:
+    """Return in a few words why a function is compiled now."""
+    cached_names, is_changed = _scan_cache()
+    package, _, module = name.rpartition(".")[0].partition(".")
+    if not get_cache_dir():
+        return "as in every run: no cache folder is writable"
+    if not cached_names:
         return "the first run of this version" if is_changed else "a first run"
-    if room == "quant" and kind and not any(other.startswith(f"{room}.{kind}.") for other in kept):
-        return "a new kind of weights"
+    if package == "quant" and module and not any(other.startswith(f"{package}.{module}.") for other in cached_names):
+        return "a new weight format"
     return "for the first time"
 
 
-def _checksum(path: str, content: bytes) -> bytes:
+def _compute_checksum(path: str, content: bytes) -> bytes:
     return hashlib.sha256(os.path.basename(path).encode() + content).digest()
 
 
-def kept(path: str) -> bytes:
-    """What `keep` put there; nothing where it is damaged. Raises OSError."""
+def read_cached(path: str) -> bytes:
+    """Return what `write_cached` wrote to the path, or b"" if the file is damaged. Raises OSError."""
     data = Path(path).read_bytes()
     content = data[CHECKSUM_BYTES:]
-    return content if _checksum(path, content) == data[:CHECKSUM_BYTES] else b""
+    return content if _compute_checksum(path, content) == data[:CHECKSUM_BYTES] else b""
 
 
-def keep(path: str, content: bytes) -> None:
-    """A whole file or none; what has other stamps and was long not used goes."""
-    place, data = os.path.dirname(path), _checksum(path, content) + content
-    os.makedirs(place, exist_ok=True)
-    unfinished = f"{path}.{os.urandom(8).hex()}"
+def write_cached(path: str, content: bytes) -> None:
+    """Write a file atomically, and delete folders of other source hashes that were not used for a long time."""
+    folder, data = os.path.dirname(path), _compute_checksum(path, content) + content
+    os.makedirs(folder, exist_ok=True)
+    temporary = f"{path}.{os.urandom(8).hex()}"
     try:
-        with open(unfinished, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(data)
-        os.replace(unfinished, path)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(unfinished)
+            os.unlink(temporary)
         raise
-    for entry in os.scandir(os.path.dirname(place)):
-        if STAMPED.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+    for entry in os.scandir(os.path.dirname(folder)):
+        if SOURCE_HASH_PATTERN.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - MAX_UNUSED_DAYS * 86400:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def undisturbed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same work, which no signal's handler stops halfway: what a handler raises reaches the caller at once, as Ctrl-C does,
-    and the work goes on to its end.
+def shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function such that no signal handler stops it halfway.
 
-    Handlers run in the main thread, so there the work is done by another thread, and waited for. In the middle of it numba would
-    never again find what it had begun to register, and LLVM's callbacks and what numba tidies up would swallow the exception.
+    An exception of a handler, like Ctrl-C, reaches the caller at once, and the work runs to its end. Handlers run in the main
+    thread, so there another thread does the work while the main thread waits. If a handler interrupted it, numba would never find
+    again what it had started to register, and LLVM's callbacks and numba's cleanup would swallow the exception.
     """
 
-    def waited_for(*args: Any) -> Any:
+    def run_shielded(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread() or global_compiler_lock.is_locked():
             return work(*args)
         results, errors = list[Any](), list[BaseException]()
@@ -271,56 +285,59 @@ def undisturbed(work: Callable[..., Any]) -> Callable[..., Any]:
             raise error
         return results[0]
 
-    return waited_for
+    return run_shielded
 
 
-def _cached(dispatcher: Any) -> Any:
+def _enable_cache(dispatcher: Any) -> Any:
     type_of = dispatcher.typeof_pyval
-    dispatcher._cache = MachineCode(dispatcher.py_func)
-    dispatcher.compile = undisturbed(dispatcher.compile)
-    # What numba does before it asks for code, and takes 0.03 s: a look through all installed packages for what extends it, and
-    # for arrays numpy.ma.
+    dispatcher._cache = MachineCodeCache(dispatcher.py_func)
+    dispatcher.compile = shield_from_signals(dispatcher.compile)
+    # Skip what numba does before it looks for code, which takes 0.03 s: it searches all installed packages for extensions, and
+    # imports numpy.ma for arrays.
     dispatcher._compilation_chain_init_hook = tuple
-    dispatcher.typeof_pyval = lambda value: _array_of(value) if type(value) is np.ndarray else type_of(value)
+    dispatcher.typeof_pyval = lambda value: _get_array_type(value) if type(value) is np.ndarray else type_of(value)
     return dispatcher
 
 
-def _array_of(value: npt.NDArray[Any]) -> Any:
-    return _array(value.dtype, value.ndim, map_layout(value), not value.flags.writeable)
+def _get_array_type(value: npt.NDArray[Any]) -> Any:
+    return _make_array_type(value.dtype, value.ndim, map_layout(value), not value.flags.writeable)
 
 
 @functools.cache
-def _array(dtype: Any, n_dimensions: int, layout: str, is_readonly: bool) -> Any:
+def _make_array_type(dtype: Any, n_dimensions: int, layout: str, is_readonly: bool) -> Any:
     return types.Array(from_dtype(dtype), n_dimensions, layout, readonly=is_readonly)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """A function in machine code, which lets other Python threads run."""
-    return _cached(njit(nogil=True, error_model="numpy")(function))
+    """Compile a function to machine code; it releases the GIL."""
+    return _enable_cache(njit(nogil=True, error_model="numpy")(function))
 
 
-def inner(function: Callable[..., Any]) -> Any:
-    """A function for those in machine code: it is part of theirs, and has none of its own to be kept. Python runs it as it is."""
+def jitable(function: Callable[..., Any]) -> Any:
+    """Make a function callable from compiled functions, which include its code; it has no cache file. Python runs it as it is."""
     return register_jitable(error_model="numpy")(function)
 
 
 def parallel(function: Callable[..., Any]) -> Any:
-    """The same, whose `prange` runs on several threads."""
-    return _cached(njit(parallel=True, nogil=True)(function))
+    """Compile a function like `compiled`, with `prange` on several threads."""
+    return _enable_cache(njit(parallel=True, nogil=True)(function))
 
 
-def callback(signature: Any, function: Callable[..., Any], place: MachineCode | None = None) -> int:
-    """The address of a function in machine code that is called from machine code; compiled when asked for.
+def compile_callback(signature: Any, function: Callable[..., Any], cache: MachineCodeCache | None = None) -> int:
+    """Compile a function that machine code calls, and return its address.
 
-    place: where it is kept, if it is made by another one; such a one is not kept else.
+    Args:
+        signature: numba signature.
+        function: The function.
+        cache: Its cache, for a function that another one created; without it, a closure is not cached.
     """
     code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
-    if place or function.__closure__ is None:
-        code._cache = place or MachineCode(function)
-    undisturbed(code.compile)()
-    _keep.append(code)
+    if cache or function.__closure__ is None:
+        code._cache = cache or MachineCodeCache(function)
+    shield_from_signals(code.compile)()
+    _live_callbacks.append(code)
     return int(code.address)
 
 
-_keep: list[Any] = []  # an address is good as long as its code is
+_live_callbacks: list[Any] = []  # keeps the code alive as long as its address may be used
 inlined = njit(inline="always", error_model="numpy")

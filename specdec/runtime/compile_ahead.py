@@ -1,7 +1,7 @@
-"""Compiling in other processes what this one is about to need: a first run takes half as long on two cores. Knows no models.
+"""Ahead-of-time compilation in other processes: a first run takes half as long on two cores.
 
-A process is told jobs, names of operations and of functions that use what they compile, and runs them one by one; what it has
-compiled lies where machine code is kept, and whoever needs something that it is at waits for that (`cache.claims`).
+A process gets jobs, names of kernels and of functions that use the code they compile, and runs them one by one. Its code goes to
+the cache, and a process that needs a function which another is compiling waits for it (`code_cache.compile_locks`).
 """
 
 import atexit
@@ -17,57 +17,58 @@ from pkgutil import resolve_name
 
 if __name__ == "__main__":
     search_path, jobs = json.loads(sys.argv[1])
-    sys.path[:] = search_path  # that of the process that started this one
-    import_module("specdec.runtime.compile_ahead").work(jobs)
+    sys.path[:] = search_path  # of the process that started this one
+    import_module("specdec.runtime.compile_ahead").run_jobs(jobs)
 
 from specdec.runtime import code_cache
-from specdec.runtime.program import Operation
-from specdec.runtime.threads import available_threads
+from specdec.runtime.op_program import Kernel
+from specdec.runtime.threads import get_available_threads
 
-LEAST_MISSING = 3  # operations: fewer are compiled sooner than a process begins
-MOST_PROCESSES = 2  # beside this one: more would find nothing to do
+MIN_MISSING_KERNELS = 3  # fewer are compiled before a process has started
+MAX_PROCESSES = 2  # in addition to this one: more would find nothing to do
 
 
-def compile_ahead(operations: Sequence[Operation], dear: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Begin to compile operations, in the order in which this process will need them, from the last one on.
+def compile_ahead(kernels: Sequence[Kernel], slow_names: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    """Start processes that compile kernels, the last one first, and return them; they end with this one or by `stop_processes`.
 
-    dear: names of what takes longest, operations or functions of the package, as "room.name", that the processes begin with.
-    They end with this one, or by `end`.
+    Args:
+        kernels: In the order in which this process will need them.
+        slow_names: Kernels or functions of the package that take longest, as "module.name"; the processes start with them.
     """
-    missing = [operation for operation in operations if not operation.is_compiled]
-    n = min(available_threads() - 1, MOST_PROCESSES)
-    if len(missing) < LEAST_MISSING or not code_cache.folder():
+    missing = [kernel for kernel in kernels if not kernel.is_compiled]
+    n = min(get_available_threads() - 1, MAX_PROCESSES)
+    if len(missing) < MIN_MISSING_KERNELS or not code_cache.get_cache_dir():
         return []
-    names = [operation.name for operation in reversed(missing)]
+    names = [kernel.name for kernel in reversed(missing)]
     processes = []
     for i in range(n):
-        told = json.dumps([sys.path, [*dear[i::n], *names]])
-        with suppress(OSError):  # no process to be had: this one compiles everything
+        job_args = json.dumps([sys.path, [*slow_names[i::n], *names]])
+        with suppress(OSError):  # without another process, this one compiles everything
             process = subprocess.Popen(
-                [sys.executable, "-E", __file__, told],
+                [sys.executable, "-E", __file__, job_args],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             processes.append(process)
     if processes:
-        atexit.register(end, processes)
+        atexit.register(stop_processes, processes)
     return processes
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """What they have not compiled is not needed any more."""
+def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Stop the processes; what they have not compiled is not needed any more."""
     for process in processes:
         with process:
             process.kill()
 
 
-def work(jobs: Sequence[str]) -> None:
-    """As such a process: run the jobs, but for what others are at."""
+def run_jobs(jobs: Sequence[str]) -> None:
+    """Run jobs in such a process, except for those that others are compiling."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    code_cache.claims.waits = False
+    code_cache.compile_locks.is_blocking = False
     for job in jobs:
-        with suppress(Exception):  # `Taken`, or what the other process will tell
-            thing = resolve_name(f"specdec.{job}")
-            _ = thing.address if isinstance(thing, Operation) else thing()
+        with suppress(Exception):  # `AlreadyCompilingError`, or an error that the other process will report
+            target = resolve_name(f"specdec.{job}")
+            _ = target.address if isinstance(target, Kernel) else target()
     os._exit(0)
 
 

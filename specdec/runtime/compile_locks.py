@@ -1,6 +1,7 @@
-"""Who compiles what, where several processes need the same: the first to ask. Knows nothing of compiling.
+"""Locks between processes that compile the same functions: the first compiles, the others wait.
 
-A claim is a lock on one byte of a file, at a place that is a hash of the name: it ends with its process, however that ends.
+A compile lock is a lock on one byte of a file, at an offset that is a hash of the function's name. It ends with its process,
+however that ends.
 """
 
 import os
@@ -13,72 +14,80 @@ from importlib import import_module
 try:
     import fcntl
 
-    def _lock_byte(file: int, place: int) -> None:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    def _lock_byte(file: int, offset: int) -> None:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
 
-    def _unlock_byte(file: int, place: int) -> None:
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+    def _unlock_byte(file: int, offset: int) -> None:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, offset)
 
 except ImportError:  # Windows
     msvcrt = import_module("msvcrt")
 
-    def _lock_byte(file: int, place: int) -> None:
-        os.lseek(file, place, os.SEEK_SET)
+    def _lock_byte(file: int, offset: int) -> None:
+        os.lseek(file, offset, os.SEEK_SET)
         msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
 
-    def _unlock_byte(file: int, place: int) -> None:
-        os.lseek(file, place, os.SEEK_SET)
+    def _unlock_byte(file: int, offset: int) -> None:
+        os.lseek(file, offset, os.SEEK_SET)
         msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
 
 
-PATIENCE_SECONDS = 60.0  # for a process that has stopped, or has an error that ours will tell
-LOOK_SECONDS = 0.01
+LOCK_TIMEOUT_S = 60.0  # for a process that was stopped, or has an error that this one will report
+POLL_INTERVAL_S = 0.01
 
 
-class Taken(Exception):
-    """Another process has that claim, and this one does not wait."""
+class AlreadyCompilingError(Exception):
+    """Another process holds the lock, and this one does not wait."""
 
 
-class Claims:
-    """Claims in a file, whose path is asked for at the first. waits: whether for others; else `Taken` is raised."""
+class CompileLocks:
+    """Compile locks in a file.
+
+    Attributes:
+        is_blocking: Whether `acquire` waits for other processes; else it raises `AlreadyCompilingError`.
+    """
 
     def __init__(self, path: Callable[[], str]) -> None:
+        """Create the locks; path returns the path of the file and is called on first use."""
         self._path = path
         self._file = -1
-        self.waits = True
+        self.is_blocking = True
 
-    def take(self, name: str) -> bool:
-        """Claim a name; whether another process had it meanwhile. Where the file system has no locks, everybody has it."""
+    def acquire(self, name: str) -> bool:
+        """Lock a name, and return whether another process held it meanwhile.
+
+        Does nothing if the file system has no locks.
+        """
         try:
             if self._file < 0:
                 self._file = os.open(self._path(), os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:
             return False
-        deadline, was_taken = time.monotonic() + PATIENCE_SECONDS, False
-        while not _lock(self._file, _place(name)):
-            if not self.waits:
-                raise Taken(name)
+        deadline, was_taken = time.monotonic() + LOCK_TIMEOUT_S, False
+        while not _try_lock(self._file, _get_lock_offset(name)):
+            if not self.is_blocking:
+                raise AlreadyCompilingError(name)
             was_taken = True
             if time.monotonic() > deadline:
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_INTERVAL_S)
         return was_taken
 
-    def give(self, name: str) -> None:
-        """It is done."""
+    def release(self, name: str) -> None:
+        """Release the lock of a name."""
         if self._file >= 0:
             with suppress(OSError):
-                _unlock_byte(self._file, _place(name))
+                _unlock_byte(self._file, _get_lock_offset(name))
 
 
-def _place(name: str) -> int:
+def _get_lock_offset(name: str) -> int:
     return zlib.crc32(os.path.basename(name).encode()) >> 1
 
 
-def _lock(file: int, place: int) -> bool:
-    """Whether nobody else has that byte; also where locks cannot be had."""
+def _try_lock(file: int, offset: int) -> bool:
+    """Try to lock a byte; return True as well if the file system has no locks."""
     try:
-        _lock_byte(file, place)
+        _lock_byte(file, offset)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:

@@ -1,51 +1,52 @@
-"""Elementary functions in our own arithmetic: a C library's differ from machine to machine in the last bit, these do not.
+"""Elementary functions that give the same bits on every machine; those of C libraries differ in the last bit.
 
-Each is made, in one order, of operations that IEEE 754 rounds correctly, which are the same everywhere: + - * / and sqrt,
-conversions, and multiply-adds that are fused where `fma` says so and nowhere else. Range reduction by Cody and Waite 1980, then
-Taylor polynomials.
+Each is a fixed sequence of operations that IEEE 754 rounds correctly, so they are the same everywhere: + - * / and sqrt,
+conversions, and multiply-adds that are fused only where `fma` is called. Range reduction by Cody and Waite 1980, then Taylor
+polynomials.
 """
 
 import numpy as np
 from numba import types
 
-from specdec.runtime.code_cache import compiled, inner
+from specdec.runtime.code_cache import compiled, jitable
 from specdec.runtime.simd import (
     add,
     div,
     exp2_of_integer,
     fma,
+    make_polynomial,
     maximum,
     minimum,
     mul,
-    polynomial,
     rint,
     splat,
     zero_unless_positive,
 )
 
-# log 2 and pi / 2 in parts, the first ones of so few bits that their products with a whole number of 11, or 31, bits are exact
+# log 2 and pi / 2 as sums; the first terms have so few bits that their products with an integer of 11, or 31, bits are exact
 LOG2_HIGH, LOG2_LOW = 0.6931471803691238, 1.9082149292705877e-10
 HALF_PI_HIGH, HALF_PI_MIDDLE, HALF_PI_LOW = 1.570796012878418, 3.139164164167596e-07, 6.223372171896613e-14
-BITS_OF_SQRT_HALF = np.float64(0.5**0.5).view(np.int64)
+SQRT_HALF_BITS = np.float64(0.5**0.5).view(np.int64)
 FRACTION_BITS = np.int64(52)
-NEAREST = 1.5 * 2.0**52  # x + NEAREST ends in the whole number that is nearest to x, which x + NEAREST - NEAREST is
+ROUNDING_BIAS = 1.5 * 2.0**52  # x + this - this is the integer nearest to x, and x + this has it in its lowest bits
 
 
-of_exp = polynomial(1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
-of_tanh = polynomial(-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
-of_log = polynomial(*(1 / n for n in range(23, 2, -2)), kind=types.float64)
-of_sine = polynomial(
+exp_polynomial = make_polynomial(1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+tanh_polynomial = make_polynomial(-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+log_polynomial = make_polynomial(*(1 / n for n in range(23, 2, -2)), numba_type=types.float64)
+sin_polynomial = make_polynomial(
     1 / 355687428096000, -1 / 1307674368000, 1 / 6227020800, -1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120, -1 / 6,
-    kind=types.float64,
+    numba_type=types.float64,
 )  # fmt: skip
-of_cosine = polynomial(
-    1 / 20922789888000, -1 / 87178291200, 1 / 479001600, -1 / 3628800, 1 / 40320, -1 / 720, 1 / 24, -1 / 2, kind=types.float64
+cos_polynomial = make_polynomial(
+    1 / 20922789888000, -1 / 87178291200, 1 / 479001600, -1 / 3628800, 1 / 40320, -1 / 720, 1 / 24, -1 / 2,
+    numba_type=types.float64
 )  # fmt: skip
 
 
-@inner
+@jitable
 def exp(x):
-    """e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88; of NaN, NaN.
+    """Return e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88, NaN of NaN.
 
     x = n log 2 + r, 2^n through the exponent field, e^r by its Taylor polynomial of degree 7.
     """
@@ -53,71 +54,71 @@ def exp(x):
     n = rint(mul(clamped, splat(1.4426950408889634)))
     r = fma(n, splat(-0.693145751953125), clamped)
     r = fma(n, splat(-1.4286068203094172e-06), r)
-    return zero_unless_positive(mul(of_exp(r), exp2_of_integer(n)), add(x, splat(87.0)))
+    return zero_unless_positive(mul(exp_polynomial(r), exp2_of_integer(n)), add(x, splat(87.0)))
 
 
-@inner
+@jitable
 def sigmoid(x):
-    """1 / (1 + e^-x) of a vector."""
+    """Return 1 / (1 + e^-x) of a vector."""
     return div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0)))))
 
 
-@inner
+@jitable
 def silu(x):
-    """x / (1 + e^-x) of a vector (Elfwing et al. 2018)."""
+    """Return x / (1 + e^-x) of a vector (Elfwing et al. 2018)."""
     return mul(x, sigmoid(x))
 
 
-@inner
+@jitable
 def gelu_tanh(x):
-    """gelu of a vector, by tanh (Hendrycks and Gimpel 2016).
+    """Return gelu of a vector, by tanh (Hendrycks and Gimpel 2016).
 
-    x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), which nothing cancels in.
+    x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), without cancellation.
     """
     minus_2u = mul(x, fma(mul(x, x), splat(-0.044715 * 1.5957691216057308), splat(-1.5957691216057308)))
     return div(x, add(splat(1.0), exp(minus_2u)))
 
 
-@inner
+@jitable
 def tanh(x):
-    """The hyperbolic tangent of a vector, within 4 units in the last place.
+    """Return the hyperbolic tangent of a vector, within 4 units in the last place.
 
-    By its Taylor polynomial up to 1/4; beyond, 1 - 2 / (1 + e^2x), which cancels little there.
+    Uses its Taylor polynomial up to 1/4; beyond, 1 - 2 / (1 + e^2x), where little cancels.
     """
     small = minimum(splat(0.25), maximum(splat(-0.25), x))
     z = mul(small, small)
-    near = fma(mul(of_tanh(z), z), small, small)
+    near = fma(mul(tanh_polynomial(z), z), small, small)
     far = fma(splat(-2.0), div(splat(1.0), add(splat(1.0), exp(mul(x, splat(2.0))))), splat(1.0))
     return add(near, zero_unless_positive(fma(near, splat(-1.0), far), add(maximum(x, mul(x, splat(-1.0))), splat(-0.25))))
 
 
 @compiled
 def log(x):
-    """The natural logarithm of a float64, positive and normal, within 2 units in the last place; of infinity, infinity.
+    """Return the natural logarithm of a positive, normal float64, within 2 units in the last place; infinity of infinity.
 
     x = 2^n m with m from sqrt(1/2) to sqrt(2); log m = 2 atanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...) for s = (m - 1) / (m + 1).
     """
     if x == np.inf:
         return x
     bits = np.float64(x).view(np.int64)
-    n = (bits - BITS_OF_SQRT_HALF) >> FRACTION_BITS
+    n = (bits - SQRT_HALF_BITS) >> FRACTION_BITS
     m = np.int64(bits - (n << FRACTION_BITS)).view(np.float64)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * of_log(z)) + n * LOG2_LOW))
+    return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * log_polynomial(z)) + n * LOG2_LOW))
 
 
 @compiled
-def sine_and_cosine(x):
-    """sin x and cos x of a float64 from 0 to 2^31, each within 2^-52.
+def sincos(x):
+    """Return sin x and cos x of a float64 from 0 to 2^31, each within 2^-52.
 
     x = n pi / 2 + r with r from -pi / 4 to pi / 4; the products with n and the first two differences are exact.
     """
-    shifted = x * 0.6366197723675814 + NEAREST
-    n = shifted - NEAREST
+    shifted = x * 0.6366197723675814 + ROUNDING_BIAS
+    n = shifted - ROUNDING_BIAS
     r = ((x - n * HALF_PI_HIGH) - n * HALF_PI_MIDDLE) - n * HALF_PI_LOW
     z = r * r
-    sine, cosine = r + r * (z * of_sine(z)), 1.0 + z * of_cosine(z)
+    sine, cosine = r + r * (z * sin_polynomial(z)), 1.0 + z * cos_polynomial(z)
     quarter = np.float64(shifted).view(np.int64)
     if quarter & 1:
         sine, cosine = cosine, -sine

@@ -1,4 +1,4 @@
-"""What the arithmetic reaches that needs no memory: the limit of passes over many tokens. Knows no kind of weights."""
+"""A benchmark of peak arithmetic without memory: the upper limit of passes over many tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,52 +9,56 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from specdec.runtime.program import Floats2, Operation, Pass, Runner
-from specdec.runtime.simd import F32, LANES, element_pointer, multiply_add
-from specdec.runtime.tile import STRIP_ROWS, TILE_TOKENS, Shape, const, shape_of
+from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS, TileShape, choose_tile_shape, const
+from specdec.runtime.op_program import Executor, Floats2, ForwardContext, Kernel
+from specdec.runtime.simd import F32, LANES, get_element_pointer, multiply_add
 
-FLOATS = shape_of(STRIP_ROWS, TILE_TOKENS)  # of a tile over floats
-STEPS = 1 << 19  # of each chain in a run: on Zen 5 1.2 ms, beside which the start of a region is little
+FLOAT_TILE_SHAPE = choose_tile_shape(PANEL_ROWS, MAX_TILE_TOKENS)
+N_STEPS = 1 << 19  # of each chain in a run: 1.2 ms on Zen 5, much longer than the start of a parallel region
 
 
 def fma(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    """The instruction of tiles over floats."""
+    """Return acc + w x, the instruction of tiles over floats."""
     return multiply_add(builder, w, x, acc)
 
 
-def chains(instruction: Callable[..., Any], lane: Any, shape: Shape) -> Operation:
-    """An operation: n steps of acc = instruction(builder, acc, w, acc), as many side by side as a tile of that shape has sums.
+def make_chains_kernel(instruction: Callable[..., Any], lane: Any, shape: TileShape) -> Kernel:
+    """Return a kernel of n steps of acc = instruction(builder, acc, w, acc), in as many chains as a tile of that shape has sums.
 
-    Of vectors of an LLVM type. w, what chains begin with, is the first of words[thread]; their sum goes to words[thread, LANES:].
+    Works on vectors of an LLVM type. w, the start of all chains, is read from words[thread]; their sum goes to words[thread,
+    LANES:].
     """
     vector = ir.VectorType(lane, shape.lanes)
 
     @intrinsic
     def run_chains(typingctx, words, start, n):
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            place = element_pointer(context, builder, signature.args[0], args[0], args[1], vector)
-            w = builder.load(place, align=4)
+            pointer = get_element_pointer(context, builder, signature.args[0], args[0], args[1], vector)
+            w = builder.load(pointer, align=4)
             sums = [cgutils.alloca_once_value(builder, w) for _ in range(shape.n_vectors * shape.n_tokens)]
             with cgutils.for_range(builder, args[2]):
-                for at in sums:
-                    acc = builder.load(at)
-                    builder.store(instruction(builder, acc, w, acc), at)
+                for chain in sums:
+                    acc = builder.load(chain)
+                    builder.store(instruction(builder, acc, w, acc), chain)
             total, *others = map(builder.load, sums)
             for value in others:
                 total = builder.fadd(total, value) if lane == F32 else builder.add(total, value)
-            builder.store(total, builder.gep(place, [const(LANES // shape.lanes)]), align=4)
+            builder.store(total, builder.gep(pointer, [const(LANES // shape.lanes)]), align=4)
             return context.get_dummy_value()
 
         return types.void(words, start, n), codegen
 
-    def run_all(run: Pass, thread: int, words: Floats2, n: int) -> None:
+    def run_all(run: ForwardContext, thread: int, words: Floats2, n: int) -> None:
         run_chains(words, thread * words.shape[1], n)
 
-    return Operation(run_all, kept=False)
+    return Kernel(run_all, cache=False)
 
 
-def arithmetic(instruction: Callable[..., Any], lane: Any, shape: Shape, n_threads: int) -> Callable[[], None]:
-    """A run of `chains`: each thread does shape.rows * shape.n_tokens * STEPS times what the instruction does to a lane."""
-    words = np.full((n_threads, 2 * LANES), -2.0, np.float32)  # -2 x + x = -x: no float ends
-    runner = Runner([[chains(instruction, lane, shape)(words, STEPS)]])
-    return lambda: runner(1, 0, 0, n_threads)
+def make_peak_run(instruction: Callable[..., Any], lane: Any, shape: TileShape, n_threads: int) -> Callable[[], None]:
+    """Return a function that runs `make_chains_kernel` once.
+
+    Each thread applies the instruction to shape.rows * shape.n_tokens * N_STEPS lanes.
+    """
+    words = np.full((n_threads, 2 * LANES), -2.0, np.float32)  # -2 x + x = -x: no float overflows
+    executor = Executor([[make_chains_kernel(instruction, lane, shape)(words, N_STEPS)]])
+    return lambda: executor(1, 0, 0, n_threads)

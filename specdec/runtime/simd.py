@@ -1,7 +1,7 @@
-"""LLVM's vectors as numba sees them: one intrinsic for each instruction that the arithmetic needs. Knows nothing of models.
+"""LLVM vectors for numba: one intrinsic for each instruction that the kernels need.
 
-A vector is LANES floats on every machine, for the sake of the bits; LLVM splits it where registers are shorter. The functions
-that emit LLVM's code take its builder first; those above them, the intrinsics, are what compiled functions call.
+A vector has LANES floats on every machine, so results have the same bits; LLVM splits it if registers are shorter. Functions that
+emit LLVM code take the builder first. The intrinsics made from them are what compiled functions call.
 """
 
 import functools
@@ -24,31 +24,32 @@ Int64 = npt.NDArray[np.int64]
 UInt16 = npt.NDArray[np.uint16]
 
 LANES = 16
-CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; what machine code is kept by
+CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; part of the cache key of machine code
 IS_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
 
 
 @register_jitable
 def ceil_div(n: int, d: int) -> int:
-    """n / d, rounded up."""
+    """Return n / d, rounded up."""
     return (n + d - 1) // d
 
 
 @register_jitable
 def round_up(n: int, multiple: int) -> int:
-    """n, or the next multiple above it."""
+    """Return n, or the next multiple above it."""
     return int(ceil_div(n, multiple)) * multiple
 
 
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-VECTOR = ir.VectorType(F32, LANES)
-INTEGERS = ir.VectorType(I32, LANES)
+FLOAT_VECTOR = ir.VectorType(F32, LANES)
+INT_VECTOR = ir.VectorType(I32, LANES)
 
 
 class VectorType(types.Type):
-    """numba's name for `<16 x float>`."""
+    """numba's type of `<16 x float>`."""
 
     def __init__(self) -> None:
+        """Name the type."""
         super().__init__(name="float32x16")
 
 
@@ -58,58 +59,59 @@ vector = VectorType()
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, VECTOR)
+        super().__init__(dmm, fe_type, FLOAT_VECTOR)
 
 
-def llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    """Call the LLVM intrinsic of that name."""
+def call_llvm_intrinsic(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Emit a call of the LLVM intrinsic of that name."""
     signature = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-def emitted(returned: Any, *parameters: Any, emit: Any) -> Any:
-    """An intrinsic of parameters of those numba types: what emit(builder, *values) makes.
+def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
+    """Return an intrinsic with parameters of those numba types that emits emit(builder, *values).
 
-    A parameter None is a C-contiguous array, and the one behind it a flat index of it, which is not negative: numba's own
-    indexing asks. In their place emit gets the array's `Storage`, and what gives a pointer: of an item's LLVM type, which the
-    index counts, and of what is pointed to.
+    The first parameter may be None: a C-contiguous array, and the next one a flat, non-negative index of it (numba's own indexing
+    checks the sign). In their place emit gets the array's `StorageDtype` and a function that returns a pointer, given the LLVM
+    type that the index counts and the type that is pointed to.
     """
-    names = ["typingctx", *(f"value_{i}" for i in range(len(parameters)))]
+    names = ["typingctx", *(f"value_{i}" for i in range(len(parameter_types)))]
 
-    def typed(typingctx: Any, *given: Any) -> Any:
-        kinds = [kind or own for kind, own in zip(parameters, given, strict=True)]
+    def typing_function(typingctx: Any, *arg_types: Any) -> Any:
+        value_types = [parameter_type or arg_type for parameter_type, arg_type in zip(parameter_types, arg_types, strict=True)]
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             values = list(args)
-            if parameters[0] is None:
+            if parameter_types[0] is None:
 
-                def place(item: Any, pointee: Any) -> Any:
-                    start = element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), item)
+                def get_pointer(item: Any, pointee: Any) -> Any:
+                    start = get_element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), item)
                     return builder.bitcast(builder.gep(start, [args[1]]), pointee.as_pointer())
 
-                values[:2] = storage_of(signature.args[0]), place
-            made = emit(builder, *values)
-            return context.get_dummy_value() if returned is types.void else made
+                values[:2] = get_storage_dtype(signature.args[0]), get_pointer
+            result = emit(builder, *values)
+            return context.get_dummy_value() if return_type is types.void else result
 
-        return returned(*kinds), codegen
+        return return_type(*value_types), codegen
 
-    parameters_of = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    typed.__signature__ = inspect.Signature(parameters_of)  # type: ignore[attr-defined]
-    return intrinsic(typed)
+    signature_parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typing_function.__signature__ = inspect.Signature(signature_parameters)  # type: ignore[attr-defined]
+    return intrinsic(typing_function)
 
 
-def _vector_op(arity: int, emit: Any) -> Any:
-    """An intrinsic from `arity` vectors to one."""
-    return emitted(vector, *[vector] * arity, emit=emit)
+def _make_vector_op(arity: int, emit: Any) -> Any:
+    """Return an intrinsic from `arity` vectors to one."""
+    return make_intrinsic(vector, *[vector] * arity, emit=emit)
 
 
 def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
+    """Emit the vector of the given lanes of a."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
     return builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask)
 
 
-def _reduce(combine: Any) -> Any:
-    """An intrinsic from a vector to a scalar, halves combined pairwise: one fixed order."""
+def _make_reduction(combine: Any) -> Any:
+    """Return an intrinsic from a vector to a scalar that combines halves pairwise, in one fixed order."""
 
     def emit(builder: Any, v: Any) -> Any:
         n = LANES
@@ -118,284 +120,301 @@ def _reduce(combine: Any) -> Any:
             v = combine(builder, shuffle(builder, v, list(range(n))), shuffle(builder, v, list(range(n, 2 * n))))
         return builder.extract_element(v, ir.Constant(I32, 0))
 
-    return emitted(types.float32, vector, emit=emit)
+    return make_intrinsic(types.float32, vector, emit=emit)
 
 
-def _maximum(builder: Any, a: Any, b: Any) -> Any:
+def _emit_maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _exp2_of_integer(builder: Any, a: Any) -> Any:
-    """2^a for integral a in [-126, 127]: the exponent field of a float."""
-    biased = builder.add(builder.fptosi(a, INTEGERS), constants(INTEGERS, 127))
-    return builder.bitcast(builder.shl(biased, constants(INTEGERS, 23)), VECTOR)
+def _emit_exp2_of_integer(builder: Any, a: Any) -> Any:
+    """Emit 2^a for integral a in [-126, 127], by the exponent field of a float."""
+    biased = builder.add(builder.fptosi(a, INT_VECTOR), make_constant_vector(INT_VECTOR, 127))
+    return builder.bitcast(builder.shl(biased, make_constant_vector(INT_VECTOR, 23)), FLOAT_VECTOR)
 
 
-def _zero_unless_positive(builder: Any, x: Any, y: Any) -> Any:
-    """x where y > 0 or y is NaN."""
-    return builder.select(builder.fcmp_unordered(">", y, constants(VECTOR, 0.0)), x, constants(VECTOR, 0.0))
+def _emit_zero_unless_positive(builder: Any, x: Any, y: Any) -> Any:
+    """Emit x where y > 0 or y is NaN, else 0."""
+    return builder.select(
+        builder.fcmp_unordered(">", y, make_constant_vector(FLOAT_VECTOR, 0.0)), x, make_constant_vector(FLOAT_VECTOR, 0.0)
+    )
 
 
-def constants(vector_type: Any, value: Any) -> Any:
-    """A vector whose lanes all hold that number."""
+def make_constant_vector(vector_type: Any, value: Any) -> Any:
+    """Return a vector with this number in all lanes."""
     return ir.Constant(vector_type, [value] * vector_type.count)
 
 
-def polynomial(*coefficients: float, kind: Any = vector) -> Any:
-    """An intrinsic of a vector or a float64 x: the polynomial of those coefficients, the highest power's first (Horner).
+def make_polynomial(*coefficients: float, numba_type: Any = vector) -> Any:
+    """Return an intrinsic of a vector or float64 x: the polynomial with those coefficients, highest power first (Horner).
 
-    Multiply-adds are fused for vectors alone.
+    Only the multiply-adds of vectors are fused.
     """
 
     def emit(builder: Any, x: Any) -> Any:
-        first, *others = (constants(x.type, c) if kind is vector else x.type(c) for c in coefficients)
+        first, *others = (make_constant_vector(x.type, c) if numba_type is vector else x.type(c) for c in coefficients)
         for c in others:
-            first = multiply_add(builder, first, x, c) if kind is vector else builder.fadd(builder.fmul(first, x), c)
+            first = multiply_add(builder, first, x, c) if numba_type is vector else builder.fadd(builder.fmul(first, x), c)
         return first
 
-    return emitted(kind, kind, emit=emit)
+    return make_intrinsic(numba_type, numba_type, emit=emit)
 
 
 def integers_like(v: Any) -> Any:
-    """The type of as many int32."""
+    """Return the type of as many int32."""
     return ir.VectorType(I32, v.type.count)
 
 
 def floats_like(v: Any) -> Any:
-    """The type of as many float32."""
+    """Return the type of as many float32."""
     return ir.VectorType(F32, v.type.count)
 
 
 def portable_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z rounded once, of vectors, for CPUs without the instruction.
+    """Emit x y + z of vectors, rounded once, for CPUs without the instruction.
 
-    The product is exact in float64, where the sum is rounded to odd, which no second rounding can spoil (Boldo and Melquiond
-    2008): where the sum is not exact (Knuth's TwoSum tells) and its last bit is even, it is its neighbour on the error's side.
+    The product is exact in float64. The sum is rounded to odd there, so the second rounding cannot spoil it (Boldo and Melquiond
+    2008): if the sum is not exact (by Knuth's TwoSum) and its last bit is even, it becomes its neighbour on the error's side.
     """
     floats, doubles, words = x.type, ir.VectorType(ir.DoubleType(), x.type.count), ir.VectorType(I64, x.type.count)
     product = builder.fmul(builder.fpext(x, doubles), builder.fpext(y, doubles))
     z = builder.fpext(z, doubles)
     total = builder.fadd(product, z)
-    rest = builder.fsub(total, product)
-    error = builder.fadd(builder.fsub(product, builder.fsub(total, rest)), builder.fsub(z, rest))
-    nothing, one = constants(doubles, 0.0), constants(words, 1)
+    z_part = builder.fsub(total, product)
+    error = builder.fadd(builder.fsub(product, builder.fsub(total, z_part)), builder.fsub(z, z_part))
+    zero, one = make_constant_vector(doubles, 0.0), make_constant_vector(words, 1)
     bits = builder.bitcast(total, words)
-    is_even = builder.icmp_signed("==", builder.and_(bits, one), constants(words, 0))
-    grows = builder.icmp_signed("==", builder.fcmp_ordered(">", error, nothing), builder.fcmp_ordered(">", total, nothing))
+    is_even = builder.icmp_signed("==", builder.and_(bits, one), make_constant_vector(words, 0))
+    grows = builder.icmp_signed("==", builder.fcmp_ordered(">", error, zero), builder.fcmp_ordered(">", total, zero))
     neighbour = builder.select(grows, builder.add(bits, one), builder.sub(bits, one))
-    is_odd_wanted = builder.and_(is_even, builder.fcmp_ordered("!=", error, nothing))
-    return builder.fptrunc(builder.bitcast(builder.select(is_odd_wanted, neighbour, bits), doubles), floats)
+    must_be_odd = builder.and_(is_even, builder.fcmp_ordered("!=", error, zero))
+    return builder.fptrunc(builder.bitcast(builder.select(must_be_odd, neighbour, bits), doubles), floats)
 
 
-def _multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """The same by the CPU's own instruction."""
-    return llvm(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+def _native_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """Emit x y + z by the CPU's own instruction."""
+    return call_llvm_intrinsic(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
-multiply_add = _multiply_add if IS_ARM64 or "+fma" in CPU_FEATURES.split(",") else portable_multiply_add
-add = _vector_op(2, lambda b, x, y: b.fadd(x, y))
-mul = _vector_op(2, lambda b, x, y: b.fmul(x, y))
-div = _vector_op(2, lambda b, x, y: b.fdiv(x, y))
-maximum = _vector_op(2, _maximum)
-minimum = _vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
-fma = _vector_op(3, multiply_add)
-portable_fma = _vector_op(3, portable_multiply_add)
-absolute = _vector_op(1, lambda b, x: llvm(b, "llvm.fabs.v16f32", VECTOR, x))
-round_half_away = _vector_op(1, lambda b, x: llvm(b, "llvm.round.v16f32", VECTOR, x))
-rint = _vector_op(1, lambda b, x: llvm(b, "llvm.rint.v16f32", VECTOR, x))
-exp2_of_integer = _vector_op(1, _exp2_of_integer)
-zero_unless_positive = _vector_op(2, _zero_unless_positive)
-swap_pairs = _vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
-reduce_add = _reduce(lambda b, x, y: b.fadd(x, y))
-reduce_max = _reduce(_maximum)
+multiply_add = _native_multiply_add if IS_ARM64 or "+fma" in CPU_FEATURES.split(",") else portable_multiply_add
+add = _make_vector_op(2, lambda b, x, y: b.fadd(x, y))
+mul = _make_vector_op(2, lambda b, x, y: b.fmul(x, y))
+div = _make_vector_op(2, lambda b, x, y: b.fdiv(x, y))
+maximum = _make_vector_op(2, _emit_maximum)
+minimum = _make_vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+fma = _make_vector_op(3, multiply_add)
+portable_fma = _make_vector_op(3, portable_multiply_add)
+absolute = _make_vector_op(1, lambda b, x: call_llvm_intrinsic(b, "llvm.fabs.v16f32", FLOAT_VECTOR, x))
+round_half_away = _make_vector_op(1, lambda b, x: call_llvm_intrinsic(b, "llvm.round.v16f32", FLOAT_VECTOR, x))
+rint = _make_vector_op(1, lambda b, x: call_llvm_intrinsic(b, "llvm.rint.v16f32", FLOAT_VECTOR, x))
+exp2_of_integer = _make_vector_op(1, _emit_exp2_of_integer)
+zero_unless_positive = _make_vector_op(2, _emit_zero_unless_positive)
+swap_pairs = _make_vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
+reduce_add = _make_reduction(lambda b, x, y: b.fadd(x, y))
+reduce_max = _make_reduction(_emit_maximum)
 
 
 def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
+    """Emit a vector with the scalar in all lanes."""
     lane0 = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))
     return shuffle(builder, lane0, [0] * vector_type.count)
 
 
-# A vector whose lanes all hold the scalar
-splat = emitted(vector, types.float32, emit=lambda b, scalar: broadcast(b, scalar, VECTOR))
-# The square root of a float32, correctly rounded; numba's own calls the C library
-sqrt = emitted(types.float32, types.float32, emit=lambda b, x: llvm(b, "llvm.sqrt.f32", F32, x))
-# (a vector, i): the float in lane i
-lane = emitted(types.float32, vector, types.intp, emit=lambda b, v, i: b.extract_element(v, i))
+# scalar -> a vector with it in all lanes
+splat = make_intrinsic(vector, types.float32, emit=lambda b, scalar: broadcast(b, scalar, FLOAT_VECTOR))
+# The correctly rounded square root of a float32; numba's own calls the C library
+sqrt = make_intrinsic(types.float32, types.float32, emit=lambda b, x: call_llvm_intrinsic(b, "llvm.sqrt.f32", F32, x))
+# (vector, i) -> the float in lane i
+extract_lane = make_intrinsic(types.float32, vector, types.intp, emit=lambda b, v, i: b.extract_element(v, i))
 
 
-def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+def get_element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+    """Emit a pointer of the given type to an item of an array."""
     data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
-class Storage(NamedTuple):
-    """How floats lie in memory: bytes of each, its LLVM type, and what makes float32 of a vector of them, exactly."""
+class StorageDtype(NamedTuple):
+    """A storage format of floats.
+
+    Attributes:
+        item_bytes: Bytes of an item.
+        item: Its LLVM type.
+        widen: Emits the exact conversion of a vector to float32.
+    """
 
     item_bytes: int
     item: Any
     widen: Callable[[Any, Any], Any]
 
     @property
-    def type(self) -> Any:
-        """The vector of LANES of them."""
+    def full_vector(self) -> Any:
+        """The type of a vector of LANES items."""
         return self.vector(LANES)
 
     def vector(self, lanes: int) -> Any:
+        """Return the type of a vector of that many items."""
         return ir.VectorType(self.item, lanes)
 
 
 def _widen_bf16(builder: Any, bits: Any) -> Any:
-    """The upper half of a float32."""
+    """Emit float32 from bf16, the upper half of a float32."""
     wide = integers_like(bits)
-    return builder.bitcast(builder.shl(builder.zext(bits, wide), constants(wide, 16)), floats_like(bits))
+    return builder.bitcast(builder.shl(builder.zext(bits, wide), make_constant_vector(wide, 16)), floats_like(bits))
 
 
 def _widen_fp16(builder: Any, bits: Any) -> Any:
-    """By the CPU's own conversion."""
+    """Emit float32 from fp16 by the CPU's own conversion."""
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), bits.type.count)), floats_like(bits))
 
 
 def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
-    """The bits of a float32 whose exponent is 112 too small, times 2^112, which is exact; subnormals are no special case."""
-    floats, every = floats_like(bits), functools.partial(constants, integers_like(bits))
-    wide = builder.shl(builder.sext(bits, integers_like(bits)), every(13))
-    small = builder.bitcast(builder.and_(wide, every(~(7 << 28))), floats)
-    scaled = builder.fmul(small, constants(floats, 2.0**112))
-    not_finite = builder.icmp_signed("==", builder.and_(wide, every(0x1F << 23)), every(0x1F << 23))
-    return builder.select(not_finite, builder.bitcast(builder.or_(wide, every(0xFF << 23)), floats), scaled)
+    """Emit float32 from fp16: the bits of a float32 with an exponent 112 too small, times 2^112, exact for subnormals too."""
+    floats, splat_int = floats_like(bits), functools.partial(make_constant_vector, integers_like(bits))
+    wide = builder.shl(builder.sext(bits, integers_like(bits)), splat_int(13))
+    small = builder.bitcast(builder.and_(wide, splat_int(~(7 << 28))), floats)
+    scaled = builder.fmul(small, make_constant_vector(floats, 2.0**112))
+    not_finite = builder.icmp_signed("==", builder.and_(wide, splat_int(0x1F << 23)), splat_int(0x1F << 23))
+    return builder.select(not_finite, builder.bitcast(builder.or_(wide, splat_int(0xFF << 23)), floats), scaled)
 
 
-_HALVES = ir.VectorType(I16, LANES)
-FP16_END = 65520.0  # rounds to no finite fp16, nor does anything beyond
+_HALF_VECTOR = ir.VectorType(I16, LANES)
+MIN_FP16_OVERFLOW = 65520.0  # from here on, no number rounds to a finite fp16
 
 
 def _to_nearest_fp16(builder: Any, v: Any) -> Any:
-    """The bits of fp16, ties to even, by the CPU's own conversion."""
-    return builder.bitcast(builder.fptrunc(v, ir.VectorType(ir.HalfType(), LANES)), _HALVES)
+    """Emit the bits of the nearest fp16, ties to even, by the CPU's own conversion."""
+    return builder.bitcast(builder.fptrunc(v, ir.VectorType(ir.HalfType(), LANES)), _HALF_VECTOR)
 
 
 def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
-    """The same by integers below FP16_END: what carries out of the mantissa is the exponent's. A subnormal is rounded by adding
-    0.5, whose last bit weighs what an fp16 subnormal's does.
+    """Emit the same by integer arithmetic, below MIN_FP16_OVERFLOW: a carry out of the mantissa goes into the exponent.
+
+    A subnormal is rounded by adding 0.5: the last bit of the sum weighs what an fp16 subnormal's last bit does.
     """
-    every = functools.partial(constants, INTEGERS)
-    bits = builder.bitcast(v, INTEGERS)
-    size = builder.and_(bits, every(0x7FFFFFFF))
-    is_odd = builder.and_(builder.lshr(size, every(13)), every(1))
-    normal = builder.lshr(builder.add(size, builder.add(is_odd, every(0xFFF - (112 << 23)))), every(13))
-    plus_half = builder.fadd(builder.bitcast(size, VECTOR), constants(VECTOR, 0.5))
-    small = builder.sub(builder.bitcast(plus_half, INTEGERS), every(126 << 23))
-    rounded = builder.select(builder.icmp_signed("<", size, every(113 << 23)), small, normal)
-    sign = builder.and_(builder.lshr(bits, every(16)), every(0x8000))
-    return builder.trunc(builder.or_(rounded, sign), _HALVES)
+    splat_int = functools.partial(make_constant_vector, INT_VECTOR)
+    bits = builder.bitcast(v, INT_VECTOR)
+    size = builder.and_(bits, splat_int(0x7FFFFFFF))
+    is_odd = builder.and_(builder.lshr(size, splat_int(13)), splat_int(1))
+    normal = builder.lshr(builder.add(size, builder.add(is_odd, splat_int(0xFFF - (112 << 23)))), splat_int(13))
+    plus_half = builder.fadd(builder.bitcast(size, FLOAT_VECTOR), make_constant_vector(FLOAT_VECTOR, 0.5))
+    small = builder.sub(builder.bitcast(plus_half, INT_VECTOR), splat_int(126 << 23))
+    rounded = builder.select(builder.icmp_signed("<", size, splat_int(113 << 23)), small, normal)
+    sign = builder.and_(builder.lshr(bits, splat_int(16)), splat_int(0x8000))
+    return builder.trunc(builder.or_(rounded, sign), _HALF_VECTOR)
 
 
-def narrowing_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What emits the bits of fp16 that are nearest to a vector's floats: NaN where none is finite, so that it is told."""
+def make_narrow_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a function that emits the bits of the nearest fp16 of a vector, and NaN if that is not finite, so it is detected."""
 
     def narrow(builder: Any, v: Any) -> Any:
-        size = llvm(builder, "llvm.fabs.v16f32", VECTOR, v)
-        fits = builder.fcmp_ordered("<", size, constants(VECTOR, FP16_END))
-        return builder.select(fits, to_nearest(builder, v), constants(_HALVES, 0x7E00))
+        size = call_llvm_intrinsic(builder, "llvm.fabs.v16f32", FLOAT_VECTOR, v)
+        fits = builder.fcmp_ordered("<", size, make_constant_vector(FLOAT_VECTOR, MIN_FP16_OVERFLOW))
+        return builder.select(fits, to_nearest(builder, v), make_constant_vector(_HALF_VECTOR, 0x7E00))
 
     return narrow
 
 
 def _widen_codes(builder: Any, codes: Any) -> Any:
-    """Of int8."""
+    """Emit float32 from int8."""
     return builder.sitofp(builder.sext(codes, integers_like(codes)), floats_like(codes))
 
 
-CODE_STORAGE = Storage(1, I8, _widen_codes)
-FP32_STORAGE = Storage(4, F32, lambda builder, floats: floats)
-BF16_STORAGE = Storage(2, I16, _widen_bf16)
-PORTABLE_FP16_STORAGE = Storage(2, I16, _widen_fp16_portable)
-# without the instruction LLVM would call a function of a library that is not there
-CONVERTS_FP16 = IS_ARM64 or "+f16c" in CPU_FEATURES.split(",")
-FP16_STORAGE = Storage(2, I16, _widen_fp16) if CONVERTS_FP16 else PORTABLE_FP16_STORAGE
-narrow_fp16 = narrowing_fp16(_to_nearest_fp16 if CONVERTS_FP16 else _to_nearest_fp16_portable)
-portable_narrow_fp16 = narrowing_fp16(_to_nearest_fp16_portable)
+INT8_STORAGE = StorageDtype(1, I8, _widen_codes)
+FP32_STORAGE = StorageDtype(4, F32, lambda builder, floats: floats)
+BF16_STORAGE = StorageDtype(2, I16, _widen_bf16)
+PORTABLE_FP16_STORAGE = StorageDtype(2, I16, _widen_fp16_portable)
+# Without the instruction, LLVM would call a library function that is not available.
+HAS_FP16_CONVERSION = IS_ARM64 or "+f16c" in CPU_FEATURES.split(",")
+FP16_STORAGE = StorageDtype(2, I16, _widen_fp16) if HAS_FP16_CONVERSION else PORTABLE_FP16_STORAGE
+narrow_fp16 = make_narrow_fp16(_to_nearest_fp16 if HAS_FP16_CONVERSION else _to_nearest_fp16_portable)
+portable_narrow_fp16 = make_narrow_fp16(_to_nearest_fp16_portable)
 
 
-def storage_of(array_type: Any) -> Storage:
-    """Of an array of float32, of int8, or of uint16, which stands for the bits of fp16: numba has no such type."""
-    return {types.uint16: FP16_STORAGE, types.int8: CODE_STORAGE}.get(array_type.dtype, FP32_STORAGE)
+def get_storage_dtype(array_type: Any) -> StorageDtype:
+    """Return the storage of an array of float32, int8, or uint16, which holds the bits of fp16: numba has no such type."""
+    return {types.uint16: FP16_STORAGE, types.int8: INT8_STORAGE}.get(array_type.dtype, FP32_STORAGE)
 
 
-def load_as(given: Storage | None) -> Any:
-    """An intrinsic (array, index): LANES floats of an array's memory, from a flat index in floats as stored there.
+def make_load(storage: StorageDtype | None) -> Any:
+    """Return an intrinsic (array, index) that loads LANES floats from a flat index on.
 
-    given: how they are stored; None: as `storage_of` says.
+    storage: How the floats are stored; None: by the array's dtype, see `get_storage_dtype`.
     """
 
-    def emit(builder: Any, own: Storage, place: Any) -> Any:
-        storage = given or own
-        return storage.widen(builder, builder.load(place(storage.item, storage.type), align=storage.item_bytes))
+    def emit(builder: Any, array_storage: StorageDtype, get_pointer: Any) -> Any:
+        chosen = storage or array_storage
+        return chosen.widen(builder, builder.load(get_pointer(chosen.item, chosen.full_vector), align=chosen.item_bytes))
 
-    return emitted(vector, None, types.intp, emit=emit)
+    return make_intrinsic(vector, None, types.intp, emit=emit)
 
 
-load = load_as(FP32_STORAGE)
-load_bf16 = load_as(BF16_STORAGE)
-load_fp16 = load_as(FP16_STORAGE)
-load_either = load_as(None)
-# (array, index): the float of an array of float32
-item = emitted(types.float32, None, types.intp, emit=lambda b, _, place: b.load(place(F32, F32)))
+load = make_load(FP32_STORAGE)
+load_bf16 = make_load(BF16_STORAGE)
+load_fp16 = make_load(FP16_STORAGE)
+load_by_dtype = make_load(None)
+# (array, index) -> the float of an array of float32
+load_item = make_intrinsic(types.float32, None, types.intp, emit=lambda b, _, get_pointer: b.load(get_pointer(F32, F32)))
 # (array, index, value): write LANES floats to an array of float32
-store = emitted(
-    types.void, None, types.intp, vector, emit=lambda b, _, place, value: b.store(value, place(F32, VECTOR), align=4)
-)  # fmt: skip
+store = make_intrinsic(
+    types.void,
+    None,
+    types.intp,
+    vector,
+    emit=lambda b, _, get_pointer, value: b.store(value, get_pointer(F32, FLOAT_VECTOR), align=4),
+)
 
 
-def _store_either(narrow: Callable[[Any, Any], Any]) -> Any:
-    """An intrinsic (array, index, value): LANES floats, or the nearest fp16 of them, to a flat index: see `storage_of`."""
+def _make_store_by_dtype(narrow: Callable[[Any, Any], Any]) -> Any:
+    """Return an intrinsic (array, index, value) that stores LANES floats, by the array's dtype: see `get_storage_dtype`."""
 
-    def emit(builder: Any, storage: Storage, place: Any, value: Any) -> None:
+    def emit(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
         value = value if storage is FP32_STORAGE else narrow(builder, value)
-        builder.store(value, place(storage.item, storage.type), align=storage.item_bytes)
+        builder.store(value, get_pointer(storage.item, storage.full_vector), align=storage.item_bytes)
 
-    return emitted(types.void, None, types.intp, vector, emit=emit)
-
-
-store_either = _store_either(narrow_fp16)
-portable_store_either = _store_either(portable_narrow_fp16)
+    return make_intrinsic(types.void, None, types.intp, vector, emit=emit)
 
 
-def _put_either(builder: Any, storage: Storage, place: Any, value: Any) -> None:
-    """The same of one float32."""
+store_by_dtype = _make_store_by_dtype(narrow_fp16)
+portable_store_by_dtype = _make_store_by_dtype(portable_narrow_fp16)
+
+
+def _emit_store_item(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
+    """Emit the store of one float32, by the array's dtype."""
     if storage is not FP32_STORAGE:
-        value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, VECTOR)), ir.Constant(I32, 0))
-    builder.store(value, place(storage.item, storage.item))
+        value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, FLOAT_VECTOR)), ir.Constant(I32, 0))
+    builder.store(value, get_pointer(storage.item, storage.item))
 
 
-put_either = emitted(types.void, None, types.intp, types.float32, emit=_put_either)
+store_item_by_dtype = make_intrinsic(types.void, None, types.intp, types.float32, emit=_emit_store_item)
 
 
-def _store_as(value: Any, convert: Any) -> Any:
-    """An intrinsic (array, index, value): a value of that type, converted, to an array's memory at an index in bytes."""
+def _make_store(value: Any, convert: Any) -> Any:
+    """Return an intrinsic (array, index, value) that converts a value of that type and stores it at an index in bytes."""
 
-    def emit(builder: Any, storage: Storage, place: Any, value: Any) -> None:
+    def emit(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
         converted = convert(builder, value)
-        builder.store(converted, place(I8, converted.type), align=1)
+        builder.store(converted, get_pointer(I8, converted.type), align=1)
 
-    return emitted(types.void, None, types.intp, value, emit=emit)
-
-
-_bytes = ir.VectorType(I8, LANES)
-store_bytes = _store_as(vector, lambda b, v: b.trunc(b.fptosi(v, INTEGERS), _bytes))  # a vector of integral floats
-store_byte = _store_as(types.float32, lambda b, v: b.fptosi(v, I8))  # an integral float32
-store_int = _store_as(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
-# (array, index): the unsigned byte of an array's memory at an index in bytes
-load_byte = emitted(types.int64, None, types.intp, emit=lambda b, _, place: b.zext(b.load(place(I8, I8)), I64))
+    return make_intrinsic(types.void, None, types.intp, value, emit=emit)
 
 
-def offset(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
+_BYTE_VECTOR = ir.VectorType(I8, LANES)
+store_bytes = _make_store(vector, lambda b, v: b.trunc(b.fptosi(v, INT_VECTOR), _BYTE_VECTOR))  # a vector of integral floats
+store_byte = _make_store(types.float32, lambda b, v: b.fptosi(v, I8))  # an integral float32
+store_int = _make_store(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
+# (array, index) -> the unsigned byte at an index in bytes
+load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_pointer: b.zext(b.load(get_pointer(I8, I8)), I64))
+
+
+def offset_pointer(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
+    """Emit a pointer of the given type n_floats after a pointer."""
     return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
 
 
 @intrinsic
-def call(typingctx, function, args):
-    """function(*args) for the address of a function of int64 numbers, addresses among them."""
+def call_address(typingctx, function, args):
+    """Call function(*args), given the address of a function of int64 numbers, which may be addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         numbers = cgutils.unpack_tuple(builder, values[1])
@@ -406,22 +425,26 @@ def call(typingctx, function, args):
     return types.void(types.int64, args), codegen
 
 
-def _at(emit: Any) -> Any:
-    """What emits code of the int64 at an address."""
+def _emit_at_address(emit: Any) -> Any:
+    """Return a function that applies emit to the int64 at an address."""
     return lambda builder, address, *values: emit(builder, builder.inttoptr(address, I64.as_pointer()), *values)
 
 
-def _exchange(builder: Any, word: Any, expected: Any, value: Any) -> Any:
+def _emit_compare_exchange(builder: Any, word: Any, expected: Any, value: Any) -> Any:
     return builder.extract_value(builder.cmpxchg(word, expected, value, "seq_cst", "seq_cst"), 0)
 
 
-# of the int64 at an address
-load_word = emitted(types.int64, types.int64, emit=_at(lambda b, word: b.load(word)))
-# add to it, seen by every thread in one order
-atomic_add = emitted(types.int64, *[types.int64] * 2, emit=_at(lambda b, word, n: b.atomic_rmw("add", word, n, "seq_cst")))
-# (address, expected, value): put a value in its place, if it is what is expected; what was there
-atomic_exchange = emitted(types.int64, *[types.int64] * 3, emit=_at(_exchange))
-# write it, behind everything that was written before
-atomic_store = emitted(types.void, *[types.int64] * 2, emit=_at(lambda b, word, n: b.store_atomic(n, word, "release", 8)))
-# read it, with everything that was written before it was
-atomic_load = emitted(types.int64, types.int64, emit=_at(lambda b, word: b.load_atomic(word, "acquire", 8)))
+# address -> the int64 there
+load_word = make_intrinsic(types.int64, types.int64, emit=_emit_at_address(lambda b, word: b.load(word)))
+# (address, n): add to the int64, in one order for all threads, and return the previous value
+atomic_add = make_intrinsic(
+    types.int64, *[types.int64] * 2, emit=_emit_at_address(lambda b, word, n: b.atomic_rmw("add", word, n, "seq_cst"))
+)
+# (address, expected, value): replace the int64 if it equals expected, and return the previous value
+atomic_compare_exchange = make_intrinsic(types.int64, *[types.int64] * 3, emit=_emit_at_address(_emit_compare_exchange))
+# (address, value): store after all earlier writes (release)
+atomic_store = make_intrinsic(
+    types.void, *[types.int64] * 2, emit=_emit_at_address(lambda b, word, n: b.store_atomic(n, word, "release", 8))
+)
+# address -> the int64, with all writes before its store (acquire)
+atomic_load = make_intrinsic(types.int64, types.int64, emit=_emit_at_address(lambda b, word: b.load_atomic(word, "acquire", 8)))

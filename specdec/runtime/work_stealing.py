@@ -1,89 +1,95 @@
-"""Parts of a phase: how many there are, and who does which. Knows no operation.
+"""Work stealing: how many chunks a phase has, and which thread runs which of them.
 
-A phase is cut in as many parts for each thread, which are small where it is long. A thread takes its own from the front, so that
-what it reads lies where it has read before; when it has none left it takes one from the back of whoever has the most left (work
-stealing: Blumofe and Leiserson 1999). A phase is over when its parts are done, not when all threads have come: slow ones do
-fewer, and one that has lost its core, or never began, does none and goes on where the others are. Who did a part leaves no trace:
-its sums are its own.
+A phase has the same number of chunks for each thread, and the chunks of a long phase are small. A thread takes its own chunks
+from the front, so it reads memory where it has read before. When it has none left, it takes one from the back of the thread with
+the most chunks left (work stealing: Blumofe and Leiserson 1999). A phase ends when its chunks are done, not when all threads
+arrive: slow threads do fewer, and a thread that lost its core, or never started, does none and continues where the others are.
+Results do not depend on which thread ran a chunk: its sums are its own.
 """
 
-from specdec.runtime.code_cache import inlined, inner
-from specdec.runtime.simd import atomic_exchange, atomic_load
+from specdec.runtime.code_cache import inlined, jitable
+from specdec.runtime.simd import atomic_compare_exchange, atomic_load
 
-PART_SHIFT = 17  # of the bytes of weights or of the cache that a part goes over, for one token: some 10 us
-TOKENS_SHIFT = 3  # of the number of tokens that take as long again as one does, which reads
-MOST_PARTS = 32  # of a thread
-# A thread's parts are a word: the phase, then the first of them that is free and the first behind them that is not
-PHASE, FIRST, PLACE = 32, 16, (1 << 16) - 1
-NOBODY = -1
+CHUNK_BYTES_SHIFT = 17  # log2 of the bytes of weights or KV cache that a chunk reads for one token: about 10 us
+TOKENS_SHIFT = 3  # log2 of the number of tokens whose arithmetic takes as long as reading the data once
+MAX_CHUNKS_PER_THREAD = 32
+# A thread's queue of chunks is one word: the phase, the first free chunk, and the end of the free chunks.
+PHASE_SHIFT, FIRST_SHIFT, INDEX_MASK = 32, 16, (1 << 16) - 1
+NOT_FOUND = -1
 
 
 @inlined
-def share(n, part, n_parts):
-    """The range of n units that is a part's."""
-    return part * n // n_parts, (part + 1) * n // n_parts
+def get_chunk_range(n, chunk, n_chunks):
+    """Return the range of a chunk's units out of n."""
+    return chunk * n // n_chunks, (chunk + 1) * n // n_chunks
 
 
-@inner
-def n_parts_each(work, n_tokens, n_threads):
-    """How many parts a thread has of a phase that goes over so many bytes for a token."""
-    return max(1, min((work * ((1 << TOKENS_SHIFT) - 1 + n_tokens) >> TOKENS_SHIFT + PART_SHIFT) // n_threads, MOST_PARTS))
+@jitable
+def count_chunks_per_thread(n_bytes, n_tokens, n_threads):
+    """Return the number of chunks per thread of a phase that reads n_bytes per token."""
+    return max(
+        1,
+        min(
+            (n_bytes * ((1 << TOKENS_SHIFT) - 1 + n_tokens) >> TOKENS_SHIFT + CHUNK_BYTES_SHIFT) // n_threads,
+            MAX_CHUNKS_PER_THREAD,
+        ),
+    )
 
 
-@inner
-def parts_at(line, phase, n):
-    """The word of a thread's parts at an address, n of that phase where nobody has taken one yet; a later phase's stays."""
-    word = atomic_load(line)
-    if word >> PHASE < phase:
-        begun = phase << PHASE | n
-        seen = atomic_exchange(line, word, begun)
-        word = begun if seen == word else seen
+@jitable
+def load_queue(queue, phase, n):
+    """Return a thread's queue at an address, initialized with n chunks if it is of an earlier phase; a later phase's stays."""
+    word = atomic_load(queue)
+    if word >> PHASE_SHIFT < phase:
+        initial = phase << PHASE_SHIFT | n
+        seen = atomic_compare_exchange(queue, word, initial)
+        word = initial if seen == word else seen
     return word
 
 
-@inner
-def take_part(line, phase, n, is_own):
-    """A thread's next part, of its own the first one that is free, of another's the last; NOBODY's if there is none any more."""
-    word = parts_at(line, phase, n)
+@jitable
+def take_chunk(queue, phase, n, is_own):
+    """Take a thread's next chunk, the first free one of its own queue, the last of another's; return NOT_FOUND if it is empty."""
+    word = load_queue(queue, phase, n)
     while True:
-        first, end = word >> FIRST & PLACE, word & PLACE
-        if first >= end or word >> PHASE != phase:
-            return NOBODY
-        seen = atomic_exchange(line, word, word + (1 << FIRST) if is_own else word - 1)
+        first, end = word >> FIRST_SHIFT & INDEX_MASK, word & INDEX_MASK
+        if first >= end or word >> PHASE_SHIFT != phase:
+            return NOT_FOUND
+        seen = atomic_compare_exchange(queue, word, word + (1 << FIRST_SHIFT) if is_own else word - 1)
         if seen == word:
             return first if is_own else end - 1
         word = seen
 
 
-@inner
-def farthest_behind(lines, stride, phase, n, first, last):
-    """Of threads first to last, whose words lie so many bytes apart, who has the most parts left; NOBODY: none has any."""
-    whose, most = NOBODY, 0
+@jitable
+def find_busiest_thread(queues, stride, phase, n, first, last):
+    """Return the thread, from first to last, with the most chunks left, or NOT_FOUND; their queues are `stride` bytes apart."""
+    busiest, most = NOT_FOUND, 0
     for thread in range(first, last):
-        word = parts_at(lines + thread * stride, phase, n)
-        left = (word & PLACE) - (word >> FIRST & PLACE)
-        if left > most and word >> PHASE == phase:
-            whose, most = thread, left
-    return whose
+        word = load_queue(queues + thread * stride, phase, n)
+        left = (word & INDEX_MASK) - (word >> FIRST_SHIFT & INDEX_MASK)
+        if left > most and word >> PHASE_SHIFT == phase:
+            busiest, most = thread, left
+    return busiest
 
 
-@inner
-def victim(lines, stride, phase, n, thread, n_threads, n_nodes):
-    """Whom a thread that has none left takes a part from: of its own node of memory, as long as anybody has one there."""
+@jitable
+def choose_victim(queues, stride, phase, n, thread, n_threads, n_nodes):
+    """Return the thread to steal a chunk from: one of the same NUMA node, as long as one has chunks left."""
     node = thread * n_nodes // n_threads
     first, last = -(-node * n_threads // n_nodes), -(-(node + 1) * n_threads // n_nodes)
-    whose = farthest_behind(lines, stride, phase, n, first, last)
-    return whose if whose != NOBODY or n_nodes == 1 else farthest_behind(lines, stride, phase, n, 0, n_threads)
+    victim = find_busiest_thread(queues, stride, phase, n, first, last)
+    return victim if victim != NOT_FOUND or n_nodes == 1 else find_busiest_thread(queues, stride, phase, n, 0, n_threads)
 
 
-@inner
-def is_over(done, stride, phase, n_threads, n_parts):
-    """Whether all parts of a phase are done, by how many each thread did, or somebody has gone on to the next one."""
+@jitable
+def is_phase_done(done, stride, phase, n_threads, n_chunks):
+    """Return whether the chunks that each thread did add up to all, or some thread has started the next phase."""
     total = 0
     for thread in range(n_threads):
         word = atomic_load(done + thread * stride)
-        if word >> PHASE > phase:
+        if word >> PHASE_SHIFT > phase:
             return True
-        if word >> PHASE == phase:
-            total += word & PLACE
-    return total == n_parts
+        if word >> PHASE_SHIFT == phase:
+            total += word & INDEX_MASK
+    return total == n_chunks

@@ -1,1 +1,1 @@
-"""`specdec serve`: OpenAI's interface over HTTP. The engine knows no HTTP, the requests and answers know no server."""
+"""The HTTP server of `specdec serve`. The engine knows no HTTP, and the requests and responses know no server."""

@@ -1,4 +1,4 @@
-"""Anthropic's interface: a body of /v1/messages becomes a request of a chat, its answer Anthropic's events. Knows no server."""
+"""Anthropic's Messages API, translated to and from chat requests. Knows no server."""
 
 import json
 import secrets
@@ -6,211 +6,232 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.server.openai_outputs import InParts, Part, event
-from specdec.server.openai_requests import COMMON, Asked, Model, chat_asked
-from specdec.server.tool_parsers.incremental import Call, Thought, value_of
-from specdec.server.validation import (
-    ANTHROPICS,
-    NOT_DONE,
-    NOTHING,
+from specdec.argument_checks import check_choice, check_string, shorten
+from specdec.server.field_validation import (
+    ANTHROPIC_PREFIX,
+    EMPTY_OBJECT,
+    UNSUPPORTED,
+    APIError,
     Fields,
-    Refused,
-    a_list,
-    an_object,
-    between,
-    objects,
-    words,
-    yes_or_no,
+    check_bool,
+    check_list,
+    check_object,
+    iter_objects,
+    join_text_parts,
+    make_range_check,
 )
-from specdec.validation import one_of, short, text
+from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
+from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
+from specdec.server.tool_parsers.incremental import Reasoning, ToolCall, parse_json
 
-OF_NO_EFFECT = ("metadata", "context_management", "diagnostics")  # objects that are taken
-WAYS_TO_CHOOSE = {"auto": "auto", "any": "required", "none": "none"}
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-PARTS: Mapping[type, tuple[dict[str, Any], str, str]] = {
+IGNORED_FIELDS = ("metadata", "context_management", "diagnostics")  # accepted objects without effect
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CONTENT_BLOCKS: Mapping[type, tuple[dict[str, Any], str, str]] = {
     str: ({"type": "text", "text": ""}, "text_delta", "text"),
-    Thought: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
-    Call: ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
+    Reasoning: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    ToolCall: ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
 }
 
 
-def messages_asked(body: Mapping[str, Any], model: Model) -> Asked:
-    """A body of /v1/messages. Raises Refused."""
+def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+    """Parse a body of /v1/messages. Raises APIError."""
     fields = Fields(body)
-    if not (most := fields.take("max_tokens", between(1), 0)):
-        raise Refused("max_tokens is missing; expected how many tokens the answer may have", "max_tokens", "missing_parameter")
-    asked = _asked(fields, model, most)
+    if not (max_tokens := fields.take("max_tokens", make_range_check(1), 0)):
+        raise APIError(
+            "max_tokens is missing; expected the maximum number of tokens to generate", "max_tokens", "missing_parameter"
+        )
+    request = _parse_request(fields, model, max_tokens)
     if body["messages"][-1]["role"] == "assistant":
-        raise Refused("the last message is an answer, and none is gone on with here; expected the user's", "messages", NOT_DONE)
-    return asked
+        raise APIError(
+            "continuing an assistant message is not supported; the last message must be the user's", "messages", UNSUPPORTED
+        )
+    return request
 
 
-def tokens_counted(body: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """A body of /v1/messages/count_tokens: the tokens of its prompt. Raises Refused."""
+def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Handle a body of /v1/messages/count_tokens: return the number of prompt tokens. Raises APIError."""
     fields = Fields(body)
-    fields.take("max_tokens", between(1), 1)
-    return {"input_tokens": len(_asked(fields, model, 1).jobs[0].prompt)}
+    fields.take("max_tokens", make_range_check(1), 1)
+    return {"input_tokens": len(_parse_request(fields, model, 1).generation_requests[0].prompt)}
 
 
-def _asked(fields: Fields, model: Model, max_tokens: int) -> Asked:
-    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in COMMON}
-    system = fields.take("system", _paragraphs, "")
-    messages = fields.take("messages", _messages, list[dict[str, Any]]())
+def _parse_request(fields: Fields, model: ServedModel, max_tokens: int) -> ParsedRequest:
+    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in COMMON_FIELDS}
+    system = fields.take("system", _join_paragraphs, "")
+    messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    tools = fields.take("tools", _tools, list[dict[str, Any]]())
+    tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     chat |= {"messages": messages or None, "max_tokens": max_tokens, "tools": tools or None}
-    chat |= fields.take("tool_choice", _tool_choice, NOTHING)
+    chat |= fields.take("tool_choice", _parse_tool_choice, EMPTY_OBJECT)
     chat["stop"] = fields.take("stop_sequences", lambda _, value: value or None, None)
-    thinks = fields.take("thinking", _thinks, None)
-    if thinks is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks, **given}
-    chat |= fields.take("output_config", _output, NOTHING)
-    for name in OF_NO_EFFECT:
-        fields.take(name, an_object, NOTHING)
-    fields.end({})
-    return replace(chat_asked(chat, model), form=Message)
+    is_thinking = fields.take("thinking", _parse_thinking, None)
+    if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
+        chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
+    chat |= fields.take("output_config", _parse_output_config, EMPTY_OBJECT)
+    for name in IGNORED_FIELDS:
+        fields.take(name, check_object, EMPTY_OBJECT)
+    fields.reject_remaining({})
+    return replace(parse_chat_request(chat, model), make_formatter=MessagesFormatter)
 
 
-def _paragraphs(name: str, value: Any) -> str:
-    return words(name, value, between="\n\n")
+def _join_paragraphs(name: str, value: Any) -> str:
+    return join_text_parts(name, value, separator="\n\n")
 
 
-def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """As a chat has them: what tools have told is a message of its own."""
+def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the messages in chat format; each tool result becomes a message."""
     messages = list[dict[str, Any]]()
-    for told, each in objects(name, a_list(name, value)):
+    for label, each in iter_objects(name, check_list(name, value)):
         content = each.get("content")
-        role = one_of(f"role of {told}", each.get("role"), ["user", "assistant", "system"])
+        role = check_choice(f"role of {label}", each.get("role"), ["user", "assistant", "system"])
         if isinstance(content, list) and role != "system":
-            messages += _answered(told, content) if role == "assistant" else _said(told, content)
+            messages += _parse_assistant_blocks(label, content) if role == "assistant" else _parse_user_blocks(label, content)
         else:
-            messages.append({"role": role, "content": _paragraphs(f"content of {told}", content)})
+            messages.append({"role": role, "content": _join_paragraphs(f"content of {label}", content)})
     return messages
 
 
-def _said(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """What a user said, and before it what tools told."""
+def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a user's content blocks, tool results first."""
     results, others = list[dict[str, Any]](), list[Any]()
-    for told, block in objects(f"content of {name}", a_list(f"content of {name}", blocks)):
+    for label, block in iter_objects(f"content of {name}", check_list(f"content of {name}", blocks)):
         if block.get("type") == "tool_result":
-            content = _paragraphs(f"content of {told}", block.get("content") or "")
-            failed = "Error: " * yes_or_no(f"is_error of {told}", block.get("is_error") or False)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + content})
+            content = _join_paragraphs(f"content of {label}", block.get("content") or "")
+            prefix = "Error: " * check_bool(f"is_error of {label}", block.get("is_error") or False)
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": prefix + content})
         else:
             others.append(block)
-    return [*results, *([{"role": "user", "content": _paragraphs(f"content of {name}", others)}] if others else [])]
+    return [*results, *([{"role": "user", "content": _join_paragraphs(f"content of {name}", others)}] if others else [])]
 
 
-def _answered(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """What the model answered: text, thoughts and calls."""
+def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the message of an assistant's content blocks: text, reasoning and tool calls."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
-    said, calls, thought = list[Any](), list[Any](), ""
-    for told, block in objects(f"content of {name}", blocks):
+    text_blocks, tool_calls, reasoning = list[Any](), list[Any](), ""
+    for label, block in iter_objects(f"content of {name}", blocks):
         match block.get("type"):
             case "thinking":
-                thought += text(f"thinking of {told}", block.get("thinking"))
+                reasoning += check_string(f"thinking of {label}", block.get("thinking"))
             case "redacted_thinking":
                 pass
             case "tool_use":
-                arguments = json.dumps(an_object(f"input of {told}", block.get("input")), ensure_ascii=False)
-                calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": arguments}})
+                arguments = json.dumps(check_object(f"input of {label}", block.get("input")), ensure_ascii=False)
+                tool_calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": arguments}})
             case _:
-                said.append(block)
-    message["content"] = _paragraphs(f"content of {name}", said)
-    return [message | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})]
+                text_blocks.append(block)
+    message["content"] = _join_paragraphs(f"content of {name}", text_blocks)
+    return [
+        message | ({"tool_calls": tool_calls} if tool_calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
+    ]
 
 
-def _tools(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     tools = list[dict[str, Any]]()
-    for told, tool in objects(name, value):
-        if (kind := tool.get("type") or "custom") != "custom":
-            raise Refused(f"{told} is of the type {short(kind, repr)}, which is not done here; expected custom", name, NOT_DONE)
+    for label, tool in iter_objects(name, value):
+        if (tool_type := tool.get("type") or "custom") != "custom":
+            raise APIError(
+                f"{label} has the type {shorten(tool_type, repr)}, which is not supported; expected custom", name, UNSUPPORTED
+            )
         function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": tool.get("input_schema")}
         tools.append({"type": "function", "function": function})
     return tools
 
 
-def _tool_choice(name: str, value: Any) -> dict[str, Any]:
-    kind = one_of(f"type of {name}", an_object(name, value).get("type"), ["tool", *WAYS_TO_CHOOSE])
-    one = yes_or_no(f"disable_parallel_tool_use of {name}", value.get("disable_parallel_tool_use") or False)
-    named = {"type": "function", "function": {"name": value.get("name")}}
-    return {"tool_choice": named if kind == "tool" else WAYS_TO_CHOOSE[str(kind)], "parallel_tool_calls": not one}
+def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
+    choice_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["tool", *TOOL_CHOICES])
+    is_single_call = check_bool(f"disable_parallel_tool_use of {name}", value.get("disable_parallel_tool_use") or False)
+    function = {"type": "function", "function": {"name": value.get("name")}}
+    return {
+        "tool_choice": function if choice_type == "tool" else TOOL_CHOICES[str(choice_type)],
+        "parallel_tool_calls": not is_single_call,
+    }
 
 
-def _thinks(name: str, value: Any) -> bool:
-    """Whether the model is to think, where its template asks; how long is its own affair."""
-    return one_of(f"type of {name}", an_object(name, value).get("type"), ["enabled", "adaptive", "disabled"]) != "disabled"
+def _parse_thinking(name: str, value: Any) -> bool:
+    """Return whether the model should think, if its template has the option. A thinking budget is ignored."""
+    return (
+        check_choice(f"type of {name}", check_object(name, value).get("type"), ["enabled", "adaptive", "disabled"]) != "disabled"
+    )
 
 
-def _output(name: str, value: Any) -> dict[str, Any]:
-    """An effort, and a shape."""
-    fields, chat = Fields(an_object(name, value)), dict[str, Any]()
-    if effort := fields.take("effort", text, ""):
+def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
+    """Return the reasoning effort and the response format."""
+    fields, chat = Fields(check_object(name, value)), dict[str, Any]()
+    if effort := fields.take("effort", check_string, ""):
         chat["reasoning_effort"] = effort
-    if form := fields.take("format", an_object, NOTHING):
-        one_of(f"type of format of {name}", form.get("type"), ["json_schema"])
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    fields.end({})
+    if response_format := fields.take("format", check_object, EMPTY_OBJECT):
+        check_choice(f"type of format of {name}", response_format.get("type"), ["json_schema"])
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}
+    fields.reject_remaining({})
     return chat
 
 
-class Message(InParts):
-    """Anthropic's events, and its whole."""
+class MessagesFormatter(PartsFormatter):
+    """Formats responses as Anthropic's events or message."""
 
-    def __init__(self, asked: Asked, model: Model, fingerprint: str) -> None:
-        super().__init__(asked, model, fingerprint)
+    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
+        super().__init__(request, model, fingerprint)
         self._id = f"msg_{secrets.token_hex(12)}"
 
-    def begins(self) -> bytes:
-        return _event({"type": "message_start", "message": self._message([], None)})
+    def format_start(self) -> bytes:
+        """Return the event that starts a message."""
+        return _format_event({"type": "message_start", "message": self._make_message([], None)})
 
-    def _part(self, what: str, part: Part, grown: str) -> bytes:
-        block, kind, key = PARTS[part.kind]
-        if what == "begins":
-            return _event({"type": "content_block_start", "index": part.index, "content_block": block | _named(part)})
-        if what == "grows":
-            return _event({"type": "content_block_delta", "index": part.index, "delta": {"type": kind, key: grown}})
-        return _event({"type": "content_block_stop", "index": part.index})
+    def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
+        block, delta_type, key = CONTENT_BLOCKS[part.part_type]
+        if change == "start":
+            return _format_event(
+                {"type": "content_block_start", "index": part.index, "content_block": block | _format_tool_use(part)}
+            )
+        if change == "delta":
+            return _format_event({"type": "content_block_delta", "index": part.index, "delta": {"type": delta_type, key: text}})
+        return _format_event({"type": "content_block_stop", "index": part.index})
 
-    def ends(self) -> bytes:
-        ended = {"type": "message_delta", "delta": self._ended(), "usage": {"output_tokens": self.n_text}}
-        return self._stops() + _event(ended) + _event({"type": "message_stop"})
+    def format_end(self) -> bytes:
+        """Return the events that end a message."""
+        message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": {"output_tokens": self.n_generated}}
+        return self._end_last_part() + _format_event(message_delta) + _format_event({"type": "message_stop"})
 
-    def fails(self, error: Refused) -> bytes:
-        return _event(error.body(ANTHROPICS))
+    def format_error(self, error: APIError) -> bytes:
+        """Return the event of an error."""
+        return _format_event(error.format_body(ANTHROPIC_PREFIX))
 
-    def _told(self) -> dict[str, Any]:
-        return self._message([self._block(part) for part in self._parts], self._ended())
+    def _make_response(self) -> dict[str, Any]:
+        return self._make_message([self._format_block(part) for part in self._parts], self._format_stop())
 
-    def _block(self, part: Part) -> dict[str, Any]:
-        block, _, key = PARTS[part.kind]
-        if part.kind is not Call:
+    def _format_block(self, part: OutputPart) -> dict[str, Any]:
+        block, _, key = CONTENT_BLOCKS[part.part_type]
+        if part.part_type is not ToolCall:
             return block | {key: part.text}
         try:
-            arguments = value_of(part.text or "{}")
-        except ValueError:  # cut by the length: what there is of it is text
+            arguments = parse_json(part.text or "{}")
+        except ValueError:  # cut off by max_tokens: return it as text
             return {"type": "text", "text": f"{part.name} {part.text}"}
-        return block | _named(part) | {"input": arguments}
+        return block | _format_tool_use(part) | {"input": arguments}
 
-    def _ended(self) -> dict[str, Any]:
+    def _format_stop(self) -> dict[str, Any]:
         string = self.choices[0].stop_string
-        return {"stop_reason": "stop_sequence" if string is not None else REASONS[self._finish], "stop_sequence": string}
+        return {
+            "stop_reason": "stop_sequence" if string is not None else STOP_REASONS[self._finish_reason],
+            "stop_sequence": string,
+        }
 
-    def _message(self, content: Sequence[Mapping[str, Any]], ended: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _make_message(self, content: Sequence[Mapping[str, Any]], stop: Mapping[str, Any] | None) -> dict[str, Any]:
         usage = {
             "input_tokens": self.n_prompt,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
-            "output_tokens": self.n_text,
+            "output_tokens": self.n_generated,
         }
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name}
-        return {**head, "content": [*content], **(ended or {"stop_reason": None, "stop_sequence": None}), "usage": usage}
+        header = {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name}
+        return {**header, "content": [*content], **(stop or {"stop_reason": None, "stop_sequence": None}), "usage": usage}
 
 
-def _named(part: Part) -> dict[str, Any]:
-    return {"id": f"toolu_{part.id}", "name": part.name} if part.kind is Call else {}
+def _format_tool_use(part: OutputPart) -> dict[str, Any]:
+    return {"id": f"toolu_{part.id}", "name": part.name} if part.part_type is ToolCall else {}
 
 
-def _event(value: Mapping[str, Any]) -> bytes:
-    return event(value, value["type"])
+def _format_event(value: Mapping[str, Any]) -> bytes:
+    return format_sse_event(value, value["type"])

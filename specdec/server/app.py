@@ -1,4 +1,4 @@
-"""The server's answers: one function a path. Knows requests and answers, an engine, and nothing of sockets."""
+"""The server's endpoints: one method per path. Knows requests and responses and the scheduler, but no sockets."""
 
 import asyncio
 import base64
@@ -15,139 +15,155 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 
-from specdec.engine.metrics import exposition
-from specdec.server.anthropic_messages import messages_asked, tokens_counted
+from specdec.engine.metrics import format_prometheus
+from specdec.server.anthropic_messages import count_tokens, parse_messages_request
 from specdec.server.auth import App, Receive, Scope, Send
-from specdec.server.body_limits import SMALL_BYTES, Room, body_of_bytes
-from specdec.server.embeddings import embeddings_asked
-from specdec.server.openai_requests import Asked, Model, chat_asked, completion_asked
-from specdec.server.openai_responses import response_asked
-from specdec.server.schema_builder import Turns
-from specdec.server.streaming import Answering, Service, asked_model, json_of, unless
-from specdec.server.tokenize import detokenized, tokenized
-from specdec.server.validation import Refused, body_of
+from specdec.server.body_limits import SMALL_BODY_BYTES, BodyBuffer, read_body
+from specdec.server.embeddings import parse_embedding_request
+from specdec.server.field_validation import APIError, parse_body
+from specdec.server.grammar_builder import FairSemaphore
+from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, parse_chat_request, parse_completion_request
+from specdec.server.openai_responses_api import parse_response_request
+from specdec.server.streaming import ResponseStreamer, ServerState, acquire_model, encode_json, wait_unless_disconnected
+from specdec.server.tokenize import detokenize, tokenize
 
-PAGE = Path(__file__).with_name("page.html")
-WRITE = {
-    "/v1/chat/completions": chat_asked,
-    "/v1/completions": completion_asked,
-    "/v1/messages": messages_asked,
-    "/v1/responses": response_asked,
+PAGE_PATH = Path(__file__).with_name("page.html")
+GENERATION_PARSERS = {
+    "/v1/chat/completions": parse_chat_request,
+    "/v1/completions": parse_completion_request,
+    "/v1/messages": parse_messages_request,
+    "/v1/responses": parse_response_request,
 }
-TELL = {"/v1/messages/count_tokens": tokens_counted, "/tokenize": tokenized, "/detokenize": detokenized}
-NOT_THERE = {404: "there is nothing at this path; talks are at /v1/chat/completions", 405: "this path does not take this method"}
-LARGE_AT_ONCE = 1  # other bodies of which tokens are made: small ones have another process then
+QUERY_HANDLERS = {"/v1/messages/count_tokens": count_tokens, "/tokenize": tokenize, "/detokenize": detokenize}
+ROUTING_ERRORS = {
+    404: "path not found; the chat endpoint is /v1/chat/completions",
+    405: "method not allowed for this path",
+}
+MAX_CONCURRENT_LARGE_BODIES = 1  # large bodies that are tokenized at once, so that small ones find a free process
 
 
-def app_of(service: Service) -> App:
-    """All paths."""
-    paths = Paths(service)
+def make_app(state: ServerState) -> App:
+    """Return the app that routes all paths to their endpoints."""
+    endpoints = Endpoints(state)
     routes = [
-        Route("/", paths.page),
-        Route("/health", paths.health),
-        Route("/metrics", paths.metrics),
-        Route("/v1/models", paths.models),
-        Route("/v1/models/{name:path}", paths.one_model),
-        *(Route(path, partial(paths.write, read), methods=["POST"]) for path, read in WRITE.items()),
-        *(Route(path, partial(paths.tell, read), methods=["POST"]) for path, read in TELL.items()),
-        Route("/v1/embeddings", paths.embeddings, methods=["POST"]),
+        Route("/", endpoints.page),
+        Route("/health", endpoints.health),
+        Route("/metrics", endpoints.metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        *(Route(path, partial(endpoints.generate, handler), methods=["POST"]) for path, handler in GENERATION_PARSERS.items()),
+        *(Route(path, partial(endpoints.query, handler), methods=["POST"]) for path, handler in QUERY_HANDLERS.items()),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
     ]
     router = Router(routes)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        """A path means the same with a slash at its end: nobody is sent elsewhere."""
+        """Route a request. A slash at the end of a path is ignored, without a redirect."""
         try:
             await router({**scope, "path": scope["path"].rstrip("/") or "/", "app": router}, receive, send)
         except HTTPException as error:
-            raise Refused(NOT_THERE[error.status_code], None, None, error.status_code, error.headers or {}) from None
+            raise APIError(ROUTING_ERRORS[error.status_code], None, None, error.status_code, error.headers or {}) from None
 
     return app
 
 
-class Paths:
-    """What is at each of them."""
+class Endpoints:
+    """The handlers of all paths."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._shelf = service, service.shelf
-        self._room, self._large = Room(), Turns(LARGE_AT_ONCE)
-        self._page = _page()
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._model_manager = state, state.model_manager
+        self._body_buffer, self._large_bodies = BodyBuffer(), FairSemaphore(MAX_CONCURRENT_LARGE_BODIES)
+        self._page = _load_page()
 
     async def page(self, _: Request) -> Response:
+        """Return the chat page."""
         return self._page
 
     async def health(self, _: Request) -> Response:
+        """Return the health status."""
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        return PlainTextResponse(exposition(self._shelf.figures), media_type="text/plain; version=0.0.4")
+        """Return the metrics in Prometheus' text format."""
+        return PlainTextResponse(format_prometheus(self._model_manager.metrics), media_type="text/plain; version=0.0.4")
 
     async def models(self, _: Request) -> Response:
-        sizes = await asyncio.to_thread(self._shelf.sizes)
-        return JSONResponse({"object": "list", "data": [self._told(*each) for each in sizes.items()]})
+        """Return the list of models."""
+        sizes = await asyncio.to_thread(self._model_manager.list_models)
+        return JSONResponse({"object": "list", "data": [self._format_model(*each) for each in sizes.items()]})
 
-    async def one_model(self, request: Request) -> Response:
+    async def model(self, request: Request) -> Response:
+        """Return one model by its name."""
         name = request.path_params["name"]
-        sizes = await asyncio.to_thread(self._shelf.sizes)
+        sizes = await asyncio.to_thread(self._model_manager.list_models)
         if name not in sizes:
-            raise Refused("there is no such model here; /v1/models lists those that there are", "model", "model_not_found", 404)
-        return JSONResponse(self._told(name, sizes[name]))
+            raise APIError("model not found; /v1/models lists the models", "model", "model_not_found", 404)
+        return JSONResponse(self._format_model(name, sizes[name]))
 
-    def _told(self, name: str, n_bytes: int) -> dict[str, Any]:
-        """A model, as OpenAI tells of one; and what the page has to know."""
-        served, more = self._shelf.loaded(name), dict[str, Any]()
-        if served:
-            decoder = served.model.decoder
-            more = {
+    def _format_model(self, name: str, n_bytes: int) -> dict[str, Any]:
+        """Return a model in OpenAI's format, with the details that the page needs."""
+        instance, details = self._model_manager.get_instance(name), dict[str, Any]()
+        if instance:
+            decoder = instance.model.decoder
+            details = {
                 "context": decoder.n_positions,
                 "weights": decoder.weights,
                 "has_draft": decoder.has_draft,
-                "can_chat": served.model.template is not None,
+                "can_chat": instance.model.template is not None,
             }
-        created = served.created if served else 0
-        told = {"is_loaded": served is not None, "bytes": n_bytes, **more}
-        return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "specdec": told}
+        created = instance.created if instance else 0
+        status = {"is_loaded": instance is not None, "bytes": n_bytes, **details}
+        return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "specdec": status}
 
-    async def _body(self, request: Request) -> tuple[dict[str, Any], AbstractAsyncContextManager[None]]:
-        """A request's body, and around what makes tokens of it its turn: or large ones would keep small ones waiting."""
-        async with body_of_bytes(request, self._room) as data:
-            is_large = len(data) > SMALL_BYTES
+    async def _read_body(self, request: Request) -> tuple[dict[str, Any], AbstractAsyncContextManager[None]]:
+        """Return a request's parsed body and a permit to hold while it is tokenized.
 
-            def turn() -> AbstractAsyncContextManager[None]:
-                return self._large.of(request.scope["who"].name) if is_large else nullcontext()
+        Large bodies wait for their permits, so that they do not delay small ones.
+        """
+        async with read_body(request, self._body_buffer) as data:
+            is_large = len(data) > SMALL_BODY_BYTES
 
-            async with turn():
-                return await asyncio.to_thread(body_of, data), turn()
+            def make_permit() -> AbstractAsyncContextManager[None]:
+                return self._large_bodies.hold(request.scope["api_client"].name) if is_large else nullcontext()
 
-    async def write(self, read: Callable[[Mapping[str, Any], Model], Asked], request: Request) -> Any:
-        return Answering(self._service, read, *await self._body(request))
+            async with make_permit():
+                return await asyncio.to_thread(parse_body, data), make_permit()
 
-    async def tell(self, read: Callable[[Mapping[str, Any], Model], Any], request: Request) -> Response:
-        body, turn = await self._body(request)
-        async with asked_model(self._shelf, body, request.receive) as (served, _), turn:
-            return JSONResponse(await asyncio.to_thread(read, body, served.model))
+    async def generate(self, parse: Callable[[Mapping[str, Any], ServedModel], ParsedRequest], request: Request) -> Any:
+        """Return the response of a generation request."""
+        return ResponseStreamer(self._state, parse, *await self._read_body(request))
+
+    async def query(self, handle: Callable[[Mapping[str, Any], ServedModel], Any], request: Request) -> Response:
+        """Return the result of a handler that generates nothing."""
+        body, permit = await self._read_body(request)
+        async with acquire_model(self._model_manager, body, request.receive) as (instance, _), permit:
+            return JSONResponse(await asyncio.to_thread(handle, body, instance.model))
 
     async def embeddings(self, request: Request) -> Response:
-        body, turn = await self._body(request)
-        async with asked_model(self._shelf, body, request.receive) as (served, leaving):
-            async with turn:
-                asked = await asyncio.to_thread(embeddings_asked, body, served.model)
-            futures = served.engine.beside(asked.work, request.scope["who"])
-            vectors = await unless(leaving, asyncio.gather(*map(asyncio.wrap_future, futures)))
-            answer = await asyncio.to_thread(lambda: json_of(asked.answer(vectors, served.model.name)))
-            return Response(answer, media_type="application/json")
+        """Return the embeddings of the inputs."""
+        body, permit = await self._read_body(request)
+        async with acquire_model(self._model_manager, body, request.receive) as (instance, disconnected):
+            async with permit:
+                embedding_request = await asyncio.to_thread(parse_embedding_request, body, instance.model)
+            futures = instance.scheduler.submit_auxiliary(embedding_request.tasks, request.scope["api_client"])
+            vectors = await wait_unless_disconnected(disconnected, asyncio.gather(*map(asyncio.wrap_future, futures)))
+            response = await asyncio.to_thread(
+                lambda: encode_json(embedding_request.format_response(vectors, instance.model.name))
+            )
+            return Response(response, media_type="application/json")
 
 
-def _page() -> Response:
-    """The page, with the policy that lets its own style and script run, and nothing else."""
-    page = PAGE.read_text(encoding="utf-8")
+def _load_page() -> Response:
+    """Return the page with a policy that allows its own style and script and nothing else."""
+    page = PAGE_PATH.read_text(encoding="utf-8")
 
-    def source(tag: str) -> str:
-        inside = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inside]
-        return " ".join(f"'sha256-{each}'" for each in hashes)
+    def hash_sources(tag: str) -> str:
+        sources = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in sources]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
 
     policy = (
-        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
+        f"default-src 'none'; script-src {hash_sources('script')}; style-src {hash_sources('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {"content-security-policy": policy, "referrer-policy": "no-referrer", "x-frame-options": "DENY"}

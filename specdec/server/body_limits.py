@@ -1,4 +1,4 @@
-"""Bodies of requests as they come: in what time, and how much of all of them there is room for. Knows no models."""
+"""Limits on incoming request bodies: their size, their speed and the memory of all of them. Knows no models."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,89 +8,104 @@ from typing import Any
 
 from starlette.requests import Request
 
-from specdec.server.validation import Refused
+from specdec.server.field_validation import APIError
 
-MOST_BYTES, MOST_OF_ALL_BYTES = 4 << 20, 64 << 20  # of a body; of all that are being read, without what is small of each
-SMALL_BYTES = 64 << 10  # of a body: so much of any is read, and one that is no larger waits for no larger one
-BODY_SECONDS = 10.0  # that a client may take for so much of a body
-TOO_LARGE = partial(Refused, f"the body has more than {MOST_BYTES >> 20} MiB", None, "request_too_large", 413)
-NO_ROOM = partial(Refused, "the bodies of others take all room, and this one came slowest; send it again", None, "no_room", 429)
+MAX_BODY_BYTES = 4 << 20
+MAX_TOTAL_BODY_BYTES = 64 << 20  # of all bodies being received, not counting SMALL_BODY_BYTES of each
+SMALL_BODY_BYTES = 64 << 10  # always accepted; a body up to this size does not wait for larger ones
+BODY_TIMEOUT_S = 10.0  # for each SMALL_BODY_BYTES of a body
+TOO_LARGE = partial(APIError, f"the body must have at most {MAX_BODY_BYTES >> 20} MiB", None, "request_too_large", 413)
+BUFFER_FULL = partial(
+    APIError, "the buffer for request bodies is full, and this one was slowest; send it again", None, "no_room", 429
+)
 
 
-class Body:
-    """One that is being read. since: when so much of it had come as is small, or a multiple of that."""
+class IncomingBody:
+    """A request body that is being received.
+
+    Attributes:
+        data: The bytes so far.
+        last_progress: Time when the last multiple of `SMALL_BODY_BYTES` was complete.
+        dropped: Done once the body is dropped to free the buffer.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.data, self.since = bytearray(), loop.time()
-        self.is_dropped: asyncio.Future[Any] = loop.create_future()
+        self.data, self.last_progress = bytearray(), loop.time()
+        self.dropped: asyncio.Future[Any] = loop.create_future()
         self._loop = loop
 
     @property
-    def n_counted(self) -> int:
-        return max(len(self.data) - SMALL_BYTES, 0)
+    def n_counted_bytes(self) -> int:
+        """Bytes that count for `MAX_TOTAL_BODY_BYTES`."""
+        return max(len(self.data) - SMALL_BODY_BYTES, 0)
 
-    def add(self, piece: bytes) -> None:
+    def add(self, chunk: bytes) -> None:
+        """Append a chunk."""
         n = len(self.data)
-        self.data.extend(piece)
-        if n // SMALL_BYTES < len(self.data) // SMALL_BYTES:
-            self.since = self._loop.time()
+        self.data.extend(chunk)
+        if n // SMALL_BODY_BYTES < len(self.data) // SMALL_BODY_BYTES:
+            self.last_progress = self._loop.time()
 
 
-class Room:
-    """What all bodies together may take, of clients that send slowly or much."""
+class BodyBuffer:
+    """The memory of all bodies being received, limited against clients that send slowly or much."""
 
     def __init__(self) -> None:
-        self.bodies = list[Body]()
+        self.bodies = list[IncomingBody]()
 
-    def make(self, n: int) -> None:
-        """Room for so many bytes more: the bodies that have come slowest of late are dropped."""
-        large = sorted((body for body in self.bodies if body.n_counted), key=lambda body: body.since)
-        n += sum(body.n_counted for body in large)
+    def reserve(self, n_bytes: int) -> None:
+        """Make space for n_bytes more; drops the bodies that made progress longest ago if needed."""
+        large = sorted((body for body in self.bodies if body.n_counted_bytes), key=lambda body: body.last_progress)
+        n_bytes += sum(body.n_counted_bytes for body in large)
         for body in large:
-            if n <= MOST_OF_ALL_BYTES:
+            if n_bytes <= MAX_TOTAL_BODY_BYTES:
                 return
-            n -= body.n_counted
+            n_bytes -= body.n_counted_bytes
             body.data.clear()
-            if not body.is_dropped.done():
-                body.is_dropped.set_result(None)
+            if not body.dropped.done():
+                body.dropped.set_result(None)
 
 
 @asynccontextmanager
-async def body_of_bytes(request: Request, room: Room) -> AsyncIterator[bytes]:
-    """All of a body of JSON. Raises Refused for one of another kind, that is too large or comes too slowly."""
-    kind, coding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
-    if kind.partition(";")[0].strip().lower() != "application/json" or coding.lower() not in ("", "identity"):
-        problem = "the body has to be JSON, not compressed, with the header content-type: application/json"
-        raise Refused(problem, None, "unsupported_media_type", 415)
-    size = request.headers.get("content-length", "0")
-    if not size.isdecimal() or len(size) > 18 or int(size) > MOST_BYTES:
+async def read_body(request: Request, buffer: BodyBuffer) -> AsyncIterator[bytes]:
+    """Receive a JSON body and yield it.
+
+    Raises:
+        APIError: The body is of another type, too large or too slow.
+    """
+    content_type, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
+    if content_type.partition(";")[0].strip().lower() != "application/json" or encoding.lower() not in ("", "identity"):
+        message = "the body must be uncompressed JSON with the header content-type: application/json"
+        raise APIError(message, None, "unsupported_media_type", 415)
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > 18 or int(length) > MAX_BODY_BYTES:
         raise TOO_LARGE()
     loop = asyncio.get_running_loop()
-    body, is_whole = Body(loop), False
-    room.bodies.append(body)
+    body, is_complete = IncomingBody(loop), False
+    buffer.bodies.append(body)
     try:
-        while not is_whole:
-            receiving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
+        while not is_complete:
+            next_event: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
             try:
-                left = body.since + BODY_SECONDS - loop.time()
-                await asyncio.wait({receiving, body.is_dropped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                seconds_left = body.last_progress + BODY_TIMEOUT_S - loop.time()
+                await asyncio.wait({next_event, body.dropped}, timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                is_late = receiving.cancel()
-            if body.is_dropped.done():
-                raise NO_ROOM()
+                is_late = next_event.cancel()
+            if body.dropped.done():
+                raise BUFFER_FULL()
             if is_late:
-                raise Refused("the body comes too slowly", None, "request_timeout", 408)
-            message = receiving.result()
-            if message["type"] == "http.disconnect":
+                raise APIError("the body was not received in time", None, "request_timeout", 408)
+            event = next_event.result()
+            if event["type"] == "http.disconnect":
                 raise ConnectionResetError
-            piece = message.get("body", b"")
-            if len(body.data) + len(piece) > MOST_BYTES:
+            chunk = event.get("body", b"")
+            if len(body.data) + len(chunk) > MAX_BODY_BYTES:
                 raise TOO_LARGE()
-            body.add(piece)
-            room.make(0)
-            is_whole = not message.get("more_body")
-        if body.is_dropped.done():
-            raise NO_ROOM()
+            body.add(chunk)
+            buffer.reserve(0)
+            is_complete = not event.get("more_body")
+        if body.dropped.done():
+            raise BUFFER_FULL()
         yield bytes(body.data)
     finally:
-        room.bodies.remove(body)
+        buffer.bodies.remove(body)

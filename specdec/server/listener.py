@@ -1,4 +1,4 @@
-"""A socket, the server on it, and how it ends. Knows no requests and no models."""
+"""The HTTP server on a socket, with timeouts and a connection limit. Knows no requests and no models."""
 
 import asyncio
 import logging
@@ -12,73 +12,79 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.server.auth import App, Receive, Scope, Send, refusal
-from specdec.server.validation import Refused
+from specdec.server.auth import App, Receive, Scope, Send, make_error_response
+from specdec.server.field_validation import APIError
 
-HEADER_SECONDS = 10.0  # that a client may take for a request's head
-READER_SECONDS = 30.0  # that a client may take to read what waits for it, which is a piece of an answer
-KEEP_ALIVE_SECONDS = 30  # that a connection waits for its next request
-MOST_CONNECTIONS = 128  # beyond which one that waits for its client gives way; twice as many may be answered at once
-LAST_WORDS_SECONDS = 5  # behind the grace, for clients that read slowly
-# who else writes a log, from what on: asyncio, for which all would wait where nobody reads it, not of writes to who has left
-WORDS_OF = {"uvicorn.error": logging.WARNING, "asyncio": logging.ERROR}
-PROBES_SECONDS = (0.05, 1.0)  # between signs of life to who sends no more: the first one's, and any later one's
+HEADER_TIMEOUT_S = 10.0  # for a client to send a request's headers
+WRITE_TIMEOUT_S = 30.0  # for a client to read one chunk of a response
+KEEP_ALIVE_TIMEOUT_S = 30  # between the requests of a connection
+MAX_CONNECTIONS = 128  # beyond it, a connection that waits for its client is closed; twice as many may be served at once
+SHUTDOWN_MARGIN_S = 5  # after the grace period, for clients that read slowly
+# forwarded logs. asyncio would block all on an unread stderr; its warnings of writes to clients that left are dropped
+LOG_LEVELS = {"uvicorn.error": logging.WARNING, "asyncio": logging.ERROR}
+PROBE_INTERVALS_S = (0.05, 1.0)  # before the first interim response to a half-closed connection, and before the others
 
 
-class Patient(H11Protocol):
-    """A connection that is closed where its client keeps it waiting: for a request's head, or for what it does not read.
+class TimeoutH11Protocol(H11Protocol):
+    """A connection that is closed when its client is too slow to send headers or to read the response.
 
-    Where there are too many, the one gives way that has waited longest for its client: those whose client does not read first,
-    then those that wait for a head or a body. What comes behind a body that was refused is read, and dropped, as long: or the
-    client would never see why.
+    With too many connections, the one that has waited longest for its client is closed: first those whose clients do not read,
+    then those that wait for headers or a body. The rest of a rejected body is read and dropped for as long as headers may take;
+    otherwise the client would never see the error.
     """
 
     def connection_made(self, transport: Any) -> None:
+        """Start the timers, and close or reject a connection if there are too many."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that writing is paused as long as anything waits to be read
-        self._timer: asyncio.TimerHandle | None = None
-        self._probing: asyncio.TimerHandle | None = None
-        self._reader: asyncio.TimerHandle | None = None
-        self._since = self.loop.time()  # when it began to wait for its client, if it does
-        self._is_over = False
-        self._await_head()
-        there = [other for other in self.connections if not other._is_over]
-        waiting = [other for other in there if other is not self and other.waits_for_client]
-        if len(there) > MOST_CONNECTIONS and waiting:
-            min(waiting, key=lambda other: (not other.is_stuck, other._since)).give_up()
-        elif len(there) > 2 * MOST_CONNECTIONS:
-            self.app = too_many
+        transport.set_write_buffer_limits(0)  # pause writing while the client has unread data
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._waiting_since = self.loop.time()  # start of the wait for the client, if any
+        self._is_aborted = False
+        self._start_header_timer()
+        open_connections = [other for other in self.connections if not other._is_aborted]
+        idle_connections = [other for other in open_connections if other is not self and other.is_waiting_for_client]
+        if len(open_connections) > MAX_CONNECTIONS and idle_connections:
+            min(idle_connections, key=lambda other: (not other.is_write_blocked, other._waiting_since)).abort()
+        elif len(open_connections) > 2 * MAX_CONNECTIONS:
+            self.app = reject_connection
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being answered."""
+        """Whether no request is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether something waits to be read."""
-        return self._reader is not None
+    def is_write_blocked(self) -> bool:
+        """Whether the client has unread data."""
+        return self._write_timer is not None
 
     @property
-    def waits_for_client(self) -> bool:
-        """To read, or to send a head or a body."""
-        return self.is_stuck or self.is_idle or bool(self.cycle.more_body)
+    def is_waiting_for_client(self) -> bool:
+        """Whether the client has to read, or to send headers or a body."""
+        return self.is_write_blocked or self.is_idle or bool(self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
+        """Restart the wait for the client when a request starts."""
         was_idle = self.is_idle
         super().data_received(data)
-        if was_idle and not self.is_idle and not self.is_stuck:
-            self._since = self.loop.time()
-        self._await_head()
+        if was_idle and not self.is_idle and not self.is_write_blocked:
+            self._waiting_since = self.loop.time()
+        self._start_header_timer()
 
     def handle_events(self) -> None:
+        """Close the connection after a request with both kinds of length."""
         super().handle_events()
         if self.headers and {b"transfer-encoding", b"content-length"} <= {name for name, _ in self.headers}:
-            self.headers.append(CLOSE_HEADER)  # what others take for the rest of its body is no request (RFC 9112, 6.1)
+            self.headers.append(CLOSE_HEADER)  # a proxy may take the next request for the body's rest (RFC 9112, 6.1)
 
     def eof_received(self) -> bool:
-        """Who has asked and sends no more may still read, as `nc -N` does. Who has left looks the same until something is sent:
-        so interim responses are, which a client that reads passes over (RFC 9110, 15.2)."""
+        """Keep a half-closed connection open while its request is being answered, as for `nc -N`.
+
+        A client that has disconnected looks the same until something is sent. So interim responses are sent, which a client that
+        still reads skips (RFC 9110, 15.2).
+        """
         if self.is_idle or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
@@ -86,86 +92,95 @@ class Patient(H11Protocol):
         return True
 
     def pause_writing(self) -> None:
+        """Start the write timeout."""
         super().pause_writing()
-        self._since = self.loop.time()
-        self._reader = self.loop.call_later(READER_SECONDS, self.give_up)
+        self._waiting_since = self.loop.time()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
+        """Stop the write timeout."""
         super().resume_writing()
-        self._since = self.loop.time()
-        _stop(self._reader)
-        self._reader = None
+        self._waiting_since = self.loop.time()
+        _cancel_timer(self._write_timer)
+        self._write_timer = None
 
     def on_response_complete(self) -> None:
-        if not self.is_stuck:
-            self._since = self.loop.time()
+        """Start to wait for the client's next request."""
+        if not self.is_write_blocked:
+            self._waiting_since = self.loop.time()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        """Cancel all timers."""
+        self._cancel_timers()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP."""
-        reply = refusal(Refused(msg.lower().rstrip("."), None, "invalid_request"))
-        headers = [*reply.raw_headers, (b"connection", b"close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
+        """Send an error in the API's format for input that is not HTTP."""
+        response = make_error_response(APIError(msg.lower().rstrip("."), None, "invalid_request"))
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self.transport.close()
 
-    def _probe(self, seconds: float = PROBES_SECONDS[0]) -> None:
+    def _probe(self, seconds: float = PROBE_INTERVALS_S[0]) -> None:
         if self.is_idle or self.cycle.response_started or self.scope["http_version"] != "1.1":
             return
         self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason="Processing")))
-        self._probing = self.loop.call_later(seconds, self._probe, PROBES_SECONDS[1])
+        self._probe_timer = self.loop.call_later(seconds, self._probe, PROBE_INTERVALS_S[1])
 
-    def _await_head(self) -> None:
-        """Begins to count, unless a request is being answered, or it counts already."""
+    def _start_header_timer(self) -> None:
+        """Start the header timeout, unless a request is being answered or the timer runs already."""
         if not self.is_idle:
-            _stop(self._timer)
-            self._timer = None
-        elif self._timer is None and self.timeout_keep_alive_task is None:
-            self._timer = self.loop.call_later(HEADER_SECONDS, self.give_up)
+            _cancel_timer(self._header_timer)
+            self._header_timer = None
+        elif self._header_timer is None and self.timeout_keep_alive_task is None:
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.abort)
 
-    def _forget(self) -> None:
-        for timer in (self._timer, self._probing, self._reader):
-            _stop(timer)
+    def _cancel_timers(self) -> None:
+        for timer in (self._header_timer, self._probe_timer, self._write_timer):
+            _cancel_timer(timer)
 
-    def give_up(self) -> None:
-        """At once: what waits to be read is dropped."""
-        self._is_over = True
-        self._forget()
+    def abort(self) -> None:
+        """Close the connection at once and drop the unread data."""
+        self._is_aborted = True
+        self._cancel_timers()
         self.transport.abort()
 
 
-async def too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    """Refuse a request on a connection beyond those that are answered at once."""
-    error = Refused("as many clients are being answered as may; ask again later", None, "too_many_connections", 503)
-    await refusal(error, scope["path"])(scope, receive, send)
+async def reject_connection(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with an error, since too many are being answered."""
+    error = APIError("too many connections; try again later", None, "too_many_connections", 503)
+    await make_error_response(error, scope["path"])(scope, receive, send)
 
 
-def _stop(timer: asyncio.TimerHandle | None) -> None:
+def _cancel_timer(timer: asyncio.TimerHandle | None) -> None:
     if timer:
         timer.cancel()
 
 
-class Log(logging.Handler):
-    """Others' words, a line each: of an error without where in the code it was."""
+class LogForwarder(logging.Handler):
+    """A log handler that forwards records of other packages as single lines, without tracebacks."""
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
+    def __init__(self, log: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)
-        self._tell = tell
+        self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Forward a record."""
         error = record.exc_info[1] if record.exc_info else None
-        self._tell(f"{record.getMessage().strip()}{f': {type(error).__name__}: {error}' if error else ''}"[:300])
+        self._log(f"{record.getMessage().strip()}{f': {type(error).__name__}: {error}' if error else ''}"[:300])
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that nobody can connect to yet. Raises ValueError where the address cannot be had."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Return a bound socket that does not listen yet.
+
+    Raises:
+        ValueError: The address is not available.
+    """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
+        family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, socket_type, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
@@ -179,17 +194,24 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class Listener(threading.Thread):
-    """A server, which is a thread. grace: seconds that answers have once it is to end."""
+    """The HTTP server, as a thread.
 
-    def __init__(self, app: App, sock: socket.socket, grace: float, tell: Callable[[str], object]) -> None:
+    Args:
+        app: The ASGI app.
+        sock: A bound socket.
+        grace: Seconds that responses may take after `stop_listening`.
+        log: Callback for a log line.
+    """
+
+    def __init__(self, app: App, sock: socket.socket, grace: float, log: Callable[[str], object]) -> None:
         super().__init__(name="server")
-        for name, level in WORDS_OF.items():
+        for name, level in LOG_LEVELS.items():
             logger = logging.getLogger(name)
-            logger.handlers, logger.propagate = [Log(tell)], False
+            logger.handlers, logger.propagate = [LogForwarder(log)], False
             logger.setLevel(level)
         config = uvicorn.Config(
             app,
-            http=Patient,
+            http=TimeoutH11Protocol,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -197,14 +219,15 @@ class Listener(threading.Thread):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(grace) + LAST_WORDS_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+            timeout_graceful_shutdown=int(grace) + SHUTDOWN_MARGIN_S,
         )
         self._server, self._sock = uvicorn.Server(config), sock
 
     def run(self) -> None:
+        """Serve until the server stops."""
         self._server.run([self._sock])
 
     def stop_listening(self) -> None:
-        """No new connections; those that are there end with their answers, and with them the server."""
+        """Stop accepting connections; the server ends when the open responses do."""
         self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""The models that are served: each is loaded when somebody asks for it, and dropped when it is idle. Knows no HTTP."""
+"""The served models: each is loaded on its first request and unloaded when it is idle. Knows no HTTP."""
 
 import gc
 import math
@@ -12,236 +12,271 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from specdec.engine.metrics import Figures, merged
-from specdec.engine.scheduler import Closed, Engine
-from specdec.server.openai_requests import Model
-from specdec.server.validation import Refused
-from specdec.validation import short
+from specdec.argument_checks import shorten
+from specdec.engine.metrics import Metrics, merge_metrics
+from specdec.engine.scheduler import Scheduler, ShutdownError
+from specdec.server.field_validation import APIError
+from specdec.server.openai_chat_requests import ServedModel
 
-WEIGHTS_SHARE = 0.75  # of the memory, that weights of all models may take, or those of one alone
-# of a path on this machine, which no client is told: all but its last name, up to which a name may hold spaces
-FOLDERS = re.compile(r"(?<![^\s'\"(=])(?:[A-Za-z]:)?[/\\]+(?=\S)(?:[^/\\:;,]*[^/\\:;,\s][/\\]+)*")
-LISTED_SECONDS, LOOKED_SECONDS = 30.0, 2.0  # that a list of what there is holds; for who asks for what is not on it
+MAX_WEIGHTS_SHARE = 0.75  # of the memory, for the weights of all models if there are several
+# the directories of a local path, which are hidden from clients; their names may contain spaces
+LOCAL_DIRECTORY_PATTERN = re.compile(r"(?<![^\s'\"(=])(?:[A-Za-z]:)?[/\\]+(?=\S)(?:[^/\\:;,]*[^/\\:;,\s][/\\]+)*")
+LIST_MAX_AGE_S = 30.0  # of the list of models
+UNKNOWN_NAME_MAX_AGE_S = 2.0  # of the list, for a request for a model that is not on it
 
 
-class Served(NamedTuple):
-    """A model that is loaded, and what writes its texts. created: when that was, in Unix seconds."""
+class ModelInstance(NamedTuple):
+    """A loaded model with its scheduler.
 
-    model: Model
-    engine: Engine
+    Attributes:
+        created: Time of loading, in Unix seconds.
+    """
+
+    model: ServedModel
+    scheduler: Scheduler
     created: int
 
 
-class Source(Protocol):
-    """Where models come from. n_bytes: of memory that there is."""
+class ModelSource(Protocol):
+    """A source of models.
 
-    n_bytes: float
+    Attributes:
+        memory_bytes: Memory of the machine.
+    """
 
-    def sizes(self) -> Mapping[str, int]:
-        """The models that there are, by the names that clients say: how many bytes each takes."""
+    memory_bytes: float
 
-    def load(self, name: str, tell: Callable[[float], None]) -> Served:
-        """A model of that name; tells the share of it that is loaded. Raises ValueError, and MemoryError."""
+    def list_models(self) -> Mapping[str, int]:
+        """Return the sizes in bytes of all models, by the names that clients use."""
 
-    def limit(self, served: list[Served]) -> None:
-        """Shares what memory those models leave among their caches."""
+    def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
+        """Load a model and report the progress, from 0 to 1.
+
+        Raises:
+            ValueError: The model cannot be loaded.
+            MemoryError: There is not enough memory.
+        """
+
+    def limit_caches(self, instances: list[ModelInstance]) -> None:
+        """Divide the memory that those models leave among their KV caches."""
 
 
 @dataclass
-class Place:
-    """A model that is loaded or is being loaded. users: requests that ask it or wait for it; since: when that last changed."""
+class ModelEntry:
+    """A model that is loaded or is being loaded.
+
+    Attributes:
+        n_requests: Number of requests that use it or wait for it.
+        last_used: Time of the last change of n_requests.
+    """
 
     name: str
     n_bytes: int
-    loading: "Future[Served]" = field(default_factory=Future)
-    share: float = 0.0
-    users: int = 0
-    since: float = 0.0
+    instance_future: "Future[ModelInstance]" = field(default_factory=Future)
+    progress: float = 0.0
+    n_requests: int = 0
+    last_used: float = 0.0
 
     @property
-    def served(self) -> Served | None:
-        """The model, once it is loaded."""
-        loading = self.loading  # another thread may replace it
+    def instance(self) -> ModelInstance | None:
+        """The loaded model, or None."""
+        loading = self.instance_future  # another thread may replace it
         return loading.result() if loading.done() and not loading.exception() else None
 
 
-class One:
-    """A source of a model that is there."""
+class SingleModelSource:
+    """A source with one model that is already loaded."""
 
-    n_bytes = 0.0
+    memory_bytes = 0.0
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, instance: ModelInstance) -> None:
+        self._instance = instance
 
-    def sizes(self) -> Mapping[str, int]:
-        return {self._served.model.name: self._served.model.decoder.target.weights.n_bytes}
+    def list_models(self) -> Mapping[str, int]:
+        """Return the size of the model."""
+        return {self._instance.model.name: self._instance.model.decoder.target.weights.n_bytes}
 
-    def load(self, name: str, tell: Callable[[float], None]) -> Served:
-        return self._served
+    def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
+        """Return the model."""
+        return self._instance
 
-    def limit(self, served: list[Served]) -> None:
-        """Its caches have what they were given."""
+    def limit_caches(self, instances: list[ModelInstance]) -> None:
+        """Do nothing: the limit of its caches is set already."""
 
 
-class Shelf:
-    """keep_alive: seconds that a model which nobody asks stays, None for ever; tell: a line of the log."""
+class ModelManager:
+    """The loaded models, with reference counts and a loader thread.
 
-    def __init__(self, source: Source, keep_alive: float | None, tell: Callable[[str], object]) -> None:
-        self._source, self._keep_alive, self._tell = source, keep_alive, tell
-        self._places = dict[str, Place]()  # the one that was asked for last is the last
-        self._lock = threading.Lock()  # the event loop takes it: nothing within may take long
+    Args:
+        source: Where models come from.
+        keep_alive: Seconds that an unused model stays loaded; None for ever.
+        log: Callback for a log line.
+    """
+
+    def __init__(self, source: ModelSource, keep_alive: float | None, log: Callable[[str], object]) -> None:
+        self._source, self._keep_alive, self._log = source, keep_alive, log
+        self._entries = dict[str, ModelEntry]()  # the most recently requested one is last
+        self._lock = threading.Lock()  # the event loop acquires it, so hold it briefly
         self._loader, self._is_closed = ThreadPoolExecutor(1, "loading"), False
-        self._sizes: Mapping[str, int] = {}
-        self._listed, self._listing = float("-inf"), threading.Lock()
-        self._gone = Figures()  # of models that were dropped
+        self._model_sizes: Mapping[str, int] = {}
+        self._list_time, self._list_lock = float("-inf"), threading.Lock()
+        self._unloaded_metrics = Metrics()
 
-    def sizes(self, seconds: float = LISTED_SECONDS) -> Mapping[str, int]:
-        """Return the models that there are and their bytes, as they were so many seconds ago or later.
+    def list_models(self, max_age_s: float = LIST_MAX_AGE_S) -> Mapping[str, int]:
+        """Return the names and sizes in bytes of all models, from a list of at most that age.
 
-        Takes long. One thread lists at a time; who comes meanwhile gets the list before, if there is one.
+        Slow. One thread lists at a time; others meanwhile get the previous list, if there is one.
         """
-        if time.monotonic() - self._listed >= seconds and self._listing.acquire(blocking=not self._sizes):
+        if time.monotonic() - self._list_time >= max_age_s and self._list_lock.acquire(blocking=not self._model_sizes):
             try:
-                self._sizes = self._source.sizes()
-                self._listed = time.monotonic()
+                self._model_sizes = self._source.list_models()
+                self._list_time = time.monotonic()
             finally:
-                self._listing.release()
-        return self._sizes
+                self._list_lock.release()
+        return self._model_sizes
 
-    def loaded(self, name: str) -> Served | None:
-        """That model, if it is loaded."""
-        place = self._places.get(name)
-        return place.served if place else None
-
-    @property
-    def _served(self) -> list[Served]:
-        """The models that are loaded."""
-        return [served for place in [*self._places.values()] if (served := place.served)]
+    def get_instance(self, name: str) -> ModelInstance | None:
+        """Return a model if it is loaded."""
+        entry = self._entries.get(name)
+        return entry.instance if entry else None
 
     @property
-    def figures(self) -> Figures:
-        """Of all texts."""
+    def _instances(self) -> list[ModelInstance]:
+        """The loaded models."""
+        return [instance for entry in [*self._entries.values()] if (instance := entry.instance)]
+
+    @property
+    def metrics(self) -> Metrics:
+        """The sums of all models' metrics, also of those that were unloaded."""
         with self._lock:
-            return merged([self._gone, *(each.engine.figures for each in self._served)])
+            return merge_metrics([self._unloaded_metrics, *(instance.scheduler.metrics for instance in self._instances)])
 
-    def begin(self, name: str) -> Place:
-        """That model, or that of which the last request was, or the first that there is; it is loaded if need be.
+    def acquire(self, name: str) -> ModelEntry:
+        """Return a model and count a use of it; starts to load it if needed. Each call needs a call of `release`.
 
-        Whoever begins has to end. Raises Refused for another name, and Closed.
+        Args:
+            name: Name of the model; if empty, the most recently requested one, or the first of the list.
+
+        Raises:
+            APIError: There is no such model.
+            ShutdownError: The server is shutting down.
         """
-        sizes = self._sizes if name in self._places else self.sizes()
-        if name and name not in self._places and name not in sizes:
-            sizes = self.sizes(LOOKED_SECONDS)
+        sizes = self._model_sizes if name in self._entries else self.list_models()
+        if name and name not in self._entries and name not in sizes:
+            sizes = self.list_models(UNKNOWN_NAME_MAX_AGE_S)
         with self._lock:
             if self._is_closed:
-                raise Closed()
-            name = name or next(reversed(self._places), "") or next(iter(sizes), "")
-            if name not in self._places and name not in sizes:
-                there = list(sizes)
-                told = f"there is {there[0]}" if len(there) == 1 else f"there are {', '.join(there[:8])}{' …' * (len(there) > 8)}"
-                raise Refused(f"there is no model {short(name, repr)} here; {told}", "model", "model_not_found", 404)
-            if not (place := self._places.pop(name, None)):
-                place = Place(name, sizes[name])
-                self._loader.submit(self._load, place)
-            self._places[name] = place
-            place.users += 1
-            return place
+                raise ShutdownError()
+            name = name or next(reversed(self._entries), "") or next(iter(sizes), "")
+            if name not in self._entries and name not in sizes:
+                available = list(sizes)
+                hint = f"available: {', '.join(available[:8])}{' …' * (len(available) > 8)}"
+                raise APIError(f"model {shorten(name, repr)} not found; {hint}", "model", "model_not_found", 404)
+            if not (entry := self._entries.pop(name, None)):
+                entry = ModelEntry(name, sizes[name])
+                self._loader.submit(self._load, entry)
+            self._entries[name] = entry
+            entry.n_requests += 1
+            return entry
 
-    def end(self, place: Place) -> None:
+    def release(self, entry: ModelEntry) -> None:
+        """Count the end of a use of a model."""
         with self._lock:
-            place.users -= 1
-            place.since = time.monotonic()
+            entry.n_requests -= 1
+            entry.last_used = time.monotonic()
 
-    def sweep(self) -> None:
-        """Drop the models that have been idle for long."""
-        if self._keep_alive is not None and self._idle(oldest := time.monotonic() - self._keep_alive):
-            self._loader.submit(self._drop_idle, oldest)
+    def unload_idle(self) -> None:
+        """Unload the models that have been idle for `keep_alive` seconds."""
+        if self._keep_alive is not None and self._find_idle(oldest := time.monotonic() - self._keep_alive):
+            self._loader.submit(self._unload_idle, oldest)
 
-    def _idle(self, oldest: float = math.inf) -> list[Place]:
-        """Those that nobody has asked since then."""
-        return [each for each in [*self._places.values()] if each.served and not each.users and each.since < oldest]
+    def _find_idle(self, oldest: float = math.inf) -> list[ModelEntry]:
+        """Return the loaded models that have not been used since then."""
+        return [
+            entry for entry in [*self._entries.values()] if entry.instance and not entry.n_requests and entry.last_used < oldest
+        ]
 
     def close(self, grace: float) -> None:
-        """No new texts; those that run end, or are cut after so many seconds. Who waits for a model is refused at once."""
-        end = time.monotonic() + grace
+        """Reject new requests and those that wait for a model; abort the running ones after `grace` seconds."""
+        deadline = time.monotonic() + grace
         with self._lock:
             self._is_closed = True
-            for place in self._places.values():
-                with suppress(InvalidStateError):  # of one that is loaded
-                    place.loading.set_exception(Closed())
-        for served in self._served:
-            served.engine.close(max(end - time.monotonic(), 0.0))
+            for entry in self._entries.values():
+                with suppress(InvalidStateError):  # it is loaded
+                    entry.instance_future.set_exception(ShutdownError())
+        for instance in self._instances:
+            instance.scheduler.close(max(deadline - time.monotonic(), 0.0))
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, place: Place) -> None:
-        """On the loader's thread, one at a time."""
+    def _load(self, entry: ModelEntry) -> None:
+        """Load a model, on the loader's thread."""
         try:
-            self._make_room(place)
-            begin = time.monotonic()
-            served = self._source.load(place.name, partial(self._goes_on, place))
-            place.n_bytes = served.model.decoder.target.weights.n_bytes
-            place.since = time.monotonic()
-            self._tell(f"loaded {place.name} in {place.since - begin:.1f} s")
+            self._free_memory(entry)
+            start = time.monotonic()
+            instance = self._source.load(entry.name, partial(self._report_progress, entry))
+            entry.n_bytes = instance.model.decoder.target.weights.n_bytes
+            entry.last_used = time.monotonic()
+            self._log(f"loaded {entry.name} in {entry.last_used - start:.1f} s")
             try:
-                place.loading.set_result(served)
-            except InvalidStateError:  # the server ends
-                served.engine.close(0.0)
-            self._source.limit(self._served)
+                entry.instance_future.set_result(instance)
+            except InvalidStateError:  # the server is shutting down
+                instance.scheduler.close(0.0)
+            self._source.limit_caches(self._instances)
         except Exception as error:
             with self._lock:
-                self._places.pop(place.name, None)
-            if not isinstance(error, Refused):
-                told = f"{place.name} cannot be loaded: {error}"
-                self._tell(told)
-                error = Refused(FOLDERS.sub("", told), "model", None, 503)
+                self._entries.pop(entry.name, None)
+            if not isinstance(error, APIError):
+                message = f"{entry.name} cannot be loaded: {error}"
+                self._log(message)
+                error = APIError(LOCAL_DIRECTORY_PATTERN.sub("", message), "model", None, 503)
             with suppress(InvalidStateError):
-                place.loading.set_exception(error)
+                entry.instance_future.set_exception(error)
 
-    def _goes_on(self, place: Place, share: float) -> None:
-        """Note the share of a model that is loaded. Raises Closed, which ends the loading."""
+    def _report_progress(self, entry: ModelEntry, progress: float) -> None:
+        """Store the progress of loading. Raises ShutdownError to stop the loading."""
         if self._is_closed:
-            raise Closed()
-        place.share = share
+            raise ShutdownError()
+        entry.progress = progress
 
-    def _make_room(self, place: Place) -> None:
-        """Drops what is idle, the longest first, as far as need be. Raises Refused where that is not enough."""
+    def _free_memory(self, entry: ModelEntry) -> None:
+        """Unload idle models, the longest unused first, until a model fits. Raises APIError if that is not enough."""
         while True:
             with self._lock:
-                others = [each for each in self._places.values() if each is not place]
-                if not others or sum(each.n_bytes for each in (place, *others)) <= WEIGHTS_SHARE * self._source.n_bytes:
+                others = [each for each in self._entries.values() if each is not entry]
+                if not others or sum(each.n_bytes for each in (entry, *others)) <= MAX_WEIGHTS_SHARE * self._source.memory_bytes:
                     return
-                if not (idle := self._idle()):
+                if not (idle := self._find_idle()):
                     busy = ", ".join(each.name for each in others)
-                    raise Refused(
-                        f"there is no memory for {place.name} beside {busy}; ask again later", "model", "no_memory", 503
+                    raise APIError(
+                        f"not enough memory for {entry.name} next to {busy}; try again later", "model", "no_memory", 503
                     )
-                first = min(idle, key=lambda each: each.since)
-                del self._places[first.name]
-            self._drop(first)
+                oldest = min(idle, key=lambda each: each.last_used)
+                del self._entries[oldest.name]
+            self._unload(oldest)
 
-    def _drop_idle(self, oldest: float) -> None:
+    def _unload_idle(self, oldest: float) -> None:
         with self._lock:
-            for place in (idle := self._idle(oldest)):
-                del self._places[place.name]
-        for place in idle:
-            self._drop(place)
+            for entry in (idle := self._find_idle(oldest)):
+                del self._entries[entry.name]
+        for entry in idle:
+            self._unload(entry)
 
-    def _drop(self, place: Place) -> None:
-        if served := place.served:
-            served.engine.close(0.0)
+    def _unload(self, entry: ModelEntry) -> None:
+        if instance := entry.instance:
+            instance.scheduler.close(0.0)
             with self._lock:
-                self._gone = merged([self._gone, served.engine.figures])
-        place.loading = Future()
-        del served
-        gc.collect()  # weights are large, and models refer to themselves
-        self._tell(f"dropped {place.name}")
-        self._source.limit(self._served)
+                self._unloaded_metrics = merge_metrics([self._unloaded_metrics, instance.scheduler.metrics])
+        entry.instance_future = Future()
+        del instance
+        gc.collect()  # frees the weights at once, since models are reference cycles
+        self._log(f"unloaded {entry.name}")
+        self._source.limit_caches(self._instances)
 
 
-def only(served: Served) -> Shelf:
-    """One model, which stays."""
-    shelf, name = Shelf(One(served), None, lambda line: None), served.model.name
-    place = Place(name, 0)
-    place.loading.set_result(served)
-    shelf._places[name] = place
-    return shelf
+def make_single_model_manager(instance: ModelInstance) -> ModelManager:
+    """Return a manager of one loaded model, which stays loaded."""
+    manager, name = ModelManager(SingleModelSource(instance), None, lambda line: None), instance.model.name
+    entry = ModelEntry(name, 0)
+    entry.instance_future.set_result(instance)
+    manager._entries[name] = entry
+    return manager

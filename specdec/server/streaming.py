@@ -1,4 +1,4 @@
-"""A request's answer is sent, as it comes or whole, once its model is there; who leaves frees its places. Knows no paths."""
+"""The response of a generation request: streamed or complete, with cancellation when the client disconnects. Knows no paths."""
 
 import asyncio
 import json
@@ -8,205 +8,244 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from specdec.engine.decoding import Event
-from specdec.server.auth import Receive, Scope, Send, told_as
-from specdec.server.model_manager import Place, Served, Shelf
-from specdec.server.openai_outputs import Answer, Delta, Form, event
-from specdec.server.openai_requests import Asked, Model, encoding
-from specdec.server.schema_builder import Builder
-from specdec.server.validation import Refused, refusing
-from specdec.text.structured_output import ShapeError
+from specdec.engine.decode_loop import Event
+from specdec.server.auth import Receive, Scope, Send, to_api_error
+from specdec.server.field_validation import APIError, wrap_errors
+from specdec.server.grammar_builder import ConstraintBuilder
+from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
+from specdec.server.openai_chat_outputs import ChoiceDelta, CompletionFormatter, ResponseFormatter, format_sse_event
+from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, wrap_encoding_errors
+from specdec.text.structured_output import ConstraintError
 
-PIECE_BYTES = 64 << 10  # of an answer that is sent at once: each has a reader's seconds
-LOADING_SECONDS = 1.0  # between words of a model that is being loaded
-SIGN_OF_LIFE_SECONDS = 5.0  # between comments in a stream that has nothing to say
-STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
+PROGRESS_INTERVAL_S = 1.0  # between progress comments while a model is being loaded
+HEARTBEAT_INTERVAL_S = 5.0  # between comments in a stream without output
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Service:
-    """What the paths share. fingerprint: what answers depend on beside the model."""
+class ServerState:
+    """The state that all endpoints share.
 
-    shelf: Shelf
+    Attributes:
+        fingerprint: What responses depend on apart from the model.
+    """
+
+    model_manager: ModelManager
     fingerprint: str
-    building: Builder = field(default_factory=Builder)
+    constraint_builder: ConstraintBuilder = field(default_factory=ConstraintBuilder)
 
 
 @asynccontextmanager
-async def asked_model(
-    shelf: Shelf, body: Mapping[str, Any], receive: Receive, tell: Callable[[Place], Awaitable[None]] | None = None
-) -> "AsyncIterator[tuple[Served, asyncio.Future[Any]]]":
-    """The model that a body names, once it is loaded, of which tell is told until then; and what is done once the client has
-    left."""
+async def acquire_model(
+    model_manager: ModelManager,
+    body: Mapping[str, Any],
+    receive: Receive,
+    on_loading: Callable[[ModelEntry], Awaitable[None]] | None = None,
+) -> "AsyncIterator[tuple[ModelInstance, asyncio.Future[Any]]]":
+    """Yield the model that a body names once it is loaded, and a future that is done when the client disconnects.
+
+    Args:
+        model_manager: The models.
+        body: The request's body.
+        receive: The request's ASGI receive.
+        on_loading: Called now and then while the model is being loaded.
+    """
     name = body.get("model")
-    place = await asyncio.to_thread(shelf.begin, name if isinstance(name, str) else "")
-    leaving = asyncio.ensure_future(_left(receive))
+    entry = await asyncio.to_thread(model_manager.acquire, name if isinstance(name, str) else "")
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        yield await _loaded(place, leaving, partial(tell, place) if tell else None), leaving
+        yield await _wait_until_loaded(entry, disconnected, partial(on_loading, entry) if on_loading else None), disconnected
     finally:
-        leaving.cancel()
-        shelf.end(place)
+        disconnected.cancel()
+        model_manager.release(entry)
 
 
-async def _left(receive: Receive) -> None:
-    """Until the client has."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless(
-    leaving: "asyncio.Future[Any]", working: "asyncio.Future[Value]", tell: Callable[[], Awaitable[None]] | None = None
+async def wait_unless_disconnected(
+    disconnected: "asyncio.Future[Any]", task: "asyncio.Future[Value]", on_wait: Callable[[], Awaitable[None]] | None = None
 ) -> Value:
-    """What work comes to; tell is awaited now and then. Raises ConnectionResetError once the client has left, which ends it."""
+    """Return the result of a task, and await on_wait now and then until it is done.
+
+    Raises:
+        ConnectionResetError: The client has disconnected; the task is cancelled.
+    """
     try:
-        while not working.done():
-            if tell:
-                await tell()
-            await asyncio.wait([working, leaving], timeout=LOADING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done() and not working.done():
+        while not task.done():
+            if on_wait:
+                await on_wait()
+            await asyncio.wait([task, disconnected], timeout=PROGRESS_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if disconnected.done() and not task.done():
                 raise ConnectionResetError
-        return working.result()
+        return task.result()
     finally:
-        working.cancel()
-        working.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever has left is told of none
+        task.cancel()
+        # mark an error as retrieved: nobody waits for the result once the client has left
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-async def _loaded(place: Place, leaving: "asyncio.Future[Any]", tell: Callable[[], Awaitable[None]] | None = None) -> Served:
-    """A model, once it is loaded, as `unless` has it."""
-    if served := place.served:
-        return served
+async def _wait_until_loaded(
+    entry: ModelEntry, disconnected: "asyncio.Future[Any]", on_wait: Callable[[], Awaitable[None]] | None = None
+) -> ModelInstance:
+    """Return a model once it is loaded, as in `wait_unless_disconnected`."""
+    if instance := entry.instance:
+        return instance
     try:
-        return await unless(leaving, asyncio.shield(asyncio.wrap_future(place.loading)), tell)
-    except Refused as error:
-        raise Refused(str(error), error.param, error.code, error.status) from None
+        return await wait_unless_disconnected(disconnected, asyncio.shield(asyncio.wrap_future(entry.instance_future)), on_wait)
+    except APIError as error:
+        raise APIError(str(error), error.param, error.code, error.status) from None
 
 
-class Answering:
-    """A request to write: its model is loaded, of which a stream is told, and its texts are sent, as they come or whole. A client
-    that leaves frees their places."""
+class ResponseStreamer:
+    """A generation request: waits for its model, then sends the output as a stream or as a complete response.
+
+    A client that disconnects frees its slots. A stream reports the loading of the model.
+
+    Args:
+        state: The server's state.
+        parse: Parser of the body.
+        body: The request's body.
+        permit: To hold while the body is parsed.
+    """
 
     def __init__(
         self,
-        service: Service,
-        read: Callable[[Mapping[str, Any], Model], Asked],
+        state: ServerState,
+        parse: Callable[[Mapping[str, Any], ServedModel], ParsedRequest],
         body: Mapping[str, Any],
-        turn: AbstractAsyncContextManager[None],
+        permit: AbstractAsyncContextManager[None],
     ) -> None:
-        self._service, self._read, self._body, self._turn = service, read, body, turn
+        self._state, self._parse, self._body, self._permit = state, parse, body, permit
         self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._answer: Form | None = None
-        self._is_open = self._has_begun = False  # the stream; what it tells of the answer
+        self._response: ResponseFormatter | None = None
+        self._is_open = self._has_started = False  # the HTTP stream; the events of the response in it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send, self._path, tell = send, scope["path"], self._loads if self._body.get("stream") is True else None
+        """Send the response."""
+        self._send, self._path = send, scope["path"]
+        on_loading = self._send_progress if self._body.get("stream") is True else None
         try:
-            async with asked_model(self._service.shelf, self._body, receive, tell) as (served, leaving):
-                async with self._turn:
-                    asked = await asyncio.to_thread(self._read, self._body, served.model)
-                self._answer = (asked.form or Answer)(asked, served.model, self._service.fingerprint)
-                await self._write(self._answer, served, scope, leaving)
+            async with acquire_model(self._state.model_manager, self._body, receive, on_loading) as (instance, disconnected):
+                async with self._permit:
+                    request = await asyncio.to_thread(self._parse, self._body, instance.model)
+                self._response = (request.make_formatter or CompletionFormatter)(request, instance.model, self._state.fingerprint)
+                await self._respond(self._response, instance, scope, disconnected)
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
             if self._is_open:
-                await self._out(partial(self._fails, told_as(error)), True)
+                await self._send_chunk(partial(self._format_error, to_api_error(error)), True)
             raise
 
-    def _fails(self, error: Refused) -> bytes:
-        return self._answer.fails(error) if self._answer else event(error.body(self._path), "error")
+    def _format_error(self, error: APIError) -> bytes:
+        return self._response.format_error(error) if self._response else format_sse_event(error.format_body(self._path), "error")
 
-    async def _loads(self, place: Place) -> None:
-        told = f": loading {' '.join(place.name.split())}, {place.share:.0%}\n\n"
-        await self._out(told.encode)
+    async def _send_progress(self, entry: ModelEntry) -> None:
+        comment = f": loading {' '.join(entry.name.split())}, {entry.progress:.0%}\n\n"
+        await self._send_chunk(comment.encode)
 
-    async def _write(self, answer: Form, served: Served, scope: Scope, leaving: "asyncio.Future[Any]") -> None:
-        leaving.add_done_callback(lambda _: self._events.put_nowait(None))
-        shape, grammar, who = None, answer.asked.grammar, scope["who"]
+    async def _respond(
+        self, response: ResponseFormatter, instance: ModelInstance, scope: Scope, disconnected: "asyncio.Future[Any]"
+    ) -> None:
+        disconnected.add_done_callback(lambda _: self._events.put_nowait(None))
+        constraint, grammar, client = None, response.request.grammar, scope["api_client"]
         if grammar:
-            building = asyncio.ensure_future(self._service.building.built(grammar, who.name))
-            with encoding(answer.model, grammar.param):
-                shape = await unless(leaving, building)
-        jobs = [replace(job, shape=shape) for job in answer.asked.jobs]
-        with refusing(None):
-            tickets = served.engine.submit(jobs, [partial(self._hear, i) for i in range(len(jobs))], who)
+            build = asyncio.ensure_future(self._state.constraint_builder.build(grammar, client.name))
+            with wrap_encoding_errors(response.model, grammar.request_field):
+                constraint = await wait_unless_disconnected(disconnected, build)
+        requests = [replace(request, constraint=constraint) for request in response.request.generation_requests]
+        with wrap_errors(None):
+            handles = instance.scheduler.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
         try:
-            await (self._stream if answer.asked.is_stream else self._whole)(answer)
-            scope["notes"].append(f"{answer.n_prompt}+{answer.n_text} tokens")
+            await (self._send_stream if response.request.is_stream else self._send_complete)(response)
+            scope["notes"].append(f"{response.n_prompt}+{response.n_generated} tokens")
         finally:
-            for ticket in tickets:
-                ticket.cancel()
+            for handle in handles:
+                handle.cancel()
 
-    def _hear(self, index: int, event: Event | Exception) -> None:
-        """Called by the engine's thread, maybe when nobody listens any more."""
+    def _on_event(self, index: int, event: Event | Exception) -> None:
+        """Queue an event from the scheduler's thread, unless the event loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-    async def _deltas(self, answer: Form) -> AsyncIterator[tuple[int, Delta] | None]:
-        """What the texts grow by, until all have ended; None where nothing has come for a while.
+    async def _iter_deltas(self, response: ResponseFormatter) -> AsyncIterator[tuple[int, ChoiceDelta] | None]:
+        """Yield the deltas of all choices until they are finished, and None when nothing has come for a while.
 
-        Raises ConnectionResetError once the client has left, and what a text failed with.
+        Raises:
+            ConnectionResetError: The client has disconnected.
+            APIError: The constraint cannot be satisfied.
+
+        Also raises any other error of a sequence.
         """
-        left = len(answer.asked.jobs)
-        while left:
+        n_unfinished = len(response.request.generation_requests)
+        while n_unfinished:
             try:
-                waits = self._events.empty()
-                told = await asyncio.wait_for(self._events.get(), SIGN_OF_LIFE_SECONDS) if waits else self._events.get_nowait()
+                is_empty = self._events.empty()
+                item = await asyncio.wait_for(self._events.get(), HEARTBEAT_INTERVAL_S) if is_empty else self._events.get_nowait()
             except asyncio.TimeoutError:
                 yield None
                 continue
-            if told is None:
+            if item is None:
                 raise ConnectionResetError
-            index, event = told
+            index, event = item
             if isinstance(event, Exception):
-                if isinstance(event, ShapeError):
-                    grammar = answer.asked.grammar
-                    raise Refused(str(event), grammar.param if grammar else "response_format")
+                if isinstance(event, ConstraintError):
+                    grammar = response.request.grammar
+                    raise APIError(str(event), grammar.request_field if grammar else "response_format")
                 raise event
-            delta = answer.choices[index].takes(event)
-            left -= delta.finish is not None
+            delta = response.choices[index].process_event(event)
+            n_unfinished -= delta.finish_reason is not None
             yield index, delta
 
-    async def _whole(self, answer: Form) -> None:
-        deltas = [Delta() for _ in answer.asked.jobs]
-        async for told in self._deltas(answer):
-            if told:
-                deltas[told[0]].add(told[1])
-        # a large one takes a second, in which others are to be answered
-        pieces = await asyncio.to_thread(lambda: [*_pieces(json_of(answer.whole(deltas)))])
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, pieces))).encode())]
+    async def _send_complete(self, response: ResponseFormatter) -> None:
+        deltas = [ChoiceDelta() for _ in response.request.generation_requests]
+        async for item in self._iter_deltas(response):
+            if item:
+                deltas[item[0]].add(item[1])
+        # a large response takes a second to format, so a thread does it
+        chunks = await asyncio.to_thread(lambda: [*_split_body(encode_json(response.format_response(deltas)))])
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, chunks))).encode())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        for i, piece in enumerate(pieces):
-            await self._send({"type": "http.response.body", "body": piece, "more_body": i + 1 < len(pieces)})
+        for i, chunk in enumerate(chunks):
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": i + 1 < len(chunks)})
 
-    async def _stream(self, answer: Form) -> None:
-        """Begins with what the prompt's end shows, so that what cannot be written is refused by a status."""
+    async def _send_stream(self, response: ResponseFormatter) -> None:
+        """Stream the response. It starts with the first delta, so that an error before that gets an HTTP status."""
         self._last_sent = self._loop.time()
-        async for told in self._deltas(answer):
-            if told and told[1]:
-                await self._out(partial(answer.grows, *told))
-            elif self._loop.time() - self._last_sent > SIGN_OF_LIFE_SECONDS:
-                await self._out(lambda: b": waiting\n\n")
-        await self._out(answer.ends, True)
+        async for item in self._iter_deltas(response):
+            if item and item[1]:
+                await self._send_chunk(partial(response.format_delta, *item))
+            elif self._loop.time() - self._last_sent > HEARTBEAT_INTERVAL_S:
+                await self._send_chunk(lambda: b": waiting\n\n")
+        await self._send_chunk(response.format_end, True)
 
-    async def _out(self, tell: Callable[[], bytes], is_last: bool = False) -> None:
-        """A piece of the stream, before the first of which it is opened, and of an answer's begins."""
+    async def _send_chunk(self, format_chunk: Callable[[], bytes], is_last: bool = False) -> None:
+        """Send a chunk of the stream; opens the stream and starts the response if needed."""
         if not self._is_open:
             self._is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM})
-        self._last_sent, first = self._loop.time(), b""
-        if self._answer and not self._has_begun:
-            self._has_begun, first = True, self._answer.begins()
-        await self._send({"type": "http.response.body", "body": first + tell(), "more_body": not is_last})
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        self._last_sent, start = self._loop.time(), b""
+        if self._response and not self._has_started:
+            self._has_started, start = True, self._response.format_start()
+        await self._send({"type": "http.response.body", "body": start + format_chunk(), "more_body": not is_last})
 
 
-def _pieces(data: bytes) -> Iterator[bytes]:
-    for first in range(0, len(data), PIECE_BYTES):
-        yield data[first : first + PIECE_BYTES]
+def _split_body(data: bytes) -> Iterator[bytes]:
+    for first in range(0, len(data), MAX_WRITE_BYTES):
+        yield data[first : first + MAX_WRITE_BYTES]
 
 
-def json_of(value: Any) -> bytes:
-    """Written a part at a time, between which other threads get on; half a character as `event` does."""
-    told = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
-    return told.encode(errors="backslashreplace")
+def encode_json(value: Any) -> bytes:
+    """Return compact JSON as UTF-8, with lone surrogates escaped as in `format_sse_event`.
+
+    It is encoded piece by piece, so that other threads can run in between.
+    """
+    text = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
+    return text.encode(errors="backslashreplace")

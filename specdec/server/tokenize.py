@@ -1,39 +1,39 @@
-"""Texts to token ids and back, as llama-server has it. Knows no server."""
+"""Tokenization endpoints, with llama-server's request format. Knows no server."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.server.openai_requests import Model, encoding
-from specdec.server.validation import Fields, yes_or_no
-from specdec.validation import ids, short, text
+from specdec.argument_checks import check_ints, check_string, shorten
+from specdec.server.field_validation import Fields, check_bool
+from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
 
 
-def tokenized(body: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """A body of /tokenize: the ids of `content`, behind BOS where `add_special` asks for it. Raises Refused."""
+def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Handle a body of /tokenize: return the ids of `content`, with BOS if `add_special` is true. Raises APIError."""
     fields = Fields(body)
-    fields.take("model", text, "")
-    content = fields.take("content", text, "")
-    is_special = fields.take("add_special", yes_or_no, False)
-    fields.end()
-    with encoding(model, "content"):
-        first, tokens = (model.decoder.tokenizer.encode(each) for each in ("", content))
-    return {"tokens": tokens if is_special or tokens[: len(first)] != first else tokens[len(first) :]}
+    fields.take("model", check_string, "")
+    content = fields.take("content", check_string, "")
+    add_special = fields.take("add_special", check_bool, False)
+    fields.reject_remaining()
+    with wrap_encoding_errors(model, "content"):
+        prefix, tokens = (model.decoder.tokenizer.encode(each) for each in ("", content))
+    return {"tokens": tokens if add_special or tokens[: len(prefix)] != prefix else tokens[len(prefix) :]}
 
 
-def detokenized(body: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """A body of /detokenize: the text of `tokens`. Raises Refused."""
+def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Handle a body of /detokenize: return the text of `tokens`. Raises APIError."""
     fields = Fields(body)
-    fields.take("model", text, "")
-    tokens = fields.take("tokens", lambda name, value: _known(name, value, model), list[int]())
-    fields.end()
+    fields.take("model", check_string, "")
+    tokens = fields.take("tokens", lambda name, value: _check_token_ids(name, value, model), list[int]())
+    fields.reject_remaining()
     return {"content": model.decoder.tokenizer.decode(tokens)}
 
 
-def _known(name: str, value: Any, model: Model) -> list[int]:
-    """Ids that the model may say."""
+def _check_token_ids(name: str, value: Any, model: ServedModel) -> list[int]:
+    """Return token ids that the model can generate."""
     if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
-        raise TypeError(f"{name} is {short(value, repr)}; expected a list of token ids")
-    tokens, most = ids(name, value), model.decoder.n_ids - 1
-    if tokens and not 0 <= min(tokens) <= max(tokens) <= most:
-        raise ValueError(f"{name} hold an id beyond the vocabulary; expected 0 to {most}")
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of token ids")
+    tokens, max_id = check_ints(name, value), model.decoder.n_ids - 1
+    if tokens and not 0 <= min(tokens) <= max(tokens) <= max_id:
+        raise ValueError(f"{name} contain an id outside the vocabulary; expected 0 to {max_id}")
     return tokens

@@ -1,1 +1,1 @@
-"""Text to ids and back beyond llama2.c: other tokenizers, templates, conversations, and words of what was decoded."""
+"""Tokenizers beyond llama2.c, chat templates, conversations, detokenization and structured output."""

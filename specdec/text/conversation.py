@@ -1,4 +1,4 @@
-"""A conversation: its turns, what of it fits the model's context, saving and loading. Knows no terminals."""
+"""Conversations: turns, the part that fits the context, saving and loading. Independent of terminals."""
 
 import json
 import os
@@ -9,21 +9,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from specdec import validation
-from specdec.engine.decoding import Event, Prefill, Shape, Step
-from specdec.loaders import CheckpointError, read_object, replace_text
+from specdec import argument_checks
+from specdec.engine.decode_loop import Constraint, Event, PrefillProgress, Step
+from specdec.loaders import CheckpointError, read_json_object, write_text_atomically
 from specdec.sampling import Sampling
-from specdec.text.chat_template import Message, TooLong
+from specdec.text.chat_template import Message, PromptTooLongError
 from specdec.tokenizer import AnyTokenizer
 
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
-LEAST_ROOM, ROOM = 8, 4  # shares of the context: for an answer, below which turns are dropped; and that they then leave
+MIN_ANSWER_DIVISOR = 8  # the oldest turns are dropped if less than 1/8 of the context is left for an answer
+FREED_CONTEXT_DIVISOR = 4  # ... and then 1/4 of the context is freed
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How answers are drawn; max_tokens: of an answer. Raises ValueError or TypeError for values that are none."""
+class ChatSettings:
+    """The sampling settings of answers, and `max_tokens`, the maximum length of one answer.
+
+    Raises TypeError or ValueError for invalid values.
+    """
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -36,213 +40,237 @@ class Settings:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        self.sampling(0)
-        validation.whole("max_tokens", self.max_tokens, 1)
+        self.make_sampling(0)
+        argument_checks.check_int("max_tokens", self.max_tokens, 1)
 
-    def sampling(self, attempt: int) -> Sampling:
-        """Of an answer's first attempt, or of a later one, which has a seed of its own."""
-        drawn = {name: value for name, value in asdict(self).items() if name != "max_tokens"}
-        return Sampling(**drawn | {"seed": self.seed if not attempt else (self.seed + attempt) % 2**63})
+    def make_sampling(self, attempt: int) -> Sampling:
+        """Return the Sampling of an attempt at an answer; each later attempt (1, 2, ...) has another seed."""
+        options = {name: value for name, value in asdict(self).items() if name != "max_tokens"}
+        return Sampling(**options | {"seed": self.seed if not attempt else (self.seed + attempt) % 2**63})
 
-    def changed(self, name: str, value: str) -> "Settings":
-        """With one of them as a person wrote it. Raises ValueError for a name or a value that is none."""
-        kinds = {setting: type(default) for setting, default in asdict(Settings()).items()}
-        if name not in kinds:
-            raise ValueError(f"no setting {validation.short(name, repr)}; there are {', '.join(kinds)}")
+    def with_value(self, name: str, value: str) -> "ChatSettings":
+        """Return a copy with one setting changed, parsed from user input.
+
+        Raises:
+            ValueError: The name or the value is not valid.
+        """
+        types = {setting: type(default) for setting, default in asdict(ChatSettings()).items()}
+        if name not in types:
+            raise ValueError(f"unknown setting {argument_checks.shorten(name, repr)}; expected one of {', '.join(types)}")
         try:
-            number = kinds[name](value)
+            number = types[name](value)
         except ValueError:
-            expected = "a whole number" if kinds[name] is int else "a number"
-            raise ValueError(f"{name} is {validation.short(value, repr)}; expected {expected}") from None
+            expected = "a whole number" if types[name] is int else "a number"
+            raise ValueError(f"{name} is {argument_checks.shorten(value, repr)}; expected {expected}") from None
         return replace(self, **{name: number})
 
 
-class Speaker(Protocol):
-    """What a conversation asks of a decoder; see `SpeculativeDecoder`."""
+class ChatDecoder(Protocol):
+    """The decoder interface that a conversation needs; see `SpeculativeDecoder`."""
 
     @property
-    def tokenizer(self) -> AnyTokenizer: ...
+    def tokenizer(self) -> AnyTokenizer:
+        """The tokenizer of the model."""
+
     @property
-    def n_positions(self) -> int: ...
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
+    def n_positions(self) -> int:
+        """The context length in tokens."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the prompt ids of a conversation."""
+
     def read_and_stream(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling, *, shape: Shape | None
-    ) -> Iterator[Event | Prefill]: ...
+        self, prompt: list[int], max_tokens: int, sampling: Sampling, *, shape: Constraint | None
+    ) -> Iterator[Event | PrefillProgress]:
+        """Yield prefill progress, then the events of the completion."""
 
 
 class Conversation:
-    """Questions and answers by turns, behind a system prompt; "" for none.
+    """A chat: questions and answers in turn, after an optional system prompt ("" for none).
 
-    shape: that of each answer. messages: all of them, an answer with its tokens and which attempt it was; n_dropped: how many of
-    the oldest the model does not see any more; model: its name, and made_with: what else answers depend on, for who reads a saved
-    file, which names it all.
+    Attributes:
+        messages: All messages; an answer has its tokens and the number of its attempt.
+        n_dropped: The number of oldest messages that the model no longer sees.
+        model: The model's name, which saved files contain.
+        metadata: Other values that answers depend on, saved for readers of the file.
     """
 
     def __init__(
         self,
-        decoder: Speaker,
+        decoder: ChatDecoder,
         system: str = "",
-        settings: Settings | None = None,
+        settings: ChatSettings | None = None,
         model: str = "",
-        made_with: Mapping[str, Any] = MappingProxyType({}),
-        shape: Shape | None = None,
+        metadata: Mapping[str, Any] = MappingProxyType({}),
+        constraint: Constraint | None = None,
     ) -> None:
-        self._decoder, self.settings, self.model, self.made_with = decoder, settings or Settings(), model, made_with
-        self.system = validation.text("the system prompt", system)
+        self._decoder, self.settings, self.model, self.metadata = decoder, settings or ChatSettings(), model, metadata
+        self.system = argument_checks.check_string("the system prompt", system)
         self.messages: list[dict[str, Any]] = []
-        self.n_dropped, self._shape = 0, shape
+        self.n_dropped, self._constraint = 0, constraint
 
     def clear(self) -> None:
-        """Begin anew; the system prompt stays."""
+        """Start over; the system prompt stays."""
         self.messages, self.n_dropped = [], 0
 
-    def ask(self, question: str) -> Generator[Event | Prefill]:
-        """The answer's events, behind those that tell how far the conversation is read.
+    def ask(self, question: str) -> Generator[Event | PrefillProgress]:
+        """Return a generator of prefill progress, then of the answer's events.
 
-        A question that is not answered at all, for an error or an interrupt, is forgotten.
+        A question without any answer, because of an error or an interrupt, is forgotten.
         """
         before = self.messages, self.n_dropped
-        self.messages = [*self.messages, {"role": USER, "content": validation.text("the message", question)}]
-        return self._answer(0, before)
+        self.messages = [*self.messages, {"role": USER, "content": argument_checks.check_string("the message", question)}]
+        return self._stream_answer(0, before)
 
-    def regenerate(self) -> Generator[Event | Prefill]:
-        """Another answer to the last question, in the place of the one there is. Raises ValueError where there is none."""
+    def regenerate(self) -> Generator[Event | PrefillProgress]:
+        """Return a generator like `ask` that replaces the last answer; raise ValueError if there is none."""
         if not self.messages:
-            raise ValueError("there is no answer yet to write anew")
+            raise ValueError("there is no answer yet to regenerate")
         before = self.messages, self.n_dropped
         *self.messages, last = self.messages
-        return self._answer(last["attempt"] + 1, before)
+        return self._stream_answer(last["attempt"] + 1, before)
 
-    def _answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | Prefill]:
-        tokens, is_whole, words = list[int](), False, ""
+    def _stream_answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | PrefillProgress]:
+        tokens, is_complete, text = list[int](), False, ""
         try:
-            prompt = self._prompt()
-            settings, room = self.settings, self._decoder.n_positions + 1 - len(prompt)
-            most, sampling = min(settings.max_tokens, room), settings.sampling(attempt)
-            for event in self._decoder.read_and_stream(prompt, most, sampling, shape=self._shape):
+            prompt = self._encode_prompt()
+            settings, max_new = self.settings, self._decoder.n_positions + 1 - len(prompt)
+            max_tokens, sampling = min(settings.max_tokens, max_new), settings.make_sampling(attempt)
+            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, shape=self._constraint):
                 if isinstance(event, Step):
                     tokens += event.tokens
-                    words += event.text
-                    is_whole = event.stop_reason is not None
+                    text += event.text
+                    is_complete = event.stop_reason is not None
                 yield event
         finally:
-            if tokens or is_whole:
-                answer = {"role": ASSISTANT, "content": words, "tokens": tokens, "attempt": attempt}
+            if tokens or is_complete:
+                answer = {"role": ASSISTANT, "content": text, "tokens": tokens, "attempt": attempt}
                 self.messages = [*self.messages, answer]
             else:
                 self.messages, self.n_dropped = before
 
-    def _seen(self) -> list[Message]:
-        """What of it the model sees."""
+    def _get_visible_messages(self) -> list[Message]:
+        """Return the messages that the model sees."""
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*system, *self.messages[self.n_dropped :]]
 
-    def _prompt(self) -> list[int]:
-        """What the model reads before the answer, without the oldest turns where the context is full.
+    def _encode_prompt(self) -> list[int]:
+        """Return the prompt ids; drop the oldest turns first if the context is full.
 
-        Raises ValueError for a question that does not fit alone.
+        Raises ValueError if the question alone does not fit.
         """
-        most = self._decoder.n_positions
-        tokens = self._tokens()
-        if tokens is None or len(tokens) + min(self.settings.max_tokens, most // LEAST_ROOM) > most:
-            self._drop_down_to(most - most // ROOM)
-            tokens = self._decoder.encode_chat(self._seen())
-        if len(tokens) > most:
-            raise ValueError(f"the message has {len(tokens)} tokens with the system prompt; the model's context holds {most}")
+        n_positions = self._decoder.n_positions
+        tokens = self._encode_messages()
+        if tokens is None or len(tokens) + min(self.settings.max_tokens, n_positions // MIN_ANSWER_DIVISOR) > n_positions:
+            self._drop_oldest_turns(n_positions - n_positions // FREED_CONTEXT_DIVISOR)
+            tokens = self._decoder.encode_chat(self._get_visible_messages())
+        if len(tokens) > n_positions:
+            raise ValueError(
+                f"the message has {len(tokens)} tokens with the system prompt; the model's context holds {n_positions}"
+            )
         return tokens
 
-    def _tokens(self) -> list[int] | None:
-        """What the model would read; None for a text that is too long to be encoded."""
+    def _encode_messages(self) -> list[int] | None:
+        """Return the prompt ids, or None for a prompt that is too long to be encoded."""
         try:
-            return self._decoder.encode_chat(self._seen())
-        except TooLong:
+            return self._decoder.encode_chat(self._get_visible_messages())
+        except PromptTooLongError:
             return None
 
-    def _drop_down_to(self, n_tokens: int) -> None:
-        """Drops as few of the oldest turns as leave that many tokens, or all but the question.
+    def _drop_oldest_turns(self, n_tokens: int) -> None:
+        """Drop the fewest oldest turns so that at most `n_tokens` remain, or all turns but the question.
 
-        By halves: the beginnings of a long talk are other ones for each number of turns, and take a while to render.
+        Uses bisection: each number of dropped turns gives a long chat other prefixes, which take a while to render.
         """
 
         def fits(n_dropped: int) -> bool:
             self.n_dropped = n_dropped
-            tokens = self._tokens()
+            tokens = self._encode_messages()
             return tokens is not None and len(tokens) <= n_tokens
 
         choices = range(self.n_dropped, len(self.messages), 2)
         self.n_dropped = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]
 
     def save(self, path: Path) -> None:
-        """Write a file that `load` reads; never over what is none. Raises ValueError."""
-        if os.path.exists(path):  # of a name that is too long, too
+        """Write a file that `load` reads; an existing file must be a saved conversation.
+
+        Raises:
+            ValueError: The file is something else, or cannot be written.
+        """
+        if os.path.exists(path):  # unlike Path.exists, does not raise if the name is too long
             try:
-                _content(path)
+                _read_saved(path)
             except ValueError:
-                raise ValueError(f"{path} exists and is no saved conversation; name another file") from None
+                raise ValueError(f"{path} exists and is not a saved conversation; name another file") from None
         try:
-            self.keep(path)
+            self.write(path)
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
 
-    def keep(self, path: Path, mode: int = 0o666) -> None:
-        """Write a file that `load` reads, over whatever is there; a full disk leaves that. Raises OSError."""
+    def write(self, path: Path, mode: int = 0o666) -> None:
+        """Write a file that `load` reads, atomically: a full disk leaves the old file intact.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         content = {
-            "format": FORMAT, "revision": REVISION, "model": self.model, **self.made_with, "system": self.system,
+            "format": FORMAT, "revision": REVISION, "model": self.model, **self.metadata, "system": self.system,
             "settings": asdict(self.settings), "n_dropped": self.n_dropped, "messages": self.messages,
         }  # fmt: skip
-        replace_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", mode)
+        write_text_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", mode)
 
     def load(self, path: Path) -> str:
-        """Become the conversation of a file; the name of the model that it was held with.
+        """Replace this conversation by a saved one and return the name of its model.
 
-        Raises ValueError for a file that is none, and changes nothing then.
+        Raises:
+            ValueError: The file is not a valid conversation; this one is then unchanged.
         """
-        content = _content(path)
+        content = _read_saved(path)
         try:
-            settings = Settings(**_of(content, "settings", dict))
-            system, model = (validation.text(name, content.get(name)) for name in ("system", "model"))
-            messages = [_message(i, message) for i, message in enumerate(_of(content, "messages", list))]
+            settings = ChatSettings(**_get_field(content, "settings", dict))
+            system, model = (argument_checks.check_string(name, content.get(name)) for name in ("system", "model"))
+            messages = [_parse_message(i, message) for i, message in enumerate(_get_field(content, "messages", list))]
             if len(messages) % 2:
                 raise ValueError("the last question has no answer")
-            n_dropped = validation.whole("n_dropped", content.get("n_dropped"), 0, max(0, len(messages) - 2))
+            n_dropped = argument_checks.check_int("n_dropped", content.get("n_dropped"), 0, max(0, len(messages) - 2))
             if n_dropped % 2:
                 raise ValueError(f"n_dropped is {n_dropped}; expected whole turns")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged conversation: {error}") from None
-        most = self._decoder.tokenizer.vocab_size
-        for message in messages:  # of another model's vocabulary: the text stays
-            if not all(0 <= token < most for token in message.get("tokens", [])):
+        vocab_size = self._decoder.tokenizer.vocab_size
+        for message in messages:  # tokens of another model's vocabulary are dropped; the text stays
+            if not all(0 <= token < vocab_size for token in message.get("tokens", [])):
                 message["tokens"] = []
         self.settings, self.system, self.messages, self.n_dropped = settings, system, messages, n_dropped
         return model
 
 
-def _content(path: Path) -> dict[str, Any]:
-    """What a conversation's file holds, its parts not yet looked at."""
-    if os.path.exists(path) and not os.path.isfile(path):  # which raise for no name
-        raise CheckpointError(f"{path} is no file; expected a saved conversation")
-    content = read_object(path)
+def _read_saved(path: Path) -> dict[str, Any]:
+    """Return the unvalidated contents of a saved conversation."""
+    if os.path.exists(path) and not os.path.isfile(path):  # these do not raise for any name
+        raise CheckpointError(f"{path} is not a regular file; expected a saved conversation")
+    content = read_json_object(path)
     if content.get("format") != FORMAT or content.get("revision") != REVISION:
-        raise CheckpointError(f"{path} is no conversation that was saved here")
+        raise CheckpointError(f"{path} is not a conversation saved by specdec")
     return content
 
 
-def _of(content: dict[str, Any], name: str, kind: type) -> Any:
-    if not isinstance(content.get(name), kind):
-        raise ValueError(f"{name} is {validation.short(content.get(name), repr)}; expected a {kind.__name__}")
+def _get_field(content: dict[str, Any], name: str, expected_type: type) -> Any:
+    if not isinstance(content.get(name), expected_type):
+        raise ValueError(f"{name} is {argument_checks.shorten(content.get(name), repr)}; expected a {expected_type.__name__}")
     return content[name]
 
 
-def _message(i: int, value: Any) -> dict[str, Any]:
-    """The i-th message of a file; questions and answers take turns."""
+def _parse_message(i: int, value: Any) -> dict[str, Any]:
+    """Return the i-th message of a file after validation; user and assistant alternate."""
     role = ASSISTANT if i % 2 else USER
     if not isinstance(value, dict) or value.get("role") != role:
-        raise ValueError(f"messages[{i}] is {validation.short(value, repr)}; expected one of the role {role}")
-    message = {"role": role, "content": validation.text(f"content of messages[{i}]", value.get("content"))}
+        raise ValueError(f"messages[{i}] is {argument_checks.shorten(value, repr)}; expected a message of role {role}")
+    message = {"role": role, "content": argument_checks.check_string(f"content of messages[{i}]", value.get("content"))}
     if role == USER:
         return message
-    tokens = _of(value, "tokens", list)
+    tokens = _get_field(value, "tokens", list)
     return message | {
-        "tokens": [validation.whole("a token", token, 0) for token in tokens],
-        "attempt": validation.whole("attempt", value.get("attempt"), 0),
+        "tokens": [argument_checks.check_int("a token", token, 0) for token in tokens],
+        "attempt": argument_checks.check_int("attempt", value.get("attempt"), 0),
     }

@@ -1,19 +1,22 @@
-"""Events of tokens get their text: whole characters, and nothing from a stop string on. Knows no models."""
+"""Detokenization of decoding events: whole characters, and no text from a stop string on. Independent of models."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specdec.engine.decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
-from specdec.tokenizer import NOTHING, AnyTokenizer, TextStream
+from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
+from specdec.tokenizer import NO_TOKENS, AnyTokenizer, StreamingDetokenizer
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole text, of `SpeculativeDecoder.generate` or `answer`; `text, statistics = ...` takes it apart.
+    """The result of `SpeculativeDecoder.generate` or `answer`; can be unpacked as `text, statistics = ...`.
 
-    text: prompt and continuation, of an answer the continuation alone; statistics: the figures; tokens: those that were
-    generated, an end mark not counted; continuation: their text.
+    Attributes:
+        text: Prompt and continuation; for an answer the continuation alone.
+        statistics: The statistics of the decoding.
+        tokens: The generated tokens without an end-of-sequence token.
+        continuation: The text of the generated tokens.
     """
 
     text: str
@@ -22,115 +25,128 @@ class Generation:
     continuation: str
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Generation":
-        """What the events of a text come to."""
-        prompt, said, tokens, statistics = "", list[str](), list[int](), Statistics()
+    def from_events(cls, events: Iterable[Event]) -> "Generation":
+        """Return the result that the events of one sequence add up to."""
+        prompt, texts, tokens, statistics = "", list[str](), list[int](), Statistics()
         for event in events:
             statistics.add(event)
             if isinstance(event, Prompt):
                 prompt = event.text
             elif isinstance(event, Step):
-                said.append(event.text)
+                texts.append(event.text)
                 tokens += event.tokens
-        return cls(prompt + "".join(said), statistics, tokens, "".join(said))
+        return cls(prompt + "".join(texts), statistics, tokens, "".join(texts))
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.text, self.statistics))
 
 
-class Until:
-    """A text that comes in pieces, and ends before the first of some strings.
+class StopStringFilter:
+    """A filter for streamed text that ends before the first stop string.
 
-    What may become one of them waits for what follows. found: the one that has come.
+    Text that can still become a stop string is held back until more text arrives.
+
+    Attributes:
+        found: The stop string that was found, or None.
     """
 
     def __init__(self, stops: Collection[str]) -> None:
-        self._stops, self._longest = stops, max(map(len, stops), default=0)
-        self._held = ""
+        self._stops, self._max_stop_length = stops, max(map(len, stops), default=0)
+        self._pending = ""
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """What is certain to be of the text, after this piece."""
-        if not self._longest:
+        """Add a piece of text and return the text that is now certain."""
+        if not self._max_stop_length:
             return piece
         if self.found is not None:
             return ""
-        text = self._held + piece
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held, (first, self.found) = "", min(found)
+        text = self._pending + piece
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            self._pending, (first, self.found) = "", min(matches)
             return text[:first]
-        lengths = range(min(self._longest - 1, len(text)), 0, -1)
+        lengths = range(min(self._max_stop_length - 1, len(text)), 0, -1)
         n = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-        self._held = text[len(text) - n :]
+        self._pending = text[len(text) - n :]
         return text[: len(text) - n]
 
-    def end(self) -> str:
-        """What waited for something that never came."""
-        text, self._held = self._held, ""
+    def flush(self) -> str:
+        """Return the held-back text at the end of the stream."""
+        text, self._pending = self._pending, ""
         return text
 
 
-class Wording:
-    """Gives the events of one text, in order, what can be read of them.
+class EventDetokenizer:
+    """A converter that adds text to the events of one sequence, in order.
 
-    The last step is the one in which a stop string is complete. It keeps the tokens up to the one that completes the string, so
-    that neither they nor the text depend on what was a step. A character, or what may become a stop string, that one step begins
-    is of the text of the step in which it is settled. shown: as `TextStream` says; tells_guesses: as `Job` says.
+    The last step is the one that completes a stop string. It keeps the tokens up to that point, so tokens and text do not depend
+    on how tokens were grouped into steps. An incomplete character or a possible stop string belongs to the step that settles it.
+
+    Args:
+        tokenizer: The tokenizer of the sequence.
+        stops: The stop strings.
+        visible_tokens: See `StreamingDetokenizer`.
+        include_draft_text: See `GenerationRequest`.
     """
 
     def __init__(
         self,
         tokenizer: AnyTokenizer,
         stops: Collection[str] = (),
-        shown: Mapping[int, str] = NOTHING,
-        tells_guesses: bool = False,
+        visible_tokens: Mapping[int, str] = NO_TOKENS,
+        include_draft_text: bool = False,
     ) -> None:
-        specials: Mapping[str, int] = getattr(tokenizer, "specials", {}) if shown and stops else {}
-        marks = {name: shown[token] for name, token in specials.items() if token in shown}
-        self._stops = {stop: stop for stop in stops}  # as the text would have them, where it shows marks by other names
+        specials: Mapping[str, int] = getattr(tokenizer, "specials", {}) if visible_tokens and stops else {}
+        visible_names = {name: visible_tokens[token] for name, token in specials.items() if token in visible_tokens}
+        # Stop strings by how they appear in the text, which can show special tokens under other names.
+        self._stops = {stop: stop for stop in stops}
         for stop in stops:
-            as_shown = stop
-            for name in marks:
-                as_shown = as_shown.replace(name, marks[name])
-            self._stops.setdefault(as_shown, stop)
-        self._stream, self._until, self._tells_guesses = TextStream(tokenizer, shown), Until(self._stops), tells_guesses
-        self._prompt: str | None = None
+            visible_stop = stop
+            for name in visible_names:
+                visible_stop = visible_stop.replace(name, visible_names[name])
+            self._stops.setdefault(visible_stop, stop)
+        self._stream, self._stop_filter = StreamingDetokenizer(tokenizer, visible_tokens), StopStringFilter(self._stops)
+        self._include_draft_text = include_draft_text
+        self._prompt_text: str | None = None
 
-    def of(self, event: Event | Prefill) -> Event | Prefill:
-        stream, until = self._stream, self._until
+    def detokenize(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
+        """Return a copy of the event with its text."""
+        stream, stop_filter = self._stream, self._stop_filter
         if isinstance(event, Proposal):
-            return replace(event, pieces=stream.peek(event.tokens)) if self._tells_guesses else event
+            return replace(event, pieces=stream.peek(event.tokens)) if self._include_draft_text else event
         if not isinstance(event, Step):
-            if self._prompt is None:
-                self._prompt = "".join([stream.push(token) for token in event.tokens])
-            return replace(event, text=self._prompt)
-        pieces = self._read(event.tokens[: event.n_accepted])
+            if self._prompt_text is None:
+                self._prompt_text = "".join([stream.push(token) for token in event.tokens])
+            return replace(event, text=self._prompt_text)
+        pieces = self._detokenize_tokens(event.tokens[: event.n_accepted])
         n_accepted = len(pieces)
-        wrong = stream.peek(event.draft_tokens[n_accepted:]) if self._tells_guesses else []
-        pieces += self._read(event.tokens[event.n_accepted :])
+        rejected = stream.peek(event.draft_tokens[n_accepted:]) if self._include_draft_text else []
+        pieces += self._detokenize_tokens(event.tokens[event.n_accepted :])
         n = len(pieces)
-        if stop := "stop" if until.found is not None else event.stop_reason:
-            pieces.append(until.push(stream.end()) + until.end())
-        stop_string = None if until.found is None else self._stops[until.found]
+        if stop_reason := "stop" if stop_filter.found is not None else event.stop_reason:
+            pieces.append(stop_filter.push(stream.flush()) + stop_filter.flush())
+        stop_string = None if stop_filter.found is None else self._stops[stop_filter.found]
         return replace(
-            event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop, stop_string=stop_string, pieces=pieces,
-            wrong=wrong, logprobs=event.logprobs and event.logprobs[:n],
+            event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop_reason, stop_string=stop_string,
+            pieces=pieces, wrong=rejected, logprobs=event.logprobs and event.logprobs[:n],
         )  # fmt: skip
 
-    def _read(self, tokens: list[int]) -> list[str]:
-        """What each says, up to the one that completes a stop string."""
+    def _detokenize_tokens(self, tokens: list[int]) -> list[str]:
+        """Return the text of each token, up to the one that completes a stop string."""
         pieces = list[str]()
         for token in tokens:
-            if self._until.found is None:
-                pieces.append(self._until.push(self._stream.push(token)))
+            if self._stop_filter.found is None:
+                pieces.append(self._stop_filter.push(self._stream.push(token)))
         return pieces
 
 
-def worded(events: Iterator[Event | Prefill], wording: Wording) -> Iterator[Event | Prefill]:
-    """The events with their text, up to the last step."""
+def detokenize_events(
+    events: Iterator[Event | PrefillProgress], detokenizer: EventDetokenizer
+) -> Iterator[Event | PrefillProgress]:
+    """Yield the events with their text, up to the last step."""
     for event in events:
-        event = wording.of(event)
+        event = detokenizer.detokenize(event)
         yield event
         if isinstance(event, Step) and event.stop_reason:
             return

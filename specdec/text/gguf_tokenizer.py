@@ -1,7 +1,7 @@
-"""The tokenizer whose keys a GGUF file holds. Knows nothing of models.
+"""The tokenizer that the keys of a GGUF file describe. Independent of models.
 
-What the keys mean, and what holds where they are silent, is llama.cpp's (src/llama-vocab.cpp): `llama` is SentencePiece's BPE,
-which `Tokenizer` does; for BPE a tokenizer.json of the split that `pre` names is written, and read by `JsonTokenizer`.
+The meaning of the keys and their defaults are llama.cpp's (src/llama-vocab.cpp). `llama` is SentencePiece's BPE, done by
+`Tokenizer`; for BPE a tokenizer.json with the split named by `pre` is made and loaded by `HFTokenizer`.
 """
 
 import json
@@ -10,225 +10,248 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specdec.families.pre_tokenizers import BYTES, DEFAULT, KINDS, KNOWN_SPLITS, LEAVING, PIECES, SPLITS
-from specdec.text.hf_tokenizer import JsonTokenizer
-from specdec.tokenizer import STRIPS, AnyTokenizer, Pieces, Tokenizer, TokenizerError
-from specdec.validation import short
+from specdec.argument_checks import shorten
+from specdec.families.pre_tokenizers import (
+    BYTE_BPE,
+    DEFAULT_PRE_TOKENIZER,
+    KNOWN_PRE_TOKENIZERS,
+    NON_STRIPPING_TOKENS,
+    PRE_TOKENIZERS,
+    SENTENCEPIECE,
+    TOKENIZER_MODELS,
+)
+from specdec.text.hf_tokenizer import HFTokenizer
+from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, AnyTokenizer, SentencePieceVocab, Tokenizer, TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
-NO_MARKS: Mapping[int, str] = MappingProxyType({})
-SPACE = "\u2581"  # as SentencePiece writes it
-END_KEYS = {"eos_token_id": "eos", "eot_token_id": "eot", "eom_token_id": "eom"}
-# what ends a text by its name, of whatever type, also where the keys name but one: some say <|im_end|> and not <|endoftext|>
-END_NAMES = {
+NO_EOS_TOKENS: Mapping[int, str] = MappingProxyType({})
+SPACE = "\u2581"  # SentencePiece's space
+EOS_KEYS = {"eos_token_id": "eos", "eot_token_id": "eot", "eom_token_id": "eom"}
+# Names of end-of-sequence tokens of any type. The keys can name too few: some files name <|im_end|> and not <|endoftext|>.
+EOS_NAMES = {
     **dict.fromkeys(
         ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>"), "eos"
     ),
     **dict.fromkeys(("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>", "<EOT>"), "eot"),
     **dict.fromkeys(("_<EOT>", "[EOT]", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "[e~["), "eot"),
-    "<|observation|>": "eot",  # GLM's, behind a call of a tool; its folders name it, and no key of its files does
+    "<|observation|>": "eot",  # GLM's, after a tool call; named in its folders, but by no key of its GGUF files
     "<|eom_id|>": "eom",
 }
-END = "<|end|>"  # which is within an answer where there are both of one of these pairs, as in harmony's channels
-OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+HARMONY_END = "<|end|>"  # does not end an answer if the vocabulary has both tokens of one of these pairs (harmony's channels)
+CHANNEL_EOS_PAIRS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
-def gguf_tokenizer(path: Path, keys: Mapping[str, Any], end_marks: Mapping[int, str] = NO_MARKS) -> AnyTokenizer:
-    """The tokenizer of a GGUF file; keys: those that begin with tokenizer.ggml, without that; end_marks: more than the keys name.
+def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> AnyTokenizer:
+    """Return the tokenizer of a GGUF file.
 
-    Raises TokenizerError for keys that do not fit together, and for a kind of tokenizer that is not done here.
+    Args:
+        path: The file, for errors.
+        keys: The keys that start with "tokenizer.ggml.", without this prefix.
+        eos_tokens: End-of-sequence tokens in addition to the file's.
+
+    Raises:
+        TokenizerError: The keys are inconsistent or the tokenizer is not supported.
     """
-    values = _Keys(path, keys, end_marks)
-    kind = KINDS.get(values.a("model", str, ""))
+    values = _TokenizerKeys(path, keys, eos_tokens)
+    kind = TOKENIZER_MODELS.get(values.get_value("model", str, ""))
     if kind is None:
-        *others, last = KINDS
-        raise values.refusal("model", f"{', '.join(others)} or {last}; other kinds of tokenizers are not supported")
-    if kind == PIECES:
-        return Tokenizer(path, _pieces(values))
-    data = json.dumps((_of_bytes if kind == BYTES else _of_characters)(values)).encode()
-    return JsonTokenizer(path, values.token("bos_token_id"), values.end_marks(), data)
+        *others, last = TOKENIZER_MODELS
+        raise values.make_error("model", f"{', '.join(others)} or {last}; other tokenizers are not supported")
+    if kind == SENTENCEPIECE:
+        return Tokenizer(path, _make_sentencepiece_vocab(values))
+    data = json.dumps((_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values)).encode()
+    return HFTokenizer(path, values.get_token_id("bos_token_id"), values.get_eos_tokens(), data)
 
 
-def gguf_marks(path: Path, keys: Mapping[str, Any], rows: int) -> tuple[int | None, dict[int, str]]:
-    """Return the id that begins a text and the ids that end one, for a tokenizer in the place of the file's own.
+def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> tuple[int | None, dict[int, str]]:
+    """Return the BOS id and the end-of-sequence ids, for a tokenizer that replaces the file's own.
 
     Args:
         path: The GGUF file, for errors.
-        keys: See `gguf_tokenizer`; the tokens may be missing.
-        rows: The size of the model's vocabulary.
+        keys: See `load_gguf_tokenizer`; the tokens may be missing.
+        n_rows: The size of the model's vocabulary.
 
     Raises:
-        TokenizerError: A key is not what it must be.
+        TokenizerError: A key is not valid.
     """
-    values = _Keys(path, {"tokens": [""] * rows} | dict(keys))
-    return values.token("bos_token_id"), values.end_marks()
+    values = _TokenizerKeys(path, {"tokens": [""] * n_rows} | dict(keys))
+    return values.get_token_id("bos_token_id"), values.get_eos_tokens()
 
 
-class _Keys:
-    """The keys, each checked as it is read, and the tokens; end_marks: more than the keys name."""
+class _TokenizerKeys:
+    """The keys of a file, validated as they are read; `eos_tokens` are added to the file's."""
 
-    def __init__(self, path: Path, keys: Mapping[str, Any], end_marks: Mapping[int, str] = NO_MARKS) -> None:
-        self._path, self._keys, self._more_marks = path, keys, end_marks
-        self.tokens: list[str] = self._list("tokens", str)
-        self.types: list[int] = self._list("token_type", int) if "token_type" in keys else [NORMAL] * len(self.tokens)
+    def __init__(self, path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> None:
+        self._path, self._keys, self._extra_eos_tokens = path, keys, eos_tokens
+        self.tokens: list[str] = self._get_list("tokens", str)
+        self.types: list[int] = self._get_list("token_type", int) if "token_type" in keys else [NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise TokenizerError(f"{path}: {len(self.types)} token types for {len(self.tokens)} tokens")
 
-    def refusal(self, key: str, expected: str) -> TokenizerError:
-        return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {short(self._keys.get(key), repr)}; expected {expected}")
+    def make_error(self, key: str, expected: str) -> TokenizerError:
+        return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {shorten(self._keys.get(key), repr)}; expected {expected}")
 
-    def a(self, key: str, kind: type, default: Any) -> Any:
-        """A value of that type."""
+    def get_value(self, key: str, kind: type, default: Any) -> Any:
+        """Return a value of the given type."""
         value = self._keys.get(key, default)
         if type(value) is not kind:
-            raise self.refusal(key, f"a {kind.__name__}")
+            raise self.make_error(key, f"a {kind.__name__}")
         return value
 
-    def token(self, key: str) -> int | None:
-        """An id, if there is one."""
+    def get_token_id(self, key: str) -> int | None:
+        """Return a token id, or None if there is none."""
         token = self._keys.get(key)
-        if token is None or (type(token) is int and token in (-1, 2**32 - 1)):  # "none", too
+        if token is None or (type(token) is int and token in (-1, 2**32 - 1)):  # also mean "none"
             return None
         if type(token) is not int or not 0 <= token < len(self.tokens):
-            raise self.refusal(key, f"an id below {len(self.tokens)}")
+            raise self.make_error(key, f"an id below {len(self.tokens)}")
         return token
 
-    def scores(self) -> list[float]:
-        scores: list[float] = self._list("scores", float)
+    def get_scores(self) -> list[float]:
+        scores: list[float] = self._get_list("scores", float)
         if len(scores) != len(self.tokens) or any(score != score for score in scores):
-            raise TokenizerError(f"{self._path}: tokenizer.ggml.scores are not one number for each of {len(self.tokens)} tokens")
+            raise TokenizerError(f"{self._path}: tokenizer.ggml.scores must be one number for each of {len(self.tokens)} tokens")
         return scores
 
-    def vocabulary(self) -> dict[str, int]:
-        """Ids by names, each its own; of what no text becomes, and of empty names, none."""
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids by name, without unused tokens and empty names; each name must be unique."""
         ids: dict[str, int] = {}
-        for token, name in enumerate(self._written("tokens")):
+        for token, name in enumerate(self._get_utf8_strings("tokens")):
             if name and self.types[token] != UNUSED and ids.setdefault(name, token) != token:
-                raise TokenizerError(f"{self._path}: the tokens {ids[name]} and {token} are both {short(name, repr)}")
+                raise TokenizerError(f"{self._path}: the tokens {ids[name]} and {token} are both {shorten(name, repr)}")
         return ids
 
-    def merges(self, vocabulary: Mapping[str, int]) -> list[str]:
-        """Two tokens with a space between, which make a third."""
-        merges = self._written("merges")
+    def get_merges(self, vocab: Mapping[str, int]) -> list[str]:
+        """Return the merges: two tokens that form a third, separated by a space."""
+        merges = self._get_utf8_strings("merges")
         for merge in merges:
             first, _, second = merge.partition(" ")
-            if not (first in vocabulary and second in vocabulary and first + second in vocabulary):
-                raise TokenizerError(f"{self._path}: the merge {short(merge, repr)} is not of two tokens that make a third")
+            if not (first in vocab and second in vocab and first + second in vocab):
+                raise TokenizerError(f"{self._path}: the merge {shorten(merge, repr)} does not join two tokens into a third")
         return merges
 
-    def of(self, *types: int) -> list[int]:
-        """The ids of tokens of those types."""
+    def find_tokens_of_type(self, *types: int) -> list[int]:
+        """Return the ids of tokens of the given types."""
         return [token for token, kind in enumerate(self.types) if kind in types]
 
-    def end_marks(self) -> dict[int, str]:
-        marks = [token for token, name in enumerate(self.tokens) if name in END_NAMES and self.types[token] != UNUSED]
-        names = {self.tokens[token] for token in marks}
-        if any(names >= pair for pair in OF_CHANNELS):
-            marks = [token for token in marks if self.tokens[token] != END]
-        keyed = {self.token(key): name for key, name in END_KEYS.items()}
-        named = {token: END_NAMES[self.tokens[token]] for token in marks}
-        named |= {token: name for token, name in keyed.items() if token is not None}
-        return named | {token: name for token, name in self._more_marks.items() if token < len(self.tokens)}
+    def get_eos_tokens(self) -> dict[int, str]:
+        named_ids = [token for token, name in enumerate(self.tokens) if name in EOS_NAMES and self.types[token] != UNUSED]
+        names = {self.tokens[token] for token in named_ids}
+        if any(names >= pair for pair in CHANNEL_EOS_PAIRS):
+            named_ids = [token for token in named_ids if self.tokens[token] != HARMONY_END]
+        keyed = {self.get_token_id(key): name for key, name in EOS_KEYS.items()}
+        eos_tokens = {token: EOS_NAMES[self.tokens[token]] for token in named_ids}
+        eos_tokens |= {token: name for token, name in keyed.items() if token is not None}
+        return eos_tokens | {token: name for token, name in self._extra_eos_tokens.items() if token < len(self.tokens)}
 
-    def stripping(self) -> list[int]:
-        """The ids that take the white space behind them."""
-        special = self.of(UNKNOWN, CONTROL, USER_DEFINED) if self.a(STRIPS, bool, False) else []
-        return [token for token in special if self.tokens[token] not in LEAVING]
+    def get_rstrip_ids(self) -> list[int]:
+        """Return the ids that strip the white space after them."""
+        if not self.get_value(SPECIAL_TOKENS_STRIP_KEY, bool, False):
+            return []
+        special = self.find_tokens_of_type(UNKNOWN, CONTROL, USER_DEFINED)
+        return [token for token in special if self.tokens[token] not in NON_STRIPPING_TOKENS]
 
-    def _written(self, key: str) -> list[str]:
-        """Strings, all of them UTF-8."""
-        strings = self._list(key, str)
+    def _get_utf8_strings(self, key: str) -> list[str]:
+        """Return a list of strings that are valid UTF-8."""
+        strings = self._get_list(key, str)
         try:
             "".join(strings).encode()
         except UnicodeEncodeError:
-            raise TokenizerError(f"{self._path}: tokenizer.ggml.{key} hold what is no UTF-8") from None
+            raise TokenizerError(f"{self._path}: tokenizer.ggml.{key} are not valid UTF-8") from None
         return strings
 
-    def _list(self, key: str, kind: type) -> list[Any]:
+    def _get_list(self, key: str, kind: type) -> list[Any]:
         values = self._keys.get(key)
         if not isinstance(values, list) or {*map(type, values)} != {kind}:
-            raise self.refusal(key, f"a list of {kind.__name__}")
+            raise self.make_error(key, f"a list of {kind.__name__}")
         return values
 
 
-def _pieces(keys: _Keys) -> Pieces:
-    bos = keys.token("bos_token_id")
-    begins = keys.a("add_bos_token", bool, True) and bos is not None
-    marks = keys.end_marks()
-    unknown = keys.token("unknown_token_id") or 0
-    by_name = {keys.tokens[token].upper(): token for token in keys.of(BYTE)}
+def _make_sentencepiece_vocab(keys: _TokenizerKeys) -> SentencePieceVocab:
+    bos = keys.get_token_id("bos_token_id")
+    add_bos = keys.get_value("add_bos_token", bool, True) and bos is not None
+    eos_tokens = keys.get_eos_tokens()
+    unknown = keys.get_token_id("unknown_token_id") or 0
+    byte_token_ids = {keys.tokens[token].upper(): token for token in keys.find_tokens_of_type(BYTE)}
     pieces = [token.replace(SPACE, " ").encode("utf-8", "surrogateescape") for token in keys.tokens]
-    return Pieces(
+    return SentencePieceVocab(
         pieces=pieces,
-        scores=keys.scores(),
-        from_text=[token for token in keys.of(NORMAL, USER_DEFINED) if token not in marks],
-        byte_ids=[by_name.get(f"<0X{byte:02X}>", unknown) for byte in range(256)],
-        whole=[pieces[token] for token in keys.of(USER_DEFINED) if pieces[token] and token not in marks],
-        silent={*keys.of(UNKNOWN, CONTROL, UNUSED), *marks, *([] if bos is None else [bos])},
-        end_marks=marks,
-        bos=bos if bos is not None else min(marks, default=unknown),
-        begins=begins,
-        has_space=keys.a("add_space_prefix", bool, True),
-        space=SPACE,
-        stripping={*keys.stripping()},
+        scores=keys.get_scores(),
+        mergeable_ids=[token for token in keys.find_tokens_of_type(NORMAL, USER_DEFINED) if token not in eos_tokens],
+        byte_ids=[byte_token_ids.get(f"<0X{byte:02X}>", unknown) for byte in range(256)],
+        user_defined=[
+            pieces[token] for token in keys.find_tokens_of_type(USER_DEFINED) if pieces[token] and token not in eos_tokens
+        ],
+        non_text_ids={*keys.find_tokens_of_type(UNKNOWN, CONTROL, UNUSED), *eos_tokens, *([] if bos is None else [bos])},
+        eos_tokens=eos_tokens,
+        bos=bos if bos is not None else min(eos_tokens, default=unknown),
+        add_bos=add_bos,
+        add_space_prefix=keys.get_value("add_space_prefix", bool, True),
+        space_symbol=SPACE,
+        rstrip_ids={*keys.get_rstrip_ids()},
     )
 
 
-def _of_characters(keys: _Keys) -> dict[str, Any]:
-    """BPE over characters, where spaces are letters: cut at the ends of lines alone; bytes stand for what is no token."""
-    unknown = keys.token("unknown_token_id")
-    ends = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    return _written_as_json(
-        keys, begins=True, unk_token=None if unknown is None else keys.tokens[unknown], is_of_bytes=False, ignore_merges=False,
-        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, pre_tokenizer=_cut(r"[^\n]+|\n+"),
-        decoder={"type": "Sequence", "decoders": ends},
+def _make_character_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
+    """Return a tokenizer.json of BPE over characters with byte fallback, in which spaces are letters.
+
+    The text is split only at the ends of lines.
+    """
+    unknown = keys.get_token_id("unknown_token_id")
+    decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return _make_tokenizer_json(
+        keys, add_bos=True, unk_token=None if unknown is None else keys.tokens[unknown], is_byte_level=False, ignore_merges=False,
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, pre_tokenizer=_make_split(r"[^\n]+|\n+"),
+        decoder={"type": "Sequence", "decoders": decoders},
     )  # fmt: skip
 
 
-def _of_bytes(keys: _Keys) -> dict[str, Any]:
-    """BPE over bytes, of the split that the keys name."""
-    split = SPLITS.get(keys.a("pre", str, DEFAULT))
+def _make_byte_level_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
+    """Return a tokenizer.json of BPE over bytes with the split that the keys name."""
+    split = PRE_TOKENIZERS.get(keys.get_value("pre", str, DEFAULT_PRE_TOKENIZER))
     if split is None:
-        raise keys.refusal("pre", f"a split that is supported, such as {KNOWN_SPLITS}")
-    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_words}
-    digits = [{"type": "Digits", "individual_digits": True}] if split.each_digit else []
-    return _written_as_json(
-        keys, begins=keys.a("add_bos_token", bool, split.begins), unk_token=None, is_of_bytes=True,
-        ignore_merges=split.ignore_merges, normalizer={"type": "NFC"} if split.composes else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [*digits, *map(_cut, split.regexes), of_bytes]}, decoder=of_bytes,
+        raise keys.make_error("pre", f"a supported split, such as {KNOWN_PRE_TOKENIZERS}")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_gpt2_regex}
+    digits = [{"type": "Digits", "individual_digits": True}] if split.has_single_digits else []
+    return _make_tokenizer_json(
+        keys, add_bos=keys.get_value("add_bos_token", bool, split.has_bos), unk_token=None, is_byte_level=True,
+        ignore_merges=split.ignore_merges, normalizer={"type": "NFC"} if split.has_nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*digits, *map(_make_split, split.regexes), byte_level]},
+        decoder=byte_level,
     )  # fmt: skip
 
 
-def _cut(regex: str) -> dict[str, Any]:
+def _make_split(regex: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
-def _written_as_json(
-    keys: _Keys, begins: bool, unk_token: str | None, is_of_bytes: bool, ignore_merges: bool, **parts: Any
+def _make_tokenizer_json(
+    keys: _TokenizerKeys, add_bos: bool, unk_token: str | None, is_byte_level: bool, ignore_merges: bool, **parts: Any
 ) -> dict[str, Any]:
-    """What a tokenizer.json of BPE holds, with the vocabulary and the added tokens of the keys."""
-    marks, stripping, vocabulary, bos = keys.end_marks(), keys.stripping(), keys.vocabulary(), keys.token("bos_token_id")
+    """Return the contents of a BPE tokenizer.json with the vocabulary and added tokens of the keys."""
+    eos_tokens, rstrip_ids = keys.get_eos_tokens(), keys.get_rstrip_ids()
+    vocab, bos = keys.get_vocab(), keys.get_token_id("bos_token_id")
     return {
         "version": "1.0",
         "added_tokens": [
             {
-                "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL or token in marks,
-                "single_word": False, "lstrip": False, "rstrip": token in stripping, "normalized": False,
+                "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL or token in eos_tokens,
+                "single_word": False, "lstrip": False, "rstrip": token in rstrip_ids, "normalized": False,
             }
-            for token in sorted({*keys.of(CONTROL, USER_DEFINED), *marks})
+            for token in sorted({*keys.find_tokens_of_type(CONTROL, USER_DEFINED), *eos_tokens})
         ],
         "model": {
             "type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "unk_token": unk_token,
-            "fuse_unk": not is_of_bytes, "byte_fallback": not is_of_bytes, "ignore_merges": ignore_merges, "vocab": vocabulary,
-            "merges": keys.merges(vocabulary),
+            "fuse_unk": not is_byte_level, "byte_fallback": not is_byte_level, "ignore_merges": ignore_merges,
+            "vocab": vocab, "merges": keys.get_merges(vocab),
         },
-        "post_processor": _beginning(keys.tokens[bos], bos) if begins and bos is not None else None,
+        "post_processor": _make_bos_template(keys.tokens[bos], bos) if add_bos and bos is not None else None,
         **parts,
     }  # fmt: skip
 
 
-def _beginning(name: str, token: int) -> dict[str, Any]:
-    """A template that puts a token in front."""
+def _make_bos_template(name: str, token: int) -> dict[str, Any]:
+    """Return a post-processor that puts a token before a text."""
     single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     return {
         "type": "TemplateProcessing",

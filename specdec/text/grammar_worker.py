@@ -1,7 +1,7 @@
-"""What a grammar becomes, and whether it becomes anything: asked first of a process of its own, since it comes from strangers.
+"""Grammar compilation, tried first in a worker process because grammars are untrusted input.
 
-A schema of a few kilobytes can take minutes to build. Here is what both sides do; nothing is imported before it is needed.
-As a program this is a process of `workers`.
+A schema of a few kilobytes can take minutes to build. This module holds the code of both sides; imports are lazy.
+Run as a program, it is a process of `worker_process`.
 """
 
 import functools
@@ -12,25 +12,25 @@ import time
 from contextlib import suppress
 from typing import Any
 
-MOST_BYTES = 2 << 30
-LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # of which each takes 1 to 2 kB
+MAX_MEMORY_BYTES = 2 << 30
+PARSER_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a lexer state takes 1 to 2 kB
 
 
-def matcher_of(vocabulary: Any, grammar: str) -> Any:
-    """llguidance's matcher of a grammar at its beginning. Raises ValueError with what it says where there is none."""
+def make_matcher(vocabulary: Any, grammar: str) -> Any:
+    """Return llguidance's matcher at the start of a grammar; raise ValueError with its message if there is none."""
     import llguidance
 
-    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=llguidance.LLParserLimits(**PARSER_LIMITS))
     n_allowed = int.from_bytes(matcher.compute_bitmask(), "little").bit_count()
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     if matcher.is_accepting() and n_allowed == len(vocabulary.eos_tokens):
-        raise ValueError("it allows the empty text alone")
+        raise ValueError("it allows only the empty text")
     return matcher
 
 
-class _Bytes:
-    """A vocabulary of all bytes and n ids in all, as llguidance takes one: by these names."""
+class _ByteVocabulary:
+    """A vocabulary of all bytes and n ids in total, with the attribute names that llguidance expects."""
 
     is_tokenizer_wrapper, bos_token_id, eos_token_id, special_token_ids = True, None, 256, ()
 
@@ -42,40 +42,40 @@ class _Bytes:
 
 
 @functools.lru_cache(4)
-def _vocabulary(n: int) -> Any:
+def _get_byte_tokenizer(n: int) -> Any:
     import llguidance
 
-    return llguidance.LLTokenizer(_Bytes(n))
+    return llguidance.LLTokenizer(_ByteVocabulary(n))
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return an "error" where a "grammar" of tokens below "n" cannot be used, and the CPU "seconds" that finding out took."""
-    vocabulary, told = _vocabulary(request["n"]), dict[str, Any]()
+def handle_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the CPU "seconds" that a "grammar" for ids below "n" took, and an "error" if it cannot be used."""
+    vocabulary, answer = _get_byte_tokenizer(request["n"]), dict[str, Any]()
     begin = time.process_time()
     try:
-        matcher_of(vocabulary, request["grammar"])
+        make_matcher(vocabulary, request["grammar"])
     except ValueError as error:
-        told["error"] = str(error)
-    return told | {"seconds": time.process_time() - begin}
+        answer["error"] = str(error)
+    return answer | {"seconds": time.process_time() - begin}
 
 
 def main() -> None:
-    """Answer requests with another process's packages until the pipe ends, with an "error" where there is no answer."""
+    """Answer requests until the pipe ends, with an "error" on failure. Packages come from the parent's sys.path."""
     sys.path[:] = json.loads(sys.argv[1])
-    _limit("RLIMIT_AS", MOST_BYTES)
-    _limit("RLIMIT_CORE", 0)
+    _set_limit("RLIMIT_AS", MAX_MEMORY_BYTES)
+    _set_limit("RLIMIT_CORE", 0)
     for line in sys.stdin:
         request = json.loads(line)
-        _limit("RLIMIT_CPU", math.ceil(time.process_time() + request["seconds"]))
+        _set_limit("RLIMIT_CPU", math.ceil(time.process_time() + request["seconds"]))
         try:
-            told = answer(request)
-        except BaseException as error:  # a panic of a library is no Exception
-            told = {"error": str(error) or type(error).__name__}
-        print(json.dumps(told), flush=True)
+            answer = handle_request(request)
+        except BaseException as error:  # a panic of a library is not an Exception
+            answer = {"error": str(error) or type(error).__name__}
+        print(json.dumps(answer), flush=True)
 
 
-def _limit(name: str, limit: int) -> None:
-    """Limit what this process may use, unless its limit is lower already or the system knows no such limit."""
+def _set_limit(name: str, limit: int) -> None:
+    """Set a resource limit of this process, unless a lower one is set or the system does not support it."""
     with suppress(ImportError, AttributeError, ValueError, OSError):
         import resource
 

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a Hugging Face tokenizer.json, or what would be one. Knows nothing of models.
+"""The tokenizer of a Hugging Face tokenizer.json, or of equivalent data. Independent of models.
 
-The `tokenizers` library encodes (`encoder`). What a token says is computed here, since a text is shown while it grows: its bytes
-by the file's decoder, which is GPT-2's table of bytes ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
+The `tokenizers` library encodes (`encoder`). Decoding is done here, since a text is shown while it grows. The file's decoder is
+GPT-2's byte table ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
 """
 
 import codecs
@@ -14,108 +14,123 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec import validation
+from specdec import argument_checks
 from specdec.loaders import optional_dependencies
-from specdec.loaders.format_sniffing import IS_LFS_POINTER, LFS_POINTER, what_is
-from specdec.text.encoder import Encoder
-from specdec.tokenizer import NO_TEXT_YET, AnyTokenizer, Part, Tokenizer, TokenizerError, file_bytes, text_of
+from specdec.loaders.format_sniffing import IS_LFS_POINTER, LFS_POINTER, identify_file
+from specdec.text.hf_encoder import Encoder
+from specdec.tokenizer import (
+    TEXT_NOT_STARTED,
+    AnyTokenizer,
+    RenderedSegment,
+    Tokenizer,
+    TokenizerError,
+    decode_tokens,
+    read_file_bytes,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
-DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
-TOKENIZER = "expected a tokenizer.json, a folder that holds one, a GGUF file, or a tokenizer.bin of llama2.c"
-TEXT_HAS_BEGUN = 0
-EACH_BYTE = "specdec.each_byte"  # an error handler's name: a U+FFFD for each byte of a broken character, as ByteFallback has it
+SUPPORTED_DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
+EXPECTED_TOKENIZER = "expected a tokenizer.json, a folder that holds one, a GGUF file, or a tokenizer.bin of llama2.c"
+TEXT_STARTED = 0
+# Name of a codec error handler: a U+FFFD for each byte of an invalid character, as with ByteFallback.
+REPLACE_EACH_BYTE = "specdec.each_byte"
 
 
-class JsonTokenizer:
-    """The tokenizer of a tokenizer.json, or of the folder that holds one.
+class HFTokenizer:
+    """A tokenizer of a tokenizer.json, or of the folder that contains one. Special tokens' names in a text stay text.
 
-    bos: the token that an empty text begins with where the file's template writes none; by default an end mark. end_marks: the
-    tokens that end a text; by default the eos_token of the file's neighbours. data: what a tokenizer.json would hold, of a file
-    that is another. A special token's name in a text is text.
+    Args:
+        path: The file or folder.
+        bos: The token of an empty text if the file's template adds none; by default one of `eos_tokens`.
+        eos_tokens: The end-of-sequence tokens with names; by default the eos_token in neighbouring files.
+        data: The contents of a tokenizer.json, if `path` is another kind of file.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         bos: int | None = None,
-        end_marks: Mapping[int, str] | None = None,
+        eos_tokens: Mapping[int, str] | None = None,
         data: bytes | None = None,
     ) -> None:
-        self.path = _file_of(Path(path))
-        data = file_bytes(self.path, "a tokenizer.json") if data is None else data
-        self._encoder = _loaded(self.path, data)
+        self.path = _find_tokenizer_file(Path(path))
+        data = read_file_bytes(self.path, "a tokenizer.json") if data is None else data
+        self._encoder = _load_encoder(self.path, data)
         self._names = self._encoder.names
         self._ids = {name: token for token, name in self._names.items()}
-        self._decoder = _decoder_of(self.path, self._encoder.decoder)
+        self._decoder = _parse_decoder(self.path, self._encoder.decoder)
         self.specials = {name: token for token, name in self._encoder.specials.items()}
         self.vocab_size = max(self._names, default=0) + 1
-        self.longest = max(map(len, self._names.values()), default=1)
-        self.end_marks = dict(end_marks or self._eos())
+        self.max_token_length = max(map(len, self._names.values()), default=1)
+        self.eos_tokens = dict(eos_tokens or self._find_eos_tokens())
         self._bos = bos
-        self._marks = {*self.specials.values(), *self.end_marks}
-        self._cached: dict[int, bytes | None] = {}
+        self._special_ids = {*self.specials.values(), *self.eos_tokens}
+        self._bytes_cache: dict[int, bytes | None] = {}
         self._digest = hashlib.sha256(data).digest()
 
     @property
-    def broken_characters(self) -> str:
-        return EACH_BYTE if self._decoder.has_bytes else "replace"
+    def utf8_errors(self) -> str:
+        """The name of the Python codec error handler for bytes that are not valid UTF-8."""
+        return REPLACE_EACH_BYTE if self._decoder.has_byte_fallback else "replace"
 
     def __repr__(self) -> str:
-        return f"<JsonTokenizer of {self.vocab_size} tokens, {self.path}>"
+        return f"<HFTokenizer of {self.vocab_size} tokens, {self.path}>"
 
     def encode(self, text: str) -> list[int]:
-        """What the template puts in front, and the ids of the text; one token at least.
+        """Return the ids of a text after those of the file's template; at least one token.
 
-        Raises TypeError for what is no string, ValueError for half a character, TokenizerError for a file that cannot do it.
+        Raises:
+            TypeError: The text is not a string.
+            ValueError: The text contains a lone surrogate.
+            TokenizerError: The library cannot encode it.
         """
-        text = validation.text("the text", text)
-        with _refusing(f"the tokenizer {self.path} cannot encode the text"):
+        text = argument_checks.check_string("the text", text)
+        with _wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
             ids = self._encoder.encode(text)
-        return ids or [self._bos if self._bos is not None else min(self.end_marks, default=0)]
+        return ids or [self._bos if self._bos is not None else min(self.eos_tokens, default=0)]
 
-    def encode_rendered(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of what a template wrote; see `ChatTokenizer`. Raises TokenizerError for a file that cannot do it."""
-        with _refusing(f"the tokenizer {self.path} cannot encode the text"):
-            return self._encoder.encode_parts(parts)
+    def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
+        """Return the ids of a rendered chat template (see `ChatTokenizer`); raise TokenizerError on failure."""
+        with _wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
+            return self._encoder.encode_segments(segments)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of a whole sequence."""
-        return text_of(self, tokens)
+        """Return the text of a whole sequence."""
+        return decode_tokens(self, tokens)
 
-    def says(self, token: int) -> bytes | None:
-        if token not in self._cached:
-            name = None if token in self._marks else self._names.get(token)
-            self._cached[token] = None if name is None else self._decoder.bytes_of(name)
-        return self._cached[token]
+    def token_to_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None for special tokens and unknown ids."""
+        if token not in self._bytes_cache:
+            name = None if token in self._special_ids else self._names.get(token)
+            self._bytes_cache[token] = None if name is None else self._decoder.decode_name(name)
+        return self._bytes_cache[token]
 
-    def piece(self, token: int, before: int) -> tuple[bytes, int]:
-        """The token's bytes, less what the decoder takes from the beginning of a text."""
-        said = self.says(token)
-        if said is None:
-            return b"", before
-        if before == NO_TEXT_YET:
-            said_first = self._decoder.at_the_beginning(said)
-            return said_first, TEXT_HAS_BEGUN if said else before
-        return said, before
+    def decode_incrementally(self, token: int, state: int) -> tuple[bytes, int]:
+        """Return the bytes of the next token, without what the decoder strips at the start, and the new state."""
+        data = self.token_to_bytes(token)
+        if data is None:
+            return b"", state
+        if state == TEXT_NOT_STARTED:
+            return self._decoder.strip_start(data), TEXT_STARTED if data else state
+        return data, state
 
-    def is_of(self, path: Path) -> bool:
-        """Whether a file, or the one in a folder, is the same to the byte."""
-        path = _file_of(path)
-        return path.suffix == ".json" and hashlib.sha256(file_bytes(path, "a tokenizer.json")).digest() == self._digest
+    def is_same_file(self, path: Path) -> bool:
+        """Return whether a file, or the tokenizer.json of a folder, has identical bytes."""
+        path = _find_tokenizer_file(path)
+        return path.suffix == ".json" and hashlib.sha256(read_file_bytes(path, "a tokenizer.json")).digest() == self._digest
 
-    def is_spelled_like(self, other: "JsonTokenizer") -> bool:
-        """Whether tokens of the same name say the same in both."""
+    def has_same_decoder(self, other: "HFTokenizer") -> bool:
+        """Return whether tokens of the same name have the same bytes in both tokenizers."""
         return self._decoder == other._decoder
 
-    def name(self, token: int) -> str | None:
-        """How the file spells a token, special or not."""
+    def id_to_token(self, token: int) -> str | None:
+        """Return a token's name in the file, special or not."""
         return self._names.get(token)
 
-    def _eos(self) -> dict[int, str]:
-        """The eos_token that the file's neighbours name."""
+    def _find_eos_tokens(self) -> dict[int, str]:
+        """Return the eos_token that a neighbouring file names."""
         for neighbour in ("tokenizer_config.json", "special_tokens_map.json"):
-            name = _json_object(self.path.with_name(neighbour)).get("eos_token")
+            name = _read_json_object(self.path.with_name(neighbour)).get("eos_token")
             name = name.get("content") if isinstance(name, dict) else name
             token = self._ids.get(name) if isinstance(name, str) else None
             if token is not None:
@@ -123,70 +138,76 @@ class JsonTokenizer:
         return {}
 
 
-def load_tokenizer(path: Path, bos: int | None = None, end_marks: Mapping[int, str] | None = None) -> AnyTokenizer:
-    """Load the tokenizer of a folder or a .json file (see `JsonTokenizer`), else that of a llama2.c file.
+def load_tokenizer(path: Path, bos: int | None = None, eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
+    """Load the tokenizer of a folder or .json file (see `HFTokenizer`), else of a llama2.c file.
 
-    Raises TokenizerError, which says what a file is that is no tokenizer.
+    Raises TokenizerError, which names the kind of a file that is not a tokenizer.
     """
     if path.is_dir() or path.suffix == ".json":
-        return JsonTokenizer(path, bos, end_marks)
+        return HFTokenizer(path, bos, eos_tokens)
     try:
-        return Tokenizer(path, end_marks=end_marks or {})
+        return Tokenizer(path, eos_tokens=eos_tokens or {})
     except TokenizerError:
-        if flaw := what_is(path, TOKENIZER) if path.is_file() else "":
-            raise TokenizerError(f"{path} {flaw}") from None
+        if problem := identify_file(path, EXPECTED_TOKENIZER) if path.is_file() else "":
+            raise TokenizerError(f"{path} {problem}") from None
         raise
 
 
 @dataclass(frozen=True)
 class _Decoder:
-    """How the names of tokens become bytes.
+    """A decoder from token names to bytes.
 
-    is_byte_level: by GPT-2's table. Else: replacements within a name, in turn; whether <0x0A> is a byte; and at the beginning of
-    a text, `strip` goes once, or wherever it stands in the first token.
+    Attributes:
+        is_byte_level: Whether GPT-2's byte table is used; the other attributes then do not apply.
+        replacements: Replacements within a name, in order.
+        has_byte_fallback: Whether <0x0A> is a byte.
+        strip: What is stripped at the start of a text.
+        strip_everywhere: Whether `strip` is removed everywhere in the first token, not once.
     """
 
     is_byte_level: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
-    has_bytes: bool = False
+    has_byte_fallback: bool = False
     strip: bytes = b""
-    strips_all: bool = False
+    strip_everywhere: bool = False
 
-    def bytes_of(self, name: str) -> bytes:
+    def decode_name(self, name: str) -> bytes:
+        """Return the bytes of a token's name."""
         if self.is_byte_level:
             try:
-                return bytes([BYTE_OF[character] for character in name])
-            except KeyError:  # an added token is written as it is
+                return bytes([BYTE_DECODER[character] for character in name])
+            except KeyError:  # an added token, which is written as plain text
                 return name.encode()
         for old, new in self.replacements:
             name = name.replace(old, new)
-        if self.has_bytes and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        if self.has_byte_fallback and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             try:
                 return bytes.fromhex(name[3:5])
             except ValueError:
                 pass
         return name.encode()
 
-    def at_the_beginning(self, said: bytes) -> bytes:
-        if self.strips_all:
-            return said.replace(self.strip, b"")
-        return said.removeprefix(self.strip)
+    def strip_start(self, data: bytes) -> bytes:
+        """Return the bytes of the first token without what the decoder strips."""
+        if self.strip_everywhere:
+            return data.replace(self.strip, b"")
+        return data.removeprefix(self.strip)
 
 
-def _decoder_of(path: Path, decoder: Any) -> _Decoder:
-    """The file's decoder. Raises TokenizerError for one that is not done here."""
+def _parse_decoder(path: Path, decoder: Any) -> _Decoder:
+    """Parse the file's decoder; raise TokenizerError for one that is not supported."""
     if decoder is None:
-        raise TokenizerError(f"{path} has no decoder; expected {DECODERS}")
+        raise TokenizerError(f"{path} has no decoder; expected {SUPPORTED_DECODERS}")
     stages = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [stage["type"] for stage in stages] == ["ByteLevel"]:
         return _Decoder(is_byte_level=True)
     replacements: list[tuple[str, str]] = []
-    has_bytes = is_fused = strips_all = False
+    has_bytes = is_fused = strip_all = False
     strip = ""
     for stage in stages:
         match stage:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not (
-                has_bytes or is_fused or len(new) > len(old)  # which could double, thirty times
+                has_bytes or is_fused or len(new) > len(old)  # a growing one could double thirty times
             ):
                 replacements.append((old, new))
             case {"type": "ByteFallback"} if not is_fused:
@@ -197,51 +218,53 @@ def _decoder_of(path: Path, decoder: Any) -> _Decoder:
                 strip *= start
             case {"type": "Metaspace", "replacement": str(space)} if len(stages) == 1:
                 replacements.append((space, " "))
-                strips_all = stage.get("prepend_scheme", "always") != "never" and stage.get("add_prefix_space", True)
-                strip = " " * strips_all
+                strip_all = stage.get("prepend_scheme", "always") != "never" and stage.get("add_prefix_space", True)
+                strip = " " * strip_all
             case _:
-                shown = validation.short(stage, json.dumps)
-                raise TokenizerError(f"{path} has a decoder with {shown}, which is not supported; expected {DECODERS}")
-    return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strips_all)
+                stage_text = argument_checks.shorten(stage, json.dumps)
+                raise TokenizerError(
+                    f"{path} has a decoder with {stage_text}, which is not supported; expected {SUPPORTED_DECODERS}"
+                )
+    return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strip_all)
 
 
-def _loaded(path: Path, data: bytes) -> Encoder:
-    """Return what encodes with a file. Raise TokenizerError."""
-    if not optional_dependencies.has(optional_dependencies.TOKENIZERS):
-        install = optional_dependencies.install([optional_dependencies.TOKENIZERS])
-        raise TokenizerError(f"{path} is read with the package tokenizers, which is missing; {install}")
+def _load_encoder(path: Path, data: bytes) -> Encoder:
+    """Return the encoder of a file; raise TokenizerError."""
+    if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):
+        install = optional_dependencies.format_install_command([optional_dependencies.TOKENIZERS])
+        raise TokenizerError(f"{path} needs the package tokenizers, which is not installed; {install}")
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} {IS_LFS_POINTER}")
-    with _refusing(f"{path} is no tokenizer.json, or one that the package tokenizers cannot read"):
+    with _wrap_library_errors(f"{path} is not a tokenizer.json, or the package tokenizers cannot read it"):
         return Encoder(data)
 
 
 @contextmanager
-def _refusing(told: str) -> Iterator[None]:
-    """Raise TokenizerError for whatever the library raises."""
+def _wrap_library_errors(message: str) -> Iterator[None]:
+    """Convert whatever the library raises to TokenizerError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the library is no Exception
-        raise TokenizerError(f"{told}: {validation.short(str(error) or type(error).__name__)}") from None
+    except BaseException as error:  # a panic of the library is not an Exception
+        raise TokenizerError(f"{message}: {argument_checks.shorten(str(error) or type(error).__name__)}") from None
 
 
-def _file_of(path: Path) -> Path:
-    """The tokenizer.json of a folder; a file is one already. Raises TokenizerError for a folder that has none."""
+def _find_tokenizer_file(path: Path) -> Path:
+    """Return the tokenizer.json of a folder, or the file itself; raise TokenizerError for a folder without one."""
     if not path.is_dir() or (path / TOKENIZER_FILE).exists():
         return path / TOKENIZER_FILE if path.is_dir() else path
     others = [name for name in ("tokenizer.model", "vocab.json") if (path / name).exists()]
-    way = (
-        f"transformers makes one of its {others[0]}: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    advice = (
+        f"transformers can make one from {others[0]}: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
         if others
-        else "copy it from where the model comes from, or name it with tokenizer=..."
+        else "copy it from the model's source, or pass a tokenizer with tokenizer=..."
     )
-    raise TokenizerError(f"{path} has no {TOKENIZER_FILE}; {way}")
+    raise TokenizerError(f"{path} has no {TOKENIZER_FILE}; {advice}")
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    """What a file that may be missing or damaged holds."""
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that may be missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -249,19 +272,19 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _byte_table() -> dict[str, int]:
-    """A character for each byte, as in GPT-2: what Latin-1 prints is itself, the others follow from U+0100 on."""
-    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _make_byte_decoder() -> dict[str, int]:
+    """Return GPT-2's byte table: printable Latin-1 characters are themselves, the others follow from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-BYTE_OF = _byte_table()
+BYTE_DECODER = _make_byte_decoder()
 
 
-def _each_byte(error: UnicodeError) -> tuple[str, int]:
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
 
-codecs.register_error(EACH_BYTE, _each_byte)
+codecs.register_error(REPLACE_EACH_BYTE, _replace_each_byte)

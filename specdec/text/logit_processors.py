@@ -1,10 +1,10 @@
-"""What a text's own tokens, and what was asked of some, do to the logits of the next one. Knows no models.
+"""Logit processing that depends on the tokens so far: biases, penalties and min_p. Independent of models.
 
-In vLLM's order: a bias is added; tokens of the prompt and of the text so far have their logits divided by the repetition penalty
-where they are positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858); those of the text so far lose the frequency
-penalty for each time that they stand there, and the presence penalty once (OpenAI's); then temperature; then tokens go that are
-less likely than min_p times the likeliest (Nguyen et al. 2024, arXiv:2407.01082); then top_k and top_p. All but the last two are
-functions of the logits and of the text, so a text stays the target's own, whatever drafts: drafts are drawn alike.
+The order is vLLM's. A bias is added. Logits of tokens in the prompt or the completion are divided by the repetition penalty if
+positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858). Tokens of the completion lose the frequency penalty once per
+occurrence and the presence penalty once (OpenAI's). Then temperature; then min_p drops tokens less likely than min_p times the
+most likely one (Nguyen et al. 2024, arXiv:2407.01082); then top_k and top_p. All but the last two are functions of the logits
+and the tokens, so the output is the target's own with any draft, and drafts are sampled with the same processing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,143 +13,155 @@ from typing import Any
 
 import numpy as np
 
-from specdec.engine.decoding import Shape, Walk
+from specdec.engine.decode_loop import Constraint, ConstraintState
 from specdec.sampling import Sampling
 from specdec.verification import Draft
 
-FIRST_ROOM = 1024  # tokens
-LEAST = float(np.finfo(np.float32).min)
+INITIAL_CAPACITY = 1024  # tokens
+FLOAT32_MIN = float(np.finfo(np.float32).min)
 
 
-class Adjusting:
-    """Of one text: what it holds so far, and what that does to logits. Its prompt is what it follows first.
+class LogitsProcessor:
+    """The processor of one sequence; the first `update` gives it the prompt.
 
-    n_ids: how many of the ids are drawn, by default all; what a row holds behind them stays.
+    Args:
+        sampling: The sampling settings.
+        n_ids: The number of ids that can be sampled, by default all; the rest of a row stays unchanged.
     """
 
     def __init__(self, sampling: Sampling, n_ids: int | None = None) -> None:
         self._sampling, self._n_ids = sampling, n_ids
-        self._places: dict[int, int] = {}  # of the tokens of prompt and text, among
-        self._ids, self._times = np.zeros(FIRST_ROOM, np.int64), np.zeros(FIRST_ROOM, np.float32)  # how often the text has each
-        self._n_read = -1  # tokens of prompt and text that are counted
-        self._biased = np.array([token for token, _ in sampling.biases], np.int64)
+        self._index_by_id: dict[int, int] = {}  # index of each token of prompt and completion in the arrays below
+        self._ids = np.zeros(INITIAL_CAPACITY, np.int64)
+        self._counts = np.zeros(INITIAL_CAPACITY, np.float32)  # occurrences in the completion
+        self._n_counted = -1  # tokens of prompt and completion that are counted
+        self._bias_ids = np.array([token for token, _ in sampling.biases], np.int64)
         self._bias = np.array([bias for _, bias in sampling.biases], np.float32)
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """The text has grown to these, the prompt's among them."""
-        times, n_read = (1.0, self._n_read) if self._n_read >= 0 else (0.0, 0)
+    def update(self, tokens: Sequence[int]) -> None:
+        """Count the tokens of the whole sequence (prompt included) that are new."""
+        times, n_read = (1.0, self._n_counted) if self._n_counted >= 0 else (0.0, 0)
         for token in tokens[n_read:]:
             self._count(token, times)
-        self._n_read = len(tokens)
+        self._n_counted = len(tokens)
 
     def _count(self, token: int, times: float) -> bool:
-        """A token stands so many times more often; whether it had not stood there."""
-        place = self._places.setdefault(token, n := len(self._places))
-        if place == len(self._ids):
-            self._ids, self._times = (np.concatenate([array, array]) for array in (self._ids, self._times))
-        if place == n:
-            self._ids[n], self._times[n] = token, 0.0
-        self._times[place] += np.float32(times)
-        return place == n
+        """Add to a token's count; return whether the token is new."""
+        index = self._index_by_id.setdefault(token, n := len(self._index_by_id))
+        if index == len(self._ids):
+            self._ids, self._counts = (np.concatenate([array, array]) for array in (self._ids, self._counts))
+        if index == n:
+            self._ids[n], self._counts[n] = token, 0.0
+        self._counts[index] += np.float32(times)
+        return index == n
 
     @contextmanager
-    def behind(self, path: Sequence[int]) -> Iterator[None]:
-        """As if the text had grown by those."""
+    def assume(self, path: Sequence[int]) -> Iterator[None]:
+        """Process logits inside this context as if the sequence had grown by a path of tokens."""
         new = [(token, self._count(token, 1.0)) for token in path]
         try:
             yield
         finally:
             for token, is_new in reversed(new):
                 if is_new:
-                    del self._places[token]
+                    del self._index_by_id[token]
                 else:
-                    self._times[self._places[token]] -= np.float32(1.0)
+                    self._counts[self._index_by_id[token]] -= np.float32(1.0)
 
-    def adjust(self, row: Any) -> None:
-        """The logits (V,) of the next token, in place; those that are not finite stay so."""
-        s, n, row = self._sampling, len(self._places), row[: self._n_ids]
-        if len(self._biased):
-            here = self._biased < len(row)
-            row[self._biased[here]] += self._bias[here]
+    def apply(self, row: Any) -> None:
+        """Process the logits (V,) of the next token in place; values that are not finite stay so."""
+        s, n, row = self._sampling, len(self._index_by_id), row[: self._n_ids]
+        if len(self._bias_ids):
+            in_row = self._bias_ids < len(row)
+            row[self._bias_ids[in_row]] += self._bias[in_row]
         if s.repetition_penalty != 1.0 or s.frequency_penalty or s.presence_penalty:
-            here = self._ids[:n] < len(row)
-            ids, times = self._ids[:n][here], self._times[:n][here]
+            in_row = self._ids[:n] < len(row)
+            ids, counts = self._ids[:n][in_row], self._counts[:n][in_row]
             logits = row[ids]
             if s.repetition_penalty != 1.0:
                 penalty = np.float32(s.repetition_penalty)
                 logits = np.where(logits > 0, logits / penalty, logits * penalty)
             if s.frequency_penalty or s.presence_penalty:
-                logits -= times * np.float32(s.frequency_penalty) + (times > 0) * np.float32(s.presence_penalty)
+                logits -= counts * np.float32(s.frequency_penalty) + (counts > 0) * np.float32(s.presence_penalty)
             row[ids] = logits
-        if s.least_log is not None and np.isfinite(top := row.max()):
-            stay = np.flatnonzero(row >= np.float32(max(float(top) + s.least_log, LEAST)))  # a few: faster than a mask of all
-            kept = row[stay]
+        if s.min_p_logit_offset is not None and np.isfinite(top := row.max()):
+            # Only a few tokens remain: indices are faster than a mask of all.
+            remaining = np.flatnonzero(row >= np.float32(max(float(top) + s.min_p_logit_offset, FLOAT32_MIN)))
+            logits = row[remaining]
             row.fill(-np.inf)
-            row[stay] = kept
+            row[remaining] = logits
 
-    def adjusted(self, row: Any, path: Sequence[int]) -> Any:
-        """A copy of the logits (V,) of the token behind the text and a path, adjusted."""
+    def apply_to_copy(self, row: Any, path: Sequence[int]) -> Any:
+        """Return a processed copy of the logits (V,) of the token after the sequence and a path."""
         row = row.copy()
-        with self.behind(path):
-            self.adjust(row)
+        with self.assume(path):
+            self.apply(row)
         return row
 
 
-class AdjustedWalk:
-    """A text's walk in its shape, or in none, whose masked logits are adjusted; see `decoding.Walk`."""
+class ProcessedConstraintState:
+    """The state of a sequence, with or without a constraint, with processed logits; see `decoding.ConstraintState`."""
 
-    def __init__(self, walk: Walk | None, adjusting: Adjusting, prompt: list[int]) -> None:
-        self._walk, self._adjusting, self._tokens = walk, adjusting, [*prompt]
-        self._adjusting.follow(prompt)
-
-    @property
-    def trouble(self) -> Exception | None:
-        return self._walk.trouble if self._walk else None
+    def __init__(self, state: ConstraintState | None, processor: LogitsProcessor, prompt: list[int]) -> None:
+        self._state, self._processor, self._tokens = state, processor, [*prompt]
+        self._processor.update(prompt)
 
     @property
-    def is_over(self) -> bool:
-        return bool(self._walk and self._walk.is_over)
+    def error(self) -> Exception | None:
+        """The inner constraint's error."""
+        return self._state.error if self._state else None
 
-    def forced(self, most: int) -> list[int]:
-        return self._walk.forced(most) if self._walk else []
+    @property
+    def is_complete(self) -> bool:
+        """Whether the inner constraint is complete."""
+        return bool(self._state and self._state.is_complete)
 
-    def n_allowed(self, tokens: list[int]) -> int:
-        return self._walk.n_allowed(tokens) if self._walk else len(tokens)
+    def get_forced_tokens(self, max_n: int) -> list[int]:
+        """Return the tokens that the inner constraint forces, at most `max_n`."""
+        return self._state.get_forced_tokens(max_n) if self._state else []
+
+    def count_allowed(self, tokens: list[int]) -> int:
+        """Return how many of the tokens the inner constraint allows."""
+        return self._state.count_allowed(tokens) if self._state else len(tokens)
 
     def find_end(self, tokens: list[int]) -> int | None:
-        return self._walk.find_end(tokens) if self._walk else None
+        """Return after how many of the tokens the inner constraint is complete, or None."""
+        return self._state.find_end(tokens) if self._state else None
 
-    def mask(self, logits: Any, draft: Draft) -> None:
-        if self._walk:
-            self._walk.mask(logits, draft)
-        self._adjust_behind(logits, draft, -1)
+    def mask_logits(self, logits: Any, draft: Draft) -> None:
+        """Mask and process the rows of logits of a draft in place."""
+        if self._state:
+            self._state.mask_logits(logits, draft)
+        self._apply_to_subtree(logits, draft, -1)
 
-    def _adjust_behind(self, logits: Any, draft: Draft, node: int) -> None:
-        """The row of a proposed token, or, of -1, that behind the text; then those of what is proposed behind it."""
-        self._adjusting.adjust(logits[node + 1])
+    def _apply_to_subtree(self, logits: Any, draft: Draft, node: int) -> None:
+        """Process the row after a draft node (-1: after the sequence) and the rows of its descendants."""
+        self._processor.apply(logits[node + 1])
         for child in draft.children(node):
             if child + 1 < len(logits):
-                with self._adjusting.behind(draft.tokens[child : child + 1]):
-                    self._adjust_behind(logits, draft, child)
+                with self._processor.assume(draft.tokens[child : child + 1]):
+                    self._apply_to_subtree(logits, draft, child)
 
-    def takes(self, tokens: list[int]) -> None:
-        if self._walk:
-            self._walk.takes(tokens)
+    def commit(self, tokens: list[int]) -> None:
+        """Add tokens to the sequence."""
+        if self._state:
+            self._state.commit(tokens)
         self._tokens += tokens
-        self._adjusting.follow(self._tokens)
+        self._processor.update(self._tokens)
 
 
-class Adjusted:
-    """A shape, or none, whose logits are adjusted as a sampling asks."""
+class ProcessedConstraint:
+    """A constraint, or none, with logit processing."""
 
-    def __init__(self, shape: Shape | None, sampling: Sampling, n_ids: int | None = None) -> None:
-        self._shape, self._sampling, self._n_ids = shape, sampling, n_ids
+    def __init__(self, constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> None:
+        self._constraint, self._sampling, self._n_ids = constraint, sampling, n_ids
 
-    def begin(self, prompt: list[int]) -> Walk:
-        walk = self._shape.begin(prompt) if self._shape else None
-        return AdjustedWalk(walk, Adjusting(self._sampling, self._n_ids), prompt)
+    def begin(self, prompt: list[int]) -> ConstraintState:
+        """Return the state of a new sequence with this prompt."""
+        state = self._constraint.begin(prompt) if self._constraint else None
+        return ProcessedConstraintState(state, LogitsProcessor(self._sampling, self._n_ids), prompt)
 
 
-def adjusted(shape: Shape | None, sampling: Sampling, n_ids: int | None = None) -> Shape | None:
-    """The shape of a text that is drawn so, of the first n_ids: itself where nothing is asked for that the text has a say in."""
-    return Adjusted(shape, sampling, n_ids) if sampling.adjusts else shape
+def wrap_constraint(constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> Constraint | None:
+    """Return the constraint with the logit processing of `sampling`, or unchanged if there is nothing to process."""
+    return ProcessedConstraint(constraint, sampling, n_ids) if sampling.has_logit_adjustments else constraint

@@ -1,7 +1,7 @@
-"""Shapes of texts: JSON by a schema, any JSON object, what a regex matches. Knows nothing of models.
+"""Structured output: completions that are JSON by a schema, any JSON object, or a regex match. Independent of models.
 
-The package llguidance says which tokens may follow. Where a shape leaves one continuation it allows one token alone, the first of
-how the tokenizer would write that continuation, so that the text is written as the model has learnt to.
+The package llguidance computes which tokens may follow. If a constraint leaves only one continuation, only one token is allowed:
+the first of the tokenizer's encoding of that continuation, so that the text is tokenized as in the model's training data.
 """
 
 import functools
@@ -16,172 +16,188 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from specdec import validation
-from specdec.engine.decoding import Shape, Walk
+from specdec import argument_checks
+from specdec.engine.decode_loop import Constraint, ConstraintState
 from specdec.loaders import optional_dependencies
-from specdec.text.grammar_worker import matcher_of
-from specdec.text.worker_process import Lost, Unanswered, Worker
-from specdec.tokenizer import NO_TEXT_YET, AnyTokenizer
+from specdec.text.grammar_worker import make_matcher
+from specdec.text.worker_process import Worker, WorkerFailedError, WorkerLostError
+from specdec.tokenizer import TEXT_NOT_STARTED, AnyTokenizer
 from specdec.verification import Draft
 
-NEEDS = {optional_dependencies.GUIDANCE: "to write in a shape"}
-MOST_SCHEMA, MOST_PATTERN = 100_000, 10_000  # characters
-MOST_REPEATED = 100_000  # times that a part of a pattern may stand
-BUILDING_SECONDS = 3.0
-BUILDERS = 2  # shapes that are built at once
-KEPT_SHAPES, KEPT_REFUSALS, KEPT_VOCABULARIES, KEPT_SPELLINGS = 16, 64, 4, 4096
-TRIED = 32  # tokens that a shape forces are tried before it is believed
-ATTEMPTS = 2
-LEAST_SPELLED = 32  # characters: so far ahead, and two of the longest tokens, the tokenizer writes what must follow
-ANY_OBJECT = {"type": "object"}
-STYLE = {
+REQUIRED_PACKAGES = {optional_dependencies.GUIDANCE: "for structured output"}
+MAX_SCHEMA_CHARACTERS, MAX_PATTERN_CHARACTERS = 100_000, 10_000
+MAX_REPEATS = 100_000  # of a part of a pattern
+BUILD_TIMEOUT_S = 3.0
+MAX_CONCURRENT_BUILDS = 2
+MAX_CACHED_CONSTRAINTS, MAX_CACHED_ERRORS, MAX_CACHED_VOCABULARIES, MAX_CACHED_ENCODINGS = 16, 64, 4, 4096
+MAX_TRIAL_TOKENS = 32  # forced tokens that are tried before a new constraint is accepted
+MAX_ATTEMPTS = 2
+# A forced text is encoded in parts of this length, or of twice the longest token.
+MIN_ENCODED_CHARACTERS = 32
+ANY_OBJECT_SCHEMA = {"type": "object"}
+JSON_STYLE = {
     "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
-# by a mask's bytes, a token a bit: 17 us for 49,152 tokens, of which numpy's own masks take 30 to 280
-LIMITS_OF_BITS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(np.inf), np.float32(-np.inf))
-SPECIAL = b"\xff"  # what llguidance begins the names of special tokens with; no text holds it
+# Indexed by a byte of the bitmask (one bit per token): 17 us for 49,152 tokens; numpy's own masks take 30 to 280 us.
+MAX_LOGITS_BY_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(np.inf), np.float32(-np.inf))
+SPECIAL_TOKEN_PREFIX = b"\xff"  # of the names of special tokens in llguidance; never valid UTF-8
 Value = TypeVar("Value")
-# of a regex: what repeats or may hold a repetition, and whatever else
-_PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\{(\d{1,18})(?:,(\d{0,18}))?\}|.", re.DOTALL)
+# Parts of a regex: repetition counts, groups, and anything else that must be skipped as a whole.
+_REGEX_PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(|\{(\d{1,18})(?:,(\d{0,18}))?\}|.", re.DOTALL)
 
 
-class ShapeError(ValueError):
-    """A shape that a text cannot be written in: it begins with what the text loses, or cannot go on."""
+class ConstraintError(ValueError):
+    """A constraint that a completion cannot satisfy: its leading space is lost, or no token can follow."""
 
 
-class GuidedShape:
-    """A grammar that has been built for a tokenizer; see `decoding.Shape`. Texts share what its lexer finds out on the way."""
+class GrammarConstraint:
+    """A grammar compiled for a tokenizer; see `decoding.Constraint`. Sequences share the lexer states found so far."""
 
-    def __init__(self, vocabulary: "_Vocabulary", grammar: str) -> None:
+    def __init__(self, vocabulary: "_LLGuidanceVocabulary", grammar: str) -> None:
         self.vocabulary, self._grammar = vocabulary, grammar
-        self.renew()
+        self.reset()
 
-    def begin(self, prompt: list[int]) -> Walk:
-        walk = GuidedWalk(self)
-        if self.vocabulary.loses_space(prompt) and (walk.allowed() & self.vocabulary.spaced).any():
-            raise ShapeError("the shape may begin with a space, which a text without a prompt loses; give it a prompt")
-        return walk
+    def begin(self, prompt: list[int]) -> ConstraintState:
+        """Return the state of a new sequence; raise ConstraintError if its leading space would be lost."""
+        state = GrammarState(self)
+        if self.vocabulary.is_space_lost(prompt) and (state.get_allowed() & self.vocabulary.has_leading_space).any():
+            raise ConstraintError(
+                "the shape can start with a space, which is lost in a completion without a prompt; pass a prompt"
+            )
+        return state
 
-    def renew(self) -> None:
-        """Forget what was found out: one text may have used up all room for it. Raises ValueError."""
+    def reset(self) -> None:
+        """Discard the lexer states: one sequence can use up the limit for all. Raise ValueError on failure."""
         try:
-            self._matcher = matcher_of(self.vocabulary.guidance, self._grammar)
+            self._matcher = make_matcher(self.vocabulary.ll_tokenizer, self._grammar)
         except ValueError as error:
-            raise self.vocabulary.told() or error from None
+            raise self.vocabulary.pop_error() or error from None
 
-    def matcher(self) -> Any:
-        """llguidance's, at the beginning of a text."""
+    def copy_matcher(self) -> Any:
+        """Return an llguidance matcher at the grammar's start."""
         return self._matcher.deep_copy()
 
 
-class GuidedWalk:
-    """Where a text stands in its shape; see `decoding.Walk`.
+class GrammarState:
+    """The state of a sequence in its constraint; see `decoding.ConstraintState`.
 
-    A matcher that has failed stays so. It may have failed at what was proposed alone, or for what other texts found out: so it
-    is made anew, once, before that is believed.
+    A matcher that has failed stays failed. The reason can be a mere proposal, or lexer states of other sequences. So it is
+    rebuilt once before an error is reported.
     """
 
-    def __init__(self, shape: GuidedShape) -> None:
-        self._shape, self._matcher = shape, shape.matcher()
-        self._n = len(shape.vocabulary.tokens)
-        self._words = np.empty(-(-self._n // 32), "<u4")
-        self._taken = list[int]()
-        self.trouble: Exception | None = None
+    def __init__(self, constraint: GrammarConstraint) -> None:
+        self._constraint, self._matcher = constraint, constraint.copy_matcher()
+        self._vocab_size = len(constraint.vocabulary.tokens)
+        self._bitmask = np.empty(-(-self._vocab_size // 32), "<u4")
+        self._tokens = list[int]()
+        self.error: Exception | None = None
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
-    def allowed(self) -> Any:
-        """Which tokens may follow: (V,) bool. Raises ValueError."""
-        return self._limits() > 0
+    def get_allowed(self) -> Any:
+        """Return which tokens may follow: (V,) bool. Raise ValueError if none may."""
+        return self._compute_max_logits() > 0
 
-    def _limits(self) -> Any:
-        """What the logits of tokens may be at most: (V,) float32, infinite, or -inf of those that may not follow."""
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        self._check()
-        return LIMITS_OF_BITS.take(self._words.view(np.uint8), axis=0, mode="clip").reshape(-1)[: self._n]
+    def _compute_max_logits(self) -> Any:
+        """Return upper bounds of the logits: (V,) float32, inf for allowed tokens, else -inf."""
+        self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
+        self._check_matcher()
+        return MAX_LOGITS_BY_BYTE.take(self._bitmask.view(np.uint8), axis=0, mode="clip").reshape(-1)[: self._vocab_size]
 
-    def forced(self, most: int) -> list[int]:
-        for _ in range(ATTEMPTS):
+    def get_forced_tokens(self, max_n: int) -> list[int]:
+        """Return the tokens that must follow, at most `max_n`."""
+        for _ in range(MAX_ATTEMPTS):
             tokens, matcher = list[int](), self._matcher
-            while len(tokens) < most and (ahead := matcher.compute_ff_tokens()) and matcher.try_consume_tokens(ahead[:1]):
-                tokens.append(ahead[0])
-            if self._goes_back(len(tokens)):
+            while len(tokens) < max_n and (forced := matcher.compute_ff_tokens()) and matcher.try_consume_tokens(forced[:1]):
+                tokens.append(forced[0])
+            if self._rollback(len(tokens)):
                 return tokens
         return []
 
-    def n_allowed(self, tokens: list[int]) -> int:
+    def count_allowed(self, tokens: list[int]) -> int:
+        """Return how many of the tokens may follow one another."""
         n = int(self._matcher.validate_tokens(tokens))
-        return n if self._goes_back(0) else 0
+        return n if self._rollback(0) else 0
 
     def find_end(self, tokens: list[int]) -> int | None:
-        for _ in range(ATTEMPTS):
-            n, is_over = 0, self.is_over
-            while not is_over and n < len(tokens) and self._matcher.try_consume_tokens(tokens[n : n + 1]):
-                n, is_over = n + 1, self.is_over
-            if self._goes_back(n):
-                return n if is_over else None
+        """Return after how many of the tokens the constraint is complete, or None."""
+        for _ in range(MAX_ATTEMPTS):
+            n, is_complete = 0, self.is_complete
+            while not is_complete and n < len(tokens) and self._matcher.try_consume_tokens(tokens[n : n + 1]):
+                n, is_complete = n + 1, self.is_complete
+            if self._rollback(n):
+                return n if is_complete else None
         return None
 
-    def mask(self, logits: Any, draft: Draft) -> None:
-        self.trouble = None
-        for _ in range(ATTEMPTS):
-            done = set[int]()
+    def mask_logits(self, logits: Any, draft: Draft) -> None:
+        """Set the logits of tokens that may not follow to -inf, in place.
+
+        An error in a draft's row is kept in `error`, and the row is masked entirely; an error in the first row is raised.
+        """
+        self.error = None
+        for _ in range(MAX_ATTEMPTS):
+            masked_nodes = set[int]()
             try:
-                self._mask_behind(logits, draft, -1, done)
+                self._mask_subtree(logits, draft, -1, masked_nodes)
                 return
             except ValueError as error:
-                self.trouble = error
-            self._anew()
-        if self.trouble and -1 not in done:
-            raise self.trouble
-        logits[[row for row in range(len(logits)) if row - 1 not in done]] = -np.inf  # which may be proposed for nothing
+                self.error = error
+            self._rebuild_matcher()
+        if self.error and -1 not in masked_nodes:
+            raise self.error
+        logits[
+            [row for row in range(len(logits)) if row - 1 not in masked_nodes]
+        ] = -np.inf  # nothing after an unchecked row can be accepted
 
-    def _mask_behind(self, logits: Any, draft: Draft, node: int, done: set[int]) -> None:
-        """The row of a proposed token, or, of -1, that behind the text; then those of what is proposed behind it."""
+    def _mask_subtree(self, logits: Any, draft: Draft, node: int, masked_nodes: set[int]) -> None:
+        """Mask the row after a draft node (-1: after the sequence), then the rows of its descendants."""
         row = logits[node + 1]
-        if not np.isfinite(row.max()):  # damaged weights are to be told of
+        if not np.isfinite(row.max()):  # the verifier reports damaged weights
             return
-        limits, n = self._limits(), min(self._n, len(row))
-        np.minimum(row[:n], limits[:n], out=row[:n])
+        max_logits, n = self._compute_max_logits(), min(self._vocab_size, len(row))
+        np.minimum(row[:n], max_logits[:n], out=row[:n])
         row[n:] = -np.inf
-        done.add(node)
+        masked_nodes.add(node)
         for child in draft.children(node):
             if child + 1 < len(logits) and self._matcher.try_consume_tokens([draft.tokens[child]]):
-                self._mask_behind(logits, draft, child, done)
+                self._mask_subtree(logits, draft, child, masked_nodes)
                 self._matcher.rollback(1)
 
-    def takes(self, tokens: list[int]) -> None:
-        self._taken += tokens
+    def commit(self, tokens: list[int]) -> None:
+        """Add tokens to the sequence."""
+        self._tokens += tokens
         if not self._matcher.consume_tokens(tokens):
-            self._anew()
+            self._rebuild_matcher()
 
-    def _goes_back(self, n: int) -> bool:
-        """Back by n tokens; of a matcher that has failed to where the text stands, and it has to be asked again."""
+    def _rollback(self, n: int) -> bool:
+        """Undo n tokens; return False if the matcher had failed and was rebuilt, so the caller must retry."""
         if self._matcher.is_error():
-            self._anew()
+            self._rebuild_matcher()
             return False
         return not n or bool(self._matcher.rollback(n))
 
-    def _anew(self) -> None:
-        """A matcher that has found out nothing, where the text stands. Raises ValueError."""
-        self._shape.renew()
-        self._matcher = self._shape.matcher()
-        self._matcher.consume_tokens(self._taken)
-        self._check()
+    def _rebuild_matcher(self) -> None:
+        """Rebuild the matcher at the current position without shared lexer states; raise ValueError on failure."""
+        self._constraint.reset()
+        self._matcher = self._constraint.copy_matcher()
+        self._matcher.consume_tokens(self._tokens)
+        self._check_matcher()
 
-    def _check(self) -> None:
-        """Raises ValueError where nothing fits any more, which llguidance takes for an end."""
+    def _check_matcher(self) -> None:
+        """Raise an error if no token may follow, which llguidance takes for an end."""
         if self._matcher.is_error():
-            reason = _reason(self._matcher.get_error())
-            raise self._shape.vocabulary.told() or ShapeError(f"the shape cannot go on: {reason}")
+            reason = _format_reason(self._matcher.get_error())
+            raise self._constraint.vocabulary.pop_error() or ConstraintError(f"the shape cannot continue: {reason}")
 
 
-class _Vocabulary:
-    """A tokenizer as llguidance takes one, by the names that it asks for: the bytes of each token, and how a text is written.
+class _LLGuidanceVocabulary:
+    """A tokenizer with the attribute names that llguidance expects: the bytes of each token, and encoding by `__call__`.
 
-    spaced: (V,) which tokens begin with a space.
+    Attributes:
+        has_leading_space: (V,) whether each token starts with a space.
     """
 
     is_tokenizer_wrapper, bos_token_id = True, None
@@ -189,81 +205,86 @@ class _Vocabulary:
     def __init__(self, tokenizer: AnyTokenizer) -> None:
         import llguidance
 
-        said = [tokenizer.says(token) or b"" for token in range(tokenizer.vocab_size)]
-        self.tokens = [b"" if each.startswith(SPECIAL) else each for each in said]
-        marks = [token for token in tokenizer.end_marks if token < len(said)]
-        if not marks:
-            marks = [len(self.tokens)]
+        token_bytes = [tokenizer.token_to_bytes(token) or b"" for token in range(tokenizer.vocab_size)]
+        self.tokens = [b"" if each.startswith(SPECIAL_TOKEN_PREFIX) else each for each in token_bytes]
+        eos_ids = [token for token in tokenizer.eos_tokens if token < len(token_bytes)]
+        if not eos_ids:  # llguidance needs one
+            eos_ids = [len(self.tokens)]
             self.tokens.append(b"")
-        self.eos_token_id, self.special_token_ids = marks[0], list[int]()
+        self.eos_token_id, self.special_token_ids = eos_ids[0], list[int]()
         self.tokenizer = tokenizer
-        self._spellings: dict[str, list[int]] = {}
-        self.spaced = np.array([each.startswith(b" ") for each in self.tokens])
-        self._trouble: Exception | None = None
-        self.guidance = llguidance.LLTokenizer(self, eos_token=marks)
+        self._encodings: dict[str, list[int]] = {}
+        self.has_leading_space = np.array([each.startswith(b" ") for each in self.tokens])
+        self._error: Exception | None = None
+        self.ll_tokenizer = llguidance.LLTokenizer(self, eos_token=eos_ids)
 
     def __call__(self, text: str) -> list[int]:
-        text = text[: max(LEAST_SPELLED, 2 * self._longest)]
-        if (spelled := self._spellings.get(text)) is None:
-            if len(self._spellings) >= KEPT_SPELLINGS:
-                self._spellings.clear()
+        text = text[: max(MIN_ENCODED_CHARACTERS, 2 * self._max_token_bytes)]
+        if (ids := self._encodings.get(text)) is None:
+            if len(self._encodings) >= MAX_CACHED_ENCODINGS:
+                self._encodings.clear()
             try:
-                spelled = self._spellings[text] = self._spelled(text)
+                ids = self._encodings[text] = self._encode_continuation(text)
             except Exception as error:
-                self._trouble = error
+                self._error = error
                 raise
-        return spelled
+        return ids
 
-    def told(self) -> Exception | None:
-        """What went wrong within the last call, of which llguidance makes an error of its own."""
-        trouble, self._trouble = self._trouble, None
-        return trouble
+    def pop_error(self) -> Exception | None:
+        """Return and clear the error of the last call, which llguidance replaces by its own."""
+        error, self._error = self._error, None
+        return error
 
-    def _spelled(self, text: str) -> list[int]:
-        """The tokens of a text that is no text's beginning."""
+    def _encode_continuation(self, text: str) -> list[int]:
+        """Return the tokens of a text that does not start a sequence."""
         data = text.encode()
-        for before in ("", "\n"):  # behind which no tokenizer puts a space
-            ids = [token for token in self.tokenizer.encode(before + text) if self.tokens[token]]
-            for i in range(min(len(ids), len(before) + 2)):
+        for prefix in ("", "\n"):  # no tokenizer adds a space after a newline
+            ids = [token for token in self.tokenizer.encode(prefix + text) if self.tokens[token]]
+            for i in range(min(len(ids), len(prefix) + 2)):
                 if b"".join([self.tokens[token] for token in ids[i:]]) == data:
                     return ids[i:]
-        ids, at = [], 0
+        ids, at = [], 0  # else greedily, with the longest token at each position
         while at < len(data):
-            ends = range(min(len(data), at + self._longest), at, -1)
-            end = next((end for end in ends if data[at:end] in self._ids), None)
+            ends = range(min(len(data), at + self._max_token_bytes), at, -1)
+            end = next((end for end in ends if data[at:end] in self._id_by_bytes), None)
             if end is None:
-                raise ValueError(f"{self.tokenizer.path} has no token for the byte {data[at]}, which the shape wants")
-            ids.append(self._ids[data[at:end]])
+                raise ValueError(f"{self.tokenizer.path} has no token for the byte {data[at]}, which the shape requires")
+            ids.append(self._id_by_bytes[data[at:end]])
             at = end
         return ids
 
     @functools.cached_property
-    def _ids(self) -> dict[bytes, int]:
+    def _id_by_bytes(self) -> dict[bytes, int]:
         return {each: token for token, each in enumerate(self.tokens) if each}
 
     @functools.cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._ids))
+    def _max_token_bytes(self) -> int:
+        return max(map(len, self._id_by_bytes))
 
-    def loses_space(self, prompt: list[int]) -> bool:
-        """Whether a text that goes on behind those tokens would begin without the space of its first token."""
-        before = NO_TEXT_YET
+    def is_space_lost(self, prompt: list[int]) -> bool:
+        """Return whether the leading space of a completion's first token would be dropped after these tokens."""
+        state = TEXT_NOT_STARTED
         for token in prompt:
-            before = self.tokenizer.piece(token, before)[1]
-        spaced = int(self.spaced.argmax())
-        return bool(self.spaced[spaced]) and self.tokenizer.piece(spaced, before)[0] != self.tokens[spaced]
+            state = self.tokenizer.decode_incrementally(token, state)[1]
+        token = int(self.has_leading_space.argmax())
+        has_any = bool(self.has_leading_space[token])
+        return has_any and self.tokenizer.decode_incrementally(token, state)[0] != self.tokens[token]
 
 
-def check_shape(shape: Shape | None, tokenizer: AnyTokenizer) -> None:
-    """Raises TypeError for what is no shape, ValueError for one of other tokens."""
-    if shape is not None and not callable(getattr(shape, "begin", None)):
-        raise TypeError(f"shape is {validation.short(shape, repr)}; expected what json_schema, json_object or regex makes")
-    if isinstance(shape, GuidedShape) and shape.vocabulary.tokenizer is not tokenizer:
-        raise ValueError("the shape was made for another tokenizer; make it by this decoder's json_schema, json_object or regex")
+def check_constraint(constraint: Constraint | None, tokenizer: AnyTokenizer) -> None:
+    """Raise TypeError for an object that is not a constraint, ValueError for one of another tokenizer."""
+    if constraint is not None and not callable(getattr(constraint, "begin", None)):
+        raise TypeError(
+            f"shape is {argument_checks.shorten(constraint, repr)}; expected the result of json_schema, json_object or regex"
+        )
+    if isinstance(constraint, GrammarConstraint) and constraint.vocabulary.tokenizer is not tokenizer:
+        raise ValueError(
+            "the shape was made for another tokenizer; make it with this decoder's json_schema, json_object or regex"
+        )
 
 
-class Cost:
-    """CPU seconds that a grammar's building took: of the process that tries it, and of the thread within."""
+class CPUTimer:
+    """A counter of CPU seconds spent on a grammar: in the worker process, and in this thread inside `with`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -276,204 +297,224 @@ class Cost:
 
 
 class Grammar(NamedTuple):
-    """What a shape is built from. kind: "regex", of which `said` is the text, or "schema" or "tools", in words of
-    llguidance. of: whom each of its lines is of, for errors."""
+    """The source of a constraint.
+
+    Attributes:
+        tokenizer: The tokenizer that it is for.
+        kind: "regex" (`source` is the pattern), or "schema" or "tools" (`source` is an llguidance grammar).
+        source: The text.
+        line_owners: The owner of each line of the source, for errors.
+    """
 
     tokenizer: AnyTokenizer
     kind: str
-    said: str
-    of: tuple[str, ...] = ()
+    source: str
+    line_owners: tuple[str, ...] = ()
 
     @property
-    def param(self) -> str:
-        """The parameter of a request that asks for it."""
+    def request_field(self) -> str:
+        """The field of an API request that sets it."""
         return "tools" if self.kind == "tools" else "response_format"
 
-    def kept(self) -> GuidedShape | None:
-        """The shape, if somebody has built it. Raises ValueError where it was refused."""
-        with _KEEPING:
-            if self in _SHAPES:
-                _SHAPES.move_to_end(self)
-                return _SHAPES[self]
-            if refused := _REFUSALS.get(self):
-                raise ValueError(refused)
+    def get_cached(self) -> GrammarConstraint | None:
+        """Return the constraint if it is cached; raise ValueError if it was rejected before."""
+        with _CACHE_LOCK:
+            if self in _CONSTRAINT_CACHE:
+                _CONSTRAINT_CACHE.move_to_end(self)
+                return _CONSTRAINT_CACHE[self]
+            if message := _ERROR_CACHE.get(self):
+                raise ValueError(message)
         return None
 
-    def built(self) -> GuidedShape:
-        """The shape, one for all who ask: texts share what its lexer has found out. Raises ValueError, in a line."""
-        return self.build(Cost())
+    def get_constraint(self) -> GrammarConstraint:
+        """Return the constraint, shared by all users of this grammar; raise a one-line ValueError."""
+        return self.build(CPUTimer())
 
-    def build(self, cost: Cost) -> GuidedShape:
-        """Return what `built` does, and add what that took to the cost."""
-        if lacking := optional_dependencies.missing(NEEDS):
-            raise ValueError(lacking)
-        if (shape := self.kept()) is not None:
-            return shape
+    def build(self, timer: CPUTimer) -> GrammarConstraint:
+        """Return the result of `get_constraint` and add the time spent to the timer."""
+        if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
+            raise ValueError(missing)
+        if (constraint := self.get_cached()) is not None:
+            return constraint
         try:
-            shape = self._new(cost)
-        except Lost:
+            constraint = self._build_constraint(timer)
+        except WorkerLostError:
             raise
         except ValueError as error:
-            refused = f"the {self.kind} cannot be used: {self._blamed(str(error))}{_reason(str(error))}"
-            with _KEEPING:
-                _keep(_REFUSALS, self, refused, KEPT_REFUSALS)
-            raise ValueError(refused) from None
-        with _KEEPING:
-            return _keep(_SHAPES, self, shape, KEPT_SHAPES)
+            message = f"the {self.kind} cannot be used: {self._find_line_owner(str(error))}{_format_reason(str(error))}"
+            with _CACHE_LOCK:
+                _cache_value(_ERROR_CACHE, self, message, MAX_CACHED_ERRORS)
+            raise ValueError(message) from None
+        with _CACHE_LOCK:
+            return _cache_value(_CONSTRAINT_CACHE, self, constraint, MAX_CACHED_CONSTRAINTS)
 
-    def _blamed(self, error: str) -> str:
-        """Whom the line is of that an error names."""
-        found = re.match(r"(?:at )?(\d{1,9})\(", error)
-        return self.of[int(found[1]) - 1] if found and 0 < int(found[1]) <= len(self.of) else ""
+    def _find_line_owner(self, error: str) -> str:
+        """Return the owner of the line that an error names, or ""."""
+        match = re.match(r"(?:at )?(\d{1,9})\(", error)
+        return self.line_owners[int(match[1]) - 1] if match and 0 < int(match[1]) <= len(self.line_owners) else ""
 
-    def _new(self, cost: Cost) -> GuidedShape:
+    def _build_constraint(self, timer: CPUTimer) -> GrammarConstraint:
         import llguidance
 
-        with cost:
-            grammar = self.said if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.said)
-        worker, answer = _BUILDERS.get(), dict[str, Any]()
+        with timer:
+            grammar = self.source if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.source)
+        worker, answer = _WORKERS.get(), dict[str, Any]()
         try:
-            answer = worker.ask({"grammar": grammar, "n": self.tokenizer.vocab_size}, BUILDING_SECONDS)
-        except Unanswered as error:
-            raise ValueError("it takes too long to build" if error.is_late else "it needs too much memory") from None
+            answer = worker.request({"grammar": grammar, "n": self.tokenizer.vocab_size}, BUILD_TIMEOUT_S)
+        except WorkerFailedError as error:
+            raise ValueError("it takes too long to build" if error.is_timeout else "it needs too much memory") from None
         finally:
-            _BUILDERS.put(worker)
-            cost.seconds += answer.get("seconds", BUILDING_SECONDS)
+            _WORKERS.put(worker)
+            timer.seconds += answer.get("seconds", BUILD_TIMEOUT_S)
         if "error" in answer:
             raise ValueError(answer["error"])
-        vocabulary = _vocabulary(self.tokenizer)  # which is no grammar's cost
-        with cost:
-            shape = GuidedShape(vocabulary, grammar)
-            walk = GuidedWalk(shape)
-            walk.takes(walk.forced(TRIED))
-            if not walk.is_over:
-                walk.allowed()
-        return shape
+        vocabulary = _get_vocabulary(self.tokenizer)  # its time is not counted: other grammars share it
+        with timer:
+            constraint = GrammarConstraint(vocabulary, grammar)
+            state = GrammarState(constraint)
+            state.commit(state.get_forced_tokens(MAX_TRIAL_TOKENS))
+            if not state.is_complete:
+                state.get_allowed()
+        return constraint
 
 
-def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GuidedShape:
-    """One JSON value by a schema (JSON Schema, as far as llguidance does it), without space but behind "," and ":".
+def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GrammarConstraint:
+    """Return a constraint for one JSON value by a schema (the JSON Schema subset of llguidance).
 
-    Raises ValueError, in a line, for a schema that cannot be used, and where llguidance is missing.
+    There is white space only after "," and ":".
+
+    Raises:
+        ValueError: The schema cannot be used, or llguidance is not installed. One line.
     """
-    return grammar_of(tokenizer, schema).built()
+    return make_schema_grammar(tokenizer, schema).get_constraint()
 
 
-def json_object(tokenizer: AnyTokenizer) -> GuidedShape:
-    """Any one JSON object, written as `json_schema` says."""
-    return json_schema(tokenizer, ANY_OBJECT)
+def json_object(tokenizer: AnyTokenizer) -> GrammarConstraint:
+    """Return a constraint for any JSON object, formatted as in `json_schema`."""
+    return json_schema(tokenizer, ANY_OBJECT_SCHEMA)
 
 
-def grammar_of(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
-    """That of a schema, not built yet. Raises ValueError, in a line, for one that is none."""
-    return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {checked_schema(schema)}}}]}}')
+def make_schema_grammar(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of a schema without building it; raise a one-line ValueError for an invalid one."""
+    return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {serialize_schema(schema)}}}]}}')
 
 
 def is_installed() -> bool:
-    """Whether shapes can be built."""
-    return not optional_dependencies.missing(NEEDS)
+    """Return whether the required packages are installed."""
+    return not optional_dependencies.format_missing_packages(REQUIRED_PACKAGES)
 
 
-def checked_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-    """A schema as llguidance takes it, in JSON. is_lenient: what it does not know is passed over.
+def serialize_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
+    """Return a schema as JSON for llguidance.
 
-    Raises ValueError and TypeError for what is none.
+    Args:
+        schema: The JSON Schema.
+        is_lenient: Whether unknown keywords are ignored.
+
+    Raises:
+        TypeError: The schema is not an object.
+        ValueError: It cannot be serialized or is too large.
     """
     if not isinstance(schema, Mapping):
-        raise TypeError(f"the schema is {validation.short(schema, repr)}; expected an object")
+        raise TypeError(f"the schema is {argument_checks.shorten(schema, repr)}; expected an object")
     if "x-guidance" in schema:
         raise ValueError("the schema uses x-guidance, which is not supported")
     try:
-        text = json.dumps({**schema, "x-guidance": {**STYLE, "lenient": is_lenient}}, allow_nan=False, ensure_ascii=False)
+        text = json.dumps({**schema, "x-guidance": {**JSON_STYLE, "lenient": is_lenient}}, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (RecursionError, TypeError, ValueError) as error:
-        nested = "it is nested beyond all bounds"
-        reason = nested if isinstance(error, RecursionError) else validation.short(error)
-        raise ValueError(f"the schema is no JSON: {reason}") from None
-    if len(text) > MOST_SCHEMA:
-        raise ValueError(f"the schema has {len(text)} characters; at most {MOST_SCHEMA} are read")
-    for pattern in _patterns(schema):
-        _check_repeats(f"the schema's pattern {validation.short(pattern, repr)}", pattern)
+        nested = "it is nested too deeply"
+        reason = nested if isinstance(error, RecursionError) else argument_checks.shorten(error)
+        raise ValueError(f"the schema is not valid JSON: {reason}") from None
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"the schema has {len(text)} characters; at most {MAX_SCHEMA_CHARACTERS} are supported")
+    for pattern in _find_patterns(schema):
+        _check_repeats(f"the schema's pattern {argument_checks.shorten(pattern, repr)}", pattern)
     return text
 
 
-def regex(tokenizer: AnyTokenizer, pattern: str) -> GuidedShape:
-    """What a pattern of Rust's regex syntax matches as a whole; without look-around. Raises ValueError, in a line."""
-    validation.text("the regex", pattern)
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance drops it
-        raise ValueError(f"the regex {validation.short(pattern, repr)} ends in a backslash; expected what it escapes")
-    if len(pattern) > MOST_PATTERN:
-        raise ValueError(f"the regex has {len(pattern)} characters; at most {MOST_PATTERN} are read")
+def regex(tokenizer: AnyTokenizer, pattern: str) -> GrammarConstraint:
+    """Return a constraint for a full match of a pattern in Rust's regex syntax, without look-around.
+
+    Raises:
+        ValueError: The pattern cannot be used, or llguidance is not installed. One line.
+    """
+    argument_checks.check_string("the regex", pattern)
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance ignores it
+        raise ValueError(f"the regex {argument_checks.shorten(pattern, repr)} ends in a backslash; expected a character after it")
+    if len(pattern) > MAX_PATTERN_CHARACTERS:
+        raise ValueError(f"the regex has {len(pattern)} characters; at most {MAX_PATTERN_CHARACTERS} are supported")
     _check_repeats("the regex", pattern)
-    return Grammar(tokenizer, "regex", pattern).built()
+    return Grammar(tokenizer, "regex", pattern).get_constraint()
 
 
-def _keep(kept: OrderedDict[Grammar, Value], grammar: Grammar, value: Value, most: int) -> Value:
-    """The value, or the one that somebody else has kept meanwhile."""
-    value = kept.setdefault(grammar, value)
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _cache_value(cache: OrderedDict[Grammar, Value], grammar: Grammar, value: Value, max_n: int) -> Value:
+    """Return the value, or the one that another thread has cached meanwhile."""
+    value = cache.setdefault(grammar, value)
+    while len(cache) > max_n:
+        cache.popitem(last=False)
     return value
 
 
-_SHAPES, _REFUSALS = OrderedDict[Grammar, GuidedShape](), OrderedDict[Grammar, str]()  # what was used last is the last
-_KEEPING = threading.Lock()
-_BUILDERS = LifoQueue[Worker]()  # the last one that worked has begun
-for _ in range(BUILDERS):
-    _BUILDERS.put(Worker("grammar_worker"))
-_VOCABULARY = threading.Lock()
+_CONSTRAINT_CACHE = OrderedDict[Grammar, GrammarConstraint]()  # least recently used first, as below
+_ERROR_CACHE = OrderedDict[Grammar, str]()
+_CACHE_LOCK = threading.Lock()
+_WORKERS = LifoQueue[Worker]()  # last in, first out: the last used one already runs
+for _ in range(MAX_CONCURRENT_BUILDS):
+    _WORKERS.put(Worker("grammar_worker"))
+_VOCABULARY_LOCK = threading.Lock()
 
 
-def _vocabulary(tokenizer: AnyTokenizer) -> _Vocabulary:
-    """Return the vocabulary of a tokenizer. Who comes while one is made waits for it, so that none is made twice."""
-    with _VOCABULARY:
-        return _made(tokenizer)  # type: ignore[arg-type]
+def _get_vocabulary(tokenizer: AnyTokenizer) -> _LLGuidanceVocabulary:
+    """Return the vocabulary of a tokenizer; the lock prevents two threads from making the same one."""
+    with _VOCABULARY_LOCK:
+        return _make_vocabulary(tokenizer)  # type: ignore[arg-type]
 
 
-_made = functools.lru_cache(KEPT_VOCABULARIES)(_Vocabulary)
+_make_vocabulary = functools.lru_cache(MAX_CACHED_VOCABULARIES)(_LLGuidanceVocabulary)
 
 
-def _reason(words: str) -> str:
-    """What is wrong, of what llguidance says in several lines."""
-    if found := re.search(r"Unimplemented keys: \[(.*?)\]", words):
-        keys = found[1].replace('"', "")
+def _format_reason(error: str) -> str:
+    """Return one line with the reason in llguidance's error of several lines."""
+    if match := re.search(r"Unimplemented keys: \[(.*?)\]", error):
+        keys = match[1].replace('"', "")
         return f"it uses {keys}, which {'are' if ',' in keys else 'is'} not supported"
-    if "NoExtension" in words:
-        return "nothing fits it"
-    line = next((line for line in reversed(words.split("\n")) if line.startswith("error: ")), words.split("\n")[0])
+    if "NoExtension" in error:
+        return "no text matches it"
+    line = next((line for line in reversed(error.split("\n")) if line.startswith("error: ")), error.split("\n")[0])
     line = re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", line.removeprefix("error: "))
     line = " ".join(line.split())
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def _patterns(schema: Any) -> list[str]:
-    """All regexes that a schema names."""
-    found, todo = list[str](), [schema]
-    while todo:
-        value = todo.pop()
+def _find_patterns(schema: Any) -> list[str]:
+    """Return all regexes in a schema."""
+    patterns, stack = list[str](), [schema]
+    while stack:
+        value = stack.pop()
         if isinstance(value, Mapping):
             pattern, properties = value.get("pattern"), value.get("patternProperties")
-            found += [pattern] if isinstance(pattern, str) else []
-            found += properties if isinstance(properties, Mapping) else []
+            patterns += [pattern] if isinstance(pattern, str) else []
+            patterns += properties if isinstance(properties, Mapping) else []
         if isinstance(value, Mapping | list):
-            todo += value.values() if isinstance(value, Mapping) else value
-    return found
+            stack += value.values() if isinstance(value, Mapping) else value
+    return patterns
 
 
 def _check_repeats(name: str, pattern: str) -> None:
-    """Refuses counts whose product, of a part within a part, is so large that it would take seconds to write what is forced."""
-    levels = list[int]()  # of the groups around this one
-    most, last = 1, 1  # times that something within this group stands, and that the last atom does
-    for part in _PARTS.finditer(pattern):
+    """Raise ValueError for nested repeat counts with a product so large that forced text takes seconds to encode."""
+    outer_counts = list[int]()  # maxima of the enclosing groups
+    max_count, count = 1, 1  # maximum count in this group; count of the last atom
+    for part in _REGEX_PARTS.finditer(pattern):
         if part[0][0] == "(":
-            levels.append(most)
-            most = last = 1
+            outer_counts.append(max_count)
+            max_count = count = 1
         elif part[0] == ")":
-            last, most = most, max(most, levels.pop() if levels else 1)
+            count, max_count = max_count, max(max_count, outer_counts.pop() if outer_counts else 1)
         elif part[0][0] == "{":
-            last *= max(1, *(int(n or 0) for n in part.groups()))
-            most = max(most, last)
+            count *= max(1, *(int(n or 0) for n in part.groups()))
+            max_count = max(max_count, count)
         else:
-            last = 1
-        if most > MOST_REPEATED:
-            raise ValueError(f"{name} repeats a part {most} times; at most {MOST_REPEATED}")
+            count = 1
+        if max_count > MAX_REPEATS:
+            raise ValueError(f"{name} repeats a part {max_count} times; at most {MAX_REPEATS}")

@@ -1,45 +1,52 @@
-"""Which tokenizer is a model's: one that is named, its own, or the one beside it; and which ids a draft shares with it."""
+"""Selection of the tokenizer of a model, and of the ids that a draft shares with it."""
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.argument_checks import check_path
 from specdec.loaders import Checkpoint, read_vocabulary
-from specdec.loaders.model_lookup import find_tokenizer
-from specdec.text.gguf_tokenizer import gguf_marks, gguf_tokenizer
+from specdec.loaders.model_paths import find_tokenizer
+from specdec.text.gguf_tokenizer import load_gguf_tokenizer, read_gguf_bos_and_eos
 from specdec.text.hf_tokenizer import TOKENIZER_FILE, load_tokenizer
-from specdec.text.vocabulary import Vocabulary, common_vocabulary, presumed_vocabulary
+from specdec.text.vocabulary import SharedVocabulary, assume_shared_vocabulary, compare_vocabularies
 from specdec.tokenizer import AnyTokenizer
-from specdec.validation import file_name
 
 
-def tokenizer_of(given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, rows: int) -> AnyTokenizer:
-    """The tokenizer that was given, else the target's own or the one that lies where a llama2.c file's is looked for.
+def resolve_tokenizer(
+    given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, n_rows: int
+) -> AnyTokenizer:
+    """Return the given tokenizer, else the target's own, else the one at the default place of a llama2.c model.
 
-    Whichever it is, what ends the target's texts ends them: a model has learnt its end marks, and a tokenizer may lack them.
+    The target's end-of-sequence tokens are always added: the model was trained on them, and the tokenizer may lack them.
     """
     if isinstance(given, AnyTokenizer):
         return given
     if given is None and target and target.vocabulary:
-        return gguf_tokenizer(target.path, target.vocabulary)
-    bos, marks = (target.bos, target.end_marks) if target else (None, {})
-    if target and target.vocabulary:  # of a GGUF file, whose keys name them
-        bos, marks = gguf_marks(target.path, target.vocabulary, rows)
-    path = find_tokenizer(None if given is None else file_name("tokenizer", given), target.path if target else None, rows)
+        return load_gguf_tokenizer(target.path, target.vocabulary)
+    bos, eos_tokens = (target.bos_token_id, target.eos_tokens) if target else (None, {})
+    if target and target.vocabulary:  # the keys of a GGUF file name them
+        bos, eos_tokens = read_gguf_bos_and_eos(target.path, target.vocabulary, n_rows)
+    path = find_tokenizer(None if given is None else check_path("tokenizer", given), target.path if target else None, n_rows)
     keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
-    return gguf_tokenizer(path, keys, marks) if keys else load_tokenizer(path, bos, marks)
+    return load_gguf_tokenizer(path, keys, eos_tokens) if keys else load_tokenizer(path, bos, eos_tokens)
 
 
-def vocabulary_with(tokenizer: AnyTokenizer, rows: int, keys: Mapping[str, Any], name: str, draft: Checkpoint) -> Vocabulary:
-    """The ids that a target, of that tokenizer and so many rows, and a draft may say; name: the draft's, in errors.
+def resolve_shared_vocabulary(
+    tokenizer: AnyTokenizer, n_target_rows: int, keys: Mapping[str, Any], name: str, draft: Checkpoint
+) -> SharedVocabulary:
+    """Return the ids that a target and a draft can both generate; `name` is the kind of draft, for errors.
 
-    keys: of the GGUF file that the tokenizer was made of: the same ones need no look. Raises ValueError where they share none,
-    TokenizerError for a draft's tokenizer that is none.
+    `keys` are those of the GGUF file that the target's tokenizer was made from: a draft with equal keys needs no comparison.
+
+    Raises:
+        ValueError: They share too few tokens.
+        TokenizerError: The draft's tokenizer is not valid.
     """
     n_rows = draft.config.vocab_size
     if draft.vocabulary:
-        own = tokenizer if draft.vocabulary == keys else gguf_tokenizer(draft.path, draft.vocabulary)
-        return common_vocabulary(tokenizer, rows, own, n_rows)
+        draft_tokenizer = tokenizer if draft.vocabulary == keys else load_gguf_tokenizer(draft.path, draft.vocabulary)
+        return compare_vocabularies(tokenizer, n_target_rows, draft_tokenizer, n_rows)
     if (draft.path / TOKENIZER_FILE).exists():
-        return common_vocabulary(tokenizer, rows, draft.path, n_rows)
-    return presumed_vocabulary(tokenizer, rows, f"{name} {draft.path}", n_rows)
+        return compare_vocabularies(tokenizer, n_target_rows, draft.path, n_rows)
+    return assume_shared_vocabulary(tokenizer, n_target_rows, f"{name} {draft.path}", n_rows)

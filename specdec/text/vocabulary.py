@@ -1,24 +1,28 @@
-"""What two tokenizers mean by their ids, the same or others, and which ids a model may say. Knows nothing of models."""
+"""Comparison of two vocabularies: which ids mean the same, and which ids a model can generate. Independent of models."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.text.hf_tokenizer import JsonTokenizer, load_tokenizer
+from specdec.text.hf_tokenizer import HFTokenizer, load_tokenizer
 from specdec.tokenizer import AnyTokenizer
 
-MOST_PADDING = 1024  # rows without a token; the most that is published are 905, Phi-2's
-LEAST_KNOWN = 0.5  # share of the rows that have a token, of models that are small
-LEAST_SHARED = 0.1  # of the target's tokens, that a draft of another vocabulary has to know; heads have a fifth of them, or more
-NOT_SHARED = -1  # in the place of an id
+MAX_PADDING_ROWS = 1024  # rows without a token; the published maximum is 905 (Phi-2)
+MIN_KNOWN_FRACTION = 0.5  # of the rows that must have a token; matters for small models
+# Of the target's tokens, for a draft of another vocabulary. Draft heads have a fifth of them or more.
+MIN_SHARED_FRACTION = 0.1
+NOT_SHARED = -1  # in `target_ids`, for a draft token without a target id
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """n_target: the target says ids below it; n_common: the draft proposes ids below it, which mean the same to both.
+class SharedVocabulary:
+    """The ids that a target and a draft can generate.
 
-    target_ids: of each of a draft's tokens the id that the target has for it, or NOT_SHARED, where its own ids are others; the
-    draft is then asked by the target's ids. Else empty.
+    Attributes:
+        n_target: The target generates ids below this.
+        n_common: The draft proposes ids below this, which mean the same to both.
+        target_ids: For each draft token the target's id or NOT_SHARED, if the ids differ. The draft is then addressed with target
+            ids. Empty if the ids are the same.
     """
 
     n_target: int
@@ -26,88 +30,97 @@ class Vocabulary:
     target_ids: tuple[int, ...] = field(default=(), repr=False)
 
 
-def known_ids(tokenizer: AnyTokenizer, rows: int, model: str = "the target") -> int:
-    """How many of a model's rows are tokens; the others pad the vocabulary and are never to be said.
+def count_known_ids(tokenizer: AnyTokenizer, n_rows: int, model: str = "the target") -> int:
+    """Return how many of a model's rows are tokens; the others are padding and must never be generated.
 
-    Raises ValueError for a tokenizer of another model, as its size tells.
+    Raises ValueError if the tokenizer's size shows that it belongs to another model; `model` is its description for the error.
     """
     n = tokenizer.vocab_size
-    is_of_model = n == rows or isinstance(tokenizer, JsonTokenizer)
-    if n > rows:  # special tokens that a model was never taught do no harm
-        is_of_model = is_of_model and n - rows <= MOST_PADDING and max(tokenizer.encode("")) < rows
-        is_of_model = is_of_model and all(tokenizer.says(token) is None for token in range(rows, n))
-    if not is_of_model or rows - n > MOST_PADDING or n <= LEAST_KNOWN * rows:
-        raise ValueError(f"{tokenizer.path} holds {n} tokens, {model} has {rows}; name {model}'s own with tokenizer=...")
-    return min(n, rows)
+    matches = n == n_rows or isinstance(tokenizer, HFTokenizer)
+    if n > n_rows:  # special tokens that a model was not trained on do no harm
+        matches = matches and n - n_rows <= MAX_PADDING_ROWS and max(tokenizer.encode("")) < n_rows
+        matches = matches and all(tokenizer.token_to_bytes(token) is None for token in range(n_rows, n))
+    if not matches or n_rows - n > MAX_PADDING_ROWS or n <= MIN_KNOWN_FRACTION * n_rows:
+        raise ValueError(
+            f"{tokenizer.path} has {n} tokens, {model} has {n_rows}; pass {model}'s own tokenizer with tokenizer=..."
+        )
+    return min(n, n_rows)
 
 
-def common_vocabulary(target: AnyTokenizer, target_rows: int, draft: AnyTokenizer | Path, draft_rows: int) -> Vocabulary:
-    """Compares two tokenizers by what their tokens say, over the ids that both know, where names of special tokens may differ;
-    where ids differ, finds the tokens that both have.
+def compare_vocabularies(target: AnyTokenizer, target_rows: int, draft: AnyTokenizer | Path, draft_rows: int) -> SharedVocabulary:
+    """Compare two tokenizers by the bytes of their tokens and map the draft's ids if they differ.
 
-    draft: its tokenizer, or the file or folder of one, which is not loaded where it is a copy of the target's. Raises ValueError
-    for two that share too few tokens or for a tokenizer that is not its model's, TokenizerError for a file that is none.
+    Only ids that both know are compared; names of special tokens may differ. `draft` can be a file or folder, which is not loaded
+    if it is a copy of the target's.
+
+    Raises:
+        ValueError: They share too few tokens, or a tokenizer belongs to another model.
+        TokenizerError: The draft's file is not a tokenizer.
     """
     if isinstance(draft, Path):
-        is_copy = isinstance(target, JsonTokenizer) and target.is_of(draft)
+        is_copy = isinstance(target, HFTokenizer) and target.is_same_file(draft)
         draft = target if is_copy else load_tokenizer(draft)
     if draft is target:
-        n_target = known_ids(target, target_rows)
-        return Vocabulary(n_target, min(n_target, known_ids(target, draft_rows, "the draft")))
-    n_target, n_draft = known_ids(target, target_rows), known_ids(draft, draft_rows, "the draft")
+        n_target = count_known_ids(target, target_rows)
+        return SharedVocabulary(n_target, min(n_target, count_known_ids(target, draft_rows, "the draft")))
+    n_target, n_draft = count_known_ids(target, target_rows), count_known_ids(draft, draft_rows, "the draft")
     n = min(n_target, n_draft)
-    if next(_that_differ(target, draft, n), None) is None:
-        return Vocabulary(n_target, n)
-    target_ids = _translated(target, n_target, draft, n_draft)
-    if (n_shared := sum(token != NOT_SHARED for token in target_ids)) < LEAST_SHARED * n_target:
+    if next(_find_differing_ids(target, draft, n), None) is None:
+        return SharedVocabulary(n_target, n)
+    target_ids = _map_draft_ids(target, n_target, draft, n_draft)
+    if (n_shared := sum(token != NOT_SHARED for token in target_ids)) < MIN_SHARED_FRACTION * n_target:
         raise ValueError(
             f"the draft's tokenizer {draft.path} has {n_shared} of the {n_target} tokens of the target's, {target.path}; a draft "
-            f"needs {LEAST_SHARED:.0%} of them; name one of the target's family"
+            f"needs {MIN_SHARED_FRACTION:.0%} of them; use one of the target's model family"
         )
-    return Vocabulary(n_target, n_target, target_ids)
+    return SharedVocabulary(n_target, n_target, target_ids)
 
 
-def presumed_vocabulary(target: AnyTokenizer, target_rows: int, name: str, draft_rows: int) -> Vocabulary:
-    """With a draft that has no tokenizer of its own, by its size. Raises ValueError for one that cannot share the target's."""
+def assume_shared_vocabulary(target: AnyTokenizer, target_rows: int, name: str, draft_rows: int) -> SharedVocabulary:
+    """Return the vocabulary shared with a draft without tokenizer; raise ValueError if its size does not allow it."""
     n = target.vocab_size
-    is_padded = isinstance(target, JsonTokenizer) and n <= draft_rows <= min(n + MOST_PADDING, n / LEAST_KNOWN)
+    is_padded = isinstance(target, HFTokenizer) and n <= draft_rows <= min(n + MAX_PADDING_ROWS, n / MIN_KNOWN_FRACTION)
     if draft_rows != target_rows and not is_padded:
         raise ValueError(
             f"{name} has a vocabulary of {draft_rows} tokens, the target one of {target_rows}; "
-            "they must agree where a draft has no tokenizer of its own"
+            "these must be equal if the draft has no tokenizer of its own"
         )
-    return Vocabulary(min(n, target_rows), min(n, draft_rows))
+    return SharedVocabulary(min(n, target_rows), min(n, draft_rows))
 
 
-def _that_differ(one: AnyTokenizer, other: AnyTokenizer, n: int) -> Iterator[int]:
-    """The ids below n that mean something to both, and not the same."""
+def _find_differing_ids(a: AnyTokenizer, b: AnyTokenizer, n: int) -> Iterator[int]:
+    """Yield the ids below n that have a meaning in both tokenizers, but not the same one."""
     ids: Iterable[int] = range(n)
-    if isinstance(one, JsonTokenizer) and isinstance(other, JsonTokenizer) and one.is_spelled_like(other):
-        names = zip(map(one.name, ids), map(other.name, ids), strict=True)
-        ids = [token for token, (a, b) in zip(ids, names, strict=True) if a != b and a is not None and b is not None]
+    if isinstance(a, HFTokenizer) and isinstance(b, HFTokenizer) and a.has_same_decoder(b):
+        names = zip(map(a.id_to_token, ids), map(b.id_to_token, ids), strict=True)
+        ids = [
+            token
+            for token, (name_a, name_b) in zip(ids, names, strict=True)
+            if name_a != name_b and name_a is not None and name_b is not None
+        ]
     for token in ids:
-        if one.says(token) != other.says(token):
+        if a.token_to_bytes(token) != b.token_to_bytes(token):
             yield token
 
 
-def _translated(target: AnyTokenizer, n_target: int, draft: AnyTokenizer, n_draft: int) -> tuple[int, ...]:
-    """Of each of a draft's tokens the target's that says the same bytes, or is a mark of the same name; no id twice.
+def _map_draft_ids(target: AnyTokenizer, n_target: int, draft: AnyTokenizer, n_draft: int) -> tuple[int, ...]:
+    """Return for each draft token the target's token with the same bytes or special name; no id is used twice.
 
-    Of several that say the same the last ones belong together: SentencePiece's bytes come before its characters.
+    Of several tokens with the same bytes the last ones are paired: SentencePiece's bytes come before its characters.
     """
     ids: dict[bytes | str, list[int]] = {}
-    for token, meaning in enumerate(_meanings(target, n_target)):
+    for token, meaning in enumerate(_get_meanings(target, n_target)):
         ids.setdefault(meaning, []).append(token)
     ids.pop(b"", None)
-    meanings = reversed(_meanings(draft, n_draft))
+    meanings = reversed(_get_meanings(draft, n_draft))
     return tuple([ids[meaning].pop() if ids.get(meaning) else NOT_SHARED for meaning in meanings][::-1])
 
 
-def _meanings(tokenizer: AnyTokenizer, n: int) -> list[bytes | str]:
-    """What each token says, or its name if it is a mark; of neither nothing."""
-    if isinstance(tokenizer, JsonTokenizer):
-        names = {token: tokenizer.name(token) for token in range(n)}
+def _get_meanings(tokenizer: AnyTokenizer, n: int) -> list[bytes | str]:
+    """Return the bytes of each token, or its name if it is a special token, else b""."""
+    if isinstance(tokenizer, HFTokenizer):
+        names = {token: tokenizer.id_to_token(token) for token in range(n)}
     else:
         names = {token: name for name, token in getattr(tokenizer, "specials", {}).items()}
-    said = [tokenizer.says(token) for token in range(n)]
-    return [names.get(token) or b"" if each is None else each for token, each in enumerate(said)]
+    token_bytes = [tokenizer.token_to_bytes(token) for token in range(n)]
+    return [names.get(token) or b"" if data is None else data for token, data in enumerate(token_bytes)]

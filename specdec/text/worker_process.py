@@ -1,8 +1,8 @@
-"""Processes of our own that try what clients send and may be ended. Knows nothing of what that is.
+"""Worker processes for untrusted requests that may have to be killed. Independent of what the requests are.
 
-A schema comes from whoever uses the server, and building it can take minutes and all memory, where Python cannot stop it. So it
-is tried behind a pipe first, with limits of memory and of CPU seconds, which a busy machine does not take from it. On systems
-that count no CPU seconds, and for a process that sleeps, the limit is BUSY times as many seconds of the clock.
+A schema comes from any user of the server. Building it can take minutes and all memory, and Python cannot stop it. So it is
+tried in a process behind a pipe first, with limits on memory and CPU seconds, which a busy machine does not shorten. On systems
+without a CPU limit, and for a process that sleeps, the limit is WALL_CLOCK_FACTOR times as many seconds of wall-clock time.
 """
 
 import json
@@ -16,28 +16,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-BUSY = 8
-KILLED = -getattr(signal, "SIGKILL", 0) or None
-OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None  # what a process ended with that had no seconds left
+WALL_CLOCK_FACTOR = 8
+SIGKILL_EXIT_CODE = -getattr(signal, "SIGKILL", 0) or None
+SIGXCPU_EXIT_CODE = -getattr(signal, "SIGXCPU", 0) or None  # exit code after the CPU limit
 
 
-class Lost(ValueError):
-    """There is no process, or the system has ended it: nothing is wrong with what was asked."""
+class WorkerLostError(ValueError):
+    """A failure without a fault in the request: no process could be started, or the system killed it."""
 
 
-class Unanswered(Exception):
-    """A worker has no answer. is_late: whether its seconds were over; else it ended, as one does that gets no memory."""
+class WorkerFailedError(Exception):
+    """A request without an answer.
 
-    def __init__(self, is_late: bool) -> None:
-        super().__init__("late" if is_late else "ended")
-        self.is_late = is_late
+    Attributes:
+        is_timeout: Whether the time was over; else the process ended, for example for lack of memory.
+    """
+
+    def __init__(self, is_timeout: bool) -> None:
+        super().__init__("late" if is_timeout else "ended")
+        self.is_timeout = is_timeout
 
 
 class Worker:
-    """A process that answers one request at a time; it begins with the first one, and begins anew where one ended it.
+    """A process that answers one request at a time. It starts with the first request, and again after one that ended it.
 
-    module: the file's name without .py. As a program, given a sys.path, it reads requests, a line of JSON each, that say how many
-    "seconds" they may take, and writes a line of JSON for each.
+    Args:
+        module: The file name, without .py, of a program that gets sys.path as JSON. It reads requests as lines of JSON, each with
+            its "seconds" limit, and writes a line of JSON for each.
     """
 
     def __init__(self, module: str) -> None:
@@ -45,55 +50,60 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        """End the process, as happens to that of a worker that nobody has any more; the next request begins another."""
+        """End the process, as also happens when the worker is garbage-collected; the next request starts another."""
         process, self._process = self._process, None
         if process:
-            _end(process)
+            _kill(process)
 
-    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to a request. Raise Unanswered, and Lost where there can be no process."""
-        process = self._begun()
+    def request(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request with a limit in CPU seconds and return its answer.
+
+        Raises:
+            WorkerFailedError: There is no answer within the limits.
+            WorkerLostError: No process could be started, or the system killed it.
+        """
+        process = self._get_process()
         assert process.stdin and process.stdout
-        timer, begin = threading.Timer(BUSY * seconds, process.kill), time.monotonic()
+        timer, begin = threading.Timer(WALL_CLOCK_FACTOR * seconds, process.kill), time.monotonic()
         timer.start()
         try:
-            process.stdin.write(json.dumps(request | {"seconds": seconds}).encode() + b"\n")
+            process.stdin.write(json.dumps(message | {"seconds": seconds}).encode() + b"\n")
             process.stdin.flush()
             reply = process.stdout.readline()
         except OSError:
             reply = b""
-        except BaseException:  # half a reply would be taken for the next one's
+        except BaseException:  # the next request must not read the rest of this reply
             self.close()
             raise
         finally:
             timer.cancel()
-        is_late = time.monotonic() - begin >= BUSY * seconds  # the process is ended then
-        if reply.endswith(b"\n") and not is_late:
+        is_timeout = time.monotonic() - begin >= WALL_CLOCK_FACTOR * seconds  # the timer then kills the process
+        if reply.endswith(b"\n") and not is_timeout:
             answer: dict[str, Any] = json.loads(reply)
             return answer
         code = process.wait()
         self.close()
-        if code == KILLED and not is_late:
-            raise Lost("the system has ended the process that was to do this; ask again, or free some memory")
-        raise Unanswered(is_late or code == OUT_OF_TIME)
+        if code == SIGKILL_EXIT_CODE and not is_timeout:
+            raise WorkerLostError("the system has ended the worker process; try again, or free some memory")
+        raise WorkerFailedError(is_timeout or code == SIGXCPU_EXIT_CODE)
 
-    def _begun(self) -> "subprocess.Popen[bytes]":
-        """Return the process, a new one where there is none any more."""
+    def _get_process(self) -> "subprocess.Popen[bytes]":
+        """Return the running process, or start one."""
         if not self._process or self._process.poll() is not None:
             self.close()
-            place, pipe = Path(__file__).with_name(f"{self._module}.py"), subprocess.PIPE
-            command = [sys.executable, "-S", "-E", str(place), json.dumps(sys.path)]
-            try:  # in a session of its own, so that Ctrl-C is not its
+            script, pipe = Path(__file__).with_name(f"{self._module}.py"), subprocess.PIPE
+            command = [sys.executable, "-S", "-E", str(script), json.dumps(sys.path)]
+            try:  # in its own session, so that Ctrl-C does not reach it
                 self._process = subprocess.Popen(
                     command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
                 )
             except OSError as error:
-                raise Lost(f"no process to work in: {error.strerror or error}") from None
-            weakref.finalize(self, _end, self._process)
+                raise WorkerLostError(f"cannot start a worker process: {error.strerror or error}") from None
+            weakref.finalize(self, _kill, self._process)
         return self._process
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
-    with suppress(OSError), process:  # which waits for it, and closes its pipes: one may still hold what it did not read
+    with suppress(OSError), process:  # waits for the end and closes the pipes; flushing one can fail
         pass

@@ -1,1 +1,1 @@
-"""What a person sees: views of events on a terminal, what stands in one line, and how it all ends. No models."""
+"""Terminal views of decoding events, status lines, keys and signal handling; loads no models."""

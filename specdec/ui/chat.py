@@ -1,4 +1,4 @@
-"""A conversation at the terminal or in a pipe: commands, questions, answers as they come. Knows no models' files."""
+"""The interactive chat: commands, messages, and answers as they stream, at a terminal or in a pipe."""
 
 import difflib
 import os
@@ -15,56 +15,56 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from specdec import validation
-from specdec.engine.decoding import Event, Prefill, Prompt, Statistics, Step
-from specdec.text.conversation import Conversation, Settings
+from specdec import argument_checks
+from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.keyboard import Keyboard
-from specdec.ui.line_editor import PROMPT, Lines
-from specdec.ui.output import Printable, Roles, SilentView, View, print_summary, printable, show, to_json
+from specdec.ui.line_editor import PROMPT, LineEditor
+from specdec.ui.live_window import MAX_FRAME_WIDTH, STYLES, STYLES_NO_COLOR, Window, find_obstacle
+from specdec.ui.output import ModelLabels, SilentView, StreamSanitizer, View, print_summary, run_view, sanitize, to_json
 from specdec.ui.panel import LivePanel
-from specdec.ui.progress import read_in_a_line
+from specdec.ui.progress import show_prefill_progress
 from specdec.ui.signals import signals
-from specdec.ui.terminal_window import STYLES, STYLES_NO_COLOR, WIDEST, Window, obstacle
-from specdec.ui.text_layout import Row, Story, append
+from specdec.ui.text_layout import Row, StyledText, append_run
 
-MOST_SHOWN, MOST_ROWS_SHOWN = 2000, 12  # characters and rows of a first message that stands in a file
-HISTORY, LAST = "history", "last-talk"  # files in the folder of what outlives a talk
-HELP = {
-    "/clear": "begin anew; the system prompt stays",
+MAX_SHOWN_CHARACTERS, MAX_SHOWN_ROWS = 2000, 12  # of a first message from a file
+HISTORY_FILE, LAST_CONVERSATION_FILE = "history", "last-talk"  # files in the state folder
+COMMAND_HELP = {
+    "/clear": "start over; the system prompt stays",
     "/regen": "another answer to the last question",
     "/system TEXT": 'another system prompt; "" for none, alone to see it',
     "/set NAME VALUE": "temperature, top_p, seed and others; alone to see all",
-    "/stats": "all figures of the last answer",
-    "/panel": "answers in the panel that shows every guess, or no longer",
-    "/save FILE": "keep the conversation, and all that its answers depend on",
-    "/load FILE": "go on with one; alone, with the last talk",
+    "/stats": "all statistics of the last answer",
+    "/panel": "switch the panel that shows every draft token on or off",
+    "/save FILE": "save the conversation and its settings",
+    "/load FILE": "continue a saved conversation; alone, the last one",
     "/bye, /exit, /quit": "leave, as Ctrl-D does",
-    '"""': "begins and ends a message of several lines",
-    "\\": "at a line's end: the message goes on with the next",
-    "Ctrl-C": "stops an answer and keeps what it said",
+    '"""': "starts and ends a message of several lines",
+    "\\": "at the end of a line: the message continues on the next",
+    "Ctrl-C": "stops an answer and keeps its text so far",
     "space": "in front of / makes it a message",
 }
-FORGETTING = ("clear", "regen")  # what stands there, so that a slip is asked about
+DESTRUCTIVE_COMMANDS = ("clear", "regen")  # they take no arguments, so that a typo does not lose messages
 
 
 class AnswerView(View):
-    """An answer as it comes: broken between words and coloured as in the panel on a terminal, else the text alone."""
+    """A view that streams an answer: wrapped between words and coloured on a terminal, plain text elsewhere."""
 
-    def __init__(self, out: TextIO, width_of: Callable[[], int], styles: Mapping[str, str]) -> None:
-        self._printable, self._out = Printable(), out
+    def __init__(self, out: TextIO, get_width: Callable[[], int], styles: Mapping[str, str]) -> None:
+        self._sanitizer, self._out = StreamSanitizer(), out
         self._encoding = out.encoding or "utf-8"
-        self._width_of, self._styles = width_of, styles
-        self._has_begun = False  # leading line breaks are not worth a row
-        self._is_in_row = False
-        self._is_resized = False  # what stands is the terminal's to break, the next word begins a row of the new width
+        self._get_width, self._styles = get_width, styles
+        self._has_begun = False  # leading whitespace is dropped
+        self._is_mid_row = False
+        self._is_resized = False  # the next word then starts a row of the new width
         self._begin_rows()
 
     def _begin_rows(self) -> None:
-        self._width, self._new = self._width_of(), Row()
-        self._story = Story(lambda text, kind: append(self._new, text, kind))
+        self._width, self._pending_row = self._get_width(), Row()
+        self._styled_text = StyledText(lambda text, style: append_run(self._pending_row, text, style))
 
     def __exit__(self, *_: Any) -> None:
-        self._add(self._printable.end(), "target")
+        self._add(self._sanitizer.end(), "target")
         self._end_rows()
 
     def _end_rows(self) -> None:
@@ -72,49 +72,50 @@ class AnswerView(View):
         self._out.write("\n")
         self._out.flush()
 
-    def show(self, event: Event | Prefill) -> None:
-        if isinstance(event, Prefill):
-            if self._width and self._is_in_row:  # which is about to be that of the reading
+    def show(self, event: Event | PrefillProgress) -> None:
+        """Write the text of an event."""
+        if isinstance(event, PrefillProgress):
+            if self._width and self._is_mid_row:  # the status line of the prefill takes the row
                 self._end_rows()
                 self._begin_rows()
-            self._is_in_row = False
+            self._is_mid_row = False
         elif isinstance(event, Step):
-            self._is_in_row = True
-            self._is_resized = self._width_of() != self._width
+            self._is_mid_row = True
+            self._is_resized = self._get_width() != self._width
             for i, piece in enumerate(event.pieces):
-                self._add(self._printable.push(piece), "accepted" if i < event.n_accepted else "target")
+                self._add(self._sanitizer.push(piece), "accepted" if i < event.n_accepted else "target")
             self._out.flush()
 
-    def _add(self, text: str, kind: str) -> None:
-        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)  # as wide as it will be
+    def _add(self, text: str, style: str) -> None:
+        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)  # measured as it will be printed
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
         if self._is_resized and (space := re.search(r"\s *", text)):
-            self._add_to_rows(text[: space.start()], kind)
+            self._add_to_rows(text[: space.start()], style)
             self._end_rows()
             self._begin_rows()
             self._is_resized, text = False, text[space.end() :]
-        self._add_to_rows(text, kind)
+        self._add_to_rows(text, style)
 
-    def _add_to_rows(self, text: str, kind: str) -> None:
+    def _add_to_rows(self, text: str, style: str) -> None:
         if not self._width:
             self._out.write(text)
         elif text:
-            self._story.add(text, kind)
+            self._styled_text.add(text, style)
             self._show_rows()
 
     def _show_rows(self, is_whole: bool = False) -> None:
         if self._width:
-            self._story.tail(self._width, 1, is_whole)
-        for text, kind in self._new:
-            code = self._styles.get(kind, "")
+            self._styled_text.tail(self._width, 1, is_whole)
+        for text, style in self._pending_row:
+            code = self._styles.get(style, "")
             self._out.write(f"\x1b[{code}m{text}\x1b[m" if code else text)
-        self._new.clear()
+        self._pending_row.clear()
 
 
-def figures(s: Statistics) -> str:
-    """A line on an answer."""
+def format_statistics(s: Statistics) -> str:
+    """Return the speed and acceptance of an answer in one line."""
     parts = [f"{s.n_generated} token{'s' * (s.n_generated != 1)}"]
     if s.n_generated:
         parts.append(f"{s.tokens_per_second:,.0f} tok/s")
@@ -128,218 +129,235 @@ def figures(s: Statistics) -> str:
     return ", ".join([*parts, *([ends[s.stop_reason]] if s.stop_reason in ends else [])])
 
 
-class Chat:
-    """A conversation and the views of its answers; figures and complaints go to stderr.
+class ChatSession:
+    """A conversation with a view for each answer; statistics and errors go to stderr.
 
-    plain: without colours; told: what an object of JSON for each answer tells besides, None for no JSON.
+    Args:
+        conversation: The conversation.
+        labels: Names of the models.
+        plain: Whether to print without colours.
+        json_extra: Further fields of the JSON object printed per answer; None prints text.
     """
 
     def __init__(
-        self, conversation: Conversation, roles: Roles, plain: bool = False, told: Mapping[str, Any] | None = None
+        self, conversation: Conversation, labels: ModelLabels, plain: bool = False, json_extra: Mapping[str, Any] | None = None
     ) -> None:
-        self._conversation, self._roles, self._told = conversation, roles, told
-        self._out, self._errors = Console(highlight=False), Console(stderr=True, highlight=False)
+        self._conversation, self._labels, self._json_extra = conversation, labels, json_extra
+        self._out, self._stderr = Console(highlight=False), Console(stderr=True, highlight=False)
         self._is_plain = plain or self._out.is_dumb_terminal
         self._statistics: Statistics | None = None
-        self._in_panel = self._is_over = False
-        self._last: Path | None = None  # where the last talk is kept
+        self._uses_panel = self._is_over = False
+        self._last_conversation_path: Path | None = None
         self._commands: dict[str, Callable[[str], object]] = {
-            "help": self._help, "clear": self._clear, "regen": self._regenerate, "system": self._system, "set": self._set,
-            "stats": self._stats, "panel": self._panel, "save": self._save, "load": self._load,
-            "bye": self._leave, "exit": self._leave, "quit": self._leave,
+            "help": self._print_help, "clear": self._clear, "regen": self._regenerate, "system": self._set_system_prompt,
+            "set": self._set_option,
+            "stats": self._print_stats, "panel": self._toggle_panel, "save": self._save, "load": self._load,
+            "bye": self._quit, "exit": self._quit, "quit": self._quit,
         }  # fmt: skip
 
-    def answer(self, events: Generator[Event | Prefill]) -> None:
-        """Show an answer, until it or somebody's patience is at its end, and its figures."""
+    def show_answer(self, events: Generator[Event | PrefillProgress]) -> None:
+        """Show an answer until it ends or is interrupted, then its statistics."""
         statistics, n_dropped = Statistics(), self._conversation.n_dropped
-        with self._keeping(), closing(events), Keyboard().unheard(), closing(read_in_a_line(events)) as told:
-            first = next((event for event in told if signals.asked or not isinstance(event, Prefill)), None)
+        with self._autosave(), closing(events), Keyboard().mute_echo(), closing(show_prefill_progress(events)) as shown_events:
+            first = next((event for event in shown_events if signals.end_signal or not isinstance(event, PrefillProgress)), None)
             if not isinstance(first, Prompt):
-                told.close()
-                self._tell("interrupted before the answer began")
+                shown_events.close()
+                self._print_notice("interrupted before the answer began")
                 return
-            if left_out := (self._conversation.n_dropped - n_dropped) // 2:
-                turns = "turn is" if left_out == 1 else f"{left_out} turns are"
-                self._tell(f"the context is full: the oldest {turns} left out from here on")
-            view = self._view(statistics)
-            rest = events if isinstance(view, LivePanel) else told  # a panel shows itself what is read anew
-            show(view, _behind(replace(first, text=""), rest), statistics)  # the answer alone
+            if n_dropped_turns := (self._conversation.n_dropped - n_dropped) // 2:
+                turns = "turn is" if n_dropped_turns == 1 else f"{n_dropped_turns} turns are"
+                self._print_notice(f"the context is full: the oldest {turns} left out from here on")
+            view = self._make_view(statistics)
+            rest = events if isinstance(view, LivePanel) else shown_events  # the panel shows prefill progress itself
+            run_view(view, _chain(replace(first, text=""), rest), statistics)  # without the prompt's text
         self._statistics = statistics
         if isinstance(view, SilentView):
-            talk = self._conversation
-            attempt = talk.messages[-1]["attempt"] if view.tokens else 0
-            more = {"attempt": attempt, "settings": asdict(talk.settings), **(self._told or {}), **talk.made_with}
-            print(to_json(statistics, view.text, view.tokens, **more), flush=True)
+            conversation = self._conversation
+            attempt = conversation.messages[-1]["attempt"] if view.tokens else 0
+            fields = {
+                "attempt": attempt,
+                "settings": asdict(conversation.settings),
+                **(self._json_extra or {}),
+                **conversation.metadata,
+            }
+            print(to_json(statistics, view.text, view.tokens, **fields), flush=True)
         else:
-            self._tell(figures(statistics))
+            self._print_notice(format_statistics(statistics))
 
-    def converse(self, first: str, state: Path | None) -> None:
-        """Until the person leaves. first: a message, whatever it begins with; state: a folder for what outlives the talk."""
-        signals.text_begins()  # there is more to lose from here on than one answer
-        self._last = state / LAST if state else None
-        is_kept = bool(self._last and os.path.exists(self._last))
-        self._tell(f"/help lists the commands, {'/load goes on with the last talk, ' * is_kept}Ctrl-D leaves")
+    def run(self, first: str, state_dir: Path | None) -> None:
+        """Read and handle messages and commands until the user leaves.
+
+        Args:
+            first: The first message, even if it begins with "/"; "" for none.
+            state_dir: Folder of the history and the last conversation; None saves neither.
+        """
+        signals.begin_output()  # from here on, more than one answer can be lost
+        self._last_conversation_path = state_dir / LAST_CONVERSATION_FILE if state_dir else None
+        is_kept = bool(self._last_conversation_path and os.path.exists(self._last_conversation_path))
+        self._print_notice(f"/help lists the commands, {'/load continues the last conversation, ' * is_kept}Ctrl-D leaves")
         if first:
-            self._out.print(Text(f"{PROMPT}{_beginning(printable(first))}", "" if self._is_plain else "bold"))
-        lines = Lines(state and state / HISTORY, self._is_command, self._completions, is_bold=not self._is_plain)
+            self._out.print(Text(f"{PROMPT}{_shorten(sanitize(first))}", "" if self._is_plain else "bold"))
+        lines = LineEditor(
+            state_dir and state_dir / HISTORY_FILE, self._is_command, self._get_completions, is_bold=not self._is_plain
+        )
         message = f" {first}" if first.startswith("/") else first
-        with lines.listening():
+        with lines.session():
             while True:
                 if message.strip():
-                    self._obey(message)
-                if self._is_over or signals.asked not in (0, signal.SIGINT):
+                    self._handle_input(message)
+                if self._is_over or signals.end_signal not in (0, signal.SIGINT):
                     return
                 try:
                     message = lines.read()
                 except KeyboardInterrupt:
                     message = ""
                     self._out.print()
-                    self._tell("Ctrl-D or /bye leaves")
+                    self._print_notice("Ctrl-D or /bye leaves")
                 except EOFError:
                     self._out.print()
                     return
 
     @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Around an answer: the talk outlives whatever ends it, as a terminal that is closed or a machine that goes down."""
+    def _autosave(self) -> Iterator[None]:
+        """Save the conversation on leaving, so that it survives a closed terminal or a shutdown."""
         try:
             yield
         finally:
-            if self._last and self._conversation.messages:
-                with suppress(OSError):  # a home that cannot be written to
-                    self._last.parent.mkdir(parents=True, exist_ok=True)
-                    self._conversation.keep(self._last, 0o600)
+            if self._last_conversation_path and self._conversation.messages:
+                with suppress(OSError):  # the home directory is not writable
+                    self._last_conversation_path.parent.mkdir(parents=True, exist_ok=True)
+                    self._conversation.write(self._last_conversation_path, 0o600)
 
-    def _completions(self, line: str) -> list[str]:
-        """What the beginning of a command may become: with its name, that of a setting, that of a file."""
+    def _get_completions(self, line: str) -> list[str]:
+        """Return the completions of a command: its name, a setting or a file."""
         name, is_named, rest = line.partition(" ")
         if not is_named:
-            takes = {command.split()[0] for command in HELP if command.split()[-1].isupper()}
-            ways = [f"/{command}" for command in sorted(self._commands)]
-            return [f"{way} " if way in takes else way for way in ways if way.startswith(line)]
+            with_argument = {command.split()[0] for command in COMMAND_HELP if command.split()[-1].isupper()}
+            commands = [f"/{command}" for command in sorted(self._commands)]
+            return [f"{command} " if command in with_argument else command for command in commands if command.startswith(line)]
         if name in ("/save", "/load"):
-            return [f"{name} {path}" for path in _paths(rest)]
-        return [f"{name} {setting} " for setting in asdict(Settings()) if name == "/set" and setting.startswith(rest)]
+            return [f"{name} {path}" for path in _complete_path(rest)]
+        return [f"{name} {setting} " for setting in asdict(ChatSettings()) if name == "/set" and setting.startswith(rest)]
 
     def _is_command(self, line: str) -> bool:
-        return line.startswith("/") and _command(line)[0] in self._commands
+        return line.startswith("/") and _parse_command(line)[0] in self._commands
 
-    def _obey(self, message: str) -> None:
-        """A command, or a question; whatever is wrong is told in a line."""
+    def _handle_input(self, message: str) -> None:
+        """Run a command or answer a message; print errors in one line."""
         try:
             if not message.startswith("/"):
-                self.answer(self._conversation.ask(message.removeprefix(" ") if message.startswith(" /") else message))
+                self.show_answer(self._conversation.ask(message.removeprefix(" ") if message.startswith(" /") else message))
                 return
-            name, rest = _command(message)
+            name, rest = _parse_command(message)
             if name not in self._commands:
-                near = difflib.get_close_matches(name, self._commands, 1)
-                raise ValueError(f"no command /{name}; " + (f"did you mean /{near[0]}?" if near else "/help lists them"))
-            if rest and name in FORGETTING:
+                similar = difflib.get_close_matches(name, self._commands, 1)
+                raise ValueError(f"no command /{name}; " + (f"did you mean /{similar[0]}?" if similar else "/help lists them"))
+            if rest and name in DESTRUCTIVE_COMMANDS:
                 raise ValueError(f"/{name} takes no words; space in front of / makes it a message")
             self._commands[name](rest)
         except (TypeError, ValueError, MemoryError) as error:
-            self._tell(" ".join(str(error).split()) or "not enough memory", style="")
+            self._print_notice(" ".join(str(error).split()) or "not enough memory", style="")
 
-    def _view(self, statistics: Statistics) -> View:
+    def _make_view(self, statistics: Statistics) -> View:
         settings = self._conversation.settings
-        if self._told is not None:
+        if self._json_extra is not None:
             return SilentView()
-        if self._in_panel and not obstacle(self._out):
-            roles = replace(self._roles, pair=self._roles.target)
-            return LivePanel(Window(self._out), statistics, settings.max_tokens, roles)
+        if self._uses_panel and not find_obstacle(self._out):
+            labels = replace(self._labels, pair=self._labels.target)
+            return LivePanel(Window(self._out), statistics, settings.max_tokens, labels)
         styles = {} if self._is_plain else STYLES_NO_COLOR if self._out.no_color else STYLES
-        return AnswerView(sys.stdout, lambda: min(self._out.width, WIDEST) if self._out.is_terminal else 0, styles)
+        return AnswerView(sys.stdout, lambda: min(self._out.width, MAX_FRAME_WIDTH) if self._out.is_terminal else 0, styles)
 
-    def _tell(self, words: str, style: str = "dim") -> None:
-        self._errors.print(Text(printable(words), style), soft_wrap=not self._errors.is_terminal)
+    def _print_notice(self, message: str, style: str = "dim") -> None:
+        self._stderr.print(Text(sanitize(message), style), soft_wrap=not self._stderr.is_terminal)
 
-    def _help(self, _: str) -> None:
+    def _print_help(self, _: str) -> None:
         table = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
-        for name, meaning in HELP.items():
-            table.add_row(Text(name), Text(meaning))
+        for name, description in COMMAND_HELP.items():
+            table.add_row(Text(name), Text(description))
         self._out.print(table)
 
-    def _leave(self, _: str) -> None:
+    def _quit(self, _: str) -> None:
         self._is_over = True
 
     def _clear(self, _: str) -> None:
         self._conversation.clear()
-        self._tell("the conversation begins anew")
+        self._print_notice("the conversation starts over")
 
     def _regenerate(self, _: str) -> None:
         if not self._conversation.settings.temperature:
-            self._tell("at temperature 0 every answer is the same; /set temperature 0.7")
-        self.answer(self._conversation.regenerate())
+            self._print_notice("at temperature 0 every answer is the same; /set temperature 0.7")
+        self.show_answer(self._conversation.regenerate())
 
-    def _system(self, words: str) -> None:
-        if words:
-            self._conversation.system = "" if words == '""' else validation.text("the system prompt", words)
-        self._tell(f"system prompt: {self._conversation.system or 'none'}")
+    def _set_system_prompt(self, text: str) -> None:
+        if text:
+            self._conversation.system = "" if text == '""' else argument_checks.check_string("the system prompt", text)
+        self._print_notice(f"system prompt: {self._conversation.system or 'none'}")
 
-    def _set(self, words: str) -> None:
-        name, _, value = words.partition(" ")
-        if words:
-            self._conversation.settings = self._conversation.settings.changed(name, value.strip())
-        self._tell(", ".join(f"{name} {value}" for name, value in asdict(self._conversation.settings).items()))
+    def _set_option(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if text:
+            self._conversation.settings = self._conversation.settings.with_value(name, value.strip())
+        self._print_notice(", ".join(f"{name} {value}" for name, value in asdict(self._conversation.settings).items()))
 
-    def _stats(self, _: str) -> None:
+    def _print_stats(self, _: str) -> None:
         if not self._statistics:
             raise ValueError("there is no answer yet")
-        print_summary(self._errors, self._statistics, **self._conversation.made_with)
+        print_summary(self._stderr, self._statistics, **self._conversation.metadata)
 
-    def _panel(self, _: str) -> None:
-        if not self._in_panel and obstacle(self._out):
+    def _toggle_panel(self, _: str) -> None:
+        if not self._uses_panel and find_obstacle(self._out):
             raise ValueError("no panel fits here")
-        self._in_panel = not self._in_panel
-        self._tell(f"answers come {'in the panel' if self._in_panel else 'as text'}")
+        self._uses_panel = not self._uses_panel
+        self._print_notice(f"answers come {'in the panel' if self._uses_panel else 'as text'}")
 
     def _save(self, name: str) -> None:
-        self._conversation.save(_path(name))
-        self._tell(f"saved in {name}")
+        self._conversation.save(_parse_path(name))
+        self._print_notice(f"saved in {name}")
 
     def _load(self, name: str) -> None:
-        if not name and self._last and not os.path.exists(self._last):
-            raise ValueError("no talk is saved yet; name a file")
-        path = self._last if not name and self._last else _path(name)
-        model, here = self._conversation.load(path), self._conversation.model
+        if not name and self._last_conversation_path and not os.path.exists(self._last_conversation_path):
+            raise ValueError("no conversation is saved yet; name a file")
+        path = self._last_conversation_path if not name and self._last_conversation_path else _parse_path(name)
+        model, current_model = self._conversation.load(path), self._conversation.model
         n = len(self._conversation.messages) // 2
-        other = f"; it was held with {model}, this is {here}" if model != here else ""
-        self._tell(f"{n} turn{'s' * (n != 1)} from {name or 'the last talk'}{other}")
+        note = f"; it was saved with {model}, the current model is {current_model}" if model != current_model else ""
+        self._print_notice(f"{n} turn{'s' * (n != 1)} from {name or 'the last conversation'}{note}")
 
 
-def _behind(first: Event, rest: Generator[Event | Prefill]) -> Generator[Event | Prefill]:
+def _chain(first: Event, rest: Generator[Event | PrefillProgress]) -> Generator[Event | PrefillProgress]:
     yield first
     yield from rest
 
 
-def _command(line: str) -> tuple[str, str]:
-    """Its name and the rest of a line that begins with /."""
+def _parse_command(line: str) -> tuple[str, str]:
+    """Return the name and the argument of a command line."""
     name, *rest = line[1:].strip().split(maxsplit=1) or [""]
     return name, "".join(rest)
 
 
-def _path(name: str) -> Path:
+def _parse_path(name: str) -> Path:
     if not name:
-        raise ValueError("a file's name is missing behind it")
+        raise ValueError("the file name is missing")
     try:
         return Path(os.fsdecode(name.encode("utf-8", "surrogateescape"))).expanduser()  # the bytes that were typed
-    except RuntimeError:  # the home of nobody
-        raise ValueError(f"there is no home {name}") from None
+    except RuntimeError:  # the user of ~user is unknown
+        raise ValueError(f"there is no home directory for {name}") from None
 
 
-def _paths(beginning: str) -> list[str]:
-    """Files and folders whose names begin so, as they would be typed."""
+def _complete_path(beginning: str) -> list[str]:
+    """Return the files and folders that a path's beginning completes to, as the user would type them."""
     folder, slash, start = beginning.rpartition("/")
     try:
-        entries = sorted(os.scandir(_path(folder + slash or ".")), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(_parse_path(folder + slash or ".")), key=lambda entry: entry.name)
     except (OSError, ValueError):
         return []
     names = [os.fsencode(entry.name).decode("utf-8", "surrogateescape") + "/" * entry.is_dir() for entry in entries]
-    shown = [name for name in names if name.startswith(start) and (start or name[0] != ".") and name == printable(name)]
+    shown = [name for name in names if name.startswith(start) and (start or name[0] != ".") and name == sanitize(name)]
     return [f"{folder}{slash}{name}" for name in shown]
 
 
-def _beginning(text: str) -> str:
-    """As much of a long text as a person wants to see again."""
-    short = "\n".join(text[:MOST_SHOWN].split("\n")[:MOST_ROWS_SHOWN])
+def _shorten(text: str) -> str:
+    """Return the start of a long message, for display."""
+    short = "\n".join(text[:MAX_SHOWN_CHARACTERS].split("\n")[:MAX_SHOWN_ROWS])
     return text if len(short) == len(text) else f"{short} … ({len(text):,} characters)"

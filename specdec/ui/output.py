@@ -1,7 +1,7 @@
-"""Events to plain text, JSON and a summary. Knows no models.
+"""Plain-text and JSON views of decoding events, and the summaries printed after a run.
 
-Each view is a context manager that is shown the events of a text; on leaving, also by an exception, it shows all text there is.
-What came of it is `print_result`'s to say, once the story is over, and `print_summary` has all figures.
+A view is a context manager that receives the events of one generation. On leaving, also by an exception, it shows all the text
+it has. `print_result` then prints the result, and `print_summary` all statistics.
 """
 
 import json
@@ -15,26 +15,32 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from specdec.engine.decoding import Event, Prefill, Prompt, Statistics, Step
+from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistics, Step
 from specdec.ui.signals import signals
 
-# What terminals obey: control sequences, strings up to their end, and short ones; and what turns the direction of a row
-_SEQUENCES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]")
-_UNFINISHED = re.compile(r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*|\x1b[]PX^_][^\x07\x1b\x9c\n]*\x1b?|\x1b[ -/]*)\Z")
-_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-FEW_PASSES = 20  # that tell nothing
-MOST_POSITIONS = 8  # in the table of figures
-# of a text's statistics, in its JSON
-FIGURES = (
+# What terminals interpret: control sequences, control strings up to their end, short escapes; and bidirectional controls.
+_CONTROL_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[]PX^_][^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]"
+)
+_PARTIAL_SEQUENCE = re.compile(r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*|\x1b[]PX^_][^\x07\x1b\x9c\n]*\x1b?|\x1b[ -/]*)\Z")
+_BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+MIN_ADVICE_PASSES = 20  # fewer passes say nothing about a draft
+MAX_POSITIONS_SHOWN = 8  # in the summary
+# The statistics in the JSON output.
+STATISTICS_FIELDS = (
     "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes", "tokens_per_pass",
     "accepted_histogram", "prefill_seconds", "decode_seconds", "tokens_per_second", "acceptance_by_position", "speed_up",
     "experts_alone", "experts_per_token", "stop_reason",
 )  # fmt: skip
-LONGEST_SEQUENCE = 64  # characters that wait for the end of one
+MAX_SEQUENCE_LENGTH = 64  # characters of an unfinished control sequence that are held back
 
 
 class View(Protocol):
-    """What the events of a text go to. ended: whether somebody has seen enough."""
+    """A view of the events of one generation.
+
+    Attributes:
+        ended: Whether the user has asked to end it.
+    """
 
     ended: bool = False
 
@@ -44,124 +50,154 @@ class View(Protocol):
     def __exit__(self, *_: Any) -> None:
         return None
 
-    def show(self, event: Event | Prefill) -> None: ...
+    def show(self, event: Event | PrefillProgress) -> None:
+        """Show an event."""
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Who writes: the target's name, where guesses come from ("by stories650K", "from the text so far"; "" for no guesses), and
-    what both are called together."""
+class ModelLabels:
+    """The names of the models in views.
+
+    Attributes:
+        target: Name of the target.
+        draft_label: Origin of draft tokens ("by stories650K", "from the text so far"); "" without a draft.
+        pair: Name of target and draft together.
+    """
 
     target: str
-    guessed: str = ""
+    draft_label: str = ""
     pair: str = ""
 
 
-def time_left(seconds: float, share: float) -> str:
-    """How long what has taken so many seconds will go on, as words behind others; "" where nobody can tell yet."""
+def format_time_left(seconds: float, share: float) -> str:
+    """Return the estimated time left as a suffix; "" while it cannot be estimated.
+
+    Args:
+        seconds: Time taken so far.
+        share: Completed fraction, 0 to 1.
+    """
     return f", {seconds * (1 - share) / share:.0f} s left" if share > 0.01 else ""
 
 
-def printable(text: str) -> str:
-    """Text without what could move a cursor or turn a row; line breaks and tabs stay."""
+def sanitize(text: str) -> str:
+    """Return text without control characters that could move the cursor or reorder a row; line breaks and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
-    text = _SEQUENCES.sub("", text).replace("\u2028", "\n").replace("\u2029", "\n")
-    return "".join([c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in _TURNING)])
+    text = _CONTROL_SEQUENCE.sub("", text).replace("\u2028", "\n").replace("\u2029", "\n")
+    return "".join([c for c in text if c in "\n\t" or not (unicodedata.category(c) == "Cc" or c in _BIDI_CONTROLS)])
 
 
-def on_one_line(text: str) -> str:
-    """A name of which nobody knows what is in it, or a message with names, as a terminal may show it: `printable`, in one row."""
-    return " ".join(printable(text).split())
+def sanitize_line(text: str) -> str:
+    """Return untrusted text, such as a name or a message with names, sanitized and in one line."""
+    return " ".join(sanitize(text).split())
 
 
-class Printable:
-    """`printable` for a text that comes in pieces: a control sequence may begin in one and end in another."""
+class StreamSanitizer:
+    """A `sanitize` for text that comes in pieces; a control sequence may span pieces."""
 
     def __init__(self) -> None:
-        self._rest = ""
+        self._partial = ""
 
     def push(self, text: str) -> str:
-        text = self._rest + text
-        unfinished = _UNFINISHED.search(text)
-        self._rest = unfinished[0] if unfinished and len(unfinished[0]) <= LONGEST_SEQUENCE else ""
-        return printable(text[: len(text) - len(self._rest)])
+        """Return the text that is complete; hold back the start of an unfinished control sequence."""
+        text = self._partial + text
+        unfinished = _PARTIAL_SEQUENCE.search(text)
+        self._partial = unfinished[0] if unfinished and len(unfinished[0]) <= MAX_SEQUENCE_LENGTH else ""
+        return sanitize(text[: len(text) - len(self._partial)])
 
     def end(self) -> str:
-        """What is left of a sequence that never ended."""
-        return printable(self._rest)
+        """Return what is left of a sequence that never ended."""
+        return sanitize(self._partial)
 
 
-def show(view: View, events: Iterator[Event | Prefill], statistics: Statistics, prompt: Prompt | None = None) -> None:
-    """Show the events, until the text or somebody's patience is at its end; one that ends before it begins is its prompt."""
-    signals.text_begins()
+def run_view(view: View, events: Iterator[Event | PrefillProgress], statistics: Statistics, prompt: Prompt | None = None) -> None:
+    """Show events until the generation ends or a signal or the view ends it.
+
+    Args:
+        view: The view.
+        events: The events; a generator is closed.
+        statistics: Updated with each event.
+        prompt: Shown if the generation ends before its first event.
+    """
+    signals.begin_output()
     has_begun = False
     with view:
         for event in events:
             has_begun = has_begun or isinstance(event, Prompt)
             statistics.add(event)
             view.show(event)
-            if signals.asked or view.ended:
+            if signals.end_signal or view.ended:
                 statistics.stop_reason = "interrupted"
                 break
-        if isinstance(events, Generator):  # its line goes
+        if isinstance(events, Generator):  # removes its status line
             events.close()
         if prompt and not has_begun:
             view.show(prompt)
 
 
 class PlainView(View):
-    """The text alone, as it comes."""
+    """A view that streams the text alone."""
 
     def __init__(self, out: TextIO) -> None:
-        self._printable, self._out = Printable(), out
-        self._is_in_row = False
+        self._sanitizer, self._out = StreamSanitizer(), out
+        self._is_mid_row = False
 
     def __exit__(self, *_: Any) -> None:
-        self._out.write(self._printable.end() + "\n")
+        self._out.write(self._sanitizer.end() + "\n")
         self._out.flush()
 
-    def show(self, event: Event | Prefill) -> None:
+    def show(self, event: Event | PrefillProgress) -> None:
+        """Write the text of an event."""
         if isinstance(event, Prompt | Step):
-            self._out.write(self._printable.push(event.text))
+            self._out.write(self._sanitizer.push(event.text))
             self._out.flush()
-        elif isinstance(event, Prefill) and self._is_in_row and self._out.isatty():  # its row is about to be that of the reading
-            self._out.write("\n")
+        elif isinstance(event, PrefillProgress) and self._is_mid_row and self._out.isatty():
+            self._out.write("\n")  # the status line of the prefill takes the row
             self._out.flush()
-        self._is_in_row = isinstance(event, Prompt | Step)
+        self._is_mid_row = isinstance(event, Prompt | Step)
 
 
 class SilentView(View):
-    """Collects the text, and shows nothing: for JSON, which comes at the end."""
+    """A view that collects text and tokens and shows nothing, for JSON output at the end."""
 
     def __init__(self) -> None:
         self.text = ""
         self.tokens: list[int] = []
 
-    def show(self, event: Event | Prefill) -> None:
+    def show(self, event: Event | PrefillProgress) -> None:
+        """Collect the text and tokens of an event."""
         if isinstance(event, Prompt | Step):
             self.text += event.text
         if isinstance(event, Step):
             self.tokens += event.tokens
 
 
-def result(statistics: Statistics, roles: Roles, is_same_text: bool) -> str:
-    """Return what came of the guesses, in a sentence; "" if there were none."""
+def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: bool) -> str:
+    """Return one sentence on the speed-up by the draft; "" if nothing was drafted."""
     s = statistics
     if not s.n_drafted:
         return ""
-    same = "the same text" if is_same_text else "the same distribution"
+    same_output = "the same text" if is_same_text else "the same distribution"
     if not s.speed_up:
-        return f"{s.tokens_per_pass:.1f} tokens in a pass of {roles.target}, which alone writes one; {same}."
+        return f"{s.tokens_per_pass:.1f} tokens in a pass of {labels.target}, which alone writes one; {same_output}."
     if 0.95 <= s.speed_up < 1.05:
-        return f"As fast as {roles.target} alone; {same}."
-    return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {roles.target} alone; {same}."
+        return f"As fast as {labels.target} alone; {same_output}."
+    return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {labels.target} alone; {same_output}."
 
 
-def print_result(console: Console, statistics: Statistics, roles: Roles, is_same_text: bool, note: str, more: str) -> None:
-    """A sentence, what can be done better, how much there was, and what the caller has to add."""
+def print_result(console: Console, statistics: Statistics, labels: ModelLabels, is_same_text: bool, note: str, more: str) -> None:
+    """Print the speed-up, a note, the speed, and the caller's suffix.
+
+    Args:
+        console: Where to print.
+        statistics: Statistics of the generation.
+        labels: Names of the models.
+        is_same_text: Whether the output equals the target's own, rather than its distribution.
+        note: Advice; "" for none.
+        more: Suffix of the last line.
+    """
     s = statistics
-    sentence = result(s, roles, is_same_text)
+    sentence = format_result(s, labels, is_same_text)
     if sentence:
         console.print(Text(sentence, "bold"))
     if note:
@@ -172,7 +208,7 @@ def print_result(console: Console, statistics: Statistics, roles: Roles, is_same
 
 
 def print_summary(console: Console, statistics: Statistics, **more: object) -> None:
-    """The figures of a finished text, one a row, and what the caller adds."""
+    """Print all statistics of a finished generation, one per row, and the caller's rows."""
     s = statistics
     rows = [("prompt tokens", f"{s.n_prompt}"), ("generated", f"{s.n_generated}")]
     if s.n_drafted:
@@ -180,7 +216,7 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
             ("drafted", f"{s.n_drafted}"),
             ("accepted", f"{s.n_accepted}"),
             ("acceptance rate", f"{s.acceptance_rate:.1%}"),
-            ("by position", _by_position(s.acceptance_by_position)),
+            ("by position", _format_by_position(s.acceptance_by_position)),
             ("mean length", f"{s.tokens_per_pass:.2f} tokens a pass"),
         ]
         if s.speed_up:
@@ -200,14 +236,14 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
     console.print(table)
 
 
-def _by_position(rates: list[float]) -> str:
-    """Acceptance of the first proposals, the second ones, ..., as many as fit."""
-    shown = " ".join([f"{rate:.0%}" for rate in rates[:MOST_POSITIONS]])
-    return shown + " ..." * (len(rates) > MOST_POSITIONS)
+def _format_by_position(rates: list[float]) -> str:
+    """Return the acceptance rates of the first positions, as many as fit."""
+    shown = " ".join([f"{rate:.0%}" for rate in rates[:MAX_POSITIONS_SHOWN]])
+    return shown + " ..." * (len(rates) > MAX_POSITIONS_SHOWN)
 
 
 def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
-    """One JSON object: the text, the tokens, every figure, and what the caller adds."""
-    told = {name: getattr(statistics, name) for name in FIGURES}
-    experts = {name: told[name] or None for name in ("experts_alone", "experts_per_token")}
-    return json.dumps({"text": text, "tokens": tokens} | told | experts | extra)
+    """Return one JSON object with the text, the tokens, all statistics and the caller's fields."""
+    fields = {name: getattr(statistics, name) for name in STATISTICS_FIELDS}
+    experts = {name: fields[name] or None for name in ("experts_alone", "experts_per_token")}
+    return json.dumps({"text": text, "tokens": tokens} | fields | experts | extra)

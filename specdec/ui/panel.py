@@ -1,4 +1,4 @@
-"""Events to a live panel: the text, and under it what was guessed and what became of it. Knows no models."""
+"""The live panel: the text, and below it the draft tokens of each pass and their verification."""
 
 import time
 from collections import deque
@@ -8,71 +8,83 @@ from typing import Any, NamedTuple
 
 from rich.console import ConsoleDimensions
 
-from specdec.engine.decoding import Event, Prefill, Prompt, Proposal, Statistics, Step
-from specdec.ui.output import Roles, printable, time_left
+from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
+from specdec.ui.live_window import MAX_FRAME_WIDTH, MIN_ROWS, MIN_WIDTH, Window, fit_items
+from specdec.ui.output import ModelLabels, format_time_left, sanitize
 from specdec.ui.signals import signals
-from specdec.ui.terminal_window import MIN_ROWS, MIN_WIDTH, WIDEST, Window, fitting
-from specdec.ui.text_layout import Row, Run, Story, cut, last_cells, longest, width_of, word_at_end, word_at_start
+from specdec.ui.text_layout import (
+    Row,
+    Run,
+    StyledText,
+    first_fitting,
+    leading_word,
+    row_width,
+    trailing_word,
+    truncate,
+    truncate_left,
+)
 
-REFRESH_SECONDS = 0.1, 0.5  # between frames, at the least and at the most
-RENDER_SHARE = 0.01  # of the time that frames may take: where one is slow, there are fewer
-LOOK_SECONDS = 0.03  # between looks at the keys and at the terminal's size
-UNSEEN_SECONDS = 0.25  # a text that is over by then is not worth a panel
-SEEN_SECONDS, SEEN_TOKENS = 4.0, 200  # that a text of so many tokens, or of less where no more are asked for, takes at the least
-LEAST_WAIT_SECONDS, CLOCK_SECONDS = 0.02, 1e-6  # that is waited; that a clock tells
-BURST_SECONDS = 0.1  # so far ahead of what is seen a text is written
-FIRST_PASSES, FIRST_TOKENS = 4, 12  # that are taken to have been, where few were: of tokens a pass
-LONGEST_HOLD_SECONDS = 3600.0  # at a pace
-GUESS_SECONDS = 0.4  # that a guess is in sight before it is checked, where one step is taken
-PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # steps a second; beyond the last, full speed
-ROWS_OF_ALL = 10  # from which on there is room for the legend and the progress
-WIDTH_OF_HISTOGRAM = 92  # within the frame, from which on there is room for one
-SIDE_WIDTH, BAR_WIDTH = 26, 12
-MOST_TEXT_ROWS, MOST_PASSES = 14, 8
-SHORT_KEYS = "space pause", "→ step", "+ - speed", "q end"
-FEW_GUESSES, MANY_PASSES = 0.25, 16  # share of passes with guesses below which, from so many passes on, the rows are the text's
-CONTEXT = 100  # characters, of which the last word of a text is one
+REFRESH_RANGE_S = 0.1, 0.5  # shortest and longest time between frames
+MAX_RENDER_SHARE = 0.01  # of the time; slow frames come less often
+POLL_INTERVAL_S = 0.03  # of the keys and the terminal's size
+PANEL_DELAY_S = 0.25  # a shorter generation gets no panel
+MIN_SHOW_S, MIN_SHOW_TOKENS = 4.0, 200  # shortest display of that many tokens under auto pacing; fewer tokens take less
+MIN_WAIT_S, CLOCK_RESOLUTION_S = 0.02, 1e-6
+MAX_BURST_S = 0.1  # how far generation runs ahead of the display
+PRIOR_PASSES, PRIOR_TOKENS = 4, 12  # prior of the mean tokens per pass
+MAX_HOLD_S = 3600.0
+PROPOSAL_HOLD_S = 0.4  # display of a proposal before its verification, when single-stepping
+PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # passes per second; beyond the last, full speed
+MIN_FULL_ROWS = 10  # terminal rows that have room for the legend and the progress bar
+MIN_HISTOGRAM_WIDTH = 92  # cells within the frame that have room for the histogram
+HISTOGRAM_WIDTH, BAR_WIDTH = 26, 12
+MAX_TEXT_ROWS, MAX_PASSES_SHOWN = 14, 8
+SHORT_KEY_HINTS = "space pause", "→ step", "+ - speed", "q end"
+# After MIN_DRAFTED_SHARE_PASSES passes, with a smaller share of passes that had a draft, the text gets the rows of the passes.
+MIN_DRAFTED_SHARE, MIN_DRAFTED_SHARE_PASSES = 0.25, 16
+CONTEXT_CHARACTERS = 100  # enough to contain the last word of the text
 
 
-class Judged(NamedTuple):
-    """A pass over a proposal, and the end of the text before it."""
+class VerifiedPass(NamedTuple):
+    """A verification pass, and the end of the text before it."""
 
-    before: str
+    context: str
     step: Step
 
 
-class Watched:
-    """What a panel and a race share: a window, in which keys pause, explain and end it, and the colours' meaning.
+class InteractiveView:
+    """The base of panel and race: a window with keys that pause, explain and end it, and a legend of the colours.
 
-    ended: somebody has asked for the end.
+    Attributes:
+        ended: Whether the user has asked to end it.
     """
 
-    SPEED, END, N_MEANINGS = "", "", 2  # what + and - change, what q does, and how many colours the legend tells of
+    SPEED, END, N_MEANINGS = "", "", 2  # what + and - change, what q does, colours in the legend
 
-    def __init__(self, window: Window, roles: Roles) -> None:
-        self._window, self._roles = window, roles
-        self._console, self._pen, self._clock = window.console, window.pen, window.clock
-        self._is_paused = self._shows_keys = self.ended = False
+    def __init__(self, window: Window, labels: ModelLabels) -> None:
+        self._window, self._labels = window, labels
+        self._console, self._painter, self._clock = window.console, window.painter, window.clock
+        self._is_paused = self._shows_key_hints = self.ended = False
 
-    def _look(self) -> bool:
-        """At the keys and the terminal; whether there is something new to see."""
-        wishes = self._window.wishes()
-        for wish in wishes:
-            self._obey(wish)
-        return bool(wishes) or self._window.is_stale or signals.stop_asked
+    def _poll(self) -> bool:
+        """Handle pressed keys; return whether a new frame is needed."""
+        actions = self._window.read_actions()
+        for action in actions:
+            self._handle_input(action)
+        return bool(actions) or self._window.needs_redraw or signals.is_stop_requested
 
-    def _obey(self, wish: str) -> None:
-        if wish == "pause":
+    def _handle_input(self, action: str) -> None:
+        if action == "pause":
             self._is_paused = not self._is_paused
-        elif wish == "explain":
-            self._shows_keys = not self._shows_keys
-        elif wish == "end":
+        elif action == "explain":
+            self._shows_key_hints = not self._shows_key_hints
+        elif action == "end":
             self.ended = True
 
-    def _meanings(self, n: int) -> list[Row]:
-        """What the first n colours mean, in plain words, the longest form first."""
+    def _legend_forms(self, n: int) -> list[Row]:
+        """Return the meaning of the first n colours, the longest form first."""
         green = "underlined" if self._console.no_color else "green"
-        by, target = self._roles.guessed, self._roles.target
+        by, target = self._labels.draft_label, self._labels.target
         forms = (
             (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
             (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
@@ -82,291 +94,317 @@ class Watched:
         return [list(zip(form, ("accepted", "target", "rejected"), strict=True))[:n] for form in forms]
 
     def _legend(self, width: int, n: int) -> list[Row]:
-        """What the colours mean, or the keys, in n rows."""
-        forms: list[Row] = self._meanings(self.N_MEANINGS) if self._roles.guessed else [[]]
-        if self._shows_keys:
+        """Return the meaning of the colours, or the keys, in n rows."""
+        forms: list[Row] = self._legend_forms(self.N_MEANINGS) if self._labels.draft_label else [[]]
+        if self._shows_key_hints:
             long = "space: pause", "→: one pass", f"+ -: {self.SPEED}", f"q: {self.END}", "?: the colours"
-            forms = [[(text, "plain") for text in form] for form in (long, SHORT_KEYS)]
-        rows = fitting(forms, width, n)
+            forms = [[(text, "plain") for text in form] for form in (long, SHORT_KEY_HINTS)]
+        rows = fit_items(forms, width, n)
         return [*rows, *([[]] * (n - len(rows)))]
 
-    def _text(self, story: Story, width: int, n: int) -> list[Row]:
-        """The end of a text, in n rows of a frame of that width."""
-        rows = story.tail(width - 4, n, self._is_paused)
-        return [self._pen.framed(row, width - 4) for row in [*rows, *([[]] * (n - len(rows)))]]
+    def _text_rows(self, text: StyledText, width: int, n: int) -> list[Row]:
+        """Return the end of a text as n rows of a frame of that width."""
+        rows = text.tail(width - 4, n, self._is_paused)
+        return [self._painter.frame_row(row, width - 4) for row in [*rows, *([[]] * (n - len(rows)))]]
 
-    def _on_page(self, story: Story, are_explained: bool = True) -> str:
-        """A text that is over, for the terminal's first page, and what its colours mean."""
-        story.end()
-        width = min(self._console.width, WIDEST)
-        rows = story.rows(width)
+    def _format_page(self, text: StyledText, are_explained: bool = True) -> str:
+        """Return a finished text for the terminal's main screen, with the legend."""
+        text.finish()
+        width = min(self._console.width, MAX_FRAME_WIDTH)
+        rows = text.wrap(width)
         if are_explained:
-            rows = [*rows, [], *fitting(self._meanings(2), width, 2)]
-        return "".join([self._pen.styled(row).rstrip(" ") + "\n" for row in rows])
+            rows = [*rows, [], *fit_items(self._legend_forms(2), width, 2)]
+        return "".join([self._painter.style_row(row).rstrip(" ") + "\n" for row in rows])
 
 
-class LivePanel(Watched):
-    """The end of the story, the last passes as lines of guesses and corrections, and the running figures.
+class LivePanel(InteractiveView):
+    """The live panel: the end of the text, the last passes with draft tokens and corrections, and running statistics.
 
-    The rows are a function of the events that it was shown; frames come when due, from this thread. pace: steps a second at most,
-    each shown guessed and then checked; 0 is full speed, at which a text of a moment has no panel; None is full speed but for a
-    text that would be over before anybody has seen it: its passes come evenly, until a key is pressed. Keys pause, step, change
-    the pace and end the text. In the background nothing is drawn, and Ctrl-Z takes the panel off the screen until the job is in
-    the foreground again.
+    The rows are a function of the shown events; frames are drawn when due, by the calling thread. Keys pause, step, change the
+    pace and end the generation. In the background nothing is drawn, and Ctrl-Z removes the panel until the job is in the
+    foreground again.
+
+    Args:
+        window: The terminal window.
+        statistics: Running statistics, updated by the caller.
+        max_tokens: Limit of new tokens.
+        labels: Names of the models.
+        pace: Passes per second at most, each shown proposed and then verified. 0 is full speed, and a short text then has no
+            panel. None is auto pacing: full speed, but a short text is spread evenly until a key is pressed.
     """
 
     SPEED, END, N_MEANINGS = "pace", "end, keep the text", 3
 
-    def __init__(self, window: Window, statistics: Statistics, max_tokens: int, roles: Roles, pace: float | None = 0.0) -> None:
-        super().__init__(window, roles)
-        self._shown = window.shown(self._whole_text)
+    def __init__(
+        self, window: Window, statistics: Statistics, max_tokens: int, labels: ModelLabels, pace: float | None = 0.0
+    ) -> None:
+        super().__init__(window, labels)
+        self._window_session = window.session(self._final_page)
         self._statistics = statistics
-        self._max_tokens, self._pace, self._is_even = max_tokens, pace or 0.0, pace is None
-        self._next_step = 0.0  # when it is due, at an even pace
-        self._story = Story()
-        self._tail: str | None = None  # of the text, once it has begun
-        self._prefill: Prefill | None = None  # while a text is read
+        self._max_tokens, self._pace, self._is_auto_paced = max_tokens, pace or 0.0, pace is None
+        self._next_step_time = 0.0  # due time under auto pacing
+        self._styled_text = StyledText()
+        self._context: str | None = None  # end of the text; None before it begins
+        self._prefill: PrefillProgress | None = None  # during a prefill
         self._begin = 0.0
-        self._unread: list[Step] = []  # not yet in the story
-        self._passes: deque[Judged] = deque(maxlen=MOST_PASSES)
+        self._pending_steps: list[Step] = []  # not yet in the styled text
+        self._passes: deque[VerifiedPass] = deque(maxlen=MAX_PASSES_SHOWN)
         self._proposed: list[str] | None = None
-        self._next_frame = self._next_look = 0.0
-        self._steps_asked = 0
+        self._next_frame_time = self._next_poll_time = 0.0
+        self._steps_requested = 0
 
     @property
-    def was_seen(self) -> bool:
-        return self._window.was_seen
+    def was_drawn(self) -> bool:
+        """Whether any frame was drawn."""
+        return self._window.was_drawn
 
     def __enter__(self) -> "LivePanel":
-        self._shown.__enter__()
+        self._window_session.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._shown.__exit__(*raised)
+        self._window_session.__exit__(*raised)
 
-    def _whole_text(self) -> str:
-        self._read()
-        return self._on_page(self._story, bool(self._roles.guessed and self._statistics.n_drafted))
+    def _final_page(self) -> str:
+        self._flush_steps()
+        return self._format_page(self._styled_text, bool(self._labels.draft_label and self._statistics.n_drafted))
 
-    def show(self, event: Event | Prefill) -> None:
+    def show(self, event: Event | PrefillProgress) -> None:
+        """Take in an event, draw a frame if it is due, and hold it at a pace."""
         now = self._clock()
-        if isinstance(event, Prefill | Prompt) and self._tail is None:
-            self._tail = event.text[-CONTEXT:]
-            self._story.add(event.text, "prompt")
-            self._begin, self._next_frame = now, now + UNSEEN_SECONDS
-        if isinstance(event, Prefill):
+        if isinstance(event, PrefillProgress | Prompt) and self._context is None:
+            self._context = event.text[-CONTEXT_CHARACTERS:]
+            self._styled_text.add(event.text, "prompt")
+            self._begin, self._next_frame_time = now, now + PANEL_DELAY_S
+        if isinstance(event, PrefillProgress):
             self._begin = self._begin if self._prefill else now
             self._prefill = event
             if self._is_due(now):
-                self._frame()
+                self._draw_frame()
             return
         self._prefill = None
         if isinstance(event, Prompt):
-            self._begin = self._next_step = now
-            if self._pace or self._is_even or event.seconds > UNSEEN_SECONDS:
-                self._frame()
+            self._begin = self._next_step_time = now
+            if self._pace or self._is_auto_paced or event.seconds > PANEL_DELAY_S:
+                self._draw_frame()
         elif isinstance(event, Proposal):
-            if event.tokens and (self._is_due(now) or self._gap > 2 * LEAST_WAIT_SECONDS):
+            if event.tokens and (self._is_due(now) or self._pass_interval > 2 * MIN_WAIT_S):
                 self._proposed = event.pieces
-                self._frame()
+                self._draw_frame()
                 self._wait(at_step=False)
             self._proposed = None
         else:
-            self._unread.append(event)
-            self._passes.append(Judged(self._tail or "", event))
-            self._tail = ((self._tail or "") + event.text)[-CONTEXT:]
-            self._next_step += self._gap
+            self._pending_steps.append(event)
+            self._passes.append(VerifiedPass(self._context or "", event))
+            self._context = ((self._context or "") + event.text)[-CONTEXT_CHARACTERS:]
+            self._next_step_time += self._pass_interval
             if self._is_due(now):
-                self._frame()
+                self._draw_frame()
                 self._wait(at_step=True)
 
-    # When
+    # Timing
 
     def _is_due(self, now: float) -> bool:
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            self._look()
-        is_slow = bool(self._pace) or self._is_paused or self._next_step - now > LEAST_WAIT_SECONDS  # frames wait to be seen
-        return now >= self._next_frame or is_slow or signals.stop_asked
+        if now >= self._next_poll_time:
+            self._next_poll_time = now + POLL_INTERVAL_S
+            self._poll()
+        is_slow = bool(self._pace) or self._is_paused or self._next_step_time - now > MIN_WAIT_S  # frames are held
+        return now >= self._next_frame_time or is_slow or signals.is_stop_requested
 
     @property
-    def _gap(self) -> float:
-        """Seconds between passes at a pace, or at an even one, at which the text takes as long as is left of SEEN_SECONDS."""
-        if not self._is_even:
-            return min(1 / self._pace, LONGEST_HOLD_SECONDS) if self._pace else 0.0
-        s, n_tokens = self._statistics, min(self._max_tokens, SEEN_TOKENS)
-        left = SEEN_SECONDS * n_tokens / SEEN_TOKENS - (self._next_step - self._begin)
-        a_pass = (s.n_generated + FIRST_TOKENS) / (s.target_passes + FIRST_PASSES)
-        return max(left, 0.0) / max((n_tokens - s.n_generated) / a_pass, 1.0)
+    def _pass_interval(self) -> float:
+        """The seconds between passes: by the pace, or by what is left of MIN_SHOW_S under auto pacing."""
+        if not self._is_auto_paced:
+            return min(1 / self._pace, MAX_HOLD_S) if self._pace else 0.0
+        s, n_tokens = self._statistics, min(self._max_tokens, MIN_SHOW_TOKENS)
+        left = MIN_SHOW_S * n_tokens / MIN_SHOW_TOKENS - (self._next_step_time - self._begin)
+        tokens_per_pass = (s.n_generated + PRIOR_TOKENS) / (s.target_passes + PRIOR_PASSES)
+        return max(left, 0.0) / max((n_tokens - s.n_generated) / tokens_per_pass, 1.0)
 
-    def _look(self) -> bool:
-        is_new = super()._look()
-        self._next_frame = 0.0 if is_new else self._next_frame
+    def _poll(self) -> bool:
+        is_new = super()._poll()
+        self._next_frame_time = 0.0 if is_new else self._next_frame_time
         return is_new
 
-    def _obey(self, wish: str) -> None:
-        self._is_even, self._next_step = False, 0.0
-        super()._obey(wish)
-        if wish == "pause":
-            self._steps_asked = 0
-        elif wish == "step":
-            self._steps_asked += self._is_paused
+    def _handle_input(self, action: str) -> None:
+        self._is_auto_paced, self._next_step_time = False, 0.0
+        super()._handle_input(action)
+        if action == "pause":
+            self._steps_requested = 0
+        elif action == "step":
+            self._steps_requested += self._is_paused
             self._is_paused = True
-        elif wish == "faster":
+        elif action == "faster":
             self._pace = next((pace for pace in PACES if pace > self._pace), 0.0) if self._pace else 0.0
-        elif wish == "slower":
+        elif action == "slower":
             self._pace = next((pace for pace in reversed(PACES) if not self._pace or pace < self._pace), PACES[0])
 
-    def _frame(self) -> None:
+    def _draw_frame(self) -> None:
         begin = self._clock()
-        self._window.draw(self.rows)
+        self._window.draw(self.render)
         end = self._clock()
-        shortest, longest = REFRESH_SECONDS
-        self._next_frame = end + min(max(shortest, (end - begin) / RENDER_SHARE), longest)
+        shortest, longest = REFRESH_RANGE_S
+        self._next_frame_time = end + min(max(shortest, (end - begin) / MAX_RENDER_SHARE), longest)
 
     def _wait(self, at_step: bool) -> None:
-        """Until the frame has been in sight for long enough."""
+        """Wait until the frame has been shown for long enough."""
         begin = self._clock()
-        while not (self.ended or signals.asked):
-            left = self._seconds_in_sight(at_step, begin) - (self._clock() - begin)
-            if left <= CLOCK_SECONDS:
+        while not (self.ended or signals.end_signal):
+            left = self._get_hold_seconds(at_step, begin) - (self._clock() - begin)
+            if left <= CLOCK_RESOLUTION_S:
                 break
-            self._window.sleep(min(left, LOOK_SECONDS))
-            if self._look():
-                self._window.draw(self.rows)
+            self._window.sleep(min(left, POLL_INTERVAL_S))
+            if self._poll():
+                self._window.draw(self.render)
         if at_step:
-            self._steps_asked = max(0, self._steps_asked - 1)
+            self._steps_requested = max(0, self._steps_requested - 1)
 
-    def _seconds_in_sight(self, at_step: bool, since: float) -> float:
+    def _get_hold_seconds(self, at_step: bool, since: float) -> float:
         if self._is_paused:
             if not at_step:
-                return GUESS_SECONDS
-            return 0.0 if self._steps_asked else LONGEST_HOLD_SECONDS
+                return PROPOSAL_HOLD_S
+            return 0.0 if self._steps_requested else MAX_HOLD_S
         if at_step and not self._pace:
-            return self._next_step - since
-        return self._gap if at_step and not self._passes[-1].step.draft_tokens else self._gap / 2
+            return self._next_step_time - since
+        return self._pass_interval if at_step and not self._passes[-1].step.draft_tokens else self._pass_interval / 2
 
-    # What
+    # Rendering
 
-    def _read(self) -> None:
-        """Take into the story what came since the last time."""
-        for step in self._unread:
-            self._story.go_on(step)
-        self._unread.clear()
+    def _flush_steps(self) -> None:
+        """Append the steps since the last call to the styled text."""
+        for step in self._pending_steps:
+            self._styled_text.add_step(step)
+        self._pending_steps.clear()
 
-    def rows(self, size: ConsoleDimensions) -> list[Row]:
-        """The panel for a terminal of that size, a row of runs for each of its rows; the last run of a framed one is its edge."""
-        self._read()
-        width, height = min(size.width, WIDEST), size.height
+    def render(self, size: ConsoleDimensions) -> list[Row]:
+        """Return the panel for a terminal of that size, one list of runs per row; a framed row ends with its edge."""
+        self._flush_steps()
+        width, height = min(size.width, MAX_FRAME_WIDTH), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
-            rows = [*self._story.tail(width, max(height - 2, 1), self._is_paused), [(self._figures(width), "plain")]]
+            rows = [
+                *self._styled_text.tail(width, max(height - 2, 1), self._is_paused),
+                [(self._format_statistics(width), "plain")],
+            ]
             return rows[-max(height - 1, 1) :]
-        is_all = height >= ROWS_OF_ALL
-        legend = self._legend(width, 2 if height >= 16 else 1) if is_all else []
-        has_passes = bool(self._roles.guessed)
-        free = height - 1 - len(legend) - (4 if is_all else 2) - has_passes
-        n_passes = min(max(1, free // 3), MOST_PASSES) if has_passes else 0
-        inner, n_text = width - 4, min(free - n_passes, MOST_TEXT_ROWS)
-        if self._has_few_guesses:
+        is_full = height >= MIN_FULL_ROWS
+        legend = self._legend(width, 2 if height >= 16 else 1) if is_full else []
+        has_passes = bool(self._labels.draft_label)
+        free = height - 1 - len(legend) - (4 if is_full else 2) - has_passes
+        n_passes = min(max(1, free // 3), MAX_PASSES_SHOWN) if has_passes else 0
+        inner, n_text = width - 4, min(free - n_passes, MAX_TEXT_ROWS)
+        if self._has_few_drafts:
             n_text, n_passes = n_text + n_passes, 0
-        rows = [self._pen.rule(width, "╭─╮", self._roles.pair, self._speed()), *self._text(self._story, width, n_text)]
+        rows = [
+            self._painter.rule(width, "╭─╮", self._labels.pair, self._format_speed()),
+            *self._text_rows(self._styled_text, width, n_text),
+        ]
         if has_passes:
-            rows.append(self._pen.rule(width, "├─┤", *self._heading(width)))
+            rows.append(self._painter.rule(width, "├─┤", *self._format_heading(width)))
         if n_passes:
-            rows += [self._pen.framed(row, inner) for row in self._guesses(inner, n_passes)]
-        if is_all:
-            share = self._prefill.share if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
-            rows += [self._pen.progress(width, share), self._pen.framed([(self._figures(inner), "plain")], inner)]
-        words = "paused" if self._is_paused else "" if is_all else self._figures(width - 6)
-        keys = "? keys" if self._window.has_keys and is_all else ""
-        return [*rows, self._pen.rule(width, "╰─╯", words, keys), *legend]
+            rows += [self._painter.frame_row(row, inner) for row in self._pass_rows(inner, n_passes)]
+        if is_full:
+            share = self._prefill.fraction if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
+            rows += [
+                self._painter.progress_bar(width, share),
+                self._painter.frame_row([(self._format_statistics(inner), "plain")], inner),
+            ]
+        words = "paused" if self._is_paused else "" if is_full else self._format_statistics(width - 6)
+        keys = "? keys" if self._window.has_keys and is_full else ""
+        return [*rows, self._painter.rule(width, "╰─╯", words, keys), *legend]
 
     @property
-    def _has_few_guesses(self) -> bool:
-        """Whether so few passes had guesses that their lines would show little but single tokens."""
+    def _has_few_drafts(self) -> bool:
+        """Whether so few passes had a draft that their rows would show little but single tokens."""
         s = self._statistics
-        return s.target_passes >= MANY_PASSES and sum(s.drafted_histogram[1:]) < FEW_GUESSES * s.target_passes
+        return s.target_passes >= MIN_DRAFTED_SHARE_PASSES and sum(s.drafted_histogram[1:]) < MIN_DRAFTED_SHARE * s.target_passes
 
-    def _speed(self) -> str:
-        """The pace, or how fast the text is written."""
+    def _format_speed(self) -> str:
+        """Return the pace, or the tokens per second."""
         if self._prefill or self._is_paused:
             return ""
         return f"{self._pace:g} passes a second" if self._pace else f"{self._statistics.tokens_per_second:,.0f} tok/s"
 
-    def _heading(self, width: int) -> tuple[str, str]:
-        """What the lines below it are, as far as it fits."""
-        by, target = self._roles.guessed, self._roles.target
-        if self._has_few_guesses:
+    def _format_heading(self, width: int) -> tuple[str, str]:
+        """Return the heading of the rows of passes, as long as fits."""
+        draft_label, target = self._labels.draft_label, self._labels.target
+        if self._has_few_drafts:
             sentences: tuple[str, ...] = (
-                f"few guesses {by}: more would cost more than they gain",
+                f"few guesses {draft_label}: more would cost more than they gain",
                 "few guesses: more would not pay",
                 "few guesses",
             )
-            return longest(sentences, width - 10), ""
+            return first_fitting(sentences, width - 10), ""
         sentences = (
-            f"guessed {by}; {target} checks a line in one pass",
-            f"guessed {by}; a line is one pass",
+            f"guessed {draft_label}; {target} checks a line in one pass",
+            f"guessed {draft_label}; a line is one pass",
             "guesses; a line is checked in one pass",
             "guesses; a line is one pass",
             "a line is one pass",
         )
-        counts = "guesses right in a pass" if width - 4 >= WIDTH_OF_HISTOGRAM else "tokens"
-        return longest(sentences, width - 10 - len(counts)), counts
+        counts = "guesses right in a pass" if width - 4 >= MIN_HISTOGRAM_WIDTH else "tokens"
+        return first_fitting(sentences, width - 10 - len(counts)), counts
 
-    def _guesses(self, width: int, n: int) -> list[Row]:
-        """The last n passes, the newest at the bottom, and how many tokens they brought; beside them a histogram."""
-        histogram = self._histogram(n) if width >= WIDTH_OF_HISTOGRAM else []
-        room = width - 5 - (SIDE_WIDTH + 3 if histogram else 0)
-        lines = [(self._judged(judged, room), f"+{len(judged.step.tokens)}") for judged in list(self._passes)[-n:]]
+    def _pass_rows(self, width: int, n: int) -> list[Row]:
+        """Return the last n passes with their number of tokens, the newest at the bottom, and a histogram next to them."""
+        histogram = self._histogram_rows(n) if width >= MIN_HISTOGRAM_WIDTH else []
+        n_cells = width - 5 - (HISTOGRAM_WIDTH + 3 if histogram else 0)
+        lines = [(self._verified_row(verified, n_cells), f"+{len(verified.step.tokens)}") for verified in list(self._passes)[-n:]]
         if self._proposed is not None:
-            lines = [*lines, (self._guess(self._proposed, room), "?")][-n:]
+            lines = [*lines, (self._proposal_row(self._proposed, n_cells), "?")][-n:]
         lines += [([], "")] * (n - len(lines))
-        rows = [[*line, (" " * (room + 5 - width_of(line) - len(gain)), "plain"), (gain, "strong")] for line, gain in lines]
+        rows = [
+            [*line, (" " * (n_cells + 5 - row_width(line) - len(n_tokens)), "plain"), (n_tokens, "strong")]
+            for line, n_tokens in lines
+        ]
         return [[*row, ("   ", "plain"), *bar] for row, bar in zip(rows, histogram, strict=True)] if histogram else rows
 
-    def _judged(self, judged: Judged, room: int) -> Row:
-        """Guesses that stood, the one that did not and those behind it, and the target's own token in its place."""
-        before, step = judged
-        accepted, own = "".join(step.pieces[: step.n_accepted]), "".join(step.pieces[step.n_accepted :])
+    def _verified_row(self, verified: VerifiedPass, width: int) -> Row:
+        """Return the accepted draft tokens, the rejected one and those after it, and the target's own token."""
+        before, step = verified
+        accepted, target_text = "".join(step.pieces[: step.n_accepted]), "".join(step.pieces[step.n_accepted :])
         first, *others = [*step.wrong, ""]
         rest = "".join(others)
-        wrong = first + (word_at_start(rest) if word_at_end(first) or first.isspace() else "")
+        wrong = first + (leading_word(rest) if trailing_word(first) or first.isspace() else "")
         rest = rest[len(wrong) - len(first) :]
-        if word_at_start(wrong) and word_at_start(own):  # two endings of one word: show it whole, twice
-            begun = word_at_end(accepted or before)
-            accepted = accepted[: len(accepted) - len(begun)] if accepted else ""
-            wrong, own = apart(accepted, begun + wrong), begun + own
-        own = apart(wrong + rest, own)
-        return self._line(before, room, (accepted, "accepted"), (wrong, "rejected"), (rest, "unread"), (own, "target"))
+        if leading_word(wrong) and leading_word(target_text):  # two endings of one word: show the whole word twice
+            word_start = trailing_word(accepted or before)
+            accepted = accepted[: len(accepted) - len(word_start)] if accepted else ""
+            wrong, target_text = add_leading_space(accepted, word_start + wrong), word_start + target_text
+        target_text = add_leading_space(wrong + rest, target_text)
+        return self._make_row(
+            before, width, (accepted, "accepted"), (wrong, "rejected"), (rest, "unread"), (target_text, "target")
+        )
 
-    def _guess(self, pieces: list[str], room: int) -> Row:
-        """A proposal that is being checked."""
-        return self._line(self._tail or "", room, ("".join(pieces), "proposed"))
+    def _proposal_row(self, pieces: list[str], width: int) -> Row:
+        """Return a proposal that is being verified."""
+        return self._make_row(self._context or "", width, ("".join(pieces), "proposed"))
 
-    def _line(self, before: str, room: int, *runs: Run) -> Row:
-        """Runs in a line, with the beginning of a word that they go on with; what was guessed in vain is the first to be cut."""
-        line_break, space, more = "↵␣…" if self._pen.is_utf else ("\\n", "_", "...")
-        begun = word_at_end(before) if word_at_start(runs[0][0]) else ""
+    def _make_row(self, before: str, width: int, *runs: Run) -> Row:
+        """Return runs in one line, with the start of the word that they continue; the unread draft tokens are cut first."""
+        line_break, space, more = "↵␣…" if self._painter.is_utf else ("\\n", "_", "...")
+        word_start = trailing_word(before) if leading_word(runs[0][0]) else ""
         row = [
-            (space if text == " " else printable(text).replace("\n", line_break).replace("\t", " "), kind)
-            for text, kind in [(begun, "faint"), *runs]
+            (space if text == " " else sanitize(text).replace("\n", line_break).replace("\t", " "), style)
+            for text, style in [(word_start, "faint"), *runs]
             if text
         ]
         row = [(row[0][0].lstrip(), row[0][1]), *row[1:]] if row else []
-        left = room - width_of([run for run in row if run[1] != "unread"])
-        return last_cells([(cut(text, left, more), kind) if kind == "unread" else (text, kind) for text, kind in row], room, more)
+        left = width - row_width([run for run in row if run[1] != "unread"])
+        return truncate_left(
+            [(truncate(text, left, more), style) if style == "unread" else (text, style) for text, style in row], width, more
+        )
 
-    def _figures(self, width: int) -> str:
-        """How far it is and how well it goes, in the longest form that fits."""
+    def _format_statistics(self, width: int) -> str:
+        """Return progress and acceptance in the longest form that fits."""
         s = self._statistics
         if self._prefill:
-            done, left = f"{self._prefill.share:.0%}", time_left(self._clock() - self._begin, self._prefill.share)
-            what = "all of" if self._passes else "the prompt of"  # anew
-            tokens = f"{what} {len(self._prefill.tokens)} tokens"
-            return longest([f"reading {tokens}: {done}{left}", f"reading: {done}{left}", done], width)
+            done, left = f"{self._prefill.fraction:.0%}", format_time_left(self._clock() - self._begin, self._prefill.fraction)
+            scope = "all of" if self._passes else "the prompt of"  # a later prefill, after a rewind
+            tokens = f"{scope} {len(self._prefill.tokens)} tokens"
+            return first_fitting([f"reading {tokens}: {done}{left}", f"reading: {done}{left}", done], width)
         done, times = f"{s.n_generated}/{self._max_tokens}", f"{s.tokens_per_pass:.1f}"
         forms = [f"{done} tokens", done]
-        if self._roles.guessed:
+        if self._labels.draft_label:
             share = f"{s.acceptance_rate:.0%}"
             experts = f"   {s.experts_per_token:.1f} experts a token instead of {s.experts_alone}"
             forms = [
@@ -377,50 +415,56 @@ class LivePanel(Watched):
                 f"{done} {share} {times}/pass",
                 *forms,
             ]
-        return longest(forms, width)
+        return first_fitting(forms, width)
 
-    def _histogram(self, n: int) -> list[Row]:
-        """Passes by how many guesses stood, in at most n rows; the long ones share one."""
+    def _histogram_rows(self, n: int) -> list[Row]:
+        """Return the distribution of accepted draft tokens per pass in at most n rows; long ones share a row."""
         counts = self._statistics.accepted_histogram or [0]
         total = max(1, sum(counts))
         rows: list[Row] = []
-        for first, last in bins(len(counts), max(n, 2))[:n]:
+        for first, last in make_bins(len(counts), max(n, 2))[:n]:
             share = sum(counts[first : last + 1]) / total
             label = f"{first}" if first == last else f"{first}-{last}"
-            bar = ("█" if self._pen.is_utf else "#") * round(share * BAR_WIDTH)
+            bar = ("█" if self._painter.is_utf else "#") * round(share * BAR_WIDTH)
             rows.append([(f"{label:>7} ", "faint"), (f"{bar:<{BAR_WIDTH}}", "plain"), (f" {share:4.0%}", "faint")])
-        return rows + [[(" " * SIDE_WIDTH, "plain")] for _ in range(n - len(rows))]
+        return rows + [[(" " * HISTOGRAM_WIDTH, "plain")] for _ in range(n - len(rows))]
 
 
-def ahead(events: Iterable[Event | Prefill], clock: Callable[[], float] = time.perf_counter) -> Iterator[Event | Prefill]:
-    """The events, written some time ahead of what is seen: who waits between them makes no pass slower.
+def buffer_events(
+    events: Iterable[Event | PrefillProgress], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Event | PrefillProgress]:
+    """Yield events, generated up to MAX_BURST_S ahead of the display, so that waiting between them slows no pass down.
 
-    Those of a text whose passes take as long come as they are.
+    Events of passes that take about as long are passed on at once.
+
+    Args:
+        events: The events.
+        clock: Returns seconds.
     """
-    burst, begin, is_quick = list[Event | Prefill](), clock(), False
+    burst, begin, is_quick = list[Event | PrefillProgress](), clock(), False
     for event in events:
         if isinstance(event, Step):
-            is_quick = event.seconds < BURST_SECONDS / 2
+            is_quick = event.seconds < MAX_BURST_S / 2
         burst.append(event)
-        if not is_quick or clock() - begin > BURST_SECONDS:
+        if not is_quick or clock() - begin > MAX_BURST_S:
             yield from burst
             burst, begin = [], clock()
     yield from burst
 
 
-def bins(n: int, most: int) -> list[tuple[int, int]]:
-    """The numbers below n in at most so many bins, >= 2, first and last of each: one by one, or growing by a factor."""
-    if n <= most:
+def make_bins(n: int, max_bins: int) -> list[tuple[int, int]]:
+    """Return bins of the numbers below n as (first, last), at most `max_bins` >= 2: single numbers, or growing by a factor."""
+    if n <= max_bins:
         return [(i, i) for i in range(n)]
     for factor in range(2, n + 1):
         starts = [0, 1]
         while starts[-1] * factor < n:
             starts.append(starts[-1] * factor)
-        if len(starts) <= most:
+        if len(starts) <= max_bins:
             break
     return [(first, after - 1) for first, after in pairwise([*starts, n])]
 
 
-def apart(before: str, text: str) -> str:
-    """The text with a space in front, if it needs one."""
+def add_leading_space(before: str, text: str) -> str:
+    """Return the text with a space in front if it needs one."""
     return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"

@@ -1,4 +1,4 @@
-"""How far something is, in a line of the terminal that moves and is gone afterwards. Knows no models."""
+"""Status lines and progress bars in one row of the terminal, removed afterwards."""
 
 import os
 import sys
@@ -8,183 +8,197 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
-from specdec.engine.decoding import Event, Prefill, Prompt, Step
-from specdec.loaders import download
+from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Step
+from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
-from specdec.ui.output import printable, time_left
-from specdec.ui.signals import in_foreground, signals
-from specdec.ui.text_layout import cells, cut
+from specdec.ui.output import format_time_left, sanitize
+from specdec.ui.signals import is_in_foreground, signals
+from specdec.ui.text_layout import cell_width, truncate
 
 LOADING, READING, WRITING, TIMING = "loading", "reading", "writing", "timing passes"
-LEAST_BAR, BAR_CELLS = 6, 24
-TICK_SECONDS = 0.2  # between two looks of a line
-SHOW_SECONDS = 0.1  # between two messages
-WORD_SECONDS = 5.0  # between two lines where there is no terminal
-QUIET_SECONDS = 0.25  # what is over by then is not worth a line
-LOOKS, ASCII_LOOKS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
+MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 24
+TICK_INTERVAL_S = 0.2  # of the spinner
+UPDATE_INTERVAL_S = 0.1  # of the progress
+LOG_INTERVAL_S = 5.0  # of progress lines without a terminal
+STATUS_DELAY_S = 0.25  # a shorter task shows no line
+SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 
 
-class Bar(NamedTuple):
-    """What is being done, the share of it that is done, and words behind it."""
+class ProgressBar(NamedTuple):
+    """A task with a progress bar.
 
-    doing: str
+    Attributes:
+        task: Name of the task.
+        share: Completed fraction, 0 to 1.
+        suffix: Text behind the percentage.
+    """
+
+    task: str
     share: float
-    more: str = ""
+    suffix: str = ""
 
-    def text(self, width: int, is_utf: bool) -> str:
-        """In a line of that width: the bar gives way first, then what is being done."""
+    def render(self, width: int, is_utf: bool) -> str:
+        """Return the line at that width; the bar shrinks first, then the task is cut."""
         full, ellipsis = "━…" if is_utf else "=."
-        end = f" {self.share:4.0%}{self.more}"
-        doing = cut(self.doing, width - LEAST_BAR - 1 - cells(end), ellipsis)
-        n = min(BAR_CELLS, width - cells(doing) - 1 - cells(end))
-        return cut(f"{doing} {full * round(n * min(1.0, self.share)):{max(n, 0)}}{end}", width, ellipsis)
+        end = f" {self.share:4.0%}{self.suffix}"
+        task = truncate(self.task, width - MIN_BAR_CELLS - 1 - cell_width(end), ellipsis)
+        n = min(MAX_BAR_CELLS, width - cell_width(task) - 1 - cell_width(end))
+        return truncate(f"{task} {full * round(n * min(1.0, self.share)):{max(n, 0)}}{end}", width, ellipsis)
 
 
-Message = str | Bar
-Show = Callable[[Message], None]
+Message = str | ProgressBar
+ShowMessage = Callable[[Message], None]
 
 
-class Line:
-    """A line on stderr that tells what is being done, where that is a terminal in whose foreground this job is.
+class StatusLine:
+    """A spinner and message on stderr, if that is a terminal and the job is in its foreground.
 
-    A thread moves it, so that one sees that something is. after: seconds before it is shown at all. Elsewhere what takes long
-    says every few seconds how far it is.
+    A thread animates it, as a sign of life. Without a terminal, a long task logs its progress every few seconds.
+
+    Args:
+        message: First message.
+        after: Delay before the line appears, in seconds.
     """
 
     def __init__(self, message: Message, after: float) -> None:
-        self._message, self._doing = message, ""
-        self._first = time.monotonic() + after
+        self._message, self._compile_message = message, ""
+        self._visible_from = time.monotonic() + after
         self._is_terminal = sys.stderr.isatty()
         self._is_utf = (sys.stderr.encoding or "").lower().startswith("utf")
-        self._looks = LOOKS if self._is_utf else ASCII_LOOKS
-        self._n_looks = self._width = 0
-        self._writing = threading.RLock()
-        self._over = threading.Event()
-        self._next_word = time.monotonic() + WORD_SECONDS
-        self._download, self._n_first, self._begin, self._last = ("", 0), 0, 0.0, 0.0
+        self._spinner = SPINNER if self._is_utf else ASCII_SPINNER
+        self._n_ticks = self._width = 0
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._next_log_time = time.monotonic() + LOG_INTERVAL_S
+        self._download, self._n_bytes_at_begin, self._begin, self._last_update = ("", 0), 0, 0.0, 0.0
 
-    def begin(self) -> None:
+    def start(self) -> None:
+        """Show the line and start its thread."""
         self.show(self._message)
-        if self._is_terminal and os.environ.get("TERM") != "dumb":  # which may take each look for a row
-            with suppress(RuntimeError):  # no thread to be had: it stands still
-                threading.Thread(target=self._move, daemon=True).start()
+        if self._is_terminal and os.environ.get("TERM") != "dumb":  # it may print each frame as a new row
+            with suppress(RuntimeError):  # no thread is available: the spinner stands still
+                threading.Thread(target=self._animate, daemon=True).start()
 
     def show(self, message: Message) -> None:
-        """Tell this from now on."""
-        with self._writing:
+        """Show this message from now on."""
+        with self._lock:
             self._message = message
             self._draw()
-            if not self._is_terminal and isinstance(message, Bar) and time.monotonic() > self._next_word:
-                self._next_word = time.monotonic() + WORD_SECONDS
+            if not self._is_terminal and isinstance(message, ProgressBar) and time.monotonic() > self._next_log_time:
+                self._next_log_time = time.monotonic() + LOG_INTERVAL_S
                 with suppress(OSError, ValueError):
-                    print(f"specdec: {message.doing}:{message.share:4.0%}{message.more}", file=sys.stderr, flush=True)
+                    print(f"specdec: {message.task}:{message.share:4.0%}{message.suffix}", file=sys.stderr, flush=True)
 
-    def compiling(self, name: str, n_begun: int) -> None:
-        """See `cache.on_compiling`."""
-        with self._writing:
-            self._doing = f"compiling {n_begun}, {code_cache.why(name)}: {name}" if name else ""
+    def on_compiling(self, name: str, n_begun: int) -> None:
+        """Show what is being compiled. See `code_cache.compile_reporters`."""
+        with self._lock:
+            self._compile_message = f"compiling {n_begun}, {code_cache.get_compile_reason(name)}: {name}" if name else ""
             self._draw()
 
-    def downloading(self, name: str, n: int, total: int) -> None:
-        """Show how much of a download is here. See `download.on_progress`."""
+    def on_download(self, name: str, n: int, total: int) -> None:
+        """Show the progress of a download. See `download.progress_callbacks`."""
         now = time.monotonic()
         if self._download != (name, total):
-            self._download, self._n_first, self._begin = (name, total), n, now
-        elif now > self._last + SHOW_SECONDS:
-            self._last = now
-            left = time_left(now - self._begin, (n - self._n_first) / max(total - self._n_first, 1))
+            self._download, self._n_bytes_at_begin, self._begin = (name, total), n, now
+        elif now > self._last_update + UPDATE_INTERVAL_S:
+            self._last_update = now
+            left = format_time_left(now - self._begin, (n - self._n_bytes_at_begin) / max(total - self._n_bytes_at_begin, 1))
             of = f" of {total / 1e6:,.0f} MB{left}" if total else f", {n / 1e6:,.0f} MB"
-            self.show(Bar(f"downloading {name}", n / total if total else 0.0, of))
+            self.show(ProgressBar(f"downloading {name}", n / total if total else 0.0, of))
 
-    def end(self) -> None:
-        """Nothing is left of it, nor of the ^C of who ended it."""
-        with self._writing:  # or whoever loads would show another message before the process has ended
-            if not self._over.is_set():
-                self._over.set()
-                self._write(" " * min(self._width + len("^C"), self._room))
+    def stop(self) -> None:
+        """Erase the line, and the ^C of the user who ended it."""
+        with self._lock:  # else the loading thread could show another message before the process ends
+            if not self._ended.is_set():
+                self._ended.set()
+                self._write(" " * min(self._width + len("^C"), self._max_width))
 
     @property
-    def _room(self) -> int:
+    def _max_width(self) -> int:
         try:
             return max((os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1, 1)
         except OSError:
             return 79
 
-    def _move(self) -> None:
-        while not self._over.wait(TICK_SECONDS):
-            with self._writing:
-                self._n_looks += 1
+    def _animate(self) -> None:
+        while not self._ended.wait(TICK_INTERVAL_S):
+            with self._lock:
+                self._n_ticks += 1
                 self._draw()
 
     def _draw(self) -> None:
-        message, room = self._doing or self._message, self._room - 2
-        if self._over.is_set() or not message or time.monotonic() < self._first:
+        message, width = self._compile_message or self._message, self._max_width - 2
+        if self._ended.is_set() or not message or time.monotonic() < self._visible_from:
             return
-        text = message.text(room, self._is_utf) if isinstance(message, Bar) else message
-        text = cut(printable(text).replace("\n", " ").replace("\t", " "), room, "…" if self._is_utf else ".")
-        row = cut(f"{self._looks[self._n_looks % len(self._looks)]} {text}", self._room, "")
-        self._write(row + " " * min(self._width - cells(row), self._room - cells(row)))
-        self._width = max(self._width, cells(row))
+        text = message.render(width, self._is_utf) if isinstance(message, ProgressBar) else message
+        text = truncate(sanitize(text).replace("\n", " ").replace("\t", " "), width, "…" if self._is_utf else ".")
+        row = truncate(f"{self._spinner[self._n_ticks % len(self._spinner)]} {text}", self._max_width, "")
+        self._write(row + " " * min(self._width - cell_width(row), self._max_width - cell_width(row)))
+        self._width = max(self._width, cell_width(row))
 
     def _write(self, row: str) -> None:
-        if self._is_terminal and in_foreground(sys.stderr):
-            with suppress(OSError):  # the terminal has gone
+        if self._is_terminal and is_in_foreground(sys.stderr):
+            with suppress(OSError):  # the terminal has closed
                 os.write(sys.stderr.fileno(), f"\r{row}\r".encode(sys.stderr.encoding or "ascii", errors="replace"))
 
 
 @contextmanager
-def loading(message: Message = LOADING, after: float = 0.0) -> Iterator[Show]:
-    """Around all that writes no output: a terminal shows the message meanwhile, and a disk's trouble is not the output's.
+def show_status(message: Message = LOADING, after: float = 0.0) -> Iterator[ShowMessage]:
+    """Show a status line within the context, and yield a function that shows another message.
 
-    Gives what shows another message instead.
+    An OSError within becomes a ValueError, so that it is not taken for an error of the output.
     """
-    line = Line(message, after)
-    with signals.undone(line.end, do=line.begin):
-        code_cache.on_compiling.append(line.compiling)
-        download.on_progress.append(line.downloading)
+    line = StatusLine(message, after)
+    with signals.undo_on_exit(line.stop, do=line.start):
+        code_cache.compile_reporters.append(line.on_compiling)
+        resumable_download.progress_callbacks.append(line.on_download)
         try:
             yield line.show
         except OSError as error:
             raise ValueError(f"cannot load: {error.filename or 'a file'}: {error.strerror or error}") from None
         finally:
-            code_cache.on_compiling.remove(line.compiling)
-            download.on_progress.remove(line.downloading)
+            code_cache.compile_reporters.remove(line.on_compiling)
+            resumable_download.progress_callbacks.remove(line.on_download)
 
 
-def telling(show: Show, doing: str) -> Callable[[float], None]:
-    """What shows a share that is done as a bar, with the time that is left; not so often that it would cost any."""
+def make_progress_callback(show: ShowMessage, task: str) -> Callable[[float], None]:
+    """Return a callback that shows a completed fraction as a bar with the time left, at most every UPDATE_INTERVAL_S."""
     begin, last = time.monotonic(), 0.0
 
-    def tell(share: float) -> None:
+    def on_progress(share: float) -> None:
         nonlocal last
         now = time.monotonic()
-        if now > last + SHOW_SECONDS:
+        if now > last + UPDATE_INTERVAL_S:
             last = now
-            show(Bar(doing, share, time_left(now - begin, share)))
+            show(ProgressBar(task, share, format_time_left(now - begin, share)))
 
-    return tell
+    return on_progress
 
 
-def read_in_a_line(events: Iterator[Event | Prefill], n_unseen: int = 0) -> Generator[Event | Prefill]:
-    """The events, behind a line that tells how far the prompt is read where that takes its time.
+def show_prefill_progress(
+    events: Iterator[Event | PrefillProgress], n_hidden_tokens: int = 0
+) -> Generator[Event | PrefillProgress]:
+    """Yield events, with a status line during a long prefill.
 
-    n_unseen: how many tokens may follow that nobody shows as they come, so that the line goes on with them.
+    Args:
+        events: The events.
+        n_hidden_tokens: Limit of tokens that are not shown as they come; the line then also shows their progress. 0 if shown.
     """
-    with ExitStack() as line:
-        show, n, is_up = line.enter_context(loading(READING, QUIET_SECONDS)), 0, True
-        read = tell = telling(show, READING)
+    with ExitStack() as stack:
+        show, n, is_shown = stack.enter_context(show_status(READING, STATUS_DELAY_S)), 0, True
+        on_reading = on_writing = make_progress_callback(show, READING)
         for event in events:
-            if isinstance(event, Prefill):
-                if not (is_up and event.share):  # it is read anew
-                    show = show if is_up else line.enter_context(loading(READING, QUIET_SECONDS))
-                    read, is_up = telling(show, READING), True
-                read(event.share)
-            elif not n_unseen:
-                line.close()
-                is_up = False
+            if isinstance(event, PrefillProgress):
+                if not (is_shown and event.fraction):  # another prefill
+                    show = show if is_shown else stack.enter_context(show_status(READING, STATUS_DELAY_S))
+                    on_reading, is_shown = make_progress_callback(show, READING), True
+                on_reading(event.fraction)
+            elif not n_hidden_tokens:
+                stack.close()
+                is_shown = False
             elif isinstance(event, Step):
                 n += len(event.tokens)
-                tell(n / n_unseen)
+                on_writing(n / n_hidden_tokens)
             elif isinstance(event, Prompt):
-                tell = telling(show, WRITING)
+                on_writing = make_progress_callback(show, WRITING)
             yield event

@@ -1,4 +1,4 @@
-"""A text that grows at its end, in rows of cells: what stands never moves. Knows no terminals and no models."""
+"""Styled text that grows at its end, wrapped into rows of terminal cells; text that is placed never moves."""
 
 import re
 import unicodedata
@@ -7,196 +7,206 @@ from collections.abc import Callable, Iterable
 
 from rich.cells import get_character_cell_size
 
-from specdec.engine.decoding import Step
-from specdec.ui.output import Printable
+from specdec.engine.decode_loop import Step
+from specdec.ui.output import StreamSanitizer
 
-Run = tuple[str, str]  # a stretch of text, and what it is
+Run = tuple[str, str]  # a stretch of text and its style
 Row = list[Run]
-Tell = Callable[[str, str], None]
+OnWrite = Callable[[str, str], None]
 
-MOST_HELD = 12  # cells at a row's end that an unfinished word does not enter: it might not fit
-KEPT_ROWS = 60  # of a window on a story
-LONGEST_RUN = 256  # characters: strings that grow are copied
-_PARTS = re.compile(r"\s|\S+")
-_IN_WORDS = {"Lu", "Ll", "Lt", "Lm", "Mn", "Mc", "Nd"}  # not "Lo": scripts that may put no spaces between words
-
-
-def is_of_a_word(character: str) -> bool:
-    return character in "'\u2019" or unicodedata.category(character) in _IN_WORDS
+MAX_HELD_CELLS = 12  # cells at a row's end that an unfinished word does not enter, since it might not fit
+MAX_TAIL_ROWS = 60
+MAX_RUN_LENGTH = 256  # characters; growing a string copies it
+_PART_PATTERN = re.compile(r"\s|\S+")
+_WORD_CATEGORIES = {"Lu", "Ll", "Lt", "Lm", "Mn", "Mc", "Nd"}  # not "Lo": scripts that may put no spaces between words
 
 
-def cells(text: str) -> int:
-    """The columns that a text takes in a terminal: those of its characters, so that a text has as many as its parts."""
+def is_word_character(character: str) -> bool:
+    """Return whether a character can continue a word."""
+    return character in "'\u2019" or unicodedata.category(character) in _WORD_CATEGORIES
+
+
+def cell_width(text: str) -> int:
+    """Return the terminal columns of a text: the sum over its characters, so that the widths of parts add up."""
     return len(text) if text.isascii() else sum(map(get_character_cell_size, text))
 
 
-def word_at_start(text: str) -> str:
-    """What at the start of a text may go on with a word."""
-    return text[: next((i for i, c in enumerate(text) if not is_of_a_word(c)), len(text))]
+def leading_word(text: str) -> str:
+    """Return the start of a text that can continue a word."""
+    return text[: next((i for i, c in enumerate(text) if not is_word_character(c)), len(text))]
 
 
-def word_at_end(text: str) -> str:
-    """The word at the end of a text that may go on."""
-    return word_at_start(text[::-1])[::-1]
+def trailing_word(text: str) -> str:
+    """Return the unfinished word at the end of a text."""
+    return leading_word(text[::-1])[::-1]
 
 
-def width_of(row: Row) -> int:
-    return sum([cells(text) for text, _ in row])
+def row_width(row: Row) -> int:
+    """Return the terminal columns of a row."""
+    return sum([cell_width(text) for text, _ in row])
 
 
-def append(row: Row, text: str, kind: str) -> None:
-    """To the last run of the row, if it is of that kind."""
-    if row and row[-1][1] == kind and len(row[-1][0]) < LONGEST_RUN:
+def append_run(row: Row, text: str, style: str) -> None:
+    """Append text to the row's last run if that has the same style, else as a new run."""
+    if row and row[-1][1] == style and len(row[-1][0]) < MAX_RUN_LENGTH:
         text = row.pop()[0] + text
-    row.append((text, kind))
+    row.append((text, style))
 
 
-def cut(text: str, width: int, mark: str) -> str:
-    """As much of a text's start as fits; the mark stands for the rest, where there is room for it."""
-    if cells(text) <= max(width, 0):
+def truncate(text: str, width: int, mark: str) -> str:
+    """Return as much of the start of a text as fits, with a mark for the rest if it has room."""
+    if cell_width(text) <= max(width, 0):
         return text
-    n, room = 0, width - cells(mark)
-    while room >= cells(text[n]):
-        room -= cells(text[n])
+    n, left = 0, width - cell_width(mark)
+    while left >= cell_width(text[n]):
+        left -= cell_width(text[n])
         n += 1
-    return text[:n] + mark if room >= 0 else ""
+    return text[:n] + mark if left >= 0 else ""
 
 
-def longest(forms: Iterable[str], width: int) -> str:
-    """The first of these forms, the longest one first, that fits; nothing where none does."""
-    return next((form for form in forms if cells(form) <= width), "")
+def first_fitting(forms: Iterable[str], width: int) -> str:
+    """Return the first form that fits; "" if none does. The longest form comes first."""
+    return next((form for form in forms if cell_width(form) <= width), "")
 
 
-def last_cells(row: Row, width: int, mark: str) -> Row:
-    """As much of a row's end as fits; the mark stands for the rest."""
-    if width_of(row) <= width:
+def truncate_left(row: Row, width: int, mark: str) -> Row:
+    """Return as much of the end of a row as fits, with a mark for the rest."""
+    if row_width(row) <= width:
         return row
     short: Row = []
-    room = width - cells(mark)
-    for text, kind in reversed(row):
-        end = cut(text[::-1], room, "")[::-1]
-        short.insert(0, (end, kind))
-        room -= cells(end)
+    left = width - cell_width(mark)
+    for text, style in reversed(row):
+        end = truncate(text[::-1], left, "")[::-1]
+        short.insert(0, (end, style))
+        left -= cell_width(end)
         if end != text:
             break
     return [(mark, "faint"), *short]
 
 
-class Rows:
-    """A text broken into rows of at most `width` cells, between words where it can be.
+class WrappedRows:
+    """Text wrapped into rows of at most `width` cells, between words where possible.
 
-    What has a place stays there: an unfinished word that might not fit waits, and one that outgrows its row is broken.
-    keep: how many rows are kept, None for all; tell: is told what gets its place, and each line break.
+    Placed text stays in its place: an unfinished word that might not fit waits, and one that outgrows its row is broken.
+
+    Args:
+        width: Cells of a row.
+        max_rows: Number of rows to keep, None for all.
+        on_write: Called with each placed run and each line break.
     """
 
-    def __init__(self, width: int, keep: int | None = None, tell: Tell = lambda *_: None) -> None:
-        self._tell = tell
-        self._width, self._safe = width, width - min(MOST_HELD, width // 4)
-        self._rows: deque[Row] = deque([[]], maxlen=keep)
+    def __init__(self, width: int, max_rows: int | None = None, on_write: OnWrite = lambda *_: None) -> None:
+        self._on_write = on_write
+        self._width, self._safe_width = width, width - min(MAX_HELD_CELLS, width // 4)
+        self._rows: deque[Row] = deque([[]], maxlen=max_rows)
         self._column = 0
-        self._goes_on = False  # whether the last word has its place
-        self._held: Row = []
+        self._is_word_placed = False  # whether the last word has begun to be placed
+        self._pending_word: Row = []
 
-    def add(self, text: str, kind: str) -> None:
-        for part in _PARTS.findall(text.replace("\t", "    ")):
+    def add(self, text: str, style: str) -> None:
+        """Append text."""
+        for part in _PART_PATTERN.findall(text.replace("\t", "    ")):
             if part.isspace():
-                self.settle()
-                self._goes_on = False
+                self.flush()
+                self._is_word_placed = False
                 if part == "\n":
                     self._new_row()
                 elif self._column < self._width:
-                    self._place(" ", kind)
-            elif self._goes_on:
-                self._place(part, kind)
+                    self._place(" ", style)
+            elif self._is_word_placed:
+                self._place(part, style)
             else:
-                append(self._held, part, kind)
-                if not self._safe < self._column + width_of(self._held) <= self._width:
-                    self.settle()
+                append_run(self._pending_word, part, style)
+                if not self._safe_width < self._column + row_width(self._pending_word) <= self._width:
+                    self.flush()
 
-    def so_far(self) -> list[Row]:
-        """Without the word that waits."""
+    def get_rows(self) -> list[Row]:
+        """Return the rows without the word that waits."""
         return list(self._rows)
 
-    def settle(self) -> None:
-        """The word that waits gets its place, though it may go on: if it outgrows its row, it is broken there."""
-        if not self._held:
+    def flush(self) -> None:
+        """Place the waiting word, though it may continue; if it outgrows its row, it is broken there."""
+        if not self._pending_word:
             return
-        if self._column and self._column + width_of(self._held) > self._width:
+        if self._column and self._column + row_width(self._pending_word) > self._width:
             self._new_row()
-        for text, kind in self._held:
-            self._place(text, kind)
-        self._held, self._goes_on = [], True
+        for text, style in self._pending_word:
+            self._place(text, style)
+        self._pending_word, self._is_word_placed = [], True
 
-    def _place(self, text: str, kind: str) -> None:
-        for part in [text] if self._column + cells(text) <= self._width else text:
-            width = cells(part)
+    def _place(self, text: str, style: str) -> None:
+        for part in [text] if self._column + cell_width(text) <= self._width else text:
+            width = cell_width(part)
             if self._column and self._column + width > self._width:
                 self._new_row()
-            append(self._rows[-1], part, kind)
-            self._tell(part, kind)
+            append_run(self._rows[-1], part, style)
+            self._on_write(part, style)
             self._column += width
 
     def _new_row(self) -> None:
         self._rows.append([])
-        self._tell("\n", "plain")
+        self._on_write("\n", "plain")
         self._column = 0
 
 
-class Story:
-    """A text that grows at its end, in colours of whole words: a word is of its first piece's kind, and a prompt ends one.
+class StyledText:
+    """Growing text with one style per word: that of its first piece. A prompt ends its last word.
 
-    tell: see `Rows`, of its `tail`.
+    Args:
+        on_write: As in `WrappedRows`, for the rows of `tail`.
     """
 
-    def __init__(self, tell: Tell = lambda *_: None) -> None:
-        self._tell = tell
-        self._printable = Printable()
+    def __init__(self, on_write: OnWrite = lambda *_: None) -> None:
+        self._on_write = on_write
+        self._sanitizer = StreamSanitizer()
         self._runs: Row = []
-        self._in_word = False
+        self._is_in_word = False
         self._width = 0
-        self._tail: Rows | None = None
+        self._tail: WrappedRows | None = None
 
-    def go_on(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
+        """Append the accepted draft tokens and the target's own tokens of a step."""
         self.add("".join(step.pieces[: step.n_accepted]), "accepted")
         self.add("".join(step.pieces[step.n_accepted :]), "target")
 
-    def end(self) -> None:
-        """What is left of a control sequence."""
-        self._add(self._printable.end(), "target")
+    def finish(self) -> None:
+        """Append what is left of an unfinished control sequence."""
+        self._add(self._sanitizer.end(), "target")
 
-    def add(self, text: str, kind: str) -> None:
-        self._add(self._printable.push(text), kind)
+    def add(self, text: str, style: str) -> None:
+        """Append text of a style."""
+        self._add(self._sanitizer.push(text), style)
 
-    def _add(self, text: str, kind: str) -> None:
+    def _add(self, text: str, style: str) -> None:
         if not text:
             return
-        rest = word_at_start(text) if self._in_word else ""
+        rest = leading_word(text) if self._is_in_word else ""
         if rest:
             self._append(rest, self._runs[-1][1])
         if len(rest) < len(text):
-            self._append(text[len(rest) :], kind)
-        self._in_word = kind != "prompt" and is_of_a_word(text[-1])
+            self._append(text[len(rest) :], style)
+        self._is_in_word = style != "prompt" and is_word_character(text[-1])
 
     def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
-        """The last n rows so far; is_whole: to the last letter."""
+        """Return the last n rows; is_whole includes an unfinished last word."""
         if not self._tail or width != self._width:
-            self._width, self._tail = width, self._laid_out(Rows(width, KEPT_ROWS, self._tell))
+            self._width, self._tail = width, self._wrap_into(WrappedRows(width, MAX_TAIL_ROWS, self._on_write))
         if is_whole:
-            self._tail.settle()
-        return self._tail.so_far()[-n:]
+            self._tail.flush()
+        return self._tail.get_rows()[-n:]
 
-    def rows(self, width: int) -> list[Row]:
-        """All of it."""
-        rows = self._laid_out(Rows(width))
-        rows.settle()
-        return rows.so_far()
+    def wrap(self, width: int) -> list[Row]:
+        """Return all rows at that width."""
+        rows = self._wrap_into(WrappedRows(width))
+        rows.flush()
+        return rows.get_rows()
 
-    def _append(self, text: str, kind: str) -> None:
-        append(self._runs, text, kind)
+    def _append(self, text: str, style: str) -> None:
+        append_run(self._runs, text, style)
         if self._tail:
-            self._tail.add(text, kind)
+            self._tail.add(text, style)
 
-    def _laid_out(self, rows: Rows) -> Rows:
-        for text, kind in self._runs:
-            rows.add(text, kind)
+    def _wrap_into(self, rows: WrappedRows) -> WrappedRows:
+        for text, style in self._runs:
+            rows.add(text, style)
         return rows

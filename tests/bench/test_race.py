@@ -1,4 +1,4 @@
-"""race.py, race_screen.py: what is measured, and what is to be seen of it."""
+"""The race: its measurement and its view."""
 
 import io
 import subprocess
@@ -10,40 +10,40 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from specdec.bench.race import Lane, Race, measure
-from specdec.decoder import SpeculativeDecoder
-from specdec.engine.decoding import Prompt, Step
+from specdec.bench.race import Race, RecordedRun, measure
+from specdec.engine.decode_loop import Prompt, Step
 from specdec.sampling import Sampling
-from specdec.text.detokenizer import Wording
+from specdec.speculative_decoder import SpeculativeDecoder
+from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import Tokenizer
-from specdec.ui.output import Roles
+from specdec.ui.live_window import Window
+from specdec.ui.output import ModelLabels
 from specdec.ui.race import RaceView
-from specdec.ui.terminal_window import Window
-from specdec.ui.text_layout import width_of
+from specdec.ui.text_layout import row_width
 from tests.conftest import Pair
-from tests.fakes.terminal import PROMPT, Job, Screen, with_pair
+from tests.fakes.terminal import PROMPT, Screen, ShellJob, make_arguments
 from tests.tools.checkpoint_files import ROOT
-from tests.ui.test_panel import Clock, Keys, grew
+from tests.ui.test_panel import Clock, Keys, has_grown
 
 SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
 
 
-def lane_of(tokenizer: Tokenizer, tokens: list[int], n_a_step: int, seconds: float) -> Lane:
-    """Steps of the same length, in which all tokens but the last were guessed."""
-    lane, wording = Lane(), Wording(tokenizer)
-    lane.add(wording.of(Prompt(tokenizer.encode("the"), 1.0)))
+def make_run(tokenizer: Tokenizer, tokens: list[int], n_a_step: int, seconds: float) -> RecordedRun:
+    """Return a run of steps of equal duration, with all tokens but the last of each accepted."""
+    lane, wording = RecordedRun(), EventDetokenizer(tokenizer)
+    lane.add(wording.detokenize(Prompt(tokenizer.encode("the"), 1.0)))
     for start in range(0, len(tokens), n_a_step):
         some = tokens[start : start + n_a_step]
-        lane.add(wording.of(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens")))
+        lane.add(wording.detokenize(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens")))
     return lane
 
 
-class Theatre:
-    """A race on a console of a given size: the target takes 0.1 s a token, the pair that for four. Frames are kept."""
+class RaceStage:
+    """A race on a console of a given size, with kept frames: the target takes 0.1 s a token, the pair 0.1 s for four."""
 
     def __init__(self, tokenizer: Tokenizer, width: int, height: int, text: str = " the end then" * 12) -> None:
         tokens = tokenizer.encode(text)[1:]
-        self.race = Race(lane_of(tokenizer, tokens, 1, 0.1), lane_of(tokenizer, tokens, 4, 0.1), 1, True)
+        self.race = Race(make_run(tokenizer, tokens, 1, 0.1), make_run(tokenizer, tokens, 4, 0.1), 1, True)
         self.screen, self.clock, self.keys = Screen(width, height), Clock(), Keys()
         self.typed: dict[int, bytes] = {}
         self.n_sleeps = 0
@@ -52,7 +52,7 @@ class Theatre:
         self.console = Console(file=file, width=width, height=height, force_terminal=True, legacy_windows=False)
         self.view = RaceView(
             self.race,
-            Roles("big", "by little", "big + little"),
+            ModelLabels("big", "by little", "big + little"),
             Window(self.console, self.keys, self.clock, self.sleep),
         )
 
@@ -60,9 +60,9 @@ class Theatre:
         self.clock.now += seconds
         self.n_sleeps += 1
         self.keys.typed = [self.typed[self.n_sleeps]] if self.n_sleeps in self.typed else []
-        rows = self.view.rows(self.console.size)
+        rows = self.view.render(self.console.size)
         assert len(rows) < self.console.height
-        assert max(map(width_of, rows)) <= self.console.width
+        assert max(map(row_width, rows)) <= self.console.width
 
     def play(self) -> Screen:
         self.view.play()
@@ -70,8 +70,8 @@ class Theatre:
         return self.screen
 
 
-def story_of(picture: str, side: int) -> list[str]:
-    """The rows of one of two texts that are beside each other."""
+def get_text_rows(picture: str, side: int) -> list[str]:
+    """Return the rows of the text on one side."""
     rows = picture.splitlines()
     top, bottom = (next(i for i, row in enumerate(rows) if row.startswith(corner)) for corner in "╭├")
     story = [row.split("││")[side].strip("│ ") for row in rows[top + 1 : bottom]]
@@ -81,61 +81,61 @@ def story_of(picture: str, side: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_race_fits_and_ends_with_the_text(tokenizer: Tokenizer, size: tuple[int, int]) -> None:
-    theatre = Theatre(tokenizer, *size)
-    screen = theatre.play()
-    assert "╭" not in screen.text() and not screen.cursor_hidden
-    assert screen.text().startswith("the")
-    assert " ".join(screen.text().split()).count("the end then") == 12
-    assert len(screen.pictures) > 10
+def test_race_fits_terminal_and_ends_with_output(tokenizer: Tokenizer, size: tuple[int, int]) -> None:
+    stage = RaceStage(tokenizer, *size)
+    screen = stage.play()
+    assert "╭" not in screen.get_text() and not screen.cursor_hidden
+    assert screen.get_text().startswith("the")
+    assert " ".join(screen.get_text().split()).count("the end then") == 12
+    assert len(screen.frames) > 10
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
-def test_each_text_grows_at_its_own_speed_and_only_at_its_end(tokenizer: Tokenizer, size: tuple[int, int]) -> None:
-    theatre = Theatre(tokenizer, *size)
-    pictures = theatre.play().pictures
+def test_each_text_grows_at_its_speed_and_only_at_its_end(tokenizer: Tokenizer, size: tuple[int, int]) -> None:
+    stage = RaceStage(tokenizer, *size)
+    pictures = stage.play().frames
     for side in (0, 1):
-        stories = [story_of(picture, side) for picture in pictures]
-        assert stories[-1] and all(grew(before, after) for before, after in pairwise(stories))
+        frames = [get_text_rows(picture, side) for picture in pictures]
+        assert frames[-1] and all(has_grown(before, after) for before, after in pairwise(frames))
     middle = pictures[len(pictures) // 4]
-    assert len("".join(story_of(middle, 1))) > 2 * len("".join(story_of(middle, 0)))
-    n_tokens = len(theatre.race.alone.tokens)
+    assert len("".join(get_text_rows(middle, 1))) > 2 * len("".join(get_text_rows(middle, 0)))
+    n_tokens = len(stage.race.alone.tokens)
     assert f"same text, letter for letter; {n_tokens / -(-n_tokens // 4):.1f} times as fast" in pictures[-1]
     assert "times slower" in middle or "as fast as it ran" in middle
 
 
 def test_keys_pause_step_slow_down_and_end(tokenizer: Tokenizer) -> None:
-    theatre = Theatre(tokenizer, 80, 24)
-    theatre.typed = {3: b"\x1b[C", 4: b"\x1b[C", 5: b"-", 6: b"?", 7: b"q"}
-    theatre.view.factor = 10
-    pictures = theatre.play().pictures
+    stage = RaceStage(tokenizer, 80, 24)
+    stage.typed = {3: b"\x1b[C", 4: b"\x1b[C", 5: b"-", 6: b"?", 7: b"q"}
+    stage.view.slowdown = 10
+    pictures = stage.play().frames
     assert " 2 tokens in 2 passes" in pictures[-4] and "paused; slow motion, 10 times slower" in pictures[-4]
     assert "20 times slower" in pictures[-3] and "space: pause" not in pictures[-3] and "space: pause" in pictures[-2]
-    assert theatre.n_sleeps == 7
+    assert stage.n_sleeps == 7
 
 
-def test_resizing_in_a_race_leaves_nothing_behind(tokenizer: Tokenizer) -> None:
-    theatre = Theatre(tokenizer, 120, 40)
-    theatre.view.play()
+def test_resizing_race_leaves_nothing_behind(tokenizer: Tokenizer) -> None:
+    stage = RaceStage(tokenizer, 120, 40)
+    stage.view.play()
     for width, height in ((40, 12), (80, 24), (80, 6), (10, 3), (20, 8)):
-        rows = theatre.view.rows(ConsoleDimensions(width, height))
+        rows = stage.view.render(ConsoleDimensions(width, height))
         assert len(rows) < height or height < 3
-        assert max(map(width_of, rows)) <= width
+        assert max(map(row_width, rows)) <= width
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79])
-def test_the_figures_of_a_race_fit_a_narrow_terminal(tokenizer: Tokenizer, width: int) -> None:
-    race = Theatre(tokenizer, 80, 24).race
+def test_race_statistics_fit_narrow_terminal(tokenizer: Tokenizer, width: int) -> None:
+    race = RaceStage(tokenizer, 80, 24).race
     names = "big alone", "big + a-draft"
-    wide, narrow = race.report(*names), race.report(*names, width)
+    wide, narrow = race.format_lines(*names), race.format_lines(*names, width)
     assert len(wide) == 2 and min(map(len, wide)) > 60
     assert max(map(len, narrow)) <= width
     words = " ".join(narrow).replace(" in ", " ").replace(",", "").split()
     assert words == [word for line in wide for word in line.replace(" in ", " ").replace(",", "").split()]
-    assert race.report(*names, 200) == wide
+    assert race.format_lines(*names, 200) == wide
 
 
-def test_the_fastest_runs_count_and_both_write_one_text(pair: Pair) -> None:
+def test_fastest_runs_count_and_outputs_are_equal(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=4, n_threads=1)
     decoder.warm_up()
     shares: list[float] = []
@@ -143,20 +143,20 @@ def test_the_fastest_runs_count_and_both_write_one_text(pair: Pair) -> None:
     assert race.is_same_text and race.alone.tokens == race.pair.tokens
     assert race.n_rounds >= 1 and max(shares) == 1.0
     assert not race.alone.statistics.n_drafted and race.pair.statistics.n_drafted
-    assert race.ratio == pytest.approx(race.alone.ends[-1] / race.pair.ends[-1])
-    assert f"{race.ratio:.1f} times as fast" in race.sentence or race.ratio < 1
+    assert race.speedup == pytest.approx(race.alone.end_seconds[-1] / race.pair.end_seconds[-1])
+    assert f"{race.speedup:.1f} times as fast" in race.summary or race.speedup < 1
 
 
-def test_a_race_on_a_terminal_leaves_the_text_and_the_figures(pair: Pair) -> None:
-    with Job(["race", *with_pair(pair, "-n", 60)], 80, 24) as job:
+def test_race_on_terminal_leaves_output_and_statistics(pair: Pair) -> None:
+    with ShellJob(["race", *make_arguments(pair, "-n", 60)], 80, 24) as job:
         job.read_until(frames=2)
-        job.type(b"q")
-        assert job.report() == "0"
-        text = job.screen().text()
+        job.type_keys(b"q")
+        assert job.read_report() == "0"
+        text = job.make_screen().get_text()
     assert "same text, letter for letter; " in text and "seed 5" in text and "╭" not in text
 
 
-def test_the_script_draws_a_picture_that_moves_and_ends_with_both_texts(tmp_path: Path) -> None:
+def test_script_draws_animation_that_ends_with_both_outputs(tmp_path: Path) -> None:
     out = tmp_path / "race.svg"
     subprocess.run([sys.executable, ROOT / "docs/race_picture.py", out], check=True, capture_output=True)
     for path in (out, ROOT / "docs/race.svg"):

@@ -1,4 +1,4 @@
-"""specdec sweep: its arithmetic with made-up clocks, its words, its outputs, and the command on a tiny pair."""
+"""`specdec sweep`: its arithmetic with fake clocks, its reports, and the command on a tiny pair."""
 
 import csv
 import dataclasses
@@ -18,31 +18,34 @@ from rich.console import Console
 import specdec
 from specdec import Sampling, SpeculativeDecoder
 from specdec.bench import sweep
-from specdec.bench.race import Lane
-from specdec.bench.sweep import Figures, Measured, Setting, Text
-from specdec.cli import entry
-from specdec.cli.options import option_of
+from specdec.bench.race import RecordedRun
+from specdec.bench.sweep import Setting, SettingResult, SweepCase, SweepRuns
+from specdec.cli import bootstrap
+from specdec.cli.options import get_option_info
 from specdec.cli.sweep import SweepRequest
-from specdec.engine.decoding import Event, Prompt, Proposal, Step
+from specdec.engine.decode_loop import Event, Prompt, Proposal, Step
 from specdec.ui import signals
 from specdec.ui import sweep_report as sweep_chart
 from tests.conftest import Pair
-from tests.fakes.terminal import Job
+from tests.fakes.terminal import ShellJob
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0, seed=1)
 STORY = list(range(100, 160))
 
 
-class Clockwork:
-    """Writes STORY with `stands` of every `gamma` proposals, in so many seconds a pass. wrong: a token that it says instead."""
+class FakeDecoder:
+    """A decoder that generates STORY and accepts `stands` of every `gamma` proposals, at that many seconds a pass.
+
+    wrong: a position with another token.
+    """
 
     def __init__(self, gamma: int = 0, stands: int = 0, seconds: float = 1.0, wrong: int | None = None) -> None:
         self.gamma: Any = gamma
         self.stands, self.seconds, self.wrong = stands, seconds, wrong
-        self.asked: list[Text] = []
+        self.cases: list[SweepCase] = []
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]:
-        self.asked.append(Text(prompt, max_tokens, sampling))
+        self.cases.append(SweepCase(prompt, max_tokens, sampling))
         text = STORY[:max_tokens]
         if self.wrong is not None and self.wrong < len(text):
             text[self.wrong] = -1
@@ -55,19 +58,19 @@ class Clockwork:
             yield Step(new, [*new[:accepted], *[0] * (n - accepted)], accepted, self.seconds, 0.0, None if text else "max_tokens")
 
 
-def clockworks(**pair: Any) -> list[Setting]:
+def make_fake_settings(**pair: Any) -> list[Setting]:
     return [
-        Setting("target alone", "", Clockwork(), "alone"),
-        Setting("draft alone", "", Clockwork(seconds=0.1, wrong=3), "draft"),
-        Setting("γ 4", "-g 4", Clockwork(4, **{"stands": 3, "seconds": 2.0} | pair), "pair", 4),
+        Setting("target alone", "", FakeDecoder(), "alone"),
+        Setting("draft alone", "", FakeDecoder(seconds=0.1, wrong=3), "draft"),
+        Setting("γ 4", "-g 4", FakeDecoder(4, **{"stands": 3, "seconds": 2.0} | pair), "pair", 4),
     ]
 
 
-def test_a_speed_up_is_that_of_neighbours_and_counts_no_prompt() -> None:
-    """Four tokens in two seconds, where the target alone takes four."""
-    measured = sweep.measure(clockworks(), [Text("a", 40, GREEDY)], rounds=2)
-    alone, draft, pair = measured.cells()
-    assert measured.is_whole
+def test_speedup_compares_neighbours_and_excludes_prefill() -> None:
+    """Four tokens take two seconds; the target alone takes four."""
+    measured = sweep.measure(make_fake_settings(), [SweepCase("a", 40, GREEDY)], rounds=2)
+    alone, draft, pair = measured.compute_cells()
+    assert measured.is_complete
     assert (alone.speedup_mean, alone.tokens_per_second, alone.tokens_per_pass) == (1.0, 1.0, 1.0)
     assert (alone.n_drafted, alone.acceptance_by_position) == (0, [])
     assert draft.speedup_mean == pytest.approx(10)
@@ -76,132 +79,136 @@ def test_a_speed_up_is_that_of_neighbours_and_counts_no_prompt() -> None:
     assert pair.n_accepted == 2 * 30
 
 
-def test_a_rate_by_position_counts_only_what_was_drafted_there() -> None:
-    """Of 40 tokens, ten passes of four; the last one has room for three proposals alone."""
-    measured = sweep.measure(clockworks(), [Text("a", 40, GREEDY)], rounds=1)
-    pair = measured.cells()[-1]
+def test_acceptance_by_position_counts_only_drafted_tokens() -> None:
+    """Ten passes of four tokens; the last one has room for only three proposals."""
+    measured = sweep.measure(make_fake_settings(), [SweepCase("a", 40, GREEDY)], rounds=1)
+    pair = measured.compute_cells()[-1]
     assert pair.acceptance_by_position == [1.0, 1.0, 1.0, 0.0]
     assert pair.n_drafted == 9 * 4 + 3
     assert pair.acceptance_rate == 30 / 39
-    run = Lane()
+    run = RecordedRun()
     for drafted, accepted in ((3, 1), (1, 1), (0, 0), (2, 0)):
         run.add(Step([7] * (accepted + 1), [7] * drafted, accepted, 0.5, 0.1))
     assert (run.statistics.acceptance_by_position, run.statistics.decode_seconds) == ([2 / 3, 0, 0], 2.0)
 
 
-def lane(tokens: list[int], stop_reason: str, seconds: float) -> Lane:
-    """A text of one step."""
-    lane = Lane()
-    lane.add(Step(tokens, [], 0, seconds, 0.0, stop_reason))
-    return lane
+def make_run(tokens: list[int], stop_reason: str, seconds: float) -> RecordedRun:
+    """Return a run of one step."""
+    run = RecordedRun()
+    run.add(Step(tokens, [], 0, seconds, 0.0, stop_reason))
+    return run
 
 
-def of_seconds(table: dict[str, list[tuple[float, float]]]) -> Measured:
-    """For each text, the seconds of the target alone and of the pair in each round; ten tokens each."""
-    settings = [setting for setting in clockworks() if setting.kind != "draft"]
+def make_runs(table: dict[str, list[tuple[float, float]]]) -> SweepRuns:
+    """Return runs from the seconds of the target alone and of the pair, by case and round; ten tokens each."""
+    settings = [setting for setting in make_fake_settings() if setting.kind != "draft"]
     runs = {
-        Text(prompt, 10, GREEDY): [
-            {s.name: lane(STORY[:10], "max_tokens", t) for s, t in zip(settings, times, strict=True)} for times in rounds
+        SweepCase(prompt, 10, GREEDY): [
+            {s.name: make_run(STORY[:10], "max_tokens", t) for s, t in zip(settings, times, strict=True)} for times in rounds
         ]
         for prompt, rounds in table.items()
     }
-    return Measured(settings, runs)
+    return SweepRuns(settings, runs)
 
 
-def test_a_text_counts_once_with_the_median_of_its_rounds() -> None:
-    """A round in which the machine was five times slower for both, or for one of them, moves nothing."""
-    measured = of_seconds({"a": [(4.0, 2.0), (20.0, 10.0), (4.0, 10.0)], "b": [(9.0, 3.0)] * 3, "c": [(4.0, 4.0)] * 3})
-    pair = measured.cells()[1]
+def test_case_counts_once_with_median_of_rounds() -> None:
+    """A round in which the machine was five times slower for both, or for one of them, changes nothing."""
+    measured = make_runs({"a": [(4.0, 2.0), (20.0, 10.0), (4.0, 10.0)], "b": [(9.0, 3.0)] * 3, "c": [(4.0, 4.0)] * 3})
+    pair = measured.compute_cells()[1]
     assert (pair.speedup_min, pair.speedup_mean, pair.speedup_max) == (1.0, 2.0, 3.0)
     assert pair.tokens_per_second == 2.5
     assert pair.n_texts == 3
-    assert measured.totals()[1] == dataclasses.replace(pair, max_tokens=None)
+    assert measured.compute_totals()[1] == dataclasses.replace(pair, max_tokens=None)
 
 
-def test_a_text_that_ends_at_once_has_no_speed() -> None:
-    settings = clockworks()[:1]
-    empty, ten = lane([], "eos", 1.0), lane(STORY[:10], "max_tokens", 5.0)
-    runs = {Text("a", 10, GREEDY): [{"target alone": empty}], Text("b", 10, GREEDY): [{"target alone": ten}]}
-    assert [f.n_texts for f in Measured(settings, runs).cells()] == [1]
-    assert Measured(settings, {Text("a", 10, GREEDY): [{"target alone": empty}]}).cells() == []
+def test_empty_output_has_no_speed() -> None:
+    settings = make_fake_settings()[:1]
+    empty, ten = make_run([], "eos", 1.0), make_run(STORY[:10], "max_tokens", 5.0)
+    runs = {SweepCase("a", 10, GREEDY): [{"target alone": empty}], SweepCase("b", 10, GREEDY): [{"target alone": ten}]}
+    assert [f.n_texts for f in SweepRuns(settings, runs).compute_cells()] == [1]
+    assert SweepRuns(settings, {SweepCase("a", 10, GREEDY): [{"target alone": empty}]}).compute_cells() == []
 
 
-def test_settings_take_turns_in_an_order_that_is_rotated() -> None:
-    told: list[str] = []
-    settings = clockworks()
+def test_settings_take_turns_in_rotated_order() -> None:
+    names: list[str] = []
+    settings = make_fake_settings()
     for setting in settings:
         stream, name = setting.decoder.stream, setting.name
-        setting.decoder.stream = lambda *text, stream=stream, name=name: told.append(name) or stream(*text)  # type: ignore[method-assign, misc, assignment]
-    texts = [Text(prompt, 5, sampling) for prompt in "ab" for sampling in (GREEDY, SAMPLED)]
+        setting.decoder.stream = lambda *text, stream=stream, name=name: names.append(name) or stream(*text)  # type: ignore[method-assign, misc, assignment]
+    texts = [SweepCase(prompt, 5, sampling) for prompt in "ab" for sampling in (GREEDY, SAMPLED)]
     shares: list[float] = []
     sweep.measure(settings, texts, 3, shares.append)
-    warm, visits = told[: 2 * 3], [told[i : i + 3] for i in range(6, len(told), 3)]
+    warm, rounds = names[: 2 * 3], [names[i : i + 3] for i in range(6, len(names), 3)]
     assert warm == [setting.name for setting in settings] * 2
-    assert len(visits) == 3 * 4
-    assert all(sorted(visit) == sorted(visits[0]) for visit in visits)
-    assert {visit[0] for visit in visits} == {setting.name for setting in settings}
-    assert len({visit[0] for visit in visits[::4]}) == 3  # of one text, round by round
+    assert len(rounds) == 3 * 4
+    assert all(sorted(round_runs) == sorted(rounds[0]) for round_runs in rounds)
+    assert {round_runs[0] for round_runs in rounds} == {setting.name for setting in settings}
+    assert len({round_runs[0] for round_runs in rounds[::4]}) == 3  # of one text, round by round
     assert shares == sorted(shares)
     assert shares[0] == 0
     assert shares[-1] < 1
 
 
-def test_a_setting_drafts_as_far_as_it_says_though_decoders_are_shared() -> None:
-    shared = Clockwork(9, stands=9)
-    settings = [*clockworks()[:1], *(Setting(f"γ {g}", f"-g {g}", shared, "pair", g) for g in (1, 3))]
-    by_setting = {f.setting: f for f in sweep.measure(settings, [Text("a", 40, GREEDY)], 2).cells()}
+def test_setting_applies_its_gamma_on_shared_decoder() -> None:
+    shared = FakeDecoder(9, stands=9)
+    settings = [*make_fake_settings()[:1], *(Setting(f"γ {g}", f"-g {g}", shared, "pair", g) for g in (1, 3))]
+    by_setting = {f.setting: f for f in sweep.measure(settings, [SweepCase("a", 40, GREEDY)], 2).compute_cells()}
     assert {name: f.tokens_per_pass for name, f in by_setting.items()} == {"target alone": 1, "γ 1": 2, "γ 3": 4}
 
 
 @pytest.mark.parametrize("wrong", [0, 17, 39])
-def test_another_text_than_the_targets_is_told_with_where_and_how(wrong: int) -> None:
-    texts = [Text("Once", 40, Sampling(0.5, seed=7))]
-    with pytest.raises(sweep.TextsDiffer, match=rf"γ 4 .* token {wrong + 1} on: prompt 'Once', seed 7, temperature 0\.5, 40"):
-        sweep.measure(clockworks(wrong=wrong), texts, 1)
+def test_mismatch_error_gives_position_and_case(wrong: int) -> None:
+    texts = [SweepCase("Once", 40, Sampling(0.5, seed=7))]
+    with pytest.raises(
+        sweep.OutputMismatchError, match=rf"γ 4 .* token {wrong + 1} on: prompt 'Once', seed 7, temperature 0\.5, 40"
+    ):
+        sweep.measure(make_fake_settings(wrong=wrong), texts, 1)
 
 
-def test_a_target_that_says_something_else_later_is_told() -> None:
-    settings = clockworks()
+def test_target_that_changes_its_output_raises() -> None:
+    settings = make_fake_settings()
     alone = settings[0].decoder
 
     def stream(*text: Any, write: Any = alone.stream) -> Iterator[Event]:
-        alone.wrong = 5 if len(alone.asked) > 1 else None  # type: ignore[attr-defined]
+        alone.wrong = 5 if len(alone.cases) > 1 else None  # type: ignore[attr-defined]
         return write(*text)  # type: ignore[no-any-return]
 
     alone.stream = stream  # type: ignore[method-assign]
-    with pytest.raises(sweep.TextsDiffer, match="target alone"):
-        sweep.measure(settings, [Text("a", 40, GREEDY)], 2)
+    with pytest.raises(sweep.OutputMismatchError, match="target alone"):
+        sweep.measure(settings, [SweepCase("a", 40, GREEDY)], 2)
 
 
-def test_who_is_asked_to_stop_keeps_the_texts_that_all_have_written() -> None:
-    """At whatever event it is asked."""
-    texts, asked = [Text(prompt, 5, GREEDY) for prompt in "abc"], list[int]()
-    assert sweep.measure(clockworks(), texts, 1, is_asked=lambda: asked.append(0)).is_whole
+def test_stopping_keeps_cases_finished_by_all_settings() -> None:
+    """At any event."""
+    texts, cases = [SweepCase(prompt, 5, GREEDY) for prompt in "abc"], list[int]()
+    assert sweep.measure(make_fake_settings(), texts, 1, should_stop=lambda: cases.append(0)).is_complete
     found = []
-    for n in range(len(asked)):
-        events = iter(range(len(asked)))
-        measured = sweep.measure(clockworks(), texts, 1, is_asked=lambda events=events, n=n: next(events, n) >= n)  # type: ignore[misc]
-        assert not measured.is_whole
-        visits = [visit for visits in measured.runs.values() for visit in visits]
-        assert all(len(visit) == 3 and all(run.tokens for run in visit.values()) for visit in visits)
+    for n in range(len(cases)):
+        events = iter(range(len(cases)))
+        measured = sweep.measure(make_fake_settings(), texts, 1, should_stop=lambda events=events, n=n: next(events, n) >= n)  # type: ignore[misc]
+        assert not measured.is_complete
+        rounds = [round_runs for rounds in measured.runs.values() for round_runs in rounds]
+        assert all(len(round_runs) == 3 and all(run.tokens for run in round_runs.values()) for round_runs in rounds)
         found.append(len(measured.runs))
     assert set(found) == {0, 1, 2}
 
 
-# In words
+# Conclusions
 
 
-def figures(options: str, temperature: float, speed: float, kind: sweep.Kind = "pair", n: int | None = None) -> Figures:
+def make_result(
+    options: str, temperature: float, speed: float, kind: sweep.SettingKind = "pair", n: int | None = None
+) -> SettingResult:
     name = options.replace("-g", "γ") or "target alone"
-    return Figures(
+    return SettingResult(
         name, options, kind, temperature, n, 12, speed * 0.8, speed, speed * 1.2, 1000 * speed, 8, 6, 0.75, 3.0, [0.75], 0, 0.0
     )
 
 
-def totals(table: dict[str, tuple[float, ...]], temperatures: tuple[float, ...] = (0.0, 1.0)) -> list[Figures]:
-    alone = [figures("", t, 1.0, "alone") for t in temperatures]
+def totals(table: dict[str, tuple[float, ...]], temperatures: tuple[float, ...] = (0.0, 1.0)) -> list[SettingResult]:
+    alone = [make_result("", t, 1.0, "alone") for t in temperatures]
     return alone + [
-        figures(options, t, speed, "ngram" if "ngram" in options else "pair")
+        make_result(options, t, speed, "ngram" if "ngram" in options else "pair")
         for options, speeds in table.items()
         for t, speed in zip(temperatures, speeds, strict=True)
     ]
@@ -242,54 +249,62 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_the_sentence_names_the_options_and_the_gain(name: str) -> None:
+def test_conclusion_names_options_and_speedup(name: str) -> None:
     table, sentence = SENTENCES[name]
-    assert sweep.conclusion(totals(table)) == sentence
+    assert sweep.format_conclusion(totals(table)) == sentence
 
 
-def test_temperatures_have_their_numbers_where_one_word_is_not_enough() -> None:
-    sentence = sweep.conclusion(totals({"-g 3": (3.0, 2.0, 1.5)}, (0.0, 0.7, 1.3)))
+def test_several_temperatures_are_named_by_number() -> None:
+    sentence = sweep.format_conclusion(totals({"-g 3": (3.0, 2.0, 1.5)}, (0.0, 0.7, 1.3)))
     assert sentence == "Best here: -g 3, 3.00 times the target alone (greedy), 2.00 (temperature 0.7), 1.50 (temperature 1.3)."
-    assert sweep.conclusion([]) == sweep.conclusion([figures("", 0, 1, "alone")]) == "Nothing was measured."
+    assert sweep.format_conclusion([]) == sweep.format_conclusion([make_result("", 0, 1, "alone")]) == "Nothing was measured."
 
 
-def test_the_mean_and_the_best_are_those_of_fixed_lengths() -> None:
-    cells = [figures("", 0, 1.0, "alone", 50), figures("-d ngram -g 8", 0, 9.0, "ngram", 50), figures("-g auto", 0, 8.0, n=50)]
-    cells += [figures("-g 2", 0, 2.0, n=50), figures("-g 4", 1, 3.0, n=200)]
-    over = sweep.overall(cells)
+def test_fixed_gamma_summary_ignores_other_settings() -> None:
+    cells = [
+        make_result("", 0, 1.0, "alone", 50),
+        make_result("-d ngram -g 8", 0, 9.0, "ngram", 50),
+        make_result("-g auto", 0, 8.0, n=50),
+    ]
+    cells += [make_result("-g 2", 0, 2.0, n=50), make_result("-g 4", 1, 3.0, n=200)]
+    over = sweep.summarize_fixed_gamma(cells)
     assert over is not None
     assert (over.mean, over.best, over.best_text) == (2.5, cells[-1], pytest.approx(3.6))
-    ngrams = sweep.overall(cells[:2])
+    ngrams = sweep.summarize_fixed_gamma(cells[:2])
     assert ngrams is not None
     assert ngrams.mean == 9.0
-    assert sweep.overall(cells[:1]) is None
+    assert sweep.summarize_fixed_gamma(cells[:1]) is None
 
 
-# To see
+# Reports
 
 
-def report(temperatures: tuple[float, ...] = (0.0, 1.0), speed: float = 2.0, title: str = "big + little") -> sweep_chart.Report:
+def report(
+    temperatures: tuple[float, ...] = (0.0, 1.0), speed: float = 2.0, title: str = "big + little"
+) -> sweep_chart.SweepReport:
     table = {f"-g {g}": (speed,) * len(temperatures) for g in (1, 8)}
     of = totals(table, temperatures)
     cells = [dataclasses.replace(f, max_tokens=n, acceptance_by_position=[0.9] * 20) for n in (50, 200) for f in of]
-    of += [figures("draft alone", t, 30.0, "draft") for t in temperatures]
-    return sweep_chart.Report(title, cells, of, sweep.overall(cells), sweep.conclusion(of), ["a note"], True)
+    of += [make_result("draft alone", t, 30.0, "draft") for t in temperatures]
+    return sweep_chart.SweepReport(
+        title, cells, of, sweep.summarize_fixed_gamma(cells), sweep.format_conclusion(of), ["a note"], True
+    )
 
 
-def test_what_a_mixture_reads_is_told_by_setting() -> None:
-    assert report().experts_in_words() == ""
+def test_experts_read_are_reported_by_setting() -> None:
+    assert report().format_experts() == ""
     one, *_ = (dataclasses.replace(f, experts_alone=8, experts_per_token=5.25) for f in report().totals)
     of = dataclasses.replace(report(), totals=[one])
-    assert of.experts_in_words() == "Experts that a layer reads for a token: 5.2 (target alone, greedy)."
+    assert of.format_experts() == "Experts that a layer reads for a token: 5.2 (target alone, greedy)."
     out = io.StringIO()
-    sweep_chart.show(of, Console(file=out, width=80))
-    assert of.experts_in_words() in " ".join(out.getvalue().split())
+    sweep_chart.print_report(of, Console(file=out, width=80))
+    assert of.format_experts() in " ".join(out.getvalue().split())
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_table_and_bars_fit_the_console_and_are_plain_where_it_is_no_terminal(width: int) -> None:
+def test_table_and_bars_fit_console_and_are_plain_without_terminal(width: int) -> None:
     out = io.StringIO()
-    sweep_chart.show(report(), Console(file=out, width=width))
+    sweep_chart.print_report(report(), Console(file=out, width=width))
     text = out.getvalue()
     assert "\x1b" not in text
     assert max(map(cell_len, text.splitlines())) <= width
@@ -302,23 +317,23 @@ def test_table_and_bars_fit_the_console_and_are_plain_where_it_is_no_terminal(wi
     assert bars[2].count("█") == pytest.approx(2 * bars[0].count("█"), abs=1)
 
 
-def test_bars_and_table_need_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_and_table_work_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = io.StringIO()
-    sweep_chart.show(report(), Console(file=out, width=80, force_terminal=True))
+    sweep_chart.print_report(report(), Console(file=out, width=80, force_terminal=True))
     assert not {int(n) for codes in re.findall(r"\x1b\[([0-9;]*)m", out.getvalue()) for n in codes.split(";")} - {0, 1, 2}
 
 
-def test_a_bar_is_as_long_as_its_share() -> None:
-    assert [sweep_chart.bar_of(share, 4) for share in (0, 1 / 32, 0.5, 0.53, 1)] == ["", "▏", "██", "██▏", "████"]
-    assert sweep_chart.bar_of(0.5, 4, is_utf=False) == "##"
+def test_bar_length_is_proportional_to_share() -> None:
+    assert [sweep_chart.make_bar(share, 4) for share in (0, 1 / 32, 0.5, 0.53, 1)] == ["", "▏", "██", "██▏", "████"]
+    assert sweep_chart.make_bar(0.5, 4, is_utf=False) == "##"
 
 
-def test_nothing_measured_is_told_in_a_line() -> None:
+def test_nothing_measured_is_reported_in_one_line() -> None:
     out = io.StringIO()
-    empty = sweep_chart.Report.of(Measured(clockworks()), "big", [])
-    sweep_chart.show(empty, Console(file=out, width=80))
-    assert out.getvalue().splitlines() == ["interrupted: what was measured until then, 0 texts", "Nothing was measured."]
+    empty = sweep_chart.SweepReport.from_runs(SweepRuns(make_fake_settings()), "big", [])
+    sweep_chart.print_report(empty, Console(file=out, width=80))
+    assert out.getvalue().splitlines() == ["interrupted: results of 0 texts", "Nothing was measured."]
     assert json.loads(sweep_chart.to_json(empty))["cells"] == []
 
 
@@ -327,10 +342,10 @@ def boxes(svg: str) -> tuple[float, float, list[tuple[float, float, float, float
     root = ElementTree.fromstring(svg)
     found = []
     for text in root.iter("{http://www.w3.org/2000/svg}text"):
-        if "stroke" in text.attrib:  # white around another
+        if "stroke" in text.attrib:  # the white outline of another text
             continue
         x, y, size = (float(text.attrib[name]) for name in ("x", "y", "font-size"))
-        width = len(text.text or "") * sweep_chart.CHARACTER * size / sweep_chart.FONT
+        width = len(text.text or "") * sweep_chart.CHARACTER_WIDTH * size / sweep_chart.FONT_SIZE
         left = x - {"start": 0, "middle": width / 2, "end": width}[text.attrib["text-anchor"]]
         found.append((left, y - size, left + width, y))
     return float(root.attrib["width"]), float(root.attrib["height"]), found
@@ -339,9 +354,7 @@ def boxes(svg: str) -> tuple[float, float, list[tuple[float, float, float, float
 @pytest.mark.parametrize("speed", [0.05, 0.9, 2.0, 9.0, 60.0])
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 1.0), (0.0, 0.5, 0.7, 1.0, 1.3)])
 @pytest.mark.parametrize("title", ["big + little", "<b> & \x1b[31m \ud800" + "x" * 200])
-def test_no_text_of_the_picture_lies_on_another_or_beyond_its_edge(
-    speed: float, temperatures: tuple[float, ...], title: str
-) -> None:
+def test_svg_texts_do_not_overlap_or_leave_the_picture(speed: float, temperatures: tuple[float, ...], title: str) -> None:
     width, height, found = boxes(sweep_chart.to_svg(report(temperatures, speed, title)))
     assert all(left >= 0 and right <= width and top >= 0 and bottom <= height for left, top, right, bottom in found)
     for i, (left, top, right, bottom) in enumerate(found):
@@ -349,8 +362,8 @@ def test_no_text_of_the_picture_lies_on_another_or_beyond_its_edge(
             assert right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
 
 
-def test_no_letter_of_the_picture_has_a_stroke_that_could_hide_it() -> None:
-    """Where paint-order is not known, a stroke lies on its letters: white ones stand in front of the same in ink."""
+def test_svg_letters_are_not_hidden_by_strokes() -> None:
+    """Without paint-order a stroke covers its letters, so white copies are drawn before the same text in ink."""
     svg = sweep_chart.to_svg(report())
     assert "paint-order" not in svg
     texts = list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"))
@@ -359,12 +372,12 @@ def test_no_letter_of_the_picture_has_a_stroke_that_could_hide_it() -> None:
     for i in white:
         ours, ink = texts[i].attrib, texts[i + 1].attrib
         assert (texts[i + 1].text, ink["x"], ink["y"], "stroke" in ink) == (texts[i].text, ours["x"], ours["y"], False)
-        assert (ours["fill"], ink["fill"]) == ("white", sweep_chart.INK)
+        assert (ours["fill"], ink["fill"]) == ("white", sweep_chart.TEXT_COLOR)
 
 
-def test_each_block_of_the_table_has_its_heads() -> None:
+def test_each_table_block_has_its_header() -> None:
     out = io.StringIO()
-    sweep_chart.show(report(), Console(file=out, width=80))
+    sweep_chart.print_report(report(), Console(file=out, width=80))
     rows = out.getvalue().splitlines()
     titles = [row for row in rows if " tokens " in row and "tok/s" in row]
     assert [row.split(" tokens")[0] for row in titles] == ["greedy, 50", "sampled, 50", "greedy, 200", "sampled, 200"]
@@ -374,19 +387,19 @@ def test_each_block_of_the_table_has_its_heads() -> None:
         assert below[title.index("by position") :].rstrip() == "90 90 90 90 90 90 …"
 
 
-def test_csv_and_json_have_a_row_for_every_cell() -> None:
+def test_csv_and_json_have_row_for_every_result() -> None:
     rows = list(csv.DictReader(io.StringIO(sweep_chart.to_csv(report()))))
-    assert list(rows[0]) == [field.name for field in dataclasses.fields(Figures)]
+    assert list(rows[0]) == [field.name for field in dataclasses.fields(SettingResult)]
     assert [(row["options"], row["temperature"], row["max_tokens"]) for row in rows] == [
         (f.options, str(f.temperature), str(f.max_tokens)) for f in report().cells
     ]
     assert (rows[-1]["speedup_mean"], rows[-1]["acceptance_by_position"]) == ("2.0000", " ".join(["0.9000"] * 20))
-    told = json.loads(sweep_chart.to_json(report(), model="big"))
-    assert told["cells"] == [dataclasses.asdict(f) for f in report().cells]
-    assert (told["model"], told["fixed_gamma"]["mean"], told["interrupted"]) == ("big", 2.0, False)
+    result = json.loads(sweep_chart.to_json(report(), model="big"))
+    assert result["cells"] == [dataclasses.asdict(f) for f in report().cells]
+    assert (result["model"], result["fixed_gamma"]["mean"], result["interrupted"]) == ("big", 2.0, False)
 
 
-# What is measured
+# Settings and cases
 
 
 @pytest.fixture(scope="module")
@@ -394,62 +407,62 @@ def decoder(pair: Pair) -> SpeculativeDecoder:
     return SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, n_threads=1)
 
 
-def test_settings_of_a_pair_and_what_they_write(decoder: SpeculativeDecoder) -> None:
-    settings, notes = sweep.settings_of(decoder, [1, 6])
+def test_settings_of_pair_and_their_outputs(decoder: SpeculativeDecoder) -> None:
+    settings, notes = sweep.make_settings(decoder, [1, 6])
     assert [(s.kind, s.options) for s in settings] == [
         ("alone", ""), ("draft", ""), ("ngram", "-d ngram -g 6"), ("pair", "-g 1"), ("pair", "-g 6"),
     ]  # fmt: skip
     assert notes == []
-    texts = [Text("One day", 30, sampling) for sampling in (GREEDY, SAMPLED)]
-    cells = sweep.measure(settings, texts, 1).cells()
+    texts = [SweepCase("One day", 30, sampling) for sampling in (GREEDY, SAMPLED)]
+    cells = sweep.measure(settings, texts, 1).compute_cells()
     assert [f.n_drafted > 0 for f in cells if f.kind != "ngram"] == [False, False, True, True] * 2
     assert {f.setting: len(f.acceptance_by_position) for f in cells if f.kind == "pair"} == {"γ 1": 1, "γ 6": 6}
 
 
-def test_without_a_draft_n_grams_have_all_gammas(pair: Pair) -> None:
+def test_ngrams_get_all_gammas_without_draft(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, None, pair.tokenizer, n_threads=1)
-    settings, _ = sweep.settings_of(decoder, [1, 6])
+    settings, _ = sweep.make_settings(decoder, [1, 6])
     assert [s.options for s in settings] == ["", "-d ngram -g 1", "-d ngram -g 6"]
 
 
-def test_a_draft_of_fewer_positions_does_not_write_alone(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_with_fewer_positions_is_not_measured_alone(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(decoder.draft), "n_positions", property(lambda model: 64 if model is decoder.draft else 128))
-    settings, notes = sweep.settings_of(decoder, [2])
+    settings, notes = sweep.make_settings(decoder, [2])
     assert [s.kind for s in settings] == ["alone", "ngram", "pair"]
     assert notes == ["the draft alone is left out: it has room for 64 tokens, the target for 128"]
 
 
-def test_the_automatic_length_is_measured_beside_the_others(decoder: SpeculativeDecoder) -> None:
+def test_auto_gamma_is_measured_with_the_others(decoder: SpeculativeDecoder) -> None:
     pair = SpeculativeDecoder(decoder.target, decoder.draft, decoder.tokenizer, gamma=2)
-    assert [s.options for s in sweep.settings_of(pair, [1, "auto"])[0]] == [
+    assert [s.options for s in sweep.make_settings(pair, [1, "auto"])[0]] == [
         *("", "", "-d ngram -g auto", "-g 1", "-g auto", "-g auto --tree on", "-g auto --stage ngram")
     ]
     assert pair.gamma == 2
 
 
-def test_a_length_is_left_out_where_the_context_has_no_room_for_it(decoder: SpeculativeDecoder) -> None:
-    """128 positions; the last token of a text needs none."""
+def test_length_beyond_context_is_left_out(decoder: SpeculativeDecoder) -> None:
+    """There are 128 positions; the last token needs none."""
     size = len(decoder.encode("One day"))
     prompts = ["One day", "One day there was a cat"]
-    texts, notes = sweep.texts_of(decoder, prompts, [10, 129 - size, 500], [GREEDY])
+    texts, notes = sweep.make_cases(decoder, prompts, [10, 129 - size, 500], [GREEDY])
     assert [(text.prompt, text.max_tokens) for text in texts] == [(prompts[0], 10), (prompts[0], 129 - size), (prompts[1], 10)]
-    assert [re.findall(r"behind (\w+) of", note) for note in notes] == [["1"], ["none"]]
-    with pytest.raises(ValueError, match="500 tokens fit the context of 128 behind none of the 2 prompts"):
-        sweep.texts_of(decoder, prompts, [500], [GREEDY])
+    assert [re.findall(r"after (\w+) of", note) for note in notes] == [["1"], ["none"]]
+    with pytest.raises(ValueError, match="500 tokens fit the context of 128 after none of the 2 prompts"):
+        sweep.make_cases(decoder, prompts, [500], [GREEDY])
 
 
-def test_greedy_texts_have_one_seed() -> None:
-    assert [(s.temperature, s.seed) for s in sweep.samplings_of([0.0, 1.0], 0.9, 2)] == [(0.0, 1), (1.0, 1), (1.0, 2)]
+def test_greedy_sampling_has_one_seed() -> None:
+    assert [(s.temperature, s.seed) for s in sweep.make_samplings([0.0, 1.0], 0.9, 2)] == [(0.0, 1), (1.0, 1), (1.0, 2)]
 
 
 # The command
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(signals.Signals, "install", lambda _: None)
+    monkeypatch.setattr(signals.SignalHandler, "install", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["specdec", "sweep", *map(str, arguments)])
     with pytest.raises(SystemExit) as done:
-        entry.main()
+        bootstrap.main()
     assert isinstance(done.value.code, int)
     return done.value.code, *capsys.readouterr()
 
@@ -467,7 +480,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_tells_figures_and_draws_them(
+def test_command_prints_results_and_draws_chart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path, tmp_path: Path
 ) -> None:
     svg = tmp_path / "chart.svg"
@@ -487,18 +500,18 @@ def test_the_command_tells_figures_and_draws_them(
     assert len(list(csv.DictReader(io.StringIO(out)))) == 2 * 5
 
 
-def test_texts_that_differ_end_it_with_code_1(
+def test_differing_outputs_exit_with_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path
 ) -> None:
-    """A verifier that lets all pass: 7 behind what was proposed."""
+    """A verifier that accepts everything: 7 follows each proposal."""
     monkeypatch.setattr(
-        "specdec.engine.decoding.CoupledVerifier.judge",
+        "specdec.engine.decode_loop.CoupledVerifier.verify",
         lambda _, logits, draft, position: ([*draft.tokens, 7][: len(logits)], len(draft.tokens)),
     )
     code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts))
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
-    assert all(word in err for word in ("not the target's own", "'One day'", "seed 1", "temperature 0"))
+    assert all(word in err for word in ("differs from the target's own", "'One day'", "seed 1", "temperature 0"))
 
 
 REFUSED: dict[str, tuple[list[object], str]] = {
@@ -524,7 +537,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_in_a_line_before_anything_runs(
+def test_invalid_options_are_rejected_in_one_line_before_running(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -537,7 +550,7 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_runs(
 
 
 @pytest.mark.parametrize("text", [b"", b"\n \n", b"\xff\xfe"])
-def test_a_file_of_prompts_has_prompts(
+def test_prompt_file_without_prompts_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path, text: bytes
 ) -> None:
     prompts.write_bytes(text)
@@ -545,7 +558,7 @@ def test_a_file_of_prompts_has_prompts(
     assert (code, err.count("\n"), str(prompts) in err) == (2, 1, True)
 
 
-def test_a_picture_that_cannot_be_written_in_the_end_costs_no_figures(
+def test_results_are_printed_if_chart_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path
 ) -> None:
     if not Path("/dev/full").exists():
@@ -557,26 +570,26 @@ def test_a_picture_that_cannot_be_written_in_the_end_costs_no_figures(
     assert err.count("\n") == 1
 
 
-def test_help_fits_80_columns_and_names_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_80_columns_and_lists_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    options = [option_of(SweepRequest, name) for name in SweepRequest.offers.split()]
+    options = [get_option_info(SweepRequest, name) for name in SweepRequest.option_names.split()]
     names = [name for info in options for name in (info.default, *info.param_decls)]
     assert len(names) > 20
     for name in ["-h", "--help", *names]:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
 
 
-def test_ctrl_c_prints_what_was_measured_where_the_bar_was(pair: Pair, prompts: Path) -> None:
-    with Job(["sweep", *of(pair, "--prompts", prompts, "--rounds", 400)], 90, 60) as job:
+def test_ctrl_c_prints_results_so_far(pair: Pair, prompts: Path) -> None:
+    with ShellJob(["sweep", *of(pair, "--prompts", prompts, "--rounds", 400)], 90, 60) as job:
         job.read_until(word="s left")  # from a hundredth on: four rounds are done
-        job.type(b"\x03")
-        assert job.report() == "130"
-        screen = job.screen()
+        job.type_keys(b"\x03")
+        assert job.read_report() == "130"
+        screen = job.make_screen()
     for word in ("greedy, 20 tokens", "█", "interrupted"):
-        assert word in screen.text()
-    assert "Best here" in screen.text() or "Leave out -d here" in screen.text()
-    assert not any(word in screen.text() for word in ("measuring", "loading", "^C"))
-    assert not screen.hid_cursor
+        assert word in screen.get_text()
+    assert "Best here" in screen.get_text() or "Leave out -d here" in screen.get_text()
+    assert not any(word in screen.get_text() for word in ("measuring", "loading", "^C"))
+    assert not screen.was_cursor_hidden

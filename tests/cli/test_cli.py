@@ -1,4 +1,4 @@
-"""specdec.py as a person runs it: options, files, pipes, terminals, Ctrl-C, and every bad input end to end."""
+"""The command line end to end: options, files, pipes, terminals, Ctrl-C, and invalid input."""
 
 import errno
 import json
@@ -15,30 +15,39 @@ import pytest
 from rich.cells import cell_len
 
 import specdec
-from specdec.cli import entry
+from specdec.cli import bootstrap
 from specdec.cli.bench import BenchRequest
 from specdec.cli.generate import TextRequest
-from specdec.cli.options import option_of
+from specdec.cli.options import get_option_info
 from specdec.cli.request import Request
 from specdec.cli.serve import ServeRequest
-from specdec.config import Config
-from specdec.draft.costs import CostCurve
-from specdec.draft.policy import CostModel
-from specdec.loaders import load_checkpoint, model_lookup
-from specdec.runtime.cpu_topology import thread_choices
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel
+from specdec.loaders import load_checkpoint, model_paths
+from specdec.model_config import ModelConfig
+from specdec.runtime.cpu_topology import get_thread_choices
 from specdec.tokenizer import Tokenizer
 from specdec.ui import signals
 from tests.conftest import Pair
-from tests.fakes.terminal import COMMAND, LONGEST, PROMPT, Screen, endless, in_terminal, started, with_pair
+from tests.fakes.terminal import (
+    COMMAND,
+    PROMPT,
+    TIMEOUT_S,
+    Screen,
+    make_arguments,
+    make_endless_arguments,
+    run_in_terminal,
+    run_process,
+)
 from tests.tools.checkpoint_files import (
-    DAMAGES,
+    CORRUPTIONS,
     SHARED,
+    make_tokenizer_corruptions,
+    make_valid_bytes,
     random_tensors,
+    read_tensors,
     small_pieces,
-    sound_bytes,
-    tensors_of,
     tokenizer_bytes,
-    tokenizer_damages,
     write_checkpoint,
     write_int8_checkpoint,
     write_tokenizer,
@@ -52,26 +61,29 @@ JSON_FIELDS = {
 }  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
-# is told where a machine is slow, and of models so small that one in int8 has fewer bytes than its draft
+# Notes that appear on slow machines, and for models so small that an int8 target has fewer bytes than its draft.
 A_NOTE = re.compile(r"specdec: ((loading|reading|writing)\b.*\d+%|the (draft|stage) is not smaller than )")
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line in this process, with an empty models/: exit code, stdout, stderr. Signals stay pytest's."""
-    monkeypatch.setattr(signals.Signals, "install", lambda _: None)
+    """Return a function that runs the command line in this process with an empty models/: exit code, stdout, stderr.
+
+    Signal handlers stay pytest's.
+    """
+    monkeypatch.setattr(signals.SignalHandler, "install", lambda _: None)
     models = tmp_path / "models"
     models.mkdir()
-    monkeypatch.setattr(model_lookup, "MODELS", models)
-    monkeypatch.setattr(model_lookup, "DEFAULT_TARGET", models / "target.bin")
-    monkeypatch.setattr(model_lookup, "DEFAULT_DRAFT", models / "draft.bin")
-    monkeypatch.setattr(model_lookup, "DEFAULT_TOKENIZER", models / "tok300.bin")
+    monkeypatch.setattr(model_paths, "BUNDLED_MODELS_DIR", models)
+    monkeypatch.setattr(model_paths, "DEFAULT_TARGET", models / "target.bin")
+    monkeypatch.setattr(model_paths, "DEFAULT_DRAFT", models / "draft.bin")
+    monkeypatch.setattr(model_paths, "DEFAULT_TOKENIZER", models / "tok300.bin")
 
     def once(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
         with pytest.raises(SystemExit) as done:
-            entry.main()
+            bootstrap.main()
         out, err = capsys.readouterr()
         assert isinstance(done.value.code, int)
         return done.value.code, out, err
@@ -79,8 +91,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return once
 
 
-def assert_refused(result: tuple[int, str, str], *words: object) -> str:
-    """Exit code 2, nothing on stdout, one line on stderr with all of these words and no traceback."""
+def assert_rejected(result: tuple[int, str, str], *words: object) -> str:
+    """Assert exit code 2, empty stdout, and one line on stderr with all of these words and no traceback; return the line."""
     code, out, err = result
     assert (code, out) == (2, ""), err
     assert err.endswith("\n")
@@ -100,22 +112,22 @@ def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
     return value
 
 
-# Bad files
+# Damaged files
 
 
 def damaged(pair: Pair, folder: Path, name: str) -> Path:
-    """A file of the draft's config with that harm done."""
-    version, damage = DAMAGES[name]
+    """Write a file with the draft's config and that damage."""
+    version, damage = CORRUPTIONS[name]
     path = folder / "damaged.bin"
-    path.write_bytes(damage.spoil(sound_bytes(load_checkpoint(pair.draft).config, version)))
+    path.write_bytes(damage.corrupt(make_valid_bytes(load_checkpoint(pair.draft).config, version)))
     return path
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_target_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_damaged_target_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     path = damaged(pair, tmp_path, name)
-    assert_refused(run("-m", path, "-z", pair.tokenizer), path)
+    assert_rejected(run("-m", path, "-z", pair.tokenizer), path)
 
 
 DRAFT_DAMAGES = [
@@ -129,74 +141,74 @@ DRAFT_DAMAGES = [
 
 
 @pytest.mark.parametrize("name", DRAFT_DAMAGES)
-def test_a_damaged_draft_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
+def test_damaged_draft_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     path = damaged(pair, tmp_path, name)
-    assert_refused(run("-m", pair.target, "-d", path), path, DAMAGES[name][1].word)
+    assert_rejected(run("-m", pair.target, "-d", path), path, CORRUPTIONS[name][1].expected_word)
 
 
-@pytest.mark.parametrize("name", tokenizer_damages())
-def test_a_damaged_tokenizer_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", make_tokenizer_corruptions())
+def test_damaged_tokenizer_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     path = tmp_path / "damaged.bin"
-    path.write_bytes(tokenizer_damages()[name].spoil(tokenizer_bytes(small_pieces())))
-    assert_refused(run("-m", pair.target, "-z", path), path)
+    path.write_bytes(make_tokenizer_corruptions()[name].corrupt(tokenizer_bytes(small_pieces())))
+    assert_rejected(run("-m", pair.target, "-z", path), path)
 
 
 @pytest.mark.parametrize("option", ["-m", "-d", "-z"])
-def test_a_missing_file_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
+def test_missing_file_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
     path = tmp_path / "nowhere.bin"
-    assert_refused(run("-m", pair.target, option, path), path, "No such file")
+    assert_rejected(run("-m", pair.target, option, path), path, "No such file")
 
 
 @pytest.mark.parametrize("option", ["-m", "-d", "-z"])
-def test_a_directory_in_place_of_a_file_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
-    assert_refused(run("-m", pair.target, option, tmp_path), tmp_path, "directory")
+def test_directory_instead_of_file_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
+    assert_rejected(run("-m", pair.target, option, tmp_path), tmp_path, "directory")
 
 
 @pytest.mark.parametrize("option", ["-m", "-d", "-z"])
-def test_a_name_too_long_for_a_file_is_refused(run: Run, pair: Pair, option: str) -> None:
-    assert_refused(run("-m", pair.target, option, "a" * 5000), "aaa", "too long")
+def test_too_long_file_name_is_rejected(run: Run, pair: Pair, option: str) -> None:
+    assert_rejected(run("-m", pair.target, option, "a" * 5000), "aaa", "too long")
 
 
 @pytest.mark.parametrize("option", ["-m", "-d", "-z"])
-def test_a_file_below_a_file_is_refused_by_name(run: Run, pair: Pair, option: str) -> None:
+def test_path_below_a_file_is_rejected_by_name(run: Run, pair: Pair, option: str) -> None:
     path = pair.target / "x.bin"
-    assert_refused(run("-m", pair.target, option, path), path)
+    assert_rejected(run("-m", pair.target, option, path), path)
 
 
-def test_a_name_with_a_line_break_is_told_in_one_line(run: Run, tmp_path: Path) -> None:
-    assert_refused(run("-m", tmp_path / "a\nb.bin"), "b.bin")
+def test_error_for_name_with_line_break_is_one_line(run: Run, tmp_path: Path) -> None:
+    assert_rejected(run("-m", tmp_path / "a\nb.bin"), "b.bin")
 
 
-def test_a_draft_of_another_vocabulary_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path) -> None:
-    config = Config(64, 96, 1, 4, 2, 299, 32)
+def test_draft_with_other_vocabulary_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path) -> None:
+    config = ModelConfig(64, 96, 1, 4, 2, 299, 32)
     path = write_checkpoint(tmp_path / "other.bin", config, random_tensors(config, 0))
-    assert_refused(run("-m", pair.target, "-d", path), path, "299", "300")
+    assert_rejected(run("-m", pair.target, "-d", path), path, "299", "300")
 
 
 @pytest.mark.parametrize("n", [299, 301])
-def test_a_tokenizer_of_another_vocabulary_is_refused_by_name(run: Run, pair: Pair, tmp_path: Path, n: int) -> None:
+def test_tokenizer_with_other_vocabulary_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, n: int) -> None:
     path = write_tokenizer(tmp_path / "other.bin", (small_pieces() * 2)[:n])
-    assert_refused(run("-m", pair.target, "-z", path), path, n, "300")
+    assert_rejected(run("-m", pair.target, "-z", path), path, n, "300")
 
 
-def test_a_tokenizer_beside_the_model_of_another_vocabulary_is_refused_by_name(run: Run, tmp_path: Path) -> None:
-    config = Config(64, 96, 1, 4, 2, 290, 32)
+def test_tokenizer_next_to_model_with_other_vocabulary_is_rejected_by_name(run: Run, tmp_path: Path) -> None:
+    config = ModelConfig(64, 96, 1, 4, 2, 290, 32)
     path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0))
     write_tokenizer(tmp_path / "tokenizer.bin", small_pieces())
-    assert_refused(run("-m", path), tmp_path / "tokenizer.bin", "290", "300")
+    assert_rejected(run("-m", path), tmp_path / "tokenizer.bin", "290", "300")
 
 
-def test_no_tokenizer_anywhere_is_told_with_the_names_that_would_do(run: Run, pair: Pair, tmp_path: Path) -> None:
+def test_missing_tokenizer_error_lists_accepted_names(run: Run, pair: Pair, tmp_path: Path) -> None:
     alone = tmp_path / "alone.bin"
     alone.write_bytes(pair.target.read_bytes())
-    assert_refused(run("-m", alone), "tok300.bin", "tokenizer.bin", tmp_path, "-z")
+    assert_rejected(run("-m", alone), "tok300.bin", "tokenizer.bin", tmp_path, "-z")
 
 
-def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
-    assert_refused(run(), "-m", "models", "https://huggingface.co/karpathy/tinyllamas")
+def test_missing_default_model_error_explains_how_to_get_one(run: Run) -> None:
+    assert_rejected(run(), "-m", "models", "https://huggingface.co/karpathy/tinyllamas")
 
 
-# Bad options
+# Invalid options
 
 
 @pytest.mark.parametrize(
@@ -226,7 +238,7 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
         (["--verify", "never"], "--verify"),
         (["--verify", "\udcff"], "--verify"),
         (["--tree", "never"], "--tree"),
-        (["--tree", "on", "--verify", "block"], "--verify is 'block', which judges chains alone"),
+        (["--tree", "on", "--verify", "block"], "--verify is 'block', which supports only chains"),
         (["-i", "a\udcffb"], "--prompt"),
         (["-z", "\udcff"], "\\udcff"),
         (["-d", "\udcff"], "\\udcff"),
@@ -248,24 +260,24 @@ def test_no_model_at_all_is_told_with_how_to_get_one(run: Run) -> None:
     ],
     ids=lambda value: " ".join(value).encode("ascii", "backslashreplace").decode() if isinstance(value, list) else None,
 )
-def test_a_bad_option_is_refused_by_name(run: Run, pair: Pair, arguments: list[str], word: str) -> None:
-    assert_refused(run("-m", pair.target, *arguments), word)
+def test_invalid_option_is_rejected_by_name(run: Run, pair: Pair, arguments: list[str], word: str) -> None:
+    assert_rejected(run("-m", pair.target, *arguments), word)
 
 
 @pytest.mark.parametrize("mode", ["--plain", "--json"])
-def test_a_prompt_longer_than_the_context_is_refused(run: Run, pair: Pair, mode: str) -> None:
-    assert_refused(run("-m", pair.target, "-i", "x" * 200, mode), "prompt", "202", "128")
+def test_prompt_longer_than_context_is_rejected(run: Run, pair: Pair, mode: str) -> None:
+    assert_rejected(run("-m", pair.target, "-i", "x" * 200, mode), "prompt", "202", "128")
 
 
-def test_a_prompt_that_just_fits_the_context_is_taken(run: Run, pair: Pair) -> None:
-    full = from_json(run(*with_pair(pair, "-i", "x" * 126, "-n", 0, "--json")))
+def test_prompt_that_just_fits_context_is_accepted(run: Run, pair: Pair) -> None:
+    full = from_json(run(*make_arguments(pair, "-i", "x" * 126, "-n", 0, "--json")))
     assert (full["n_prompt"], full["n_generated"], full["stop_reason"]) == (128, 1, "seq_len")
-    assert_refused(run("-m", pair.target, "-i", "x" * 127), "129")
+    assert_rejected(run("-m", pair.target, "-i", "x" * 127), "129")
 
 
 @pytest.mark.parametrize("shape", ["1,2", "42", "0,1,1,1,1,3,64", "64,96,1,3,1,300,64", "64,96,1,4,3,300,64", "a,b,c,d,e,f,g"])
-def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
-    assert_refused(run("bench", "--shape", shape), "--shape")
+def test_bench_rejects_invalid_shape(run: Run, shape: str) -> None:
+    assert_rejected(run("bench", "--shape", shape), "--shape")
 
 
 @pytest.mark.parametrize(
@@ -273,15 +285,15 @@ def test_a_bad_shape_to_measure_is_refused(run: Run, shape: str) -> None:
     [
         (["-p", "x"], "--n-prompt is 'x'"), (["-p", "0", "-n", "0"], "nothing is left to time"),
         (["-d", "-1"], "--depth is '-1'"), (["-j", "9999"], "--threads is '9999'"), (["-n", "1.5"], "--n-gen is '1.5'"),
-        (["-p", "9999"], "do not fit the model's"), (["--kv", "q6"], "--kv"),
-        (["-p", "8", "-n", "0", "-d", "9992"], "texts of 10000 tokens"),
+        (["-p", "9999"], "exceed the model's 128"), (["--kv", "q6"], "--kv"),
+        (["-p", "8", "-n", "0", "-d", "9992"], "sequences of 10000 tokens"),
     ],
 )  # fmt: skip
-def test_a_model_of_ones_own_is_not_timed_by_what_cannot_be(run: Run, pair: Pair, options: list[str], word: str) -> None:
-    assert_refused(run("bench", "-m", pair.target, *options), word)
+def test_bench_rejects_invalid_options_for_own_model(run: Run, pair: Pair, options: list[str], word: str) -> None:
+    assert_rejected(run("bench", "-m", pair.target, *options), word)
 
 
-# What a good run says
+# Output
 
 
 @pytest.mark.parametrize(
@@ -289,8 +301,8 @@ def test_a_model_of_ones_own_is_not_timed_by_what_cannot_be(run: Run, pair: Pair
     [[], ["--verify", "rejection"], ["--verify", "block"], ["--tree", "on"], ["-t", "0"], ["-g", "1"], ["-k", "5"]],
     ids=str,
 )
-def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: list[str]) -> None:
-    code, out, err = run(*with_pair(pair, "-n", 60, "--json", *extra))
+def test_json_output_is_one_object_with_consistent_statistics(run: Run, pair: Pair, extra: list[str]) -> None:
+    code, out, err = run(*make_arguments(pair, "-n", 60, "--json", *extra))
     assert (code, err) == (0, "")
     assert out.count("\n") == 1
     result = json.loads(out)
@@ -309,7 +321,7 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     assert 0 < result["n_accepted"] < result["n_drafted"]
     assert result["speed_up"] is None or result["speed_up"] > 0
     by_position = result["acceptance_by_position"]
-    assert by_position[0] == pytest.approx(1 - histogram[0] / sum(histogram), abs=0.1)  # but for passes without a proposal
+    assert by_position[0] == pytest.approx(1 - histogram[0] / sum(histogram), abs=0.1)  # except for passes without a proposal
     assert all(0 <= rate <= 1 for rate in by_position) and len(by_position) <= 4
     assert result["acceptance_rate"] == pytest.approx(result["n_accepted"] / result["n_drafted"])
     assert result["tokens_per_pass"] == pytest.approx(result["n_generated"] / result["target_passes"])
@@ -317,24 +329,24 @@ def test_json_is_one_object_whose_figures_agree(run: Run, pair: Pair, extra: lis
     for seconds in ("load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds"):
         assert result[seconds] > 0
     assert result["seed"] == 5
-    told = {"model", "draft", "tokenizer", "gamma", "temperature", "top_p", "top_k", "verify", "quantize", "weights"}
-    assert told <= set(result["settings"])
+    names = {"model", "draft", "tokenizer", "gamma", "temperature", "top_p", "top_k", "verify", "quantize", "weights"}
+    assert names <= set(result["settings"])
 
 
-def test_a_race_without_a_terminal_is_figures_and_a_sentence(run: Run, pair: Pair) -> None:
-    code, out, _ = run("race", *with_pair(pair, "-n", 60))
+def test_race_without_terminal_prints_statistics_and_summary(run: Run, pair: Pair) -> None:
+    code, out, _ = run("race", *make_arguments(pair, "-n", 60))
     assert (code, len(out.splitlines())) == (0, 3) and "big alone " in out and "same text, letter for letter; " in out
     alone, result = (
-        from_json(run(*with_pair(pair, "-n", 60, "--json"))),
-        from_json(run("race", *with_pair(pair, "-n", 60, "--json"))),
+        from_json(run(*make_arguments(pair, "-n", 60, "--json"))),
+        from_json(run("race", *make_arguments(pair, "-n", 60, "--json"))),
     )
     assert result["same_text"] and (result["text"], result["tokens"]) == (alone["text"], alone["tokens"])
     assert result["alone"]["n_generated"] == result["pair"]["n_generated"] == len(result["tokens"])
     speeds = [result[who]["tokens_per_second"] for who in ("pair", "alone")]
     assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
-    assert_refused(run("race", "-m", pair.target, "-d", "none"), "-d")
-    assert_refused(run("race", *with_pair(pair, "-n", 1)), "-n 1 counts the prompt")
-    assert_refused(run(*with_pair(pair, "--compare")), "no option --compare; specdec race compares")
+    assert_rejected(run("race", "-m", pair.target, "-d", "none"), "-d")
+    assert_rejected(run("race", *make_arguments(pair, "-n", 1)), "-n 1 counts the prompt")
+    assert_rejected(run(*make_arguments(pair, "--compare")), "no option --compare; specdec race compares")
 
 
 @pytest.mark.parametrize(
@@ -352,15 +364,17 @@ def test_a_race_without_a_terminal_is_figures_and_a_sentence(run: Run, pair: Pai
     ],
     ids=str,
 )
-def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: Pair, more: list[str], weights: str) -> None:
+def test_quantization_is_reported_and_fp32_target_output_is_unchanged(
+    run: Run, pair: Pair, more: list[str], weights: str
+) -> None:
     alone = from_json(run("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json"))
-    result = from_json(run(*with_pair(pair, "-n", 100, "--json", *more)))
+    result = from_json(run(*make_arguments(pair, "-n", 100, "--json", *more)))
     assert result["settings"]["weights"] == weights
     if weights.startswith("target fp32"):
         assert result["tokens"] == alone["tokens"]
     assert result["n_accepted"] > 0
     for verify, what in (("coupled", "text"), ("rejection", "distribution")):
-        _, _, summary = run(*with_pair(pair, "-n", 20, "--plain", "--stats", "--verify", verify, *more))
+        _, _, summary = run(*make_arguments(pair, "-n", 20, "--plain", "--stats", "--verify", verify, *more))
         assert weights in summary
         assert re.search(rf"^{what} +the {weights[7:11]} target's own$", summary, re.MULTILINE)
 
@@ -370,42 +384,42 @@ def test_what_is_int8_is_told_and_an_fp32_target_keeps_its_text(run: Run, pair: 
     [([], "f32"), (["--quantize", "target"], "f16"), (["--kv", "f16"], "f16"), (["--quantize", "both", "--kv", "f32"], "f32")],
     ids=str,
 )
-def test_the_cache_and_the_revision_that_a_text_hangs_on_are_told(run: Run, pair: Pair, more: list[str], kv: str) -> None:
-    result = from_json(run(*with_pair(pair, "-n", 40, "--json", *more)))
-    race = from_json(run("race", *with_pair(pair, "-n", 40, "--json", *more)))
+def test_kv_format_and_arithmetic_revision_are_reported(run: Run, pair: Pair, more: list[str], kv: str) -> None:
+    result = from_json(run(*make_arguments(pair, "-n", 40, "--json", *more)))
+    race = from_json(run("race", *make_arguments(pair, "-n", 40, "--json", *more)))
     assert race["same_text"] and race["text"] == result["text"]
-    for told in (result["settings"], race):
-        assert (told["kv"], told["arithmetic"]) == (kv, specdec.__arithmetic__)
-    _, _, summary = run(*with_pair(pair, "-n", 40, "--plain", "--stats", *more))
+    for settings in (result["settings"], race):
+        assert (settings["kv"], settings["arithmetic"]) == (kv, specdec.__arithmetic__)
+    _, _, summary = run(*make_arguments(pair, "-n", 40, "--plain", "--stats", *more))
     assert re.search(rf"^kv +{kv}$", summary, re.MULTILINE)
     assert re.search(rf"^arithmetic +{specdec.__arithmetic__}$", summary, re.MULTILINE)
 
 
 @pytest.mark.parametrize("tree", ["auto", "on", "off"])
 @pytest.mark.parametrize("gamma", ["auto", 3])
-def test_a_tree_changes_no_text(run: Run, pair: Pair, tree: str, gamma: str) -> None:
-    told = ["-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json"]
-    alone, result = from_json(run(*told)), from_json(run(*told, "-d", pair.draft, "--tree", tree, "-g", gamma))
+def test_token_tree_does_not_change_output(run: Run, pair: Pair, tree: str, gamma: str) -> None:
+    arguments = ["-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json"]
+    alone, result = from_json(run(*arguments)), from_json(run(*arguments, "-d", pair.draft, "--tree", tree, "-g", gamma))
     assert result["tokens"] == alone["tokens"]
     assert result["settings"]["tree"] == tree
     assert result["n_nodes"] >= result["n_drafted"] >= result["n_accepted"]
-    if gamma != "auto":  # which may draft nothing
+    if gamma != "auto":  # auto may draft nothing
         assert (result["n_nodes"] > result["n_drafted"]) == (tree == "on")
         assert result["n_accepted"] > 0
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
-def test_ngrams_draft_without_a_model(run: Run, pair: Pair, verify: str) -> None:
-    told = ("-m", pair.target, "-i", "ab ab ab ab ab ab", "-t", 0, "-j", 1, "-n", 100, "--json")
-    alone, result = from_json(run(*told)), from_json(run(*told, "-d", "ngram", "-g", 4, "--verify", verify))
+def test_ngrams_draft_without_draft_model(run: Run, pair: Pair, verify: str) -> None:
+    arguments = ("-m", pair.target, "-i", "ab ab ab ab ab ab", "-t", 0, "-j", 1, "-n", 100, "--json")
+    alone, result = from_json(run(*arguments)), from_json(run(*arguments, "-d", "ngram", "-g", 4, "--verify", verify))
     assert result["tokens"] == alone["tokens"]
     assert result["n_drafted"] > 0
     assert result["settings"]["draft"] == "ngram"
 
 
-def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, tmp_path: Path) -> None:
+def test_version_2_files_work_as_target_and_draft(run: Run, pair: Pair, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(pair.target)
-    path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, tensors_of(checkpoint), 32)
+    path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, read_tensors(checkpoint), 32)
     alone = from_json(run("-m", path, "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json", "--quantize", "none"))
     assert alone["settings"]["weights"] == "target int8"
     for draft in (path, pair.draft):
@@ -415,55 +429,59 @@ def test_version_2_files_are_target_and_draft_as_they_are(run: Run, pair: Pair, 
     copied = from_json(run("-m", path, "-d", "self", "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
     assert (copied["tokens"], copied["settings"]["weights"]) == (alone["tokens"], "target int8, draft int4 and int8")
     more = ("--quantize", "draft=int8")
-    assert_refused(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
+    assert_rejected(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
 
 
-def test_the_text_with_a_draft_is_the_text_without(run: Run, pair: Pair) -> None:
+def test_output_with_draft_equals_output_without(run: Run, pair: Pair) -> None:
     for more in (["-t", 0], ["-t", 1], ["-t", 1.5, "-p", 1], ["-k", 3]):
-        told = ("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json", *more)
-        alone = from_json(run(*told, "-d", "none"))
-        for drafted in (run(*with_pair(pair, "-n", 100, "--json", "-g", 3, *more)), run(*told), run(*told, "-g", 7)):
+        arguments = ("-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json", *more)
+        alone = from_json(run(*arguments, "-d", "none"))
+        for drafted in (
+            run(*make_arguments(pair, "-n", 100, "--json", "-g", 3, *more)),
+            run(*arguments),
+            run(*arguments, "-g", 7),
+        ):
             assert from_json(drafted)["tokens"] == alone["tokens"]
-        assert from_json(run(*told))["settings"]["draft"] == "ngram"
-        assert json.loads(run(*told, "--verify", "rejection")[1])["n_drafted"] == 0  # whose text would be another
+        assert from_json(run(*arguments))["settings"]["draft"] == "ngram"
+        assert json.loads(run(*arguments, "--verify", "rejection")[1])["n_drafted"] == 0  # a draft would change the output
         assert (alone["n_drafted"], alone["acceptance_rate"]) == (0, 0)
 
 
-def test_the_same_seed_gives_the_same_text_and_another_one_another(run: Run, pair: Pair) -> None:
-    texts = [from_json(run(*with_pair(pair, "-n", 60, "--json", "-s", seed)))["text"] for seed in (7, 7, 8)]
+def test_same_seed_gives_same_output_and_other_seed_another(run: Run, pair: Pair) -> None:
+    texts = [from_json(run(*make_arguments(pair, "-n", 60, "--json", "-s", seed)))["text"] for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_seed_zero_is_a_new_one_each_time_and_is_told(run: Run, pair: Pair) -> None:
-    first, second = (from_json(run(*with_pair(pair, "-n", 60, "--json", "-s", 0))) for _ in range(2))
+def test_seed_zero_draws_new_seed_and_reports_it(run: Run, pair: Pair) -> None:
+    first, second = (from_json(run(*make_arguments(pair, "-n", 60, "--json", "-s", 0))) for _ in range(2))
     assert first["seed"] != second["seed"]
-    again = from_json(run(*with_pair(pair, "-n", 60, "--json", "-s", first["seed"])))
+    again = from_json(run(*make_arguments(pair, "-n", 60, "--json", "-s", first["seed"])))
     assert again["text"] == first["text"]
 
 
-def test_steps_count_the_prompt_and_zero_means_the_whole_context(run: Run, pair: Pair) -> None:
-    few, all_, more = (from_json(run(*with_pair(pair, "-n", n, "--json"))) for n in (9, 0, 128))
+def test_steps_include_prompt_and_zero_means_whole_context(run: Run, pair: Pair) -> None:
+    few, all_, more = (from_json(run(*make_arguments(pair, "-n", n, "--json"))) for n in (9, 0, 128))
     assert few["n_prompt"] + few["n_generated"] == 10
     assert all_["n_prompt"] + all_["n_generated"] == 129
     assert all_["stop_reason"] == "seq_len"
     assert more["tokens"] == all_["tokens"]
 
 
-def test_a_disk_that_fails_while_loading_is_not_told_as_the_output(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_while_loading_is_not_reported_as_output_error(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some.nbi")
 
-    monkeypatch.setattr("specdec.loaders.loader.load_checkpoint", full)
-    assert "output" not in assert_refused(run(*with_pair(pair)), "some.nbi", "No space left")
+    monkeypatch.setattr("specdec.loaders.model_loader.load_checkpoint", full)
+    assert "output" not in assert_rejected(run(*make_arguments(pair)), "some.nbi", "No space left")
 
 
-def test_an_empty_prompt_is_a_story_from_nothing(run: Run, pair: Pair) -> None:
-    result = from_json(run(*with_pair(pair, "-i", "", "-n", 20, "--json")))
+def test_empty_prompt_generates_from_bos(run: Run, pair: Pair) -> None:
+    result = from_json(run(*make_arguments(pair, "-i", "", "-n", 20, "--json")))
     assert (result["n_prompt"], result["n_generated"]) == (1, 20)
     assert result["text"] == Tokenizer(pair.tokenizer).decode([1, *result["tokens"]])
 
 
-def test_a_model_of_ones_own_is_timed_as_llama_bench_does(run: Run, pair: Pair) -> None:
+def test_bench_times_own_model_like_llama_bench(run: Run, pair: Pair) -> None:
     code, out, err = run("bench", "-m", pair.target, "-p", "8,70", "-n", 3, "-d", "0,20", "-j", 1, "--shape", "15M", "--json")
     result = from_json((code, out, ""))
     assert "--shape: no effect with -m" in err
@@ -474,14 +492,14 @@ def test_a_model_of_ones_own_is_timed_as_llama_bench_does(run: Run, pair: Pair) 
     assert all(result[name] for name in ("cores", "instructions", "system"))
 
 
-def test_threads_to_time_are_those_that_may_be_best_where_none_are_named() -> None:
-    assert BenchRequest(model="x", thread_counts="0").threads_to_time == thread_choices()
-    assert BenchRequest(model="x", thread_counts="1,0,1").threads_to_time == [*dict.fromkeys([1, *thread_choices()])]
+def test_bench_times_likely_best_thread_counts_by_default() -> None:
+    assert BenchRequest(model="x", thread_counts="0").timed_thread_counts == get_thread_choices()
+    assert BenchRequest(model="x", thread_counts="1,0,1").timed_thread_counts == [*dict.fromkeys([1, *get_thread_choices()])]
 
 
 @pytest.mark.parametrize("more", [[], ["--int8"]])
-def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
-    monkeypatch.setattr("specdec.bench.random_weights.ROUNDS", 3)
+def test_bench_has_row_for_every_token_count(run: Run, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    monkeypatch.setattr("specdec.bench.layer_speed.ROUNDS", 3)
     result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json", *more))
     assert min(result["read_gb_per_s"], result["gflop_per_s"]) > 0
     assert result["weights"] == ("int8" if more else "fp32")
@@ -495,14 +513,14 @@ def test_a_measurement_has_a_row_for_every_number_of_tokens(run: Run, monkeypatc
         assert row["share"] == pytest.approx(max(shares.values()))
 
 
-def test_plain_text_is_alone_on_stdout_and_the_summary_on_stderr(run: Run, pair: Pair) -> None:
-    text = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
-    code, out, err = run(*with_pair(pair, "-n", 60, "--plain"))
+def test_plain_output_goes_to_stdout_and_summary_to_stderr(run: Run, pair: Pair) -> None:
+    text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
+    code, out, err = run(*make_arguments(pair, "-n", 60, "--plain"))
     assert (code, out) == (0, text + "\n")
     sentence, *_, figures = err.splitlines()
     assert re.fullmatch(r"([\d.]+ times as fast|As fast|[\d.]+ tokens in a pass of big, which) .*; the same text\.", sentence)
     assert re.fullmatch(r"\d+ tokens at [\d,]+ tok/s; seed 5; --stats has more", figures)
-    code, out, err = run(*with_pair(pair, "-n", 60, "--plain", "--stats", "--verify", "block"))
+    code, out, err = run(*make_arguments(pair, "-n", 60, "--plain", "--stats", "--verify", "block"))
     assert "; the same distribution.\n" in err
     for label in (
         "prompt tokens",
@@ -519,7 +537,7 @@ def test_plain_text_is_alone_on_stdout_and_the_summary_on_stderr(run: Run, pair:
     assert "\x1b" not in out + err
 
 
-def test_a_model_is_looked_for_at_its_path_and_then_in_models(
+def test_model_is_searched_at_its_path_then_in_models_folder(
     run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -527,45 +545,45 @@ def test_a_model_is_looked_for_at_its_path_and_then_in_models(
     monkeypatch.chdir(elsewhere)
     written = {"t.bin": pair.target, "d.bin": pair.draft, "z.bin": pair.tokenizer, "tok300.bin": pair.tokenizer}
     for name, path in written.items():
-        (model_lookup.MODELS / name).write_bytes(path.read_bytes())
-    expected = from_json(run(*with_pair(pair, "-n", 30, "--json")))["text"]
+        (model_paths.BUNDLED_MODELS_DIR / name).write_bytes(path.read_bytes())
+    expected = from_json(run(*make_arguments(pair, "-n", 30, "--json")))["text"]
     for more in ([], ["-z", "z.bin"]):
-        result = from_json(run(*with_pair(pair, "-m", "t.bin", "-d", "d.bin", "-n", 30, "--json", *more)))
+        result = from_json(run(*make_arguments(pair, "-m", "t.bin", "-d", "d.bin", "-n", 30, "--json", *more)))
         assert result["text"] == expected
     (elsewhere / "t.bin").write_bytes(b"")
-    assert_refused(run("-m", "t.bin"), "t.bin", "empty")
+    assert_rejected(run("-m", "t.bin"), "t.bin", "empty")
 
 
-def test_a_tokenizer_beside_the_model_comes_before_one_in_models(run: Run, pair: Pair) -> None:
+def test_tokenizer_next_to_model_takes_precedence(run: Run, pair: Pair) -> None:
     for name in ("tok300.bin", "tokenizer.bin"):
-        (model_lookup.MODELS / name).write_bytes(b"")
-    assert from_json(run(*with_pair(pair, "-n", 10, "--json")))["n_generated"] > 0
+        (model_paths.BUNDLED_MODELS_DIR / name).write_bytes(b"")
+    assert from_json(run(*make_arguments(pair, "-n", 10, "--json")))["n_generated"] > 0
 
 
-def test_the_default_pair_is_used_where_no_model_is_named(run: Run, pair: Pair) -> None:
-    (model_lookup.MODELS / "target.bin").write_bytes(pair.target.read_bytes())
-    (model_lookup.MODELS / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
-    assert_refused(run("-i", PROMPT, "-n", 20), "draft.bin", "git checkout models")
-    (model_lookup.MODELS / "draft.bin").write_bytes(pair.draft.read_bytes())
+def test_default_pair_is_used_without_model_option(run: Run, pair: Pair) -> None:
+    (model_paths.BUNDLED_MODELS_DIR / "target.bin").write_bytes(pair.target.read_bytes())
+    (model_paths.BUNDLED_MODELS_DIR / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
+    assert_rejected(run("-i", PROMPT, "-n", 20), "draft.bin", "git checkout models")
+    (model_paths.BUNDLED_MODELS_DIR / "draft.bin").write_bytes(pair.draft.read_bytes())
     assert from_json(run("-i", PROMPT, "-n", 20, "-j", 1, "-g", 4, "--json"))["n_drafted"] > 0
-    assert "git checkout" not in assert_refused(run("-d", "mtp", "-i", PROMPT), "brings no head along"), "but is whole"
+    assert "git checkout" not in assert_rejected(run("-d", "mtp", "-i", PROMPT), "has no built-in head"), "but is whole"
     for name in ("target.bin", "draft.bin", "tok300.bin"):
-        path = model_lookup.MODELS / name
+        path = model_paths.BUNDLED_MODELS_DIR / name
         whole = path.read_bytes()
         path.write_bytes(whole[:-1])
-        assert_refused(run("-i", PROMPT), path, "git checkout models")
+        assert_rejected(run("-i", PROMPT), path, "git checkout models")
         path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("of", [[], ["bench"], ["serve"]], ids=["main", "bench", "serve"])
-def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, of: list[str]) -> None:
+def test_help_fits_80_columns_and_lists_every_option(run: Run, monkeypatch: pytest.MonkeyPatch, of: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(*of, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    kind: type[Request] = {"": TextRequest, "bench": BenchRequest, "serve": ServeRequest}["".join(of)]
-    offered = [option_of(kind, name) for name in kind.offers.split()]
-    options = [info for info in offered if info.param_decls is not None]  # a word has no name
+    request_class: type[Request] = {"": TextRequest, "bench": BenchRequest, "serve": ServeRequest}["".join(of)]
+    offered = [get_option_info(request_class, name) for name in request_class.option_names.split()]
+    options = [info for info in offered if info.param_decls is not None]  # an argument has no option name
     assert len(options) > 3
     names = [name for info in options for name in (info.default, *info.param_decls)]
     for name in ["-h", "--help", *names]:
@@ -574,15 +592,15 @@ def test_help_fits_80_columns_and_names_every_option(run: Run, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("name", "value"), [("COLUMNS", "0"), ("COLUMNS", "100000"), ("LINES", "²"), ("TERMINAL_WIDTH", "wide")])
-def test_a_terminals_size_that_is_no_number_from_one_counts_as_not_set(name: str, value: str) -> None:
+def test_invalid_terminal_size_variable_counts_as_unset(name: str, value: str) -> None:
     done = subprocess.run(
-        [*COMMAND, "--help"], env=os.environ | {name: value}, capture_output=True, encoding="utf-8", check=True, timeout=LONGEST
+        [*COMMAND, "--help"], env=os.environ | {name: value}, capture_output=True, encoding="utf-8", check=True, timeout=TIMEOUT_S
     )
     assert max(map(cell_len, done.stdout.splitlines())) == 80
     assert done.stderr == ""
 
 
-def test_the_version_is_told(run: Run) -> None:
+def test_version_is_printed(run: Run) -> None:
     for words in (["--version"], ["--version", "-n", "5"]):
         assert run(*words) == (0, f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
 
@@ -596,32 +614,32 @@ def shell(arguments: Sequence[object], **more: Any) -> "subprocess.CompletedProc
     return subprocess.run(command, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
-def test_through_a_pipe_stdout_is_the_text_alone(run: Run, pair: Pair) -> None:
-    text = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
-    done = shell(with_pair(pair, "-n", 60))
+def test_piped_stdout_has_only_the_output(run: Run, pair: Pair) -> None:
+    text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
+    done = shell(make_arguments(pair, "-n", 60))
     assert done.returncode == 0
     assert done.stdout.decode() == text + "\n"
     assert b"tok/s" in done.stderr
     assert b"\x1b" not in done.stdout + done.stderr
 
 
-def test_a_short_text_is_seen_in_its_panel_at_a_terminal_alone(pair: Pair) -> None:
-    code, screen, raw = in_terminal(with_pair(pair, "-n", 20), 80, 24)
-    assert code == 0 and "╭" in raw and "tokens" in screen.text() and "tok/s" in screen.text()
-    code, _, raw = in_terminal(with_pair(pair, "-n", 20, "--plain"), 80, 24)
+def test_short_output_is_slowed_only_at_a_terminal(pair: Pair) -> None:
+    code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 20), 80, 24)
+    assert code == 0 and "╭" in raw and "tokens" in screen.get_text() and "tok/s" in screen.get_text()
+    code, _, raw = run_in_terminal(make_arguments(pair, "-n", 20, "--plain"), 80, 24)
     assert code == 0 and "╭" not in raw
 
 
-def test_a_pipe_stays_a_pipe_where_colour_is_forced(pair: Pair) -> None:
-    done = shell(with_pair(pair, "-n", 20), env=os.environ | {"FORCE_COLOR": "1"})
+def test_forced_colour_does_not_turn_a_pipe_into_a_terminal(pair: Pair) -> None:
+    done = shell(make_arguments(pair, "-n", 20), env=os.environ | {"FORCE_COLOR": "1"})
     assert done.returncode == 0
     assert b"\x1b" not in done.stdout
     assert "│".encode() not in done.stdout
     assert b"loading" not in done.stderr
 
 
-def test_a_reader_that_has_seen_enough_ends_it_quietly(pair: Pair) -> None:
-    with started(endless(pair, "-n", 0)) as process:
+def test_closed_pipe_ends_quietly(pair: Pair) -> None:
+    with run_process(make_endless_arguments(pair, "-n", 0)) as process:
         assert process.stdout.read(10).decode().startswith(PROMPT)
         process.stdout.close()
         err = process.stderr.read()
@@ -631,31 +649,31 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_a_full_disk_is_told_in_one_line(pair: Pair) -> None:
+def test_full_disk_error_is_one_line(pair: Pair) -> None:
     with open("/dev/full", "wb") as full:
-        done = shell(with_pair(pair, "-n", 20), stdout=full, stderr=subprocess.PIPE, capture_output=False)
+        done = shell(make_arguments(pair, "-n", 20), stdout=full, stderr=subprocess.PIPE, capture_output=False)
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_closed_stdout_is_no_traceback(pair: Pair) -> None:
-    command = ["sh", "-c", 'exec "$0" "$@" >&-', *COMMAND, *map(str, with_pair(pair, "-n", 20))]
-    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=LONGEST)
+def test_closed_stdout_gives_no_traceback(pair: Pair) -> None:
+    command = ["sh", "-c", 'exec "$0" "$@" >&-', *COMMAND, *map(str, make_arguments(pair, "-n", 20))]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
     assert b"Traceback" not in done.stderr
 
 
-def test_bytes_that_are_no_text_are_refused_in_one_line(pair: Pair) -> None:
+def test_non_utf8_prompt_is_rejected_in_one_line(pair: Pair) -> None:
     for arguments, word in (
         (["-m", pair.target, "-i", b"caf\xe9"], "--prompt"),
         (["-m", b"caf\xe9.bin"], "caf"),
     ):
         done = shell(arguments)
-        assert_refused((done.returncode, done.stdout.decode(), done.stderr.decode()), word)
+        assert_rejected((done.returncode, done.stdout.decode(), done.stderr.decode()), word)
 
 
-def test_ctrl_c_through_a_pipe_leaves_the_text_so_far(pair: Pair) -> None:
-    with started(endless(pair, "-n", 0)) as process:
+def test_ctrl_c_keeps_piped_output_so_far(pair: Pair) -> None:
+    with run_process(make_endless_arguments(pair, "-n", 0)) as process:
         start = process.stdout.read(100)
         process.send_signal(signal.SIGINT)
         out, err = start + process.stdout.read(), process.stderr.read()
@@ -668,7 +686,7 @@ def test_ctrl_c_through_a_pipe_leaves_the_text_so_far(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
-def test_a_real_story_through_a_pipe(pair: Pair) -> None:
+def test_default_pair_writes_story_to_pipe(pair: Pair) -> None:
     models = SHARED / "models"
     done = shell(["-m", models / "stories3M.bin", "-d", models / "stories260K.bin", "-t", 0, "-n", 64, "-g", 4, "--json"])
     result = json.loads(done.stdout)
@@ -680,11 +698,11 @@ def test_a_real_story_through_a_pipe(pair: Pair) -> None:
 # Real processes: terminals
 
 
-# a text is seen for a second at least, in place of four
+# A short output is shown for one second instead of four.
 HURRIED = [
     sys.executable,
     "-c",
-    "from specdec.cli.entry import main; from specdec.ui import panel; panel.SEEN_SECONDS = 1.0; main()",
+    "from specdec.cli.bootstrap import main; from specdec.ui import panel; panel.MIN_SHOW_S = 1.0; main()",
 ]
 
 
@@ -693,16 +711,16 @@ def colours(screen: Screen) -> set[int]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
-def test_a_terminal_shows_the_panel_and_then_the_story_once(run: Run, pair: Pair, width: int, height: int) -> None:
-    arguments = endless(pair, "-n", 5000)
+def test_terminal_shows_panel_then_output_once(run: Run, pair: Pair, width: int, height: int) -> None:
+    arguments = make_endless_arguments(pair, "-n", 5000)
     result = from_json(run(*arguments, "--json"))
-    story = result["text"]
-    code, screen, raw = in_terminal(arguments, width, height, command=HURRIED)
+    text = result["text"]
+    code, screen, raw = run_in_terminal(arguments, width, height, command=HURRIED)
     assert code == 0
     assert "loading" in raw
-    assert screen.hid_cursor
+    assert screen.was_cursor_hidden
     assert not screen.cursor_hidden
-    panels = [picture for picture in screen.pictures if "╰" in picture]
+    panels = [picture for picture in screen.frames if "╰" in picture]
     assert panels
     for word in ("tok/s", "endless", f"/{result['n_generated']}"):
         assert any(word in picture for picture in panels), word
@@ -710,61 +728,61 @@ def test_a_terminal_shows_the_panel_and_then_the_story_once(run: Run, pair: Pair
         rows = picture.splitlines()
         assert len(rows) <= height
         assert sum("╭" in row for row in rows) == sum("╰" in row for row in rows) == 1
-    final = screen.text()
+    final = screen.get_text()
     assert "╭" not in final
     assert "╰" not in final
-    shown, told = "".join(final.split()), "".join(story.split())  # it is wrapped between words
-    assert shown.count(told) == 1
+    shown, output = "".join(final.split()), "".join(text.split())  # wrapped between words
+    assert shown.count(output) == 1
     legend = "green: guessed by little and confirmed plain: endless's own"
     for words in (legend, "the same text.", "tok/s"):
-        assert "".join(words.split()) in shown[shown.index(told) + len(told) :]
+        assert "".join(words.split()) in shown[shown.index(output) + len(output) :]
     assert colours(screen)
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
 
 
-def test_a_terminal_too_low_for_the_panel_gets_the_text_alone(run: Run, pair: Pair) -> None:
-    story = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
-    code, screen, raw = in_terminal(with_pair(pair, "-n", 60), 80, 7)
+def test_terminal_too_low_for_panel_gets_plain_output(run: Run, pair: Pair) -> None:
+    text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
+    code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 60), 80, 7)
     assert code == 0
-    assert screen.text().startswith(story + "\n")
+    assert screen.get_text().startswith(text + "\n")
     assert "╭" not in raw
-    assert "no panel fits" not in screen.text()
-    _, screen, _ = in_terminal(with_pair(pair, "-n", 60, "--pace", 1), 80, 7)
-    told, shown = screen.text().split("\n", 1)
+    assert "no panel fits" not in screen.get_text()
+    _, screen, _ = run_in_terminal(make_arguments(pair, "-n", 60, "--pace", 1), 80, 7)
+    note, shown = screen.get_text().split("\n", 1)
     assert (
-        told.rstrip() == "specdec: --pace has no effect: a panel takes 20 columns and 8 rows; the terminal has 80 and 7"
-    )  # over the line of the loading
-    assert shown.startswith(story + "\n")
+        note.rstrip() == "specdec: --pace has no effect: a panel takes 20 columns and 8 rows; the terminal has 80 and 7"
+    )  # overwrites the loading line
+    assert shown.startswith(text + "\n")
 
 
-def test_without_colour_the_panel_is_there_and_has_none(pair: Pair) -> None:
-    code, screen, _ = in_terminal(with_pair(pair, "-n", 100, "--pace", 200), 80, 24, NO_COLOR="1")
+def test_panel_without_colour_has_no_colour_codes(pair: Pair) -> None:
+    code, screen, _ = run_in_terminal(make_arguments(pair, "-n", 100, "--pace", 200), 80, 24, NO_COLOR="1")
     assert code == 0
-    assert any("╭" in picture and "big + little" in picture for picture in screen.pictures)
+    assert any("╭" in picture and "big + little" in picture for picture in screen.frames)
     assert not colours(screen)
     assert 4 in screen.styles  # accepted tokens are underlined
 
 
 @pytest.mark.parametrize("arguments", [[], ["--plain"]], ids=["dumb", "plain"])
-def test_a_dumb_terminal_and_plain_get_the_text_alone(run: Run, pair: Pair, arguments: list[str]) -> None:
-    story = from_json(run(*with_pair(pair, "-n", 60, "--json")))["text"]
+def test_dumb_terminal_and_plain_option_get_plain_output(run: Run, pair: Pair, arguments: list[str]) -> None:
+    text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
     term = "xterm" if arguments else "dumb"
-    code, screen, raw = in_terminal(with_pair(pair, "-n", 60, *arguments), 80, 24, TERM=term)
+    code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 60, *arguments), 80, 24, TERM=term)
     assert code == 0
-    assert screen.text().startswith(story + "\n")
+    assert screen.get_text().startswith(text + "\n")
     assert "╭" not in raw
-    assert "tok/s" in screen.text()
+    assert "tok/s" in screen.get_text()
     if not arguments:
         assert "\x1b" not in raw
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
-def test_ctrl_c_prints_what_there_is_and_restores_the_cursor(pair: Pair, width: int, height: int) -> None:
-    code, screen, raw = in_terminal(endless(pair, "-n", 0, "--pace", 0), width, height, interrupt_after=2)
+def test_ctrl_c_prints_output_so_far_and_restores_cursor(pair: Pair, width: int, height: int) -> None:
+    code, screen, raw = run_in_terminal(make_endless_arguments(pair, "-n", 0, "--pace", 0), width, height, interrupt_after=2)
     assert code == 130
     assert not screen.cursor_hidden
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
-    final = screen.text()
+    final = screen.get_text()
     assert "╭" not in final
     assert final.startswith(PROMPT)
     assert "^C" not in raw
@@ -773,17 +791,17 @@ def test_ctrl_c_prints_what_there_is_and_restores_the_cursor(pair: Pair, width: 
     assert "Traceback" not in final
 
 
-def test_a_bad_file_in_a_terminal_is_one_line_and_leaves_the_cursor(pair: Pair, tmp_path: Path) -> None:
+def test_damaged_file_in_terminal_is_one_line_and_keeps_cursor(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "empty.bin").touch()
-    code, screen, _ = in_terminal(["-m", tmp_path / "empty.bin"], 200, 24)
+    code, screen, _ = run_in_terminal(["-m", tmp_path / "empty.bin"], 200, 24)
     assert code == 2
     assert not screen.cursor_hidden
-    assert re.fullmatch(r"specdec: \S+empty\.bin is empty.*", screen.text().strip())
+    assert re.fullmatch(r"specdec: \S+empty\.bin is empty.*", screen.get_text().strip())
 
 
-def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run, tmp_path: Path) -> None:
+def test_generated_control_characters_cannot_move_cursor(run: Run, tmp_path: Path) -> None:
     """`Screen` fails on any code that is not the panel's own."""
-    config = Config(64, 96, 1, 4, 2, 300, 20_000)
+    config = ModelConfig(64, 96, 1, 4, 2, 300, 20_000)
     tensors = random_tensors(config, 3, 0.1)
     tensors["tok_emb"][1:3] = 0
     path = write_checkpoint(tmp_path / "wild.bin", config, tensors, version=1)
@@ -791,30 +809,30 @@ def test_a_model_that_writes_control_characters_cannot_move_the_cursor(run: Run,
     prompt = "a\x1b[2J\x07"
     arguments = ["-m", path, "-d", path, "-i", prompt, "-t", 1.5, "-k", 100, "-s", 2, "-n", 4000, "-j", 1]
     assert from_json(run(*arguments, "--json"))["n_generated"] > 3000
-    code, screen, _ = in_terminal(arguments, 80, 24, command=HURRIED)
+    code, screen, _ = run_in_terminal(arguments, 80, 24, command=HURRIED)
     assert code == 0
-    assert len(screen.pictures) > 20
-    assert screen.text().startswith("a")
-    assert "[2J" not in screen.text()
+    assert len(screen.frames) > 20
+    assert screen.get_text().startswith("a")
+    assert "[2J" not in screen.get_text()
 
 
-def test_a_draft_that_does_not_pay_is_told_with_what_to_do(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred times as dear as its target, as the clock is made to say."""
+def test_slow_draft_prints_advice(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake clock makes the draft a hundred times as expensive as its target."""
     monkeypatch.setattr("specdec.draft.autotuner.measure", lambda *_: CostCurve({1: 1e-6, 8: 2e-6}, 1e-4))
     monkeypatch.setattr(CostModel, "end_pass", lambda *_: None)
-    told = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
-    _, _, summary = run(*told)
+    arguments = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
+    _, _, summary = run(*arguments)
     assert re.search(r"^note: no draft was used: it would cost more than it gains\n", summary, re.MULTILINE)
     assert "times as fast" not in summary
-    _, _, summary = run(*told, "-g", 2)
+    _, _, summary = run(*arguments, "-g", 2)
     assert re.search(r"^\d\.\d tokens in a pass of endless, which alone writes one; the same text\.\n", summary)
-    assert "note" not in run(*told[:2], "-d", "none", *told[4:])[2]
+    assert "note" not in run(*arguments[:2], "-d", "none", *arguments[4:])[2]
 
 
 # Stages
 
 
-def test_stages_change_no_text_and_are_told(run: Run, pair: Pair) -> None:
+def test_stage_does_not_change_output_and_is_reported(run: Run, pair: Pair) -> None:
     arguments = ("-m", pair.target, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 60, "-g", 4, "--json")
     plain = from_json(run(*arguments))
     assert plain["settings"]["stage"] is None
@@ -825,11 +843,11 @@ def test_stages_change_no_text_and_are_told(run: Run, pair: Pair) -> None:
     assert from_json(run(*arguments, "--stage", "none"))["settings"]["stage"] is None
 
 
-def test_bad_stages_are_one_line(run: Run, pair: Pair) -> None:
+def test_invalid_stage_is_one_line(run: Run, pair: Pair) -> None:
     two = ("-m", pair.target, "-d", pair.draft)
     for command in ([], ["race"], ["chat"], ["serve"], ["sweep"]):
-        assert_refused(run(*command, *two, "-d", "ngram"), "-d names one draft; what drafts for it is --stage NAME")
-    assert_refused(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
-    assert_refused(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
-    assert_refused(run(*two, "--stage", "self"), "no smaller than the draft")
-    assert_refused(run(*two, "--stage", "nope"), "there is no nope here or in")
+        assert_rejected(run(*command, *two, "-d", "ngram"), "-d takes one draft; a second level is --stage NAME")
+    assert_rejected(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
+    assert_rejected(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
+    assert_rejected(run(*two, "--stage", "self"), "not smaller than the draft")
+    assert_rejected(run(*two, "--stage", "nope"), "there is no nope here or in")

@@ -1,4 +1,4 @@
-"""`specdec models`: short names, and models that go."""
+"""`specdec models`: aliases, downloads and removal."""
 
 import re
 import shutil
@@ -10,34 +10,34 @@ import numpy as np
 import pytest
 import typer
 
-from specdec.cli import model_catalog
-from specdec.cli.main import app
-from specdec.draft.self_copy import copy_of
-from specdec.loaders import model_lookup, model_removal
-from specdec.loaders.loader import Loader, load_model
+from specdec.cli import installed_models
+from specdec.cli.app import app
+from specdec.draft.self_copy import make_self_draft
+from specdec.loaders import model_paths, model_removal
+from specdec.loaders.model_loader import Loader, load_model
 from specdec.ui import progress
 from tests.cli.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
-from tests.fakes.hub import Hub
+from tests.fakes.hub import FakeHub
 from tests.fakes.terminal import PROMPT
-from tests.loaders.test_gguf import block_model
-from tests.tools.gguf_files import CONFIGS, Raw, gguf_bytes, model_keys, model_tensors, random_blocks
+from tests.loaders.test_gguf_model import block_model
+from tests.tools.gguf_files import CONFIGS, RawTensor, gguf_bytes, make_model_keys, make_model_tensors, random_blocks
 from tests.tools.hf_folders import FIXTURES
 
 
 @pytest.fixture
-def own_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def alias_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config" / "specdec" / "names"
 
 
-def test_a_short_name_stands_for_a_model_wherever_one_is_named(run: Run, pair: Pair, tmp_path: Path, own_names: Path) -> None:
+def test_alias_works_wherever_a_model_is_named(run: Run, pair: Pair, tmp_path: Path, alias_file: Path) -> None:
     there = str(pair.target)
     assert run("models", "name", "big", there)[0] == 0
     assert run("models", "name", "little", str(pair.draft))[0] == 0
-    own_names.write_text(f"# mine\n\n{own_names.read_text()}")
+    alias_file.write_text(f"# mine\n\n{alias_file.read_text()}")
     wanted = run("-m", there, "-d", str(pair.draft), "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "30")
     assert run("-m", "big", "-d", "little", "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "30")[:2] == wanted[:2]
     assert run("big", PROMPT, "-d", "none", "-z", str(pair.tokenizer), "-t", "0", "-n", "30")[:2] == wanted[:2]
@@ -45,29 +45,29 @@ def test_a_short_name_stands_for_a_model_wherever_one_is_named(run: Run, pair: P
     assert from_json(run("models", "--json"))["names"] == {"big": there, "little": str(pair.draft)}
     assert run("models", "name", "big", "org/other")[0] == 0 and run("models", "rm", "little")[0] == 0
     assert from_json(run("models", "--json"))["names"] == {"big": "org/other"}
-    assert own_names.read_text().startswith("# mine\n")
+    assert alias_file.read_text().startswith("# mine\n")
     assert "did you mean 'big'" in run("-m", "bigg", "-i", "x")[2]
     for wrong in (["a/b", "x"], ["a", "x", "y"], ["a"], [], ["a b", "x"]):
         code, out, err = run("models", "name", *wrong)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
     for damaged in (b"big\n", b"\xff\xfe x\n"):
-        own_names.write_bytes(damaged)
+        alias_file.write_bytes(damaged)
         code, _, err = run("-m", "other", "-i", "x")
-        assert code == 2 and str(own_names) in err and len(err.splitlines()) == 1
+        assert code == 2 and str(alias_file) in err and len(err.splitlines()) == 1
         assert run("-m", there, "-d", "none", "-z", str(pair.tokenizer), "-i", PROMPT, "-n", "20")[0] == 0, "which needs none"
 
 
-def test_models_are_removed_once_somebody_has_said_so(
+def test_models_are_removed_after_confirmation(
     run: Run,
     pair: Pair,
     tmp_path: Path,
-    own_names: Path,
+    alias_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_removal, "MODELS", model_lookup.MODELS)
+    monkeypatch.setattr(model_removal, "BUNDLED_MODELS_DIR", model_paths.BUNDLED_MODELS_DIR)
     installed = tmp_path / "installed"
     installed.mkdir()
-    monkeypatch.setattr(model_lookup, "MODELS", installed)
+    monkeypatch.setattr(model_paths, "BUNDLED_MODELS_DIR", installed)
     (tmp_path / "models" / "target.bin").write_bytes(pair.target.read_bytes())
     snapshot, blobs = (tmp_path / "hub" / "models--org--name" / part for part in ("snapshots/abc", "blobs"))
     for folder in (snapshot, blobs, snapshot.parents[1] / "refs"):
@@ -78,46 +78,46 @@ def test_models_are_removed_once_somebody_has_said_so(
         (lacking / file).touch()
     name = next(iter(CONFIGS))
     for bits in ("Q8_0", "Q4_0"):
-        (blobs / bits).write_bytes(gguf_bytes(model_keys(name), model_tensors(name)))
+        (blobs / bits).write_bytes(gguf_bytes(make_model_keys(name), make_model_tensors(name)))
         (snapshot / f"tiny-{bits}.gguf").symlink_to(blobs / bits)
     monkeypatch.setattr(typer, "confirm", lambda *_, **more: False)
     code, out, _ = run("models", "rm", "org/name:Q4_0")
     assert (code, out) == (1, "") and (blobs / "Q4_0").exists()
     assert run("models", "rm", "-y", "org/name")[0] == 2 and len([*blobs.iterdir()]) == 2, "of two, none is named"
     size = (blobs / "Q4_0").stat().st_size
-    asked = []
-    monkeypatch.setattr(typer, "confirm", lambda words, **more: asked.append(words) or True)
+    questions = []
+    monkeypatch.setattr(typer, "confirm", lambda words, **more: questions.append(words) or True)
     assert run("models", "rm", "org/name:Q4_0")[0] == 0
-    assert "org/name:Q4_0" in asked[0] and f"{size // 1000} kB" in asked[0].replace("  ", " ")
+    assert "org/name:Q4_0" in questions[0] and f"{size // 1000} kB" in questions[0].replace("  ", " ")
     assert not (blobs / "Q4_0").exists() and (blobs / "Q8_0").exists()
     assert [row["name"] for row in from_json(run("models", "--json"))["models"]] == ["target.bin", "org/name:Q8_0"]
     assert run("models", "rm", "-y", "org/name:Q8_0")[0] == 0 and not snapshot.parents[1].exists()
-    monkeypatch.setattr(model_removal, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(model_removal, "BUNDLED_MODELS_DIR", tmp_path / "models")
     for wrong in ("target.bin", "nobody", "../x"):
         code, out, err = run("models", "rm", "-y", wrong)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
-    monkeypatch.setattr(model_removal, "MODELS", installed)
+    monkeypatch.setattr(model_removal, "BUNDLED_MODELS_DIR", installed)
     assert run("models", "rm", "-y", "target")[0] == 0 and not (tmp_path / "models" / "target.bin").exists()
     for wrong in (["rm"], ["pull"], ["a", "b"]):
         code, out, err = run("models", *wrong)
         assert (code, out) == (2, "") and len(err.splitlines()) == 1
 
 
-def test_a_pull_into_a_pipe_says_how_far_it_is(run: Run, own_names: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_pull_logs_progress(run: Run, alias_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub", reason="the extra [hub] is not installed")
-    monkeypatch.setattr(progress, "WORD_SECONDS", -1.0)
-    monkeypatch.setattr(progress, "SHOW_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", -1.0)
+    monkeypatch.setattr(progress, "UPDATE_INTERVAL_S", -1.0)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with Hub({"org/name": {"tiny-Q8_0.gguf": bytes(1_000_000)}}).serving() as server:
+    with FakeHub({"org/name": {"tiny-Q8_0.gguf": bytes(1_000_000)}}).serve() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         code, out, err = run("models", "pull", "org/name")
     assert code == 0 and re.fullmatch(r"org/name is in .*tiny-Q8_0\.gguf \(1\.0 MB\)\n", out)
     assert re.search(r"^specdec: downloading org/name: *100% of 1 MB, 0 s left$", err, re.MULTILINE)
 
 
-def test_a_blob_that_another_repository_shares_stays(tmp_path: Path) -> None:
-    """The library since 2.0 makes blobs links into a store of the cache."""
+def test_blob_shared_with_other_repository_is_kept(tmp_path: Path) -> None:
+    """Since version 2.0 of the hub library, blobs are links into a store of the cache."""
     shared = tmp_path / "blobs" / "ab" / "abc"
     shared.parent.mkdir(parents=True)
     shared.write_bytes(b"weights")
@@ -127,67 +127,67 @@ def test_a_blob_that_another_repository_shares_stays(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (storage / "blobs" / name).symlink_to("../../blobs/ab/abc")
         (storage / "snapshots" / "1" / f"{name}.gguf").symlink_to(f"../../blobs/{name}")
-    paths = model_removal.files_of(storage / "snapshots" / "1" / "one.gguf")
-    assert model_removal.size_of(paths) == len(b"weights")
-    model_removal.remove(paths)
+    paths = model_removal.list_model_files(storage / "snapshots" / "1" / "one.gguf")
+    assert model_removal.compute_total_bytes(paths) == len(b"weights")
+    model_removal.delete_files(paths)
     assert {path.name for path in storage.rglob("*") if not path.is_dir()} == {"two", "two.gguf"} and shared.exists()
 
 
-def test_a_name_without_its_ending_and_other_programs_list_are_understood(run: Run, pair: Pair, own_names: Path) -> None:
-    (own_names.parents[2] / "models" / "target.bin").write_bytes(pair.target.read_bytes())
+def test_name_without_extension_and_list_aliases_are_accepted(run: Run, pair: Pair, alias_file: Path) -> None:
+    (alias_file.parents[2] / "models" / "target.bin").write_bytes(pair.target.read_bytes())
     assert [row["name"] for row in from_json(run("models", "target", "--json"))["models"]] == ["models/target.bin"]
     assert run("models", "list") == run("models", "ls") == run("models")
     assert "expected a folder, a model, or pull" in run("models", "targte")[2]
 
 
-def test_what_others_call_pull_is_told() -> None:
+def test_download_command_suggests_pull() -> None:
     for words in (["pull", "org/name"], ["rm", "org/name"]):
         with pytest.raises(Exception, match="did you mean 'models "):
             app(words, standalone_mode=False)
 
 
-def test_a_server_reads_a_header_again_only_where_files_have_changed(
-    pair: Pair, tmp_path: Path, own_names: Path, monkeypatch: pytest.MonkeyPatch
+def test_server_rereads_header_only_after_file_change(
+    pair: Pair, tmp_path: Path, alias_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, read, load = tmp_path / "models", list[Path](), model_catalog.load_checkpoint
+    folder, read, load = tmp_path / "models", list[Path](), installed_models.load_checkpoint
     folder.mkdir()
     shutil.copy(pair.target, folder / "one.bin")
     shutil.copytree(FIXTURES / "llama", folder / "two")
     (folder / "two" / "gone.gguf").symlink_to(tmp_path / "nowhere")
     (folder / "no_model.bin").write_bytes(b"x")
 
-    def counted(path: Path) -> Any:
+    def count_load(path: Path) -> Any:
         read.append(path)
         return load(path)
 
-    monkeypatch.setattr(model_catalog, "load_checkpoint", counted)
-    sizes = model_catalog.model_sizes()
+    monkeypatch.setattr(installed_models, "load_checkpoint", count_load)
+    sizes = installed_models.get_model_sizes()
     assert {"one.bin", "two"} <= sizes.keys() and "no_model.bin" not in sizes
     assert sizes["one.bin"] == pair.target.stat().st_size
-    assert {entry.name: entry.n_bytes for entry in model_catalog.entries() if entry.config and not entry.is_head} == sizes
+    assert {entry.name: entry.n_bytes for entry in installed_models.list_entries() if entry.config and not entry.is_head} == sizes
     read.clear()
-    assert model_catalog.model_sizes() == sizes and not read
+    assert installed_models.get_model_sizes() == sizes and not read
     shutil.copy(pair.draft, folder / "one.bin")
     (folder / "two" / "config.json").unlink()
     shutil.copy(pair.draft, folder / "no_model.bin")
-    changed = model_catalog.model_sizes()
+    changed = installed_models.get_model_sizes()
     assert {path.name for path in read} == {"one.bin", "no_model.bin"}
     assert (changed["one.bin"], changed["no_model.bin"]) == (pair.draft.stat().st_size,) * 2 and "two" not in changed
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_0", "IQ4_NL"])
-def test_self_is_listed_where_a_copy_can_be_made_and_nowhere_else(run: Run, tmp_path: Path, kind: str) -> None:
+def test_self_draft_is_listed_only_where_supported(run: Run, tmp_path: Path, kind: str) -> None:
     path, rng = tmp_path / "model.gguf", np.random.default_rng(1)
     keys, tensors = block_model("llama", rng)
     floats = {"F32": np.float32, "F16": np.float16}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Raw):
+        if isinstance(tensor, RawTensor):
             made = rng.standard_normal(tensor.shape).astype(floats[kind]) if kind in floats else None
             tensors[name] = random_blocks(rng, kind, *tensor.shape) if made is None else made
     path.write_bytes(gguf_bytes(keys, tensors))
     target, is_made = load_model(path), False
     with suppress(ValueError):
-        is_made = bool(copy_of(target, None, lambda _: [], Loader()))
+        is_made = bool(make_self_draft(target, None, lambda _: [], Loader()))
     assert is_made or kind not in (*floats, "Q8_0")
     (row,) = from_json(run("models", path, "--json"))["models"]
     assert (row["self"], row["drafts"]) == (is_made, [])

@@ -1,4 +1,4 @@
-"""The commands on a system that is not POSIX, played by tests/tools/non_posix.py: no test of ours has run on Windows or macOS."""
+"""The commands on a simulated system without POSIX features (tests/tools/non_posix.py); no test has run on Windows or macOS."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from specdec.runtime import code_cache
-from tests.cli.test_cli import Run, assert_refused, run  # noqa: F401
+from tests.cli.test_cli import Run, assert_rejected, run  # noqa: F401
 from tests.tools.checkpoint_files import ROOT
 
 TEXT = "Once upon a time, there was a little girl named Lily."
@@ -24,19 +24,21 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where machine code is kept: a copy of what there is, but for that of drawing, which is compiled there."""
+    """Return a folder with a copy of the code cache, without the code of sampling, which is then compiled there."""
     subprocess.run([sys.executable, "specdec.py", *RUNS["text"][0]], cwd=ROOT, check=True, capture_output=True)
     place = tmp_path_factory.mktemp("code")
     shutil.copytree(
-        code_cache.folder(), place / "specdec" / code_cache.STAMP, ignore=shutil.ignore_patterns("sampling.*", "claims")
+        code_cache.get_cache_dir(),
+        place / "specdec" / code_cache.SOURCE_HASH,
+        ignore=shutil.ignore_patterns("sampling.*", "claims"),
     )
     return str(place)
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("encoding", ["cp1252", pytest.param("utf-8", marks=pytest.mark.campaign)])
-def test_what_windows_has_not_is_not_needed(code: str, name: str, encoding: str) -> None:
-    """Modules, functions, signals, /proc, /sys; files that cannot be replaced; other letters; one threading layer."""
+def test_commands_run_without_posix_features(code: str, name: str, encoding: str) -> None:
+    """No modules, functions, signals, /proc, /sys; files that cannot be replaced; other encodings; one threading layer."""
     arguments, word = RUNS[name]
     environment = {"NUMBA_CACHE_DIR": code, "PYTHONIOENCODING": encoding, "NUMBA_THREADING_LAYER": "workqueue"}
     done = subprocess.run(
@@ -50,6 +52,6 @@ def test_what_windows_has_not_is_not_needed(code: str, name: str, encoding: str)
 
 
 @pytest.mark.parametrize("name", ["C:\\models\\x.gguf", "C:/models/x.gguf", "D:x", "\\\\server\\share\\x.bin"])
-def test_paths_of_windows_are_told_as_they_are(run: Run, name: str) -> None:
-    """And are no names on the hub."""
-    assert assert_refused(run("-m", name, "-i", "x")).startswith(f"specdec: there is no {name} here")
+def test_windows_paths_are_printed_unchanged(run: Run, name: str) -> None:
+    """They are not taken for names on the hub."""
+    assert assert_rejected(run("-m", name, "-i", "x")).startswith(f"specdec: there is no {name} here")

@@ -1,4 +1,4 @@
-"""What a command line asks for, without a model: values, what cannot be, what has no effect, names of options for parameters."""
+"""Requests of command lines, without a model: values, limits, ineffective options, and options of parameters."""
 
 import dataclasses
 import io
@@ -9,107 +9,113 @@ from typing import Any, get_args
 import pytest
 from typer.main import get_command
 
-from specdec.cli import main
+from specdec.cli import app
 from specdec.cli.bench import BenchRequest
 from specdec.cli.chat import ChatRequest
 from specdec.cli.generate import TextRequest
-from specdec.cli.models import ListRequest
-from specdec.cli.options import OF_PARAMETERS, in_options, option_of
-from specdec.cli.parser import request_of
+from specdec.cli.models import ModelsRequest
+from specdec.cli.options import PARAMETER_OPTIONS, get_option_info, translate_parameters
 from specdec.cli.race import RaceRequest
 from specdec.cli.request import Request
 from specdec.cli.serve import ServeRequest
 from specdec.cli.sweep import SweepRequest
-from specdec.loaders.model_lookup import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.ui.output import Roles
+from specdec.cli.typer_commands import build_request
+from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.ui.output import ModelLabels
 
 KINDS: dict[str, type[Request]] = {
-    "": TextRequest, "race": RaceRequest, "chat": ChatRequest, "sweep": SweepRequest, "models": ListRequest,
+    "": TextRequest, "race": RaceRequest, "chat": ChatRequest, "sweep": SweepRequest, "models": ModelsRequest,
     "bench": BenchRequest, "serve": ServeRequest,
 }  # fmt: skip
 
 
-def asked(*words: object) -> Any:
-    """The request of a command line."""
-    group: Any = get_command(main.app)
+def make_request(*words: object) -> Any:
+    """Return the request of a command line."""
+    group: Any = get_command(app.app)
     name, *rest = words if words and words[0] in KINDS else ("", *words)
     command = group.commands[name] if name else group
     context = command.make_context("specdec", list(map(str, rest)))
-    return request_of(KINDS[str(name)], context, context.params)
+    return build_request(KINDS[str(name)], context, context.params)
 
 
-def test_a_request_is_what_the_command_line_says() -> None:
-    request = asked(
+def test_request_has_values_of_command_line() -> None:
+    request = make_request(
         "a", "-m", "b.bin", "-d", "c.bin", "-n", 9, "-t", 0.5, "-s", 7, "-g", 3, "--stop", "x", "--stop", "y", "--json"
     )
-    assert (request.words, request.model, request.draft, request.steps, request.stops) == (
+    assert (request.words, request.model, request.draft, request.steps, request.stop_strings) == (
         ("a",),
         "b.bin",
         "c.bin",
         9,
         ["x", "y"],
     )
-    assert (request.sampling.temperature, request.sampling.seed, request.drafting.gamma) == (0.5, 7, 3)
+    assert (request.sampling.temperature, request.sampling.seed, request.draft_settings.gamma) == (0.5, 7, 3)
     assert (request.as_json, request.plain, request.verify, request.given["gamma"]) == (True, False, "coupled", "--gamma")
     assert set(request.given) == {"model", "draft", "steps", "temperature", "seed", "gamma", "stop", "as_json"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         request.draft = "d.bin"
-    assert asked("-s", 0).sampling != asked("-s", 0).sampling
-    same = asked("-s", 0)
+    assert make_request("-s", 0).sampling != make_request("-s", 0).sampling
+    same = make_request("-s", 0)
     assert same.sampling is same.sampling
 
 
-def test_a_dash_in_a_talk_is_the_pipe_that_is_read_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.cli.prompts.text_in", lambda file, *_: {"": "what a pipe says"}[file])
+def test_dash_in_chat_reads_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.cli.prompt_sources.read_text_input", lambda file, *_: {"": "what a pipe says"}[file])
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     for words in ([], ["-"], ["-i", "-"], ["-f", "-"]):
-        request = asked("chat", "-m", "x.bin", *words).settled()
+        request = make_request("chat", "-m", "x.bin", *words).resolve()
         assert (request.prompt, request.word, request.model) == ("what a pipe says", None, "x.bin")
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
-def test_a_field_is_no_other_thing_in_one_command_than_in_another(kind: type[Request]) -> None:
-    """What a command has an option for may have a default of its own, of the same type."""
-    own = get_annotations(kind)
+@pytest.mark.parametrize("request_class", KINDS.values())
+def test_field_has_same_meaning_in_every_command(request_class: type[Request]) -> None:
+    """A command may give an option a default of its own, of the same type."""
+    own = get_annotations(request_class)
     for name, hint in get_annotations(Request).items():
         assert name not in own or own[name] in (hint, *get_args(hint)), name
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
-def test_a_command_offers_each_option_that_its_request_adds(kind: type[Request]) -> None:
-    offered = kind.offers.split()
-    assert len(offered) == len(set(offered)) and set(get_annotations(kind)) <= set(offered)
-    assert all(option_of(kind, name) for name in offered)
+@pytest.mark.parametrize("request_class", KINDS.values())
+def test_command_offers_every_option_its_request_adds(request_class: type[Request]) -> None:
+    offered = request_class.option_names.split()
+    assert len(offered) == len(set(offered)) and set(get_annotations(request_class)) <= set(offered)
+    assert all(get_option_info(request_class, name) for name in offered)
 
 
 @pytest.mark.parametrize(
-    ("words", "model", "draft", "stage", "roles"),
+    ("words", "model", "draft", "stage", "labels"),
     [
-        ([], DEFAULT_TARGET, DEFAULT_DRAFT, "", Roles("stories6M", "by stories650K", "stories6M + stories650K")),
-        (["-d", "NONE"], DEFAULT_TARGET, "", "", Roles("stories6M", "", "stories6M")),
-        (["-m", "a.bin"], "a.bin", "auto", "", Roles("a", "by auto", "a + auto")),  # until it is loaded
-        (["-m", "a.bin", "-d", "Ngram"], "a.bin", "ngram", "", Roles("a", "from the text so far", "a + ngram")),
-        (["-m", "a.bin", "-d", "MTP"], "a.bin", "mtp", "", Roles("a", "by a's own head", "a + mtp")),
-        (["x/a.gguf", "-d", "Self", "--stage", "None"], "x/a.gguf", "self", "", Roles("a", "by a in fewer bits", "a + self")),
-        (["-m", "a", "-d", "b", "--stage", "ngram"], "a", "b", "ngram", Roles("a", "by b", "a + b + ngram")),
-        (["-m", "a.bin", "--verify", "block"], "a.bin", "", "", Roles("a", "", "a")),
+        ([], DEFAULT_TARGET, DEFAULT_DRAFT, "", ModelLabels("stories6M", "by stories650K", "stories6M + stories650K")),
+        (["-d", "NONE"], DEFAULT_TARGET, "", "", ModelLabels("stories6M", "", "stories6M")),
+        (["-m", "a.bin"], "a.bin", "auto", "", ModelLabels("a", "by auto", "a + auto")),  # until it is loaded
+        (["-m", "a.bin", "-d", "Ngram"], "a.bin", "ngram", "", ModelLabels("a", "from the text so far", "a + ngram")),
+        (["-m", "a.bin", "-d", "MTP"], "a.bin", "mtp", "", ModelLabels("a", "by a's own head", "a + mtp")),
+        (
+            ["x/a.gguf", "-d", "Self", "--stage", "None"],
+            "x/a.gguf",
+            "self",
+            "",
+            ModelLabels("a", "by a in fewer bits", "a + self"),
+        ),
+        (["-m", "a", "-d", "b", "--stage", "ngram"], "a", "b", "ngram", ModelLabels("a", "by b", "a + b + ngram")),
+        (["-m", "a.bin", "--verify", "block"], "a.bin", "", "", ModelLabels("a", "", "a")),
     ],
     ids=str,
 )
-def test_models_that_are_not_named_are_settled(words: list[str], model: object, draft: object, stage: str, roles: Roles) -> None:
-    request = asked(*words, "-i", "x").settled()
-    assert (request.model, request.draft, request.stage, request.roles) == (str(model), str(draft), stage, roles)
+def test_unnamed_models_are_resolved(words: list[str], model: object, draft: object, stage: str, labels: ModelLabels) -> None:
+    request = make_request(*words, "-i", "x").resolve()
+    assert (request.model, request.draft, request.stage, request.labels) == (str(model), str(draft), stage, labels)
 
 
-def test_the_prompt_and_its_length_are_settled() -> None:
-    assert [asked(*words).settled().prompt for words in (["a b"], ["-i", "c\n"], ["a.bin", "d"])] == ["a b", "c\n", "d"]
-    assert [(r.steps, r.max_tokens) for r in (asked("x", *n).settled() for n in ([], ["-n", 0], ["--max-tokens", 5]))] == [
+def test_prompt_and_length_are_resolved() -> None:
+    assert [make_request(*words).resolve().prompt for words in (["a b"], ["-i", "c\n"], ["a.bin", "d"])] == ["a b", "c\n", "d"]
+    assert [(r.steps, r.max_tokens) for r in (make_request("x", *n).resolve() for n in ([], ["-n", 0], ["--max-tokens", 5]))] == [
         (256, None), (0, None), (None, 5),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "expected"),
     [
         ({"gamma": "0"}, "gamma is '0'; expected auto or 1 to 63"),
         ({"gamma": "four"}, "gamma is 'four'"),
@@ -126,28 +132,28 @@ def test_the_prompt_and_its_length_are_settled() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_told_by_the_parameter_and_then_by_the_option(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{said}") as error:
+def test_invalid_value_names_parameter_then_option(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{expected}") as error:
         Request(**values)
-    assert in_options(str(error.value)).startswith("--" + next(iter(values)).replace("_", "-"))
+    assert translate_parameters(str(error.value)).startswith("--" + next(iter(values)).replace("_", "-"))
 
 
-def test_errors_of_the_library_are_told_with_options() -> None:
-    assert in_options("no tokenizer; name it with tokenizer=...") == "no tokenizer; name it with -z"
-    assert in_options("too large for f16 (kv='f32' holds them)") == "too large for f16 (--kv f32 holds them)"
-    assert in_options("tree is 'on', and verify is 'block'; x") == "--tree is 'on', and --verify is 'block'; x"
+def test_library_errors_are_translated_to_options() -> None:
+    assert translate_parameters("no tokenizer; name it with tokenizer=...") == "no tokenizer; name it with -z"
+    assert translate_parameters("too large for f16 (kv='f32' holds them)") == "too large for f16 (--kv f32 holds them)"
+    assert translate_parameters("tree is 'on', and verify is 'block'; x") == "--tree is 'on', and --verify is 'block'; x"
     for kept in ("the draft is small", "the target is int8 already", "as in draft=int4,target=int8", "a prompt is long"):
-        assert in_options(kept) == kept
+        assert translate_parameters(kept) == kept
 
 
-def test_a_parameters_option_is_one_that_a_command_has() -> None:
-    group: Any = get_command(main.app)
+def test_translated_options_exist() -> None:
+    group: Any = get_command(app.app)
     options = {option for command in (group, *group.commands.values()) for param in command.params for option in param.opts}
-    assert set(OF_PARAMETERS.values()) <= options
+    assert set(PARAMETER_OPTIONS.values()) <= options
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["-d", "none", "-g", 4], "--gamma: no effect without a draft"),
         (["-d", "ngram", "--tree", "on"], "--tree: no effect without a draft that is a model"),
@@ -157,12 +163,12 @@ def test_a_parameters_option_is_one_that_a_command_has() -> None:
     ],
     ids=str,
 )
-def test_what_has_no_effect_is_known_before_anything_is_loaded(words: list[object], said: str) -> None:
-    assert asked("-m", "a.bin", "-i", "x", *words).settled().without_effect() == said
+def test_ineffective_options_are_known_before_loading(words: list[object], expected: str) -> None:
+    assert make_request("-m", "a.bin", "-i", "x", *words).resolve().describe_ineffective_options() == expected
 
 
-def test_a_sweep_reads_its_lists_once() -> None:
-    request = asked("sweep", "-g", "1, 1,auto", "--max-tokens", "5,20", "--temperatures", "0,0.5")
-    assert (request.draft_lengths, request.lengths, request.degrees) == ([1, "auto"], [5, 20], [0, 0.5])
+def test_sweep_parses_lists_once() -> None:
+    request = make_request("sweep", "-g", "1, 1,auto", "--max-tokens", "5,20", "--temperatures", "0,0.5")
+    assert (request.draft_lengths, request.lengths, request.temperature_values) == ([1, "auto"], [5, 20], [0, 0.5])
     assert (request.n_rounds, request.n_seeds) == (3, 1)
-    assert [asked("sweep", "--full").lengths, asked("sweep", "--full").n_rounds] == [[50, 100, 200, 500], 5]
+    assert [make_request("sweep", "--full").lengths, make_request("sweep", "--full").n_rounds] == [[50, 100, 200, 500], 5]

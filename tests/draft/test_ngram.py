@@ -1,4 +1,4 @@
-"""Drafting from the text itself: the longest suffix that stands before, as a search finds it; and the text is the plain one."""
+"""N-gram drafts: the suffix automaton finds what a search finds, and the output equals the plain output."""
 
 import itertools
 import math
@@ -9,118 +9,118 @@ from collections import Counter
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.draft.costs import CostCurve
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
-from specdec.draft.policy import FixedLength
-from specdec.engine.decoding import Statistics, Step, decode
+from specdec.engine.decode_loop import Statistics, Step, decode
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS
 from tests.test_block_verification import Table
 from tests.tools import reference
-from tests.tools.random_models import END_MARKS, begun, continuation, tiny_model
+from tests.tools.random_models import END_MARKS, generate_tokens, make_started_policy, tiny_model
 
 
-def longest_suffix_before(text):
-    """The length of the longest suffix that ends at an earlier place too, and all such places."""
-    for length in range(len(text) - 1, 0, -1):
-        places = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
-        if places:
-            return length, places
+def find_longest_suffix(tokens):
+    """Return the length of the longest suffix that also ends earlier, and all such positions."""
+    for length in range(len(tokens) - 1, 0, -1):
+        positions = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+        if positions:
+            return length, positions
     return 0, [0]
 
 
-def test_the_automaton_finds_what_a_search_of_all_suffixes_finds():
-    """At every length of 3,000 random texts, over 1 to 5 letters and of repeated parts."""
+def test_automaton_equals_a_search_of_all_suffixes():
+    """At every length of 3,000 random sequences, over 1 to 5 tokens and with repetitions."""
     for case in range(3000):
         rng = random.Random(case)
-        letters = rng.randint(1, 5)
-        text = [rng.randrange(letters) for _ in range(rng.randint(1, 24))]
+        n_tokens = rng.randint(1, 5)
+        tokens = [rng.randrange(n_tokens) for _ in range(rng.randint(1, 24))]
         while rng.random() < 0.5:
-            at = rng.randrange(len(text))
-            text += text[at : at + rng.randint(1, 9)]
+            start = rng.randrange(len(tokens))
+            tokens += tokens[start : start + rng.randint(1, 9)]
         automaton = SuffixAutomaton()
-        for n, token in enumerate(text, 1):
+        for n, token in enumerate(tokens, 1):
             automaton.append(token)
-            length, places = longest_suffix_before(text[:n])
+            length, positions = find_longest_suffix(tokens[:n])
             match = automaton.match()
             assert match[0] == length
-            assert match[1] in places
-        assert automaton.text == text
-        assert len(automaton._next) <= 2 * len(text)
+            assert match[1] in positions
+        assert automaton.tokens == tokens
+        assert len(automaton._transitions) <= 2 * len(tokens)
 
 
-def test_the_automaton_of_a_long_text_has_few_states_and_edges():
-    """At most 2n states and 3n edges (Blumer et al. 1985), of texts that repeat and of texts that do not."""
+def test_automaton_has_at_most_2n_states_and_3n_edges():
+    """The bounds of Blumer et al. 1985, for sequences with and without repetitions."""
     rng, n = random.Random(1), 20_000
     a, b = [1], [1, 2]
     while len(b) < n:
         a, b = b, b + a
-    texts = [
+    sequences = [
         [5] * n,
         [i % 7 for i in range(n)],
         b[:n],
         [rng.randrange(4) for _ in range(n)],
         [rng.randrange(49152) for _ in range(n)],
     ]
-    for text in texts:
+    for tokens in sequences:
         automaton = SuffixAutomaton()
-        for token in text:
+        for token in tokens:
             automaton.append(token)
-        assert len(automaton._next) <= 2 * n
-        assert sum(map(len, automaton._next)) <= 3 * n
+        assert len(automaton._transitions) <= 2 * n
+        assert sum(map(len, automaton._transitions)) <= 3 * n
 
 
-def test_a_proposal_is_what_followed_the_longest_match():
-    text = [1, 7, 8, 9, 10, 11, 12, 13, 3, 8, 9, 20, 21, 4, 7, 8, 9]
-    assert NgramDrafter(()).propose(text, begun(2)).tokens == [10, 11]  # behind 7 8 9, not behind the later 8 9
-    assert NgramDrafter(()).propose(text, begun(0)).tokens == []
-    assert NgramDrafter(()).propose([1, 2, 3], begun(4)).tokens == []
+def test_proposal_continues_the_longest_match():
+    tokens = [1, 7, 8, 9, 10, 11, 12, 13, 3, 8, 9, 20, 21, 4, 7, 8, 9]
+    assert NgramDrafter(()).propose(tokens, make_started_policy(2)).tokens == [10, 11]  # after 7 8 9, not after the later 8 9
+    assert NgramDrafter(()).propose(tokens, make_started_policy(0)).tokens == []
+    assert NgramDrafter(()).propose([1, 2, 3], make_started_policy(4)).tokens == []
 
 
-def test_a_text_that_goes_in_circles_is_proposed_beyond_its_end():
-    assert NgramDrafter(()).propose([1, *[4, 5, 6] * 8], begun(7)).tokens == [4, 5, 6, 4, 5, 6, 4]
-    assert NgramDrafter(()).propose([1, *[4] * 40], begun(5)).tokens == [4] * 5
+def test_proposal_continues_a_loop_beyond_the_end_of_the_sequence():
+    assert NgramDrafter(()).propose([1, *[4, 5, 6] * 8], make_started_policy(7)).tokens == [4, 5, 6, 4, 5, 6, 4]
+    assert NgramDrafter(()).propose([1, *[4] * 40], make_started_policy(5)).tokens == [4] * 5
 
 
-def test_nothing_is_proposed_behind_an_end_mark():
-    text = [1, *[4, 5, EOS, 6] * 6, 4]
-    assert NgramDrafter(END_MARKS).propose(text, begun(6)).tokens == [5, EOS]
+def test_nothing_is_proposed_after_an_eos_token():
+    tokens = [1, *[4, 5, EOS, 6] * 6, 4]
+    assert NgramDrafter(END_MARKS).propose(tokens, make_started_policy(6)).tokens == [5, EOS]
 
 
-def test_a_drafter_that_follows_a_text_proposes_what_a_new_one_does_and_begins_anew_with_another():
+def test_an_incremental_drafter_proposes_the_same_as_a_new_one():
     rng, drafter = random.Random(3), NgramDrafter(())
     for _ in range(30):
-        text = [rng.randrange(3) for _ in range(rng.randint(1, 40))]
+        tokens = [rng.randrange(3) for _ in range(rng.randint(1, 40))]
         for _ in range(20):
-            assert drafter.propose(text, begun(6)) == NgramDrafter(()).propose(text, begun(6))
-            text += [rng.randrange(3) for _ in range(rng.randint(0, 3))]
+            assert drafter.propose(tokens, make_started_policy(6)) == NgramDrafter(()).propose(tokens, make_started_policy(6))
+            tokens += [rng.randrange(3) for _ in range(rng.randint(0, 3))]
 
 
-def test_a_proposal_goes_as_far_as_its_matches_have_been_right():
-    """Random letters: a match says nothing about the next one, and after 400 of them hardly anything is proposed."""
+def test_draft_length_follows_the_hit_rate_of_matches():
+    """Random tokens: a match predicts nothing, and after 400 of them hardly anything is proposed."""
     rng, drafter = random.Random(5), NgramDrafter(())
-    text = [rng.randrange(20) for _ in range(400)]
-    drafter.get_ready(text)
+    tokens = [rng.randrange(20) for _ in range(400)]
+    drafter.prepare(tokens)
     lengths = []
     for _ in range(200):
-        draft = drafter.propose(text, begun(8))
+        draft = drafter.propose(tokens, make_started_policy(8))
         lengths.append(len(draft.tokens))
-        text.append(rng.randrange(20))
+        tokens.append(rng.randrange(20))
     assert sum(lengths) < 20
-    # the same letters once more: every match is right, and longer by the token
-    drafter.get_ready(text + text[:200])
-    draft = drafter.propose(text + text[:201], begun(8))
-    assert draft.tokens == text[201:209]
+    # the same tokens once more: every match is right, and grows with each token
+    drafter.prepare(tokens + tokens[:200])
+    draft = drafter.propose(tokens + tokens[:201], make_started_policy(8))
+    assert draft.tokens == tokens[201:209]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_the_text_is_the_plain_text(temperature):
+def test_output_equals_plain_output(temperature):
     drafted = accepted = 0
     for seed in range(6):
         target, sampling = tiny_model(seed % 3, 12, layers=3, scale=0.3), Sampling(temperature, 0, 0.5, seed)
         prompt = [BOS, *[7, 9, 10, 11] * (seed % 3)]
-        plain, _ = continuation(target, None, sampling, prompt=prompt, max_tokens=100)
+        plain, _ = generate_tokens(target, None, sampling, prompt=prompt, max_tokens=100)
         for gamma in (1, 4, 9):
             statistics, tokens = Statistics(len(prompt)), []
             verifier = VERIFIERS["coupled"](12, sampling)
@@ -136,8 +136,8 @@ def test_the_text_is_the_plain_text(temperature):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("verify", VERIFIERS)
-def test_the_distribution_is_the_targets_own(verify):
-    """Texts of 4 tokens over 2 behind a prompt that repeats: chi-square over 20,000 seeds, false alarm below 1e-6 a case."""
+def test_distribution_equals_the_targets(verify):
+    """Sequences of 4 tokens over 2 after a repetitive prompt: chi-square over 20,000 seeds, false alarm below 1e-6 per case."""
     target, prompt = Table([[0.5, 0.5], [0.4, 0.6]]), [0, 1, 0, 1, 0, 1, 0]
     counts, drafted = Counter(), 0
     for seed in range(20_000):
@@ -149,14 +149,14 @@ def test_the_distribution_is_the_targets_own(verify):
         drafted += sum(len(step.draft_tokens) for step in steps)
     assert drafted > 20_000
     chi = 0.0
-    for text in itertools.product(range(2), repeat=4):
-        expected = 20_000 * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *text)))
-        chi += (counts[text] - expected) ** 2 / expected
+    for tokens in itertools.product(range(2), repeat=4):
+        expected = 20_000 * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *tokens)))
+        chi += (counts[tokens] - expected) ** 2 / expected
     assert chi < reference.chi_square_limit(15, 4.8)
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
-def test_the_library_drafts_without_a_model(pair, verify):
+def test_decoder_drafts_without_a_model(pair, verify):
     decoder = SpeculativeDecoder(pair.target, "ngram", verify=verify, gamma=4)
     assert decoder.draft is None
     plain = SpeculativeDecoder(decoder.target, None, decoder.tokenizer, verify=verify)
@@ -167,8 +167,8 @@ def test_the_library_drafts_without_a_model(pair, verify):
     assert pickle.loads(pickle.dumps(decoder)).generate(prompt, 40, temperature=0.0).text == text
 
 
-def test_ngrams_are_not_looked_for_where_a_pass_is_as_quick_as_looking(pair, monkeypatch):
-    """By the clock of the machine, set here."""
+def test_ngrams_are_not_searched_if_a_pass_is_as_fast_as_the_search(pair, monkeypatch):
+    """The time of a pass is set here."""
     prompt, drafted = "abc abd abc abd abc ab", []
     for seconds in (1e-6, 1e-2):
         decoder = SpeculativeDecoder(pair.target, "ngram")

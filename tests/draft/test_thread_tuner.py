@@ -1,92 +1,92 @@
-"""Threads, chosen anew while a text is written. The machine is made up, and its clock the steps' own seconds."""
+"""The thread tuner on a simulated machine, with the seconds of steps as its clock."""
 
 import pytest
 
-from specdec.draft.thread_tuner import LOST_SHARE, SLOW, Pace
+from specdec.draft.thread_tuner import MAX_TRIAL_SHARE, SLOW_RATIO, ThreadTuner
 
-QUIET = {1: 1.8, 2: 1.3, 3: 1.1, 4: 1.0}  # a step on so many threads of four cores
+QUIET = {1: 1.8, 2: 1.3, 3: 1.1, 4: 1.0}  # relative time of a step by number of threads, on four cores
 ONE_TAKEN = {1: 1.8, 2: 1.4, 3: 1.2, 4: 7.0}
 ALL_TAKEN = {1: 3.6, 2: 6.0, 3: 7.0, 4: 8.0}
 
 
 class Machine:
-    """Steps that take what such a machine takes; step: in seconds, of the fastest."""
+    """A machine that runs steps in given times; `step` is the time in seconds on the best number of threads."""
 
-    def __init__(self, step: float, most: int = 4) -> None:
-        self.step, self.used = step, [most]
-        self.pace = Pace([*range(most, 0, -1)], most, self.used.append)
+    def __init__(self, step: float, max_threads: int = 4) -> None:
+        self.step, self.used = step, [max_threads]
+        self.tuner = ThreadTuner([*range(max_threads, 0, -1)], max_threads, self.used.append)
         self.seconds = 0.0
 
-    def write(self, takes: dict[int, float], seconds: float, n_proposed: int = 3) -> float:
-        """Steps for so long; what they took, as so many times what the best number of threads would have taken."""
+    def run_steps(self, times_by_threads: dict[int, float], seconds: float, n_proposed: int = 3) -> float:
+        """Run steps for some seconds; return their time relative to that on the best number of threads."""
         begin, n, end = self.seconds, 0, self.seconds + seconds
         while self.seconds < end:
-            step = self.step * takes[self.used[-1]]
+            step = self.step * times_by_threads[self.used[-1]]
             self.seconds += step
-            self.pace.saw(n_proposed, step)
+            self.tuner.record_step(n_proposed, step)
             n += 1
-        return (self.seconds - begin) / (n * self.step * min(takes.values()))
+        return (self.seconds - begin) / (n * self.step * min(times_by_threads.values()))
 
 
 @pytest.mark.parametrize("step", [0.0003, 0.02, 0.3])
-def test_a_core_that_is_taken_costs_a_window_and_trials_their_share(step: float) -> None:
+def test_a_busy_core_costs_one_window_and_the_share_of_trials(step: float) -> None:
     machine = Machine(step)
-    assert machine.write(QUIET, 100 * step) == pytest.approx(1) and machine.used == [4]
+    assert machine.run_steps(QUIET, 100 * step) == pytest.approx(1) and machine.used == [4]
     long = max(20.0, 1000 * step)
-    for takes in (ONE_TAKEN, ALL_TAKEN, QUIET):
-        machine.write(takes, long)
-        assert machine.write(takes, 5 * long) < 1 + 2 * LOST_SHARE, takes
+    for times_by_threads in (ONE_TAKEN, ALL_TAKEN, QUIET):
+        machine.run_steps(times_by_threads, long)
+        assert machine.run_steps(times_by_threads, 5 * long) < 1 + 2 * MAX_TRIAL_SHARE, times_by_threads
     n = len(machine.used)
-    assert machine.used[-1] == machine.pace.n_threads == 4
-    assert machine.write(QUIET, long) == pytest.approx(1) and len(machine.used) == n
+    assert machine.used[-1] == machine.tuner.n_threads == 4
+    assert machine.run_steps(QUIET, long) == pytest.approx(1) and len(machine.used) == n
 
 
-def test_steps_that_are_slow_on_any_number_of_threads_stay_on_all_of_them() -> None:
+def test_all_threads_stay_in_use_if_steps_are_slow_on_any_number() -> None:
     machine = Machine(0.001)
-    machine.write(QUIET, 1)
-    hot = {n: 2 * SLOW * times for n, times in QUIET.items()}
-    assert machine.write(hot, 20) < 1 + 2 * LOST_SHARE
+    machine.run_steps(QUIET, 1)
+    slow = {n: 2 * SLOW_RATIO * times for n, times in QUIET.items()}
+    assert machine.run_steps(slow, 20) < 1 + 2 * MAX_TRIAL_SHARE
     assert machine.used[-1] == 4
 
 
-def test_steps_that_take_longer_and_longer_are_not_slow() -> None:
+def test_steps_that_slow_down_gradually_start_no_trial() -> None:
     machine = Machine(0.001)
     for percent in range(100, 400):
-        machine.write({4: percent / 100}, 0.1)
+        machine.run_steps({4: percent / 100}, 0.1)
     assert machine.used == [4]
 
 
-def test_a_single_stall_and_steps_of_lengths_that_were_not_seen_start_nothing() -> None:
+def test_a_single_stall_or_a_new_draft_length_starts_no_trial() -> None:
     machine = Machine(0.001)
-    machine.write(QUIET, 1)
-    machine.pace.saw(3, 0.02)
-    machine.write(QUIET, 1)
+    machine.run_steps(QUIET, 1)
+    machine.tuner.record_step(3, 0.02)
+    machine.run_steps(QUIET, 1)
     for n_proposed in range(4, 40):
-        machine.pace.saw(n_proposed, 0.5)
-    machine.write(QUIET, 1)
+        machine.tuner.record_step(n_proposed, 0.5)
+    machine.run_steps(QUIET, 1)
     assert machine.used == [4]
 
 
-def test_two_threads_have_one_other_number() -> None:
-    machine = Machine(0.001, most=2)
-    machine.write({1: 1.7, 2: 1.0}, 1)
-    machine.write({1: 1.7, 2: 8.0}, 2)
-    assert machine.write({1: 1.7, 2: 8.0}, 20) < 1 + 2 * LOST_SHARE
+def test_with_two_threads_only_one_is_the_alternative() -> None:
+    machine = Machine(0.001, max_threads=2)
+    machine.run_steps({1: 1.7, 2: 1.0}, 1)
+    machine.run_steps({1: 1.7, 2: 8.0}, 2)
+    assert machine.run_steps({1: 1.7, 2: 8.0}, 20) < 1 + 2 * MAX_TRIAL_SHARE
     assert {*machine.used} == {1, 2}
 
 
-def test_steps_that_another_text_tells_in_the_middle_of_a_choice_are_left_out() -> None:
+def test_steps_recorded_during_a_switch_are_ignored() -> None:
     machine = Machine(0.02)
-    use = machine.used.append
+    append_used = machine.used.append
 
     def interrupted(n: int) -> None:
-        machine.pace._use = use
-        machine.write(ONE_TAKEN, 5)
-        use(n)
+        machine.tuner._set_threads = append_used
+        machine.run_steps(ONE_TAKEN, 5)
+        append_used(n)
 
-    machine.pace._use = interrupted
-    machine.write(QUIET, 1)
-    while machine.pace._use is interrupted:
-        machine.write(ONE_TAKEN, 0.1)
-    assert machine.pace.n_threads == machine.used[-1]
-    assert machine.write(ONE_TAKEN, 20) < 1.5 and machine.pace.n_threads == machine.used[-1] == 3
+    machine.tuner._set_threads = interrupted
+    machine.run_steps(QUIET, 1)
+    while machine.tuner._set_threads is interrupted:
+        machine.run_steps(ONE_TAKEN, 0.1)
+    assert machine.tuner.n_threads == machine.used[-1]
+    assert machine.run_steps(ONE_TAKEN, 20) < 1.5 and machine.tuner.n_threads == machine.used[-1] == 3

@@ -1,4 +1,4 @@
-"""Trees in the loop: text and distribution are the target's own, and figures count the path that was taken."""
+"""Token trees in the decoding loop: output and distribution are the target's own, and statistics count the accepted path."""
 
 import itertools
 import math
@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.draft.policy import MAX_GAMMA, FixedLength
-from specdec.draft.tree import N_NODES, RATES, TreeDrafter, shape_of
-from specdec.engine.decoding import Proposal, Statistics, Step, decode
-from specdec.loaders.model_lookup import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.sampling import FEW, Sampler, Sampling, race
+from specdec.draft.draft_length import MAX_GAMMA, FixedLength
+from specdec.draft.tree import CANDIDATE_ACCEPTANCE, N_NODES, TreeDrafter, build_tree
+from specdec.engine.decode_loop import Proposal, Statistics, Step, decode
+from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.sampling import N_CANDIDATES, Sampler, Sampling, draw_gumbel_top_k
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.test_block_verification import Table, row
 from tests.tools import reference
-from tests.tools.random_models import END_MARKS, continuation, judge, tiny_model
+from tests.tools.random_models import END_MARKS, generate_tokens, tiny_model, verify_proposal
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
-def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, marks=END_MARKS):
+def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, eos_tokens=END_MARKS):
     verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
     sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
-    drafter = TreeDrafter(draft, sampler, verifier.draft_noise, marks)
-    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), marks))
+    drafter = TreeDrafter(draft, sampler, verifier.get_draft_stream, eos_tokens)
+    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), eos_tokens))
 
 
 def tokens_of(events):
@@ -35,10 +35,10 @@ def tokens_of(events):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])
-def test_the_text_of_trees_is_the_plain_text(sampling, seeds):
-    """Of every depth; by end marks too, which some of these texts reach."""
+def test_output_of_trees_equals_plain_output(sampling, seeds):
+    """For every depth; some outputs end at an end-of-sequence token."""
     target, draft = tiny_model(seeds[0], layers=3), tiny_model(seeds[1])
-    plain, statistics = continuation(target, None, sampling)
+    plain, statistics = generate_tokens(target, None, sampling)
     for gamma in (1, 2, 3, 5, 9, MAX_GAMMA):
         events = events_of(target, draft, sampling, gamma)
         assert tokens_of(events) == plain
@@ -47,26 +47,26 @@ def test_the_text_of_trees_is_the_plain_text(sampling, seeds):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("draft_positions", [7, 24, 128])
-def test_so_it_is_at_the_ends_of_contexts_and_beyond_the_drafts_window(sampling, draft_positions):
-    """Of a draft that slides, of one that has room for a short text alone, and up to the target's last position."""
+def test_output_equals_plain_output_at_the_ends_of_contexts(sampling, draft_positions):
+    """With a draft that slides its window, one with few positions, and up to the target's last position."""
     target = tiny_model(0, seq_len=90)
     for draft in (tiny_model(0, seq_len=draft_positions), tiny_model(0, seq_len=draft_positions, n_positions=90)):
         for max_tokens in (1, 2, 5, 200):
-            plain, statistics = continuation(target, None, sampling, max_tokens=max_tokens)
+            plain, statistics = generate_tokens(target, None, sampling, max_tokens=max_tokens)
             for gamma in (4, 9):
                 events = events_of(target, draft, sampling, gamma, max_tokens=max_tokens)
                 assert tokens_of(events) == plain
                 assert events[-1].stop_reason == statistics.stop_reason
 
 
-def test_a_draft_may_know_fewer_tokens():
+def test_a_draft_may_have_fewer_tokens():
     for sampling in SAMPLINGS:
         target, draft = tiny_model(0), tiny_model(1, vocab=60)
-        plain, _ = continuation(target, None, sampling)
+        plain, _ = generate_tokens(target, None, sampling)
         assert tokens_of(events_of(target, draft, sampling, 3)) == plain
 
 
-def test_the_embedded_pair_says_the_plain_text_with_every_tree():
+def test_embedded_pair_generates_plain_output_with_every_tree():
     plain = SpeculativeDecoder(DEFAULT_TARGET, None)
     decoder = SpeculativeDecoder(plain.target, DEFAULT_DRAFT, plain.tokenizer)
     for temperature in (0.0, 1.0):
@@ -75,25 +75,25 @@ def test_the_embedded_pair_says_the_plain_text_with_every_tree():
             assert decoder.generate("Once upon a time", 160, temperature=temperature, seed=1).text == expected
 
 
-def test_a_path_is_walked_as_far_as_the_targets_own_tokens_lead():
-    """Over root -> 3, 4; 4 -> 5, 3; 5 -> the end mark; 3 -> 7."""
+def test_coupled_verifier_accepts_the_path_of_the_targets_tokens():
+    """In the tree root -> 3, 4; 4 -> 5, 3; 5 -> end of sequence; 3 -> 7."""
     draft = Draft([3, 4, 5, 3, EOS, 7], None, [-1, -1, 1, 1, 2, 0])
     verifier = CoupledVerifier(10, Sampling(0.0))
 
-    def judged(*says):
-        """With a target that says these at the root, behind node 0, ..."""
-        return judge(np.eye(10, dtype=np.float32)[[*says]], draft, verifier, 7, END_MARKS)
+    def verify_with(*target_tokens):
+        """Verify with a target that generates these tokens at the root, after node 0, and so on."""
+        return verify_proposal(np.eye(10, dtype=np.float32)[[*target_tokens]], draft, verifier, 7, END_MARKS)
 
-    assert judged(8, 0, 0, 0, 0, 0, 0) == ([8], 0)
-    assert judged(3, 9, 0, 0, 0, 0, 0) == ([3, 9], 1)
-    assert judged(3, 7, 0, 0, 0, 0, 6) == ([3, 7, 6], 2)
-    assert judged(4, 0, 3, 0, 6, 0, 0) == ([4, 3, 6], 2)
-    assert judged(4, 0, 5, EOS, 0, 6, 0) == ([4, 5, EOS], 3)
-    assert judged(4, 0, EOS, 0, 0, 0, 0) == ([4, EOS], 1)
+    assert verify_with(8, 0, 0, 0, 0, 0, 0) == ([8], 0)
+    assert verify_with(3, 9, 0, 0, 0, 0, 0) == ([3, 9], 1)
+    assert verify_with(3, 7, 0, 0, 0, 0, 6) == ([3, 7, 6], 2)
+    assert verify_with(4, 0, 3, 0, 6, 0, 0) == ([4, 3, 6], 2)
+    assert verify_with(4, 0, 5, EOS, 0, 6, 0) == ([4, 5, EOS], 3)
+    assert verify_with(4, 0, EOS, 0, 0, 0, 0) == ([4, EOS], 1)
     assert [draft.path(path) for path in ([], [8], [3, 9], [4], [4, 3, 6])] == [[3, 7], [3, 7], [3, 7], [4, 5, EOS], [4, 3]]
 
 
-def test_what_is_told_counts_the_path_that_was_taken_and_no_branch():
+def test_statistics_count_the_accepted_path_without_branches():
     target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
     statistics, n_branched, n_nodes = Statistics(3), 0, 0
     events = itertools.chain.from_iterable(events_of(target, draft, Sampling(1.0, 0, 0.9, seed), 4) for seed in range(9))
@@ -103,8 +103,8 @@ def test_what_is_told_counts_the_path_that_was_taken_and_no_branch():
             continue
         nodes, parents = proposal.tree
         assert step.n_nodes == len(nodes) == len(parents)
-        n_said = min(step.n_accepted, len(step.tokens))  # an end mark is not
-        assert step.draft_tokens[:n_said] == step.tokens[:n_said]
+        n_generated = min(step.n_accepted, len(step.tokens))  # an end-of-sequence token is not counted
+        assert step.draft_tokens[:n_generated] == step.tokens[:n_generated]
         assert step.n_accepted <= len(step.draft_tokens) <= 4
         paths = [[]]
         for node, parent in zip(nodes, parents, strict=True):
@@ -121,12 +121,12 @@ def test_what_is_told_counts_the_path_that_was_taken_and_no_branch():
 # The distribution
 
 
-def test_candidates_are_draws_without_replacement():
-    """The first three of 6 tokens, 20,000 times, against the product of what is left; chi-square, odds below 1e-6."""
+def test_candidates_are_draws_without_replacement_in_distribution():
+    """The first three of 6 tokens, 20,000 times, against the product of the remaining probabilities; chi-square, 1e-6."""
     p = np.array([0.3, 0.25, 0.2, 0.15, 0.07, 0.03])
-    tokens, scores, counts, n = np.empty(FEW, np.int64), np.empty(FEW), Counter(), 20_000
+    tokens, scores, counts, n = np.empty(N_CANDIDATES, np.int64), np.empty(N_CANDIDATES), Counter(), 20_000
     for position in range(n):
-        race(row(p), 6, 3, 1, position, tokens, scores)
+        draw_gumbel_top_k(row(p), 6, 3, 1, position, tokens, scores)
         assert (np.diff(scores) <= 0).all()
         counts[tuple(tokens.tolist())] += 1
     expected = {
@@ -141,14 +141,14 @@ def test_candidates_are_draws_without_replacement():
 
 
 class TreeTable(Table):
-    """A model of a few tokens whose next one hangs on the last one alone, with trees."""
+    """A model of a few tokens, with trees, in which the next token depends only on the last one."""
 
     def forward_tree(self, tokens, nodes, parents, n_logits=None):
         rows = self.forward([tokens[-1], *nodes], len(nodes) + 1)
         return rows if n_logits is None else rows[len(rows) - n_logits :]
 
 
-def counted(target, draft, n_runs, n_tokens, gamma, temperature=1.0):
+def count_sequences(target, draft, n_runs, n_tokens, gamma, temperature=1.0):
     counts = Counter()
     for seed in range(n_runs):
         sampling = Sampling(temperature, 0, 0.0, seed)
@@ -159,10 +159,10 @@ def counted(target, draft, n_runs, n_tokens, gamma, temperature=1.0):
 @pytest.mark.campaign
 @pytest.mark.parametrize("gamma", [1, 3])
 @pytest.mark.parametrize("case", ["poor", "alike", "five"])
-def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
-    """Texts of 3 tokens over 3 or 5, 6,000 seeds; chi-square, false alarm below 1e-6 a case; the seeds are fixed.
+def test_rejection_of_trees_keeps_the_targets_distribution(gamma, case):
+    """Sequences of 3 tokens over 3 or 5, 6,000 fixed seeds; chi-square, false alarm below 1e-6 per case.
 
-    "alike": the draft is the target, where residuals are rounding; "five": more tokens than candidates.
+    "alike": the draft is the target, so residuals are rounding errors; "five": more tokens than candidates.
     """
     rng = np.random.default_rng(7)
     size = 5 if case == "five" else 3
@@ -170,44 +170,47 @@ def test_rejection_of_trees_leaves_the_targets_distribution(gamma, case):
     draft = target if case == "alike" else TreeTable(rng.dirichlet(np.full(size, 0.7), size) * 0.9 + 0.1 / size)
     target.probs /= target.probs.sum(1, keepdims=True)
     n_runs, length = 6000, 3 if size == 3 else 2
-    counts = counted(target, draft, n_runs, length, gamma)
+    counts = count_sequences(target, draft, n_runs, length, gamma)
     chi = 0.0
-    for text in itertools.product(range(size), repeat=length):
-        expected = n_runs * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *text)))
+    for sequence in itertools.product(range(size), repeat=length):
+        expected = n_runs * math.prod(target.probs[a][b] for a, b in itertools.pairwise((0, *sequence)))
         assert expected > 5
-        chi += (counts[text] - expected) ** 2 / expected
+        chi += (counts[sequence] - expected) ** 2 / expected
     assert chi < reference.chi_square_limit(size**length - 1, 4.8)
 
 
-def test_siblings_make_more_of_a_pass_and_greedy_is_the_plain_text():
+def test_siblings_raise_tokens_per_pass_and_greedy_output_is_plain():
     target, draft = (tiny_model(seed, vocab=31, scale=0.1) for seed in (0, 1))
     tree, chain = Statistics(3), Statistics(3)
     for seed in range(30):
         sampling = Sampling(1.0, 0, 0.9, seed)
         for event in events_of(target, draft, sampling, 3, "rejection"):
             tree.add(event)
-        alone = continuation(target, draft, sampling, 3, "rejection")[1]
-        chain.n_generated, chain.target_passes = chain.n_generated + alone.n_generated, chain.target_passes + alone.target_passes
+        plain_draft = generate_tokens(target, draft, sampling, 3, "rejection")[1]
+        chain.n_generated, chain.target_passes = (
+            chain.n_generated + plain_draft.n_generated,
+            chain.target_passes + plain_draft.target_passes,
+        )
     assert tree.tokens_per_pass > 1.2 * chain.tokens_per_pass
-    plain, _ = continuation(target, None, Sampling(0.0))
+    plain, _ = generate_tokens(target, None, Sampling(0.0))
     assert tokens_of(events_of(target, draft, Sampling(0.0), 3, "rejection")) == plain
 
 
-def test_a_rejection_tree_of_one_seed_is_one_text():
-    """It hangs neither on the clock nor on the text before."""
+def test_rejection_with_trees_is_deterministic_for_a_seed():
+    """The output depends neither on measured times nor on the sequence before."""
     decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, verify="rejection", tree="on", gamma=3)
-    first, again = (decoder.generate("Once upon a time", 60, seed=9) for _ in range(2))
-    assert first.text == again.text
-    assert first.statistics.n_nodes == again.statistics.n_nodes > first.statistics.n_drafted
+    first, repeated = (decoder.generate("Once upon a time", 60, seed=9) for _ in range(2))
+    assert first.text == repeated.text
+    assert first.statistics.n_nodes == repeated.statistics.n_nodes > first.statistics.n_drafted
 
 
 @pytest.mark.parametrize(("verify", "tree"), [("block", "on"), ("coupled", "sometimes"), ("coupled", 1)])
-def test_what_is_no_way_of_trees_is_refused(verify, tree):
+def test_bad_tree_settings_are_refused(verify, tree):
     with pytest.raises((ValueError, TypeError), match="tree is"):
         SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, verify=verify, tree=tree)
 
 
-def test_a_verification_of_chains_alone_is_refused_where_trees_are_asked_for():
+def test_block_verification_with_trees_is_refused():
     decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, tree="on")
     with pytest.raises(ValueError, match="tree is 'on'"):
         decoder.verify = "block"
@@ -218,24 +221,24 @@ def test_a_verification_of_chains_alone_is_refused_where_trees_are_asked_for():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 9, 40, MAX_GAMMA])
-def test_a_shape_is_as_deep_and_as_large_as_it_may(depth):
-    shape = shape_of(depth)
+def test_built_tree_reaches_the_maximum_depth_and_size(depth):
+    shape = build_tree(depth)
     assert len(shape) - 1 <= min(MAX_GAMMA, max(N_NODES, 2 * depth))
     depths = {0: 0}
     for node, children in enumerate(shape):
-        assert len(children) <= len(RATES)
+        assert len(children) <= len(CANDIDATE_ACCEPTANCE)
         depths |= dict.fromkeys(children, depths[node] + 1)
     assert len(depths) == len(shape)
     assert max(depths.values()) <= depth
     assert depth > 9 or max(depths.values()) == depth
 
 
-def test_the_path_of_first_choices_is_laid_first_and_nothing_is_behind_an_end_mark():
-    model, n_marks = tiny_model(0, vocab=31, scale=0.1), 0
+def test_first_choices_come_first_and_no_node_follows_an_eos_token():
+    model, n_eos = tiny_model(0, vocab=31, scale=0.1), 0
     for seed in range(40):
         sampling = Sampling(1.0, seed=seed)
-        marks = {3: "one", 4: "another", 5: "a third"}
-        drafter = TreeDrafter(model, Sampler(31, sampling), lambda _: 0, marks)
+        eos_tokens = {3: "one", 4: "another", 5: "a third"}
+        drafter = TreeDrafter(model, Sampler(31, sampling), lambda _: 0, eos_tokens)
         policy = FixedLength(4)
         policy.start(10)
         draft = drafter.propose([BOS, 7, 9], policy)
@@ -244,7 +247,7 @@ def test_the_path_of_first_choices_is_laid_first_and_nothing_is_behind_an_end_ma
         while children := draft.children(node):
             path.append(node := children[0])
         assert path == [*range(len(path))]
-        found = [node for node, token in enumerate(draft.tokens) if token in marks]
-        assert not any(draft.children(node) for node in found)
-        n_marks += len(found)
-    assert n_marks > 10
+        candidates = [node for node, token in enumerate(draft.tokens) if token in eos_tokens]
+        assert not any(draft.children(node) for node in candidates)
+        n_eos += len(candidates)
+    assert n_eos > 10

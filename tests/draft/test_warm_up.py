@@ -1,4 +1,4 @@
-"""Whatever a text may use is there before its first token: compiled and measured, also where a warm-up was interrupted."""
+"""Warm-up: everything that a sequence needs is compiled and measured before its first token, also after an interruption."""
 
 import json
 import os
@@ -10,38 +10,38 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft import autotuner, tree
-from specdec.draft.settings import Settings
+from specdec.draft.settings import SpeculativeSettings
 from tests.conftest import Pair
 from tests.heads.test_head_decoding import head_folder
 from tests.tools.checkpoint_files import ROOT
 
-# A process for each case, forked where nothing has been compiled or loaded yet. By the clock all drafts pay.
+# A process per case, forked before anything is compiled or loaded. With the times set here all drafts are profitable.
 LATE = """
 import json, os, sys
 from specdec import Proposal, Sampling, SpeculativeDecoder
-from specdec.draft import autotuner as tuning
+from specdec.draft import autotuner
 from specdec.runtime import code_cache as cache
-from specdec.draft.costs import CostCurve
-from specdec.draft.policy import CostModel
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel
 
 target, draft, endless, head = sys.argv[1:]
-asked = []
-load = cache.MachineCode.load_overload
-cache.MachineCode.load_overload = lambda code, *what: [asked.append(code._name), load(code, *what)][1]
-tuning.measure = lambda *_: CostCurve({1: 1.0, 64: 1.1}, 0.01)
-tuning.CalibrationFile.read = lambda *_: None
+loaded = []
+load = cache.MachineCodeCache.load_overload
+cache.MachineCodeCache.load_overload = lambda code, *what: [loaded.append(code._name), load(code, *what)][1]
+autotuner.measure = lambda *_: CostCurve({1: 1.0, 64: 1.1}, 0.01)
+autotuner.CalibrationFile.read = lambda *_: None
 CostModel.end_pass = lambda *_: None
 SAMPLINGS = Sampling(0), Sampling(1, 0, 0, 1), Sampling(1, 5, 0, 2), Sampling(0.8, 0, 0.5, 3)
 PROMPT = "abc abd abc abd abc ab"
 
-def texts(decoder, prompt=PROMPT, n=30, stream=None):
+def generate(decoder, prompt=PROMPT, n=30, stream=None):
     late = []
     for sampling in SAMPLINGS:
         events = (stream or decoder.stream)(prompt, n, sampling)
         events.__next__()
-        before = len(asked)
+        before = len(loaded)
         proposals = [event for event in events if isinstance(event, Proposal)]
-        late += asked[before:]
+        late += loaded[before:]
         drafted.extend(proposals)
     return late
 
@@ -49,21 +49,21 @@ def case(*models, prompt=PROMPT, n=30, then=(), **settings):
     def run():
         decoder = SpeculativeDecoder(*models, n_threads=settings.pop("n_threads", 1), **settings)
         decoder.warm_up()
-        late = texts(decoder, prompt, n)
+        late = generate(decoder, prompt, n)
         for name, value in then:
             owner = decoder.target if name == "n_threads" else decoder
             setattr(owner, name, value)
-            late += texts(decoder, prompt, n)
+            late += generate(decoder, prompt, n)
         return late
     return run
 
-def unwarmed():
+def not_warmed_up():
     decoder = SpeculativeDecoder(target, draft, verify="rejection", tree="on", n_threads=1)
-    return texts(decoder)
+    return generate(decoder)
 
 def chat():
     decoder = SpeculativeDecoder(endless, draft, n_threads=1, template="llama2")
-    return texts(decoder, [{"role": "user", "content": "Hi"}], 30, decoder.chat)
+    return generate(decoder, [{"role": "user", "content": "Hi"}], 30, decoder.chat)
 
 TWO = {"n_threads": 2} if (os.cpu_count() or 1) > 1 else {}
 CASES = {
@@ -78,20 +78,20 @@ CASES = {
     "self, int4": case(target, "self", quantize="draft=int4"),
     "int8 and int4": case(target, draft, quantize="target=int8,draft=int4"),
     "stage": case(target, draft, stage="ngram"),
-    "a model as a stage": case(target, "self", stage=draft),
+    "model as stage": case(target, "self", stage=draft),
     "trees": case(target, draft, tree="on"),
     "tree auto": case(target, draft, tree="auto"),
     "trees, gamma 4": case(target, draft, tree="on", gamma=4),
     "trees, gamma 4, f16": case(target, draft, tree="on", gamma=4, kv="f16"),
     "trees, rejection": case(target, draft, tree="on", verify="rejection"),
-    "trees, never warmed up": unwarmed,
+    "trees, never warmed up": not_warmed_up,
     "verify changes": case(target, draft, then=[("verify", "rejection"), ("verify", "block"), ("verify", "coupled")]),
     "verify of n-grams changes": case(target, "ngram", then=[("verify", "block"), ("verify", "rejection")]),
     "gamma of trees changes": case(target, draft, tree="on", gamma=3, then=[("gamma", 1), ("gamma", "auto"), ("gamma", 63)]),
-    "trees from then on": case(target, draft, then=[("tree", "on"), ("gamma", 3), ("verify", "rejection"), ("tree", "off")]),
+    "trees later": case(target, draft, then=[("tree", "on"), ("gamma", 3), ("verify", "rejection"), ("tree", "off")]),
     "threads change": case(target, draft, **TWO, then=[("n_threads", 1)]),
     "f16": case(target, draft, kv="f16"),
-    "a long prompt": case(endless, draft, prompt=[1, 300 - 1, 260] * 80, n=60),
+    "long prompt": case(endless, draft, prompt=[1, 300 - 1, 260] * 80, n=60),
     "head": case(target, head, n_threads=None),
     "head, rejection": case(target, head, verify="rejection", quantize="none"),
     "head, gamma 4": case(target, head, gamma=4, quantize="draft=int4", prompt="a"),
@@ -103,48 +103,49 @@ for name, run in CASES.items():
         drafted = []
         late = run()
         n_trees = sum(event.tree is not None for event in drafted)
-        told = {"late": late, "asked": asked, "rooms": [*sys.modules], "n_drafted": len(drafted), "n_trees": n_trees}
-        print(json.dumps([name, told]), flush=True)
+        result = {"late": late, "loaded": loaded, "modules": [*sys.modules], "n_drafted": len(drafted), "n_trees": n_trees}
+        print(json.dumps([name, result]), flush=True)
         os._exit(0)
     os.wait()
 """
-OF_TREES = {"kernels.trace", "kernels.move_slots", "sampling.keep_or_refuse"}
+OF_TREES = {"kernels.build_tree_paths", "kernels.move_kv_slots", "sampling.accept_or_reject"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that begin where another one is")
-def test_no_text_compiles_or_loads_anything_behind_its_first_event(pair: Pair, tmp_path: Path) -> None:
+def test_nothing_is_compiled_or_loaded_after_the_first_event(pair: Pair, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LATE, pair.target, pair.draft, pair.endless, head_folder(tmp_path / "head", pair)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    told = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(told) == 29, done.stderr
-    assert {name: case["late"] for name, case in told.items() if case["late"]} == {}
-    for name, case in told.items():  # each did what it is to do, and no more
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    results = dict(json.loads(line) for line in process.stdout.splitlines())
+    assert len(results) == 29, process.stderr
+    assert {name: case["late"] for name, case in results.items() if case["late"]} == {}
+    for name, case in results.items():  # each did its task, and no more
         assert (case["n_drafted"] > 0) == (name != "plain"), name
         assert (case["n_trees"] > 0) == ("trees" in name), name
-        assert bool(OF_TREES.intersection(case["asked"])) == ("trees" in name), name
-        assert ("specdec.draft.tree" in case["rooms"]) == ("trees" in name), name
-        assert ("specdec.draft.staged" in case["rooms"]) == ("stage" in name), name
+        assert bool(OF_TREES.intersection(case["loaded"])) == ("trees" in name), name
+        assert ("specdec.draft.tree" in case["modules"]) == ("trees" in name), name
+        assert ("specdec.draft.staged" in case["modules"]) == ("stage" in name), name
 
 
-def test_costs_are_measured_once_nothing_is_compiled_any_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured next to a compiler would say that a draft does not pay."""
-    decoder, done = SpeculativeDecoder(pair.target, pair.draft, n_threads=1), list[str]()
-    for name in ("write", "judge_proposals", "end", "measure"):
+def test_costs_are_measured_after_all_compilation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times measured next to a compiler would make drafts look unprofitable."""
+    decoder, calls = SpeculativeDecoder(pair.target, pair.draft, n_threads=1), list[str]()
+    for name in ("stream_events", "warm_up_verifier", "stop_processes", "measure"):
         original = getattr(autotuner, name)
-        monkeypatch.setattr(autotuner, name, lambda *args, name=name, original=original: [done.append(name), original(*args)][1])
+        monkeypatch.setattr(autotuner, name, lambda *args, name=name, original=original: [calls.append(name), original(*args)][1])
     decoder.warm_up()
-    assert done == ["write", "judge_proposals", "end", "measure"]
+    assert calls == ["stream_events", "warm_up_verifier", "stop_processes", "measure"]
 
 
 INTERRUPTED = {
-    "write": autotuner, "judge_proposals": autotuner, "choose_threads": autotuner, "measure": autotuner, "run_trees": tree,
+    "stream_events": autotuner, "warm_up_verifier": autotuner, "choose_threads": autotuner, "measure": autotuner,
+    "warm_up_trees": tree,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("where", INTERRUPTED)
-def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_an_interrupted_warm_up_is_completed_later(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, tree="on", n_threads=1)
-    decoder.tuning.choices = [2, 1] if where == "choose_threads" else [2]  # of one that is free to choose
+    decoder.autotuner.thread_choices = [2, 1] if where == "choose_threads" else [2]  # the number of threads is free
     original, calls = getattr(INTERRUPTED[where], where), list[bool]()
 
     def interrupted(*args: object) -> object:
@@ -154,20 +155,20 @@ def test_an_interrupted_warm_up_is_made_up_for(pair: Pair, monkeypatch: pytest.M
         return original(*args) if where != "choose_threads" else None
 
     monkeypatch.setattr(INTERRUPTED[where], where, interrupted)
-    monkeypatch.setattr(decoder.tuning, "_use", lambda n_threads: None)  # it has one
+    monkeypatch.setattr(decoder.autotuner, "_set_n_threads", lambda n_threads: None)  # it has a thread tuner
     with pytest.raises(KeyboardInterrupt):
         decoder.warm_up()
     text = decoder.generate("ab", 30, temperature=0).text
     assert calls[:2] == [False, True]
-    assert decoder.tuning.curve
-    assert not decoder.tuning.undone(Settings(tree="on"))
+    assert decoder.autotuner.curve
+    assert not decoder.autotuner.get_pending_tasks(SpeculativeSettings(tree="on"))
     assert text == SpeculativeDecoder(pair.target, None).generate("ab", 30, temperature=0).text
 
 
-def test_what_is_warm_is_not_measured_again(pair: Pair) -> None:
+def test_a_second_warm_up_measures_nothing(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, n_threads=1)
     decoder.warm_up()
-    curve = decoder.tuning.curve
+    curve = decoder.autotuner.curve
     decoder.verify, decoder.gamma = "block", 3
     decoder.warm_up()
-    assert decoder.tuning.curve is curve
+    assert decoder.autotuner.curve is curve

@@ -1,93 +1,99 @@
-"""Texts of every family that share passes: each is the family's own, token by token on one thread."""
+"""Batched outputs of every family: each equals the family's output without a batch, on one thread."""
 
 import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.engine.decoding import Job
-from specdec.engine.scheduler import Engine
+from specdec.engine.decode_loop import GenerationRequest
+from specdec.engine.scheduler import Scheduler
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import architecture_of
+from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8, PACKED_BF16
 from specdec.tokenizer import BOS, Tokenizer
-from tests.engine.test_scheduler import Heard, assert_same, submit
+from tests.engine.test_scheduler import Output, assert_same, submit
 from tests.tools.checkpoint_files import write_tokenizer
-from tests.tools.hf_folders import CONFIGS, FIXTURES, stored
+from tests.tools.hf_folders import CONFIGS, FIXTURES, read_folder_tensors
 
 FAMILIES = list(CONFIGS)
-KINDS = {"own": None, "int8": INT8, "12 bits": PACKED_BF16}
+WEIGHT_FORMATS = {"own": None, "int8": INT8, "12 bits": PACKED_BF16}
 DRAFTS = ["ngram", "self", None]
 
 
-def jobs_of(config, rng, n):
-    """Some of them go on with another's prompt, some with a wrong prediction."""
-    jobs = []
+def random_requests(config, rng, n):
+    """Return n requests; some continue another prompt, some have a wrong prediction."""
+    requests = []
     for _ in range(n):
         prompt = [BOS, *rng.integers(3, config.vocab_size, int(rng.integers(0, 90))).tolist()]
-        if jobs and rng.random() < 0.4:
-            before = jobs[rng.integers(len(jobs))].prompt
-            prompt = [*before[: int(rng.integers(1, len(before) + 1))], *prompt[1:8]]
+        if requests and rng.random() < 0.4:
+            previous = requests[rng.integers(len(requests))].prompt
+            prompt = [*previous[: int(rng.integers(1, len(previous) + 1))], *prompt[1:8]]
         sampling = Sampling(float(rng.choice([0.0, 0.8, 1.3])), seed=int(rng.integers(99)))
         prediction = rng.integers(3, config.vocab_size, 6 if rng.random() < 0.2 else 0).tolist()
         n_tokens = int(rng.integers(1, 50))
-        jobs.append(Job(prompt[: config.seq_len - 1], n_tokens, sampling, prediction=prediction))
-    return jobs
+        requests.append(GenerationRequest(prompt[: config.seq_len - 1], n_tokens, sampling, prediction=prediction))
+    return requests
 
 
-def write_together(name, kind, draft, rng, tokenizer, n):
-    """Of n texts those that nobody cancelled, each compared with the plain one; how many they were."""
+def compare_batch(name, weight_format, draft, rng, tokenizer, n):
+    """Generate n outputs in a batch, compare the uncancelled ones with plain decoding, and return their number."""
     checkpoint = load_checkpoint(FIXTURES / name)
-    config, architecture = checkpoint.config, architecture_of(checkpoint.config)
-    is_bf16 = any(dtype == "BF16" for dtype, _ in stored(FIXTURES / name).values())  # others have no 12 bits
-    weights = architecture.pack(config, checkpoint.tensors, KINDS[kind] if is_bf16 or kind == "int8" else None)
+    config, architecture = checkpoint.config, get_architecture(checkpoint.config)
+    is_bf16 = any(
+        dtype == "BF16" for dtype, _ in read_folder_tensors(FIXTURES / name).values()
+    )  # 12-bit weights need bf16 tensors
+    weights = architecture.pack(
+        config, checkpoint.tensors, WEIGHT_FORMATS[weight_format] if is_bf16 or weight_format == "int8" else None
+    )
     kv = str(rng.choice(["f32", "f16"]))
     plain = SpeculativeDecoder(Transformer(config, weights, 1, kv=kv), None, tokenizer)
     gamma = [3, "auto"][rng.integers(2)]
     if draft == "mtp":
         decoder = SpeculativeDecoder(FIXTURES / name, "mtp", tokenizer, gamma=gamma, kv=kv)
     else:
-        draft = Transformer(config, weights.converted(INT8), 2, kv=kv) if draft == "self" else draft
+        draft = Transformer(config, weights.convert(INT8), 2, kv=kv) if draft == "self" else draft
         decoder = SpeculativeDecoder(Transformer(config, weights, 2, kv=kv), draft, tokenizer, gamma=gamma)
-    engine, jobs, heard = Engine(decoder, 4, n, int(rng.choice([10**8, 10**5]))), jobs_of(config, rng, n), []
-    tickets = []
-    for job in jobs:
-        heard.append(Heard())
-        tickets.append(submit(engine, job, heard[-1]))
+    scheduler, requests, outputs = Scheduler(decoder, 4, n, int(rng.choice([10**8, 10**5]))), random_requests(config, rng, n), []
+    handles = []
+    for request in requests:
+        outputs.append(Output())
+        handles.append(submit(scheduler, request, outputs[-1]))
         if rng.random() < 0.15:
-            tickets[rng.integers(len(tickets))].cancel()
+            handles[rng.integers(len(handles))].cancel()
         if rng.random() < 0.3:
-            heard[rng.integers(len(heard))].spoke.wait(float(rng.random()) * 0.02)
-    left = [(job, told) for job, told, ticket in zip(jobs, heard, tickets, strict=True) if not ticket.is_cancelled]
-    for job, told in left:
-        assert_same(plain, job, told)
-    engine.close(0.0)
-    return len(left)
+            outputs[rng.integers(len(outputs))].started.wait(float(rng.random()) * 0.02)
+    uncancelled = [
+        (request, output) for request, output, handle in zip(requests, outputs, handles, strict=True) if not handle.is_cancelled
+    ]
+    for request, output in uncancelled:
+        assert_same(plain, request, output)
+    scheduler.close(0.0)
+    return len(uncancelled)
 
 
 @pytest.fixture
-def letters(tmp_path):
-    """A tokenizer of n ids."""
+def make_tokenizer(tmp_path):
+    """Return a function that makes a tokenizer of n ids."""
 
-    def of(n):
-        words = [(f"<{i}>".encode() if i < 3 else f"{i} ".encode(), 0) for i in range(n)]
-        return Tokenizer(write_tokenizer(tmp_path / "letters.bin", words))
+    def make(n):
+        vocabulary = [(f"<{i}>".encode() if i < 3 else f"{i} ".encode(), 0) for i in range(n)]
+        return Tokenizer(write_tokenizer(tmp_path / "letters.bin", vocabulary))
 
-    return of
+    return make
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_texts_that_share_passes_are_the_familys_own(name, letters):
+def test_batched_output_equals_unbatched_output_of_each_family(name, make_tokenizer):
     i = FAMILIES.index(name)
-    kind, draft = ("own", "mtp") if name == "qwen35" else (list(KINDS)[i % 3], DRAFTS[i // 3 % 3])
-    tokenizer = letters(CONFIGS[name].vocab_size)
-    assert write_together(name, kind, draft, np.random.default_rng(i), tokenizer, 8) > 2
+    weight_format, draft = ("own", "mtp") if name == "qwen35" else (list(WEIGHT_FORMATS)[i % 3], DRAFTS[i // 3 % 3])
+    tokenizer = make_tokenizer(CONFIGS[name].vocab_size)
+    assert compare_batch(name, weight_format, draft, np.random.default_rng(i), tokenizer, 8) > 2
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_many_texts_that_share_passes_are_the_familys_own(name, draft, letters):
+def test_many_batched_outputs_equal_unbatched_output_of_each_family(name, draft, make_tokenizer):
     rng = np.random.default_rng(DRAFTS.index(draft))
-    kind = str(rng.choice(list(KINDS)))
-    assert write_together(name, kind, draft, rng, letters(CONFIGS[name].vocab_size), 16) > 4
+    weight_format = str(rng.choice(list(WEIGHT_FORMATS)))
+    assert compare_batch(name, weight_format, draft, rng, make_tokenizer(CONFIGS[name].vocab_size), 16) > 4

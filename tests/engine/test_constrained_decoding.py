@@ -1,4 +1,4 @@
-"""The loop under a shape: the text is the masked target's own, of its distribution, with any draft. The shape is by hand."""
+"""The decoding loop under a constraint: output and distribution are the masked target's own, with any draft."""
 
 import functools
 import itertools
@@ -6,70 +6,72 @@ import itertools
 import numpy as np
 import pytest
 
+from specdec.draft.draft_length import FixedLength
 from specdec.draft.model import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.policy import FixedLength
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decoding import Statistics, Step, Text, decode
+from specdec.engine.decode_loop import Sequence, Statistics, Step, decode
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.random_models import END_MARKS, tiny_model
 from tests.tools.regular_languages import (
-    EMPTY,
-    LanguageShape,
-    after,
-    allowed,
-    any_number,
-    either,
-    is_complete,
-    one_of,
-    text,
-    then,
+    EMPTY_STRING,
+    LanguageConstraint,
+    byte_class,
+    concatenate,
+    derive_all,
+    get_allowed,
+    is_nullable,
+    literal,
+    repeat,
+    union,
 )
 
-# ids 0 to 2 say nothing, nor do rows from 100 on; some tokens say the same, some hold others
+# ids 0 to 2 and rows from 100 on are empty; some tokens are equal, some contain others
 WORDS = ["", "", "", "a", "b", "c", "ab", "bc", "abc", "aa", "b", "cab", "x", "xy", "y", "xyz", "z", " ", "a ", "", "c", "abcabc"]
 VOCABULARY = [*(word.encode() for word in WORDS), *(bytes([65 + i % 26]) * (i % 3) for i in range(78)), *[b""] * 20]
-FREE = then(any_number(either(text("ab"), text("c"), then(one_of("xyz"), text(" ")))), either(text("abc"), text("x")))
-FORCING = then(text("abxyc"), then(any_number(then(one_of("abc"), text("xyz a"))), text("yy")))
-LANGUAGES = {"free": FREE, "forcing": FORCING, "any": any_number(one_of("abcxyz "))}
+FREE = concatenate(
+    repeat(union(literal("ab"), literal("c"), concatenate(byte_class("xyz"), literal(" ")))), union(literal("abc"), literal("x"))
+)
+FORCING = concatenate(literal("abxyc"), concatenate(repeat(concatenate(byte_class("abc"), literal("xyz a"))), literal("yy")))
+LANGUAGES = {"free": FREE, "forcing": FORCING, "any": repeat(byte_class("abcxyz "))}
 PROMPT = [1, 7, 9]
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, 0, 0.9, 2), Sampling(1.3, 6, 1.0, 3)]
 
 
-def shape_of(language, vocabulary=VOCABULARY, end_marks=END_MARKS):
-    return LanguageShape(language, vocabulary, end_marks)
+def make_constraint(language, vocabulary=VOCABULARY, eos_tokens=END_MARKS):
+    return LanguageConstraint(language, vocabulary, eos_tokens)
 
 
-def times(n, language):
-    return functools.reduce(then, [language] * n)
+def repeat_exactly(n, language):
+    return functools.reduce(concatenate, [language] * n)
 
 
-def plain(target, language, sampling, max_tokens, end_marks=END_MARKS):
-    """The masked target's own text, one pass a token, and why it ended."""
+def generate_masked(target, language, sampling, max_tokens, eos_tokens=END_MARKS):
+    """Return the masked target's own tokens, one pass per token, and the stop reason."""
     sampler, tokens = Sampler(target.config.vocab_size, sampling), [*PROMPT]
     probs = sampler.new_probs()
     for _ in range(max_tokens):
-        if language == EMPTY:
+        if language == EMPTY_STRING:
             break
         logits = target.forward(tokens)[0].copy()
         logits[
-            [i for i in range(len(logits)) if i >= len(VOCABULARY) or not allowed(language, VOCABULARY, end_marks)[i]]
+            [i for i in range(len(logits)) if i >= len(VOCABULARY) or not get_allowed(language, VOCABULARY, eos_tokens)[i]]
         ] = -np.inf
         token = sampler.draw(probs, logits, TARGET_NOISE, len(tokens))
-        if token in end_marks:
-            return tokens[len(PROMPT) :], end_marks[token]
+        if token in eos_tokens:
+            return tokens[len(PROMPT) :], eos_tokens[token]
         tokens.append(token)
-        language = after(language, VOCABULARY[token])
-    return tokens[len(PROMPT) :], next(iter(end_marks.values()), "eos") if language == EMPTY else "max_tokens"
+        language = derive_all(language, VOCABULARY[token])
+    return tokens[len(PROMPT) :], next(iter(eos_tokens.values()), "eos") if language == EMPTY_STRING else "max_tokens"
 
 
-class Everything:
-    """Proposes whatever comes next in a list of all tokens: allowed ones and others, of a length that depends on the text."""
+class ArbitraryDrafter:
+    """Proposes consecutive tokens of the vocabulary, allowed or not, in a length that depends on the sequence."""
 
-    def get_ready(self, tokens):
+    def prepare(self, tokens):
         pass
 
     def propose(self, tokens, policy):
@@ -77,14 +79,14 @@ class Everything:
         return Draft([(3 + sum(tokens) + i * len(tokens)) % 105 for i in range(n)])
 
 
-def drafters(target, draft, sampling, verify="coupled"):
-    noise = VERIFIERS[verify](105, sampling).draft_noise
+def make_drafters(target, draft, sampling, verify="coupled"):
+    noise = VERIFIERS[verify](105, sampling).get_draft_stream
     models = {"model": draft, "self": tiny_model(0, layers=3)}
-    made = {name: ModelDrafter(model, Sampler(105, sampling), noise, END_MARKS) for name, model in models.items()}
-    return {"none": None, "n-grams": NgramDrafter(END_MARKS), "everything": Everything(), **made}
+    drafters_by_name = {name: ModelDrafter(model, Sampler(105, sampling), noise, END_MARKS) for name, model in models.items()}
+    return {"none": None, "n-grams": NgramDrafter(END_MARKS), "everything": ArbitraryDrafter(), **drafters_by_name}
 
 
-def generated(events):
+def collect(events):
     statistics, tokens = Statistics(), []
     for event in events:
         statistics.add(event)
@@ -94,102 +96,115 @@ def generated(events):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_the_text_is_the_masked_targets_own_for_every_draft_and_gamma(language, sampling):
+def test_output_equals_the_masked_targets_for_every_draft_and_gamma(language, sampling):
     target, draft = tiny_model(0, layers=3), tiny_model(1)
-    shape = shape_of(LANGUAGES[language])
-    expected, reason = plain(target, LANGUAGES[language], sampling, 40)
-    for name, drafter in drafters(target, draft, sampling).items():
+    constraint = make_constraint(LANGUAGES[language])
+    expected, reason = generate_masked(target, LANGUAGES[language], sampling, 40)
+    for name, drafter in make_drafters(target, draft, sampling).items():
         for gamma in (1, 2, 3, 5, 8):
             verifier = CoupledVerifier(105, sampling)
-            events = decode(target, drafter, verifier, PROMPT, 40, FixedLength(gamma), END_MARKS, shape)
-            tokens, statistics = generated(events)
+            events = decode(target, drafter, verifier, PROMPT, 40, FixedLength(gamma), END_MARKS, constraint)
+            tokens, statistics = collect(events)
             assert (tokens, statistics.stop_reason) == (expected, reason), (name, gamma)
-            said = b"".join([VOCABULARY[token] for token in tokens])
-            assert is_complete(after(LANGUAGES[language], said)) or reason == "max_tokens"
+            generated = b"".join([VOCABULARY[token] for token in tokens])
+            assert is_nullable(derive_all(LANGUAGES[language], generated)) or reason == "max_tokens"
 
 
 ENDING = {
-    "forced": text("abxyc"),
-    "drawn and forced": then(one_of("abc"), text("xyz a")),
-    "proposed": times(7, one_of("abc")),
-    "either": either(text("ab"), text("c"), then(one_of("xyz"), one_of("abc"))),
+    "forced": literal("abxyc"),
+    "drawn and forced": concatenate(byte_class("abc"), literal("xyz a")),
+    "proposed": repeat_exactly(7, byte_class("abc")),
+    "either": union(literal("ab"), literal("c"), concatenate(byte_class("xyz"), byte_class("abc"))),
 }
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("language", ENDING)
-def test_a_complete_shape_ends_a_text_of_a_model_without_end_marks(language, sampling):
-    """It may be completed by what it forces, within a proposal and along the path of a tree."""
-    target, draft, shape = tiny_model(0, layers=3), tiny_model(1), shape_of(ENDING[language], end_marks={})
-    expected, reason = plain(target, ENDING[language], sampling, 40, {})
+def test_a_complete_constraint_ends_the_output_of_a_model_without_eos_tokens(language, sampling):
+    """It may be completed by forced tokens, within a proposal, and along the path of a tree."""
+    target, draft, constraint = tiny_model(0, layers=3), tiny_model(1), make_constraint(ENDING[language], eos_tokens={})
+    expected, reason = generate_masked(target, ENDING[language], sampling, 40, {})
     assert reason == "eos"
-    for verify, make in VERIFIERS.items():
-        noise = make(105, sampling).draft_noise
+    for verify, make_verifier in VERIFIERS.items():
+        noise = make_verifier(105, sampling).get_draft_stream
         tree = TreeDrafter(tiny_model(0, layers=3), Sampler(105, sampling), noise, {})
-        made = drafters(target, draft, sampling, verify) | ({"tree": tree} if verify != "block" else {})
-        for (name, drafter), gamma in itertools.product(made.items(), (1, 3, 8)):
-            events = decode(target, drafter, make(105, sampling), PROMPT, 40, FixedLength(gamma), {}, shape)
-            tokens, statistics = generated(events)
+        drafters_by_name = make_drafters(target, draft, sampling, verify) | ({"tree": tree} if verify != "block" else {})
+        for (name, drafter), gamma in itertools.product(drafters_by_name.items(), (1, 3, 8)):
+            events = decode(target, drafter, make_verifier(105, sampling), PROMPT, 40, FixedLength(gamma), {}, constraint)
+            tokens, statistics = collect(events)
             assert statistics.stop_reason == "eos", (verify, name, gamma)
-            assert after(ENDING[language], b"".join([VOCABULARY[token] for token in tokens])) == EMPTY
+            assert derive_all(ENDING[language], b"".join([VOCABULARY[token] for token in tokens])) == EMPTY_STRING
             assert tokens == expected or verify != "coupled", (name, gamma)
 
 
-@pytest.mark.parametrize("end_marks", [{}, END_MARKS], ids=["no end marks", "end marks"])
-def test_logits_behind_a_complete_shape_are_not_looked_at(end_marks):
-    """A draft must not have a text refused that a plain run, which never computes them, writes."""
+@pytest.mark.parametrize("eos_tokens", [{}, END_MARKS], ids=["no eos tokens", "eos tokens"])
+def test_logits_after_a_complete_constraint_are_not_checked(eos_tokens):
+    """A draft must not cause an error on logits that a plain run never computes."""
     logits = np.zeros((5, 105), np.float32)
     logits[3:] = np.nan
-    for language, proposed in ((text("abc"), [3, 4, 5, 6]), (times(3, one_of("abc")), [3, 3, 3, 6])):
-        for make in VERIFIERS.values():
-            grown = Text([*PROMPT], 9, 99, None, make(105, Sampling(0)), FixedLength(4), end_marks, shape_of(language))
+    for language, proposed in ((literal("abc"), [3, 4, 5, 6]), (repeat_exactly(3, byte_class("abc")), [3, 3, 3, 6])):
+        for make_verifier in VERIFIERS.values():
+            grown = Sequence(
+                [*PROMPT], 9, 99, None, make_verifier(105, Sampling(0)), FixedLength(4), eos_tokens, make_constraint(language)
+            )
             grown.draft = Draft(proposed)
-            assert grown.judge(logits.copy()) == (proposed[:3], 3)
+            assert grown.verify(logits.copy()) == (proposed[:3], 3)
 
 
-def test_no_token_comes_from_a_row_that_is_none():
+def test_padding_rows_are_never_sampled():
     target = tiny_model(0, vocab=120)
     for seed in range(20):
         verifier = CoupledVerifier(120, Sampling(5.0, 0, 1.0, seed))
-        tokens, _ = generated(decode(target, None, verifier, PROMPT, 20, FixedLength(1), END_MARKS, shape_of(LANGUAGES["any"])))
+        tokens, _ = collect(
+            decode(target, None, verifier, PROMPT, 20, FixedLength(1), END_MARKS, make_constraint(LANGUAGES["any"]))
+        )
         assert all(VOCABULARY[token] for token in tokens)
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
-def test_tokens_that_the_shape_forces_stand_and_cost_no_draft(verify):
-    """The last step draws one of two end marks behind what is forced, which is no part of the text and not told."""
+def test_forced_tokens_are_accepted_without_a_draft(verify):
+    """The last step draws one of two end-of-sequence tokens after the forced tokens; it is not part of the output."""
     vocabulary = [b"", b"", b"", b"<", b"p", b"q", b"rs", b">", *[b""] * 97]
-    language = then(text("<pqrs"), then(any_number(then(one_of("pq"), text("rs>"))), text("<<<")))
+    language = concatenate(literal("<pqrs"), concatenate(repeat(concatenate(byte_class("pq"), literal("rs>"))), literal("<<<")))
     for seed in range(5):
         sampling = Sampling(1.0, 0, 1.0, seed)
         verifier = VERIFIERS[verify](105, sampling)
-        events = decode(tiny_model(0), None, verifier, PROMPT, 30, FixedLength(4), END_MARKS, shape_of(language, vocabulary))
+        events = decode(
+            tiny_model(0), None, verifier, PROMPT, 30, FixedLength(4), END_MARKS, make_constraint(language, vocabulary)
+        )
         steps = [event for event in events if isinstance(event, Step)]
         assert steps[0].draft_tokens == [3, 4, 5, 6] and steps[0].n_accepted == 4
         assert all(step.n_accepted == len(step.draft_tokens) for step in steps)
         assert sum(step.n_accepted for step in steps) >= 6
-        said = b"".join([vocabulary[token] for step in steps for token in step.tokens])
-        assert (after(language, said) == EMPTY) == (steps[-1].stop_reason == "bos")
+        generated = b"".join([vocabulary[token] for step in steps for token in step.tokens])
+        assert (derive_all(language, generated) == EMPTY_STRING) == (steps[-1].stop_reason == "bos")
 
 
-def test_a_complete_shape_ends_a_text_in_the_step_that_completes_it():
-    shape = shape_of(text("abc"))
+def test_a_complete_constraint_ends_the_sequence_in_the_same_step():
+    constraint = make_constraint(literal("abc"))
     for max_tokens in (3, 9):
-        tokens, statistics = generated(
+        tokens, statistics = collect(
             decode(
-                tiny_model(0), None, CoupledVerifier(105, Sampling(seed=3)), PROMPT, max_tokens, FixedLength(1), END_MARKS, shape
+                tiny_model(0),
+                None,
+                CoupledVerifier(105, Sampling(seed=3)),
+                PROMPT,
+                max_tokens,
+                FixedLength(1),
+                END_MARKS,
+                constraint,
             )
         )
         assert b"".join([VOCABULARY[token] for token in tokens]) == b"abc"
         assert statistics.stop_reason == "bos" and statistics.n_generated == len(tokens)
 
 
-def test_a_text_may_not_end_before_its_shape_is_complete():
-    """The target's favourite is an end mark, wherever it may be one."""
+def test_output_does_not_end_before_its_constraint_is_complete():
+    """The target prefers an end-of-sequence token wherever one is allowed."""
     target = tiny_model(0)
 
-    class Ending:
-        lock, n_positions, n_short = target.lock, target.n_positions, 0
+    class EosTarget:
+        lock, n_positions, longrope_threshold = target.lock, target.n_positions, 0
         experts_read = 0.0, 0
 
         @property
@@ -202,47 +217,54 @@ def test_a_text_may_not_end_before_its_shape_is_complete():
                 logits[:, 2] = 99.0
             return logits
 
-    tokens, statistics = generated(
-        decode(Ending(), None, CoupledVerifier(105, Sampling(0)), PROMPT, 60, FixedLength(1), END_MARKS, shape_of(FREE))
+    tokens, statistics = collect(
+        decode(EosTarget(), None, CoupledVerifier(105, Sampling(0)), PROMPT, 60, FixedLength(1), END_MARKS, make_constraint(FREE))
     )
-    assert is_complete(after(FREE, b"".join([VOCABULARY[token] for token in tokens])))
+    assert is_nullable(derive_all(FREE, b"".join([VOCABULARY[token] for token in tokens])))
     assert statistics.stop_reason == "eos"
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
-@pytest.mark.parametrize("drafting", ["model", "favourites"])
-def test_texts_follow_the_masked_targets_distribution(verify, drafting):
-    """All texts of up to 3 tokens of a shape over 8, by the oracle's probabilities, an end mark ending one early.
+@pytest.mark.parametrize("draft_kind", ["model", "unlikely"])
+def test_output_follows_the_masked_targets_distribution(verify, draft_kind):
+    """All outputs of up to 3 tokens of a constraint over 8, with the probabilities of the oracle; an eos token ends one early.
 
-    Chi-square over 3,000 seeds, cells expected below 8 pooled; false alarm below 1e-6 a case, and the seeds are fixed.
+    Chi-square over 3,000 seeds, cells expected below 8 pooled; false alarm below 1e-6 per case, and the seeds are fixed.
     """
     vocabulary = [b"", b"", b"", b"a", b"b", b"ab", b"c", b"bb"]
-    language = any_number(either(text("ab"), text("c"), text("abb")))
+    language = repeat(union(literal("ab"), literal("c"), literal("abb")))
     target, draft = (tiny_model(seed, vocab=8, seq_len=64, scale=0.05) for seed in (3, 4))
     tensors, prompt, expected = random_tensors(target.config, 3, 0.05), [1, 3], {}
 
     def enumerate_from(tokens, at, mass):
-        if len(tokens) == 5 or at == EMPTY:
+        if len(tokens) == 5 or at == EMPTY_STRING:
             expected[tuple(tokens[2:])] = mass
             return
         logits = reference.forward(target.config, tensors, tokens)[-1]
-        logits = np.where(allowed(at, vocabulary, END_MARKS), logits, -np.inf)
+        logits = np.where(get_allowed(at, vocabulary, END_MARKS), logits, -np.inf)
         for token, p in enumerate(reference.probabilities(logits, 1.0, 0, 1.0)):
             if p > 0 and token in END_MARKS:
                 expected[tuple(tokens[2:])] = expected.get(tuple(tokens[2:]), 0) + mass * p
             elif p > 0:
-                enumerate_from([*tokens, token], after(at, vocabulary[token]), mass * p)
+                enumerate_from([*tokens, token], derive_all(at, vocabulary[token]), mass * p)
 
     enumerate_from(prompt, language, 1.0)
-    counts, n_runs, shape, n_refused = {}, 3000, LanguageShape(language, vocabulary, END_MARKS), 0
+    counts, n_runs, constraint, n_refused = {}, 3000, LanguageConstraint(language, vocabulary, END_MARKS), 0
     for seed in range(n_runs):
         sampling = Sampling(1.0, 0, 1.0, seed)
         verifier = VERIFIERS[verify](8, sampling)
-        drafter = ModelDrafter(draft, Sampler(8, sampling), verifier.draft_noise, END_MARKS)
+        drafter = ModelDrafter(draft, Sampler(8, sampling), verifier.get_draft_stream, END_MARKS)
         events = decode(
-            target, drafter if drafting == "model" else Favourites(), verifier, prompt, 3, FixedLength(2), END_MARKS, shape
+            target,
+            drafter if draft_kind == "model" else UnlikelyDrafter(),
+            verifier,
+            prompt,
+            3,
+            FixedLength(2),
+            END_MARKS,
+            constraint,
         )
-        tokens, statistics = generated(events)
+        tokens, statistics = collect(events)
         counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
         n_refused += statistics.n_drafted - statistics.n_accepted
     assert n_refused > n_runs / 4
@@ -256,10 +278,10 @@ def test_texts_follow_the_masked_targets_distribution(verify, drafting):
     assert chi < reference.chi_square_limit(len(big), 4.8)
 
 
-class Favourites:
-    """Proposes tokens that often may not follow."""
+class UnlikelyDrafter:
+    """Proposes tokens that are often not allowed."""
 
-    def get_ready(self, tokens):
+    def prepare(self, tokens):
         pass
 
     def propose(self, tokens, policy):
@@ -267,18 +289,18 @@ class Favourites:
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_a_tree_is_masked_along_its_paths(verify):
+def test_trees_are_masked_along_their_paths(verify):
     sampling = Sampling(1.0, 0, 1.0, 5)
     target, draft = tiny_model(0, layers=3), tiny_model(1)
     verifier = VERIFIERS[verify](105, sampling)
     n_trees = 0
     for language in LANGUAGES.values():
-        drafter = TreeDrafter(draft, Sampler(105, sampling), verifier.draft_noise, END_MARKS)
-        events = list(decode(target, drafter, verifier, PROMPT, 40, FixedLength(6), END_MARKS, shape_of(language)))
-        tokens, _ = generated(events)
+        drafter = TreeDrafter(draft, Sampler(105, sampling), verifier.get_draft_stream, END_MARKS)
+        events = list(decode(target, drafter, verifier, PROMPT, 40, FixedLength(6), END_MARKS, make_constraint(language)))
+        tokens, _ = collect(events)
         n_trees += sum(event.n_nodes > len(event.draft_tokens) for event in events if isinstance(event, Step))
-        said = b"".join([VOCABULARY[token] for token in tokens])
-        assert after(language, said) != ("nothing",)
+        generated = b"".join([VOCABULARY[token] for token in tokens])
+        assert derive_all(language, generated) != ("nothing",)
         if verify == "coupled":
-            assert tokens == plain(target, language, sampling, 40)[0]
+            assert tokens == generate_masked(target, language, sampling, 40)[0]
     assert n_trees > 3

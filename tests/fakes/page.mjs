@@ -27,7 +27,7 @@ const script = readFileSync(process.argv[2], "utf8").match(/<script>(.*)<\/scrip
 const places = {}, place = (id) => places[id] ??= new Element("div");
 globalThis.document = {
   createElement: (tag) => new Element(tag), getElementById: place, addEventListener() {}, querySelector: () => new Element("main"),
-  querySelectorAll: (kind) => place("talk").of(kind.slice(1)),
+  querySelectorAll: (kind) => place("chat").of(kind.slice(1)),
 };
 globalThis.location = {origin: "http://here"};
 let copied = null;
@@ -35,7 +35,7 @@ Object.defineProperty(globalThis, "navigator", {value: {clipboard: {writeText: a
 globalThis.requestAnimationFrame = () => {};
 globalThis.sessionStorage = {getItem: () => null, setItem() {}};
 globalThis.fetch = async () => { throw new TypeError("Failed to fetch"); };
-const {Story, ask} = new Function(script + "; return {Story, ask};")();
+const {StyledText, sendMessage} = new Function(script + "; return {StyledText, sendMessage};")();
 if (process.argv[3] === "talk") {
   await new Promise((done) => setTimeout(done));
   const shown = [place("status").textContent], asked = [], event = (value) => `data: ${JSON.stringify(value)}\n\n`;
@@ -47,12 +47,12 @@ if (process.argv[3] === "talk") {
     if (stream === null) throw new TypeError("Failed to fetch");
     return new Response(stream);
   };
-  const say = async (words) => { place("message").value = words; await ask(); };
+  const say = async (words) => { place("message").value = words; await sendMessage(); };
   const again = async () => {
-    place("talk").of("retry")[0].acts.click();
+    place("chat").of("retry")[0].acts.click();
     while (place("status").textContent !== "Done.") await new Promise((done) => setTimeout(done, 1));
   };
-  const words = (kind) => place("talk").of(kind).map((each) => each.textContent);
+  const words = (kind) => place("chat").of(kind).map((each) => each.textContent);
   const errors = () => words("error"), buttons = () => words("quiet");
   await say("one");
   shown.push(errors(), buttons());
@@ -67,12 +67,12 @@ if (process.argv[3] === "talk") {
   shown.push(errors().slice(1));
   stream = chunk("third", "stop");
   await again();
-  await place("talk").of("copy").at(-1).acts.click();
+  await place("chat").of("copy").at(-1).acts.click();
   process.stdout.write(JSON.stringify({shown, asked, copied}));
   process.exit();
 }
 const told = JSON.parse(readFileSync(0, "utf8")).map((runs) => {
-  const place = new Element("x"), story = new Story(place, true);
+  const place = new Element("x"), story = new StyledText(place, true);
   for (const [kind, words] of runs) story.add(kind, words);
   story.draw();
   return place.children.map((each) => each.told).join("");

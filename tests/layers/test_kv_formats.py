@@ -1,4 +1,4 @@
-"""The KV cache in fp32 or fp16: what is rounded, the bits that hang on nothing else, and what a user says."""
+"""KV cache formats: rounding, bits that do not depend on the batch, memory, and the kv option."""
 
 import pickle
 from dataclasses import replace
@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.loaders.model_lookup import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.model.registry import architecture_of
+from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import BF16, FP32, INT8
-from specdec.runtime.memory import zeros
-from specdec.runtime.simd import LANES, load, load_either, portable_store_either, put_either, store, store_either
+from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
 from specdec.sampling import Sampling
 from tests.model.test_architectures import FAMILIES
 from tests.model.test_architectures import random_tensors as family_tensors
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.random_models import CONFIGS, THREADS, continuation, random_model, run_in_blocks, tokens_for
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, generate_tokens, random_model, random_tokens, run_in_blocks
 
 
 @numba.njit
-def narrowed(native, portable, single, widened, x):
+def convert_to_f16(native, portable, single, widened, x):
     for at in range(0, x.size, LANES):
-        store_either(native, at, load(x, at))
-        portable_store_either(portable, at, load(x, at))
-        store(widened, at, load_either(native, at))
+        store_by_dtype(native, at, load(x, at))
+        portable_store_by_dtype(portable, at, load(x, at))
+        store(widened, at, load_by_dtype(native, at))
         for i in range(LANES):
-            put_either(single, at + i, x[at + i])
+            store_item_by_dtype(single, at + i, x[at + i])
 
 
-def edges():
-    """Every fp16, what lies halfway between two, its neighbours in float32, and what fp16 does not hold."""
+def make_edge_cases():
+    """Return every fp16 value, the ties between two, their neighbors in float32, and values beyond fp16."""
     halves = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
     halves = np.sort(halves[np.isfinite(halves)]).astype(np.float32)
     ties = (halves[1:] + halves[:-1]) / 2
@@ -42,34 +42,34 @@ def edges():
     return np.pad(x, (0, -x.size % LANES))
 
 
-def test_every_way_to_fp16_rounds_to_nearest_even_and_tells_what_it_does_not_hold():
-    x = np.ascontiguousarray(edges())
+def test_fp16_conversions_round_to_nearest_even_and_overflow_to_nan():
+    x = np.ascontiguousarray(make_edge_cases())
     native, portable, single = (np.zeros(x.size, np.uint16) for _ in range(3))
     widened = zeros(x.size)
-    narrowed(native, portable, single, widened, x)
+    convert_to_f16(native, portable, single, widened, x)
     with np.errstate(over="ignore"):
         expected = x.astype(np.float16)
-    is_held = np.isfinite(expected)
-    assert (~is_held).sum() == 5
+    is_finite = np.isfinite(expected)
+    assert (~is_finite).sum() == 5
     for bits in (native, portable, single):
-        np.testing.assert_array_equal(bits[is_held], expected.view(np.uint16)[is_held])
-        assert np.isnan(bits.view(np.float16)[~is_held]).all()
-    np.testing.assert_array_equal(widened[is_held], expected[is_held].astype(np.float32))
+        np.testing.assert_array_equal(bits[is_finite], expected.view(np.uint16)[is_finite])
+        assert np.isnan(bits.view(np.float16)[~is_finite]).all()
+    np.testing.assert_array_equal(widened[is_finite], expected[is_finite].astype(np.float32))
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kv", ["f16", "q8"])
-@pytest.mark.parametrize("kind", [FP32, BF16, INT8], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("weight_format", [FP32, BF16, INT8], ids=lambda weight_format: weight_format.name)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_in_fewer_bits_hang_on_no_batch_and_no_thread(name, kind, kv):
+def test_logits_with_compact_kv_do_not_depend_on_batch_or_threads(name, weight_format, kv):
     config = CONFIGS[name]
-    tokens = tokens_for(config, 70)
+    tokens = random_tokens(config, 70)
     tensors = random_tensors(config, 1, 0.1)
-    if kind is BF16:
+    if weight_format is BF16:
         tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in tensors.items()}
-    weights = architecture_of(config).pack(config, tensors, None if kind is BF16 else kind)
+    weights = get_architecture(config).pack(config, tensors, None if weight_format is BF16 else weight_format)
     expected = run_in_blocks(Transformer(config, weights, 1, kv=kv), tokens, 1)
-    for n_threads in THREADS:
+    for n_threads in THREAD_COUNTS:
         model = Transformer(config, weights, n_threads, kv=kv)
         for block in (2, 3, 8, 9, 64):
             np.testing.assert_array_equal(run_in_blocks(model, tokens, block), expected)
@@ -77,37 +77,37 @@ def test_logits_in_fewer_bits_hang_on_no_batch_and_no_thread(name, kind, kv):
 
 @pytest.mark.parametrize("kv", ["f16", "q8"])
 @pytest.mark.parametrize("name", ["everything", "gpt2, odd", "qwen3, heads across strips", "gpt-oss", "all norms of the whole"])
-def test_keys_and_values_are_rounded_and_nothing_else(name, kv):
-    """Against the oracle that rounds them, which is far nearer than the one that does not; trees keep what chains have."""
+def test_only_keys_and_values_are_rounded(name, kv):
+    """The oracle that rounds them is far nearer than the one that does not. Trees keep what chains keep."""
     config = FAMILIES[name]
-    tensors, text = family_tensors(config), tokens_for(config, 40)
-    model = Transformer(config, architecture_of(config).pack(config, tensors), 1, kv=kv)
-    got = run_in_blocks(model, text, 7)
-    rounding = {"f16": np.float16, "q8": reference.bytes_of}[kv]
-    rounded, exact = (reference.forward(config, tensors, text, kept=kept) for kept in (rounding, np.float64))
+    tensors, sequence = family_tensors(config), random_tokens(config, 40)
+    model = Transformer(config, get_architecture(config).pack(config, tensors), 1, kv=kv)
+    got = run_in_blocks(model, sequence, 7)
+    rounding = {"f16": np.float16, "q8": reference.round_to_q8}[kv]
+    rounded, exact = (reference.forward(config, tensors, sequence, round_kv=kept) for kept in (rounding, np.float64))
     assert np.median(np.abs(got - rounded)) < np.median(np.abs(got - exact)) / 10
     nodes, parents = [4, 5, 6, 7, 8], [-1, 0, -1, 2, 2]
-    logits = model.forward_tree(text[:20], nodes, parents).copy()
-    model.keep([2, 4])
-    np.testing.assert_array_equal(model.forward([*text[:20], 6, 8], 1)[0], logits[5])
+    logits = model.forward_tree(sequence[:20], nodes, parents).copy()
+    model.commit_path([2, 4])
+    np.testing.assert_array_equal(model.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
     model.forward([], 0)
-    np.testing.assert_array_equal(model.forward([*text[:20], 6, 8], 1)[0], logits[5])
+    np.testing.assert_array_equal(model.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
 
 
-def test_a_key_or_value_beyond_fp16_makes_nan_and_no_smaller_number():
+def test_key_or_value_beyond_fp16_range_becomes_nan():
     config = CONFIGS["gqa"]
     for name in ("wk", "wv"):
         tensors = random_tensors(config, 1)
         tensors[name] *= 1e6
-        weights = architecture_of(config).pack(config, tensors)
+        weights = get_architecture(config).pack(config, tensors)
         assert np.isfinite(Transformer(config, weights, 1).forward([1, 2], 1)).all()
-        halved = Transformer(config, weights, 1, kv="f16")
-        assert np.isnan(halved.forward([1, 2], 1)).all()
+        f16 = Transformer(config, weights, 1, kv="f16")
+        assert np.isnan(f16.forward([1, 2], 1)).all()
         with pytest.raises(ValueError, match=r"not finite: .* too large for f16 \(kv='f32' holds them\)$"):
-            continuation(halved, None, Sampling(0))
+            generate_tokens(f16, None, Sampling(0))
 
 
-def test_a_key_or_value_that_is_not_finite_stays_so_in_bytes_and_zeros_are_zeros():
+def test_q8_keeps_non_finite_values_and_zeros():
     config = CONFIGS["gqa"]
     tensors = random_tensors(config, 1)
     for name in ("wk", "wv"):
@@ -116,48 +116,48 @@ def test_a_key_or_value_that_is_not_finite_stays_so_in_bytes_and_zeros_are_zeros
                 changed = tensors | {name: np.where(tensors[name] == tensors[name].flat[0], np.float32(factor), tensors[name])}
             if np.isfinite(factor):
                 changed = tensors | {name: tensors[name] * np.float32(factor)}
-            model = Transformer(config, architecture_of(config).pack(config, changed), 1, kv="q8")
+            model = Transformer(config, get_architecture(config).pack(config, changed), 1, kv="q8")
             assert np.isfinite(model.forward([1, 2], 1)).all() == is_finite
 
 
-def test_the_cache_is_f32_where_all_weights_are_and_half_as_large_else():
+def test_auto_kv_follows_weights_and_f16_halves_the_cache():
     config = replace(CONFIGS["gqa"], seq_len=4096)
     f32, int8 = random_model(config), random_model(config, INT8)
     assert (f32.kv, int8.kv) == ("f32", "f16")
-    halved = Transformer(config, f32.weights, 1, kv="f16")
-    cached = 2 * 4 * config.n_layers * config.n_kv_heads * (config.head_dim + 32) // 2 * 4096  # values fill strips of 32
-    assert cached / 2 <= f32.text_bytes(4096) - halved.text_bytes(4096) < cached / 2 * 1.05
-    assert halved._buffers.keys.nbytes * 2 == f32._buffers.keys.nbytes
-    quarter = Transformer(config, f32.weights, 1, kv="q8")
-    assert quarter._buffers.keys.nbytes * 4 == f32._buffers.keys.nbytes
+    f16 = Transformer(config, f32.weights, 1, kv="f16")
+    cached = 2 * 4 * config.n_layers * config.n_kv_heads * (config.head_dim + 32) // 2 * 4096  # values fill panels of 32
+    assert cached / 2 <= f32.get_sequence_bytes(4096) - f16.get_sequence_bytes(4096) < cached / 2 * 1.05
+    assert f16._buffers.keys.nbytes * 2 == f32._buffers.keys.nbytes
+    q8 = Transformer(config, f32.weights, 1, kv="q8")
+    assert q8._buffers.keys.nbytes * 4 == f32._buffers.keys.nbytes
     scales = 2 * 4 * config.n_layers * config.n_kv_heads * 4096
-    assert cached / 4 - scales < halved.text_bytes(4096) - quarter.text_bytes(4096) < cached / 4
+    assert cached / 4 - scales < f16.get_sequence_bytes(4096) - q8.get_sequence_bytes(4096) < cached / 4
 
 
-def test_a_pickled_model_and_one_that_grows_keep_the_cache_they_have():
+def test_pickled_and_grown_models_keep_kv_format():
     config = replace(CONFIGS["gqa"], seq_len=600)
-    text = tokens_for(config, 600)
-    for kind in ("f32", "f16", "q8"):
-        model = Transformer(config, random_model(config).weights, 1, kv=kind)
+    sequence = random_tokens(config, 600)
+    for kv in ("f32", "f16", "q8"):
+        model = Transformer(config, random_model(config).weights, 1, kv=kv)
         again = pickle.loads(pickle.dumps(model))
-        assert again.kv == kind
-        grown = model.forward(text[:300]) is not None and model.forward(text).copy()
-        np.testing.assert_array_equal(again.forward(text), grown)
+        assert again.kv == kv
+        grown = model.forward(sequence[:300]) is not None and model.forward(sequence).copy()
+        np.testing.assert_array_equal(again.forward(sequence), grown)
 
 
 @pytest.mark.parametrize(
-    ("said", "kept"),
+    ("settings", "expected_kv"),
     [({}, "f32"), ({"quantize": "target"}, "f16"), ({"kv": "f16"}, "f16"), ({"quantize": "both", "kv": "f32"}, "f32")],
     ids=str,
 )
-def test_drafts_keep_what_their_target_keeps(said, kept):
-    """So one word says what a text hangs on, in the modes whose text a draft changes too."""
-    decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, **said)
+def test_drafts_use_kv_format_of_target(settings, expected_kv):
+    """One option determines the output, also in modes where the draft affects it."""
+    decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT, **settings)
     again = pickle.loads(pickle.dumps(decoder))
-    assert {model.kv for model in (decoder.target, decoder.draft, again.target, again.draft)} == {kept}
+    assert {model.kv for model in (decoder.target, decoder.draft, again.target, again.draft)} == {expected_kv}
 
 
 @pytest.mark.parametrize("kv", ["fp16", "", None, 16, ["f16"]])
-def test_another_cache_is_refused(kv):
+def test_unknown_kv_format_is_rejected(kv):
     with pytest.raises(ValueError, match=r"^kv is .*; expected one of auto, f32, f16, q8$"):
         Transformer(CONFIGS["gqa"], random_model(CONFIGS["gqa"]).weights, kv=kv)

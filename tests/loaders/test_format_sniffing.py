@@ -1,4 +1,4 @@
-"""Files that are no model: what they are is told by their first bytes, wherever a model or a tokenizer is expected."""
+"""Files that are not models are identified by their first bytes, where a model or a tokenizer is expected."""
 
 import io
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.format_sniffing import STRANGERS, is_text
+from specdec.loaders.format_sniffing import UNSUPPORTED_FORMATS, is_text
 from specdec.text.hf_tokenizer import load_tokenizer
 from specdec.tokenizer import TokenizerError
 from tests.tools.checkpoint_files import small_pieces, write_tokenizer
@@ -17,13 +17,13 @@ from tests.tools.checkpoint_files import small_pieces, write_tokenizer
 REST = bytes(range(256)) * 2
 
 
-def zipped(name: str) -> bytes:
+def zip_bytes(name: str) -> bytes:
     with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
         archive.writestr(name, b"x" * 50)
     return data.getvalue()
 
 
-def tarred() -> bytes:
+def tar_bytes() -> bytes:
     with tarfile.open(fileobj=(data := io.BytesIO()), mode="w") as archive:
         archive.addfile(tarfile.TarInfo("model.bin"))
     return data.getvalue()
@@ -31,9 +31,9 @@ def tarred() -> bytes:
 
 BINARY = {
     "a safetensors file; name the folder that holds it": b"\x40\1\0\0\0\0\0\0" + b'{"__metadata__":{"format":"pt"}' + REST,
-    "a PyTorch file, which may run code": zipped("model/data.pkl"),
+    "a PyTorch file, which may run code": zip_bytes("model/data.pkl"),
     "a PyTorch file, which may run code when it is read": b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03." + REST,
-    "a zip archive": zipped("readme.txt"),
+    "a zip archive": zip_bytes("readme.txt"),
     "a llamafile": b"MZqFpD='\n" + REST,
     "an ONNX model, which is not supported; use the original": b"\x08\x08\x12\x07pytorch" + REST,
     "a TensorFlow Lite model": b"\x1c\0\0\0TFL3" + REST,
@@ -45,7 +45,7 @@ BINARY = {
     "a PDF document": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3" + REST,
     "a program": b"\x7fELF\2\1\1" + REST,
     "a compressed file; unpack it first": b"\x1f\x8b\x08\0" + REST,
-    "a tar archive; unpack it first": tarred(),
+    "a tar archive; unpack it first": tar_bytes(),
     "a file that begins with zeros": bytes(512),
 }
 TEXTS = {
@@ -56,37 +56,37 @@ TEXTS = {
 }
 
 
-def test_every_kind_of_file_has_an_example() -> None:
-    assert len(BINARY) == len(STRANGERS)
-    for data, stranger in zip(BINARY.values(), STRANGERS, strict=True):
-        assert re.match(stranger.beginning, data, re.DOTALL), stranger
+def test_every_unsupported_format_has_an_example() -> None:
+    assert len(BINARY) == len(UNSUPPORTED_FORMATS)
+    for data, known_format in zip(BINARY.values(), UNSUPPORTED_FORMATS, strict=True):
+        assert re.match(known_format.signature, data, re.DOTALL), known_format
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.gguf", "model.safetensors", "model"])
-@pytest.mark.parametrize("what", [*BINARY, *TEXTS])
-def test_a_file_of_another_kind_is_told_whatever_its_name(tmp_path: Path, name: str, what: str) -> None:
+@pytest.mark.parametrize("message", [*BINARY, *TEXTS])
+def test_an_unsupported_format_is_identified_whatever_the_file_name(tmp_path: Path, name: str, message: str) -> None:
     path = tmp_path / name
-    path.write_bytes((BINARY | TEXTS)[what])
-    with pytest.raises(CheckpointError, match=re.escape(f"{path} is {what}")) as told:
+    path.write_bytes((BINARY | TEXTS)[message])
+    with pytest.raises(CheckpointError, match=re.escape(f"{path} is {message}")) as caught:
         load_checkpoint(path)
-    assert "; " in str(told.value) and "\n" not in str(told.value)
+    assert "; " in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("what", [*BINARY, *TEXTS])
-def test_a_tokenizer_of_another_kind_is_told_too(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("message", [*BINARY, *TEXTS])
+def test_an_unsupported_format_is_identified_in_place_of_a_tokenizer(tmp_path: Path, message: str) -> None:
     path = tmp_path / "tokenizer.bin"
-    path.write_bytes((BINARY | TEXTS)[what])
-    with pytest.raises(TokenizerError, match=re.escape(f"{path} is {what}")):
+    path.write_bytes((BINARY | TEXTS)[message])
+    with pytest.raises(TokenizerError, match=re.escape(f"{path} is {message}")):
         load_tokenizer(path)
 
 
-def test_a_tokenizer_in_place_of_a_model_is_told_with_its_option(tmp_path: Path) -> None:
+def test_a_tokenizer_in_place_of_a_model_names_the_tokenizer_option(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tok300.bin", [(b"<unk>", 0.0), *small_pieces()[1:]])
     with pytest.raises(CheckpointError, match=r"is a llama2\.c tokenizer, not a model; name it with tokenizer=\.\.\."):
         load_checkpoint(path)
 
 
-def test_a_text_is_one_to_its_last_letter_and_a_pointer_is_none(tmp_path: Path) -> None:
+def test_is_text_accepts_a_cut_character_and_rejects_an_lfs_pointer(tmp_path: Path) -> None:
     path = tmp_path / "text"
     pointer = TEXTS["a Git LFS pointer in place of the file; run `git lfs pull`"]
     texts = ("é" * 300).encode(), b"a" + ("é" * 300).encode(), b"ab"

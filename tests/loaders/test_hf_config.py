@@ -1,4 +1,4 @@
-"""specdec/loaders/hf_config.py: what a config.json says is done or refused by name, and where it is silent its family speaks."""
+"""Parsing of config.json: keys are supported or rejected by name, and missing keys have the family's defaults."""
 
 import math
 import tracemalloc
@@ -8,66 +8,76 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.config import Config, YarnScaling
-from specdec.families import FOLDERS
+from specdec.families import HF_FAMILIES
 from specdec.loaders import CheckpointError, load_checkpoint
-from tests.tools.configs import changed
-from tests.tools.hf_folders import CONFIGS, GONE, INDEX, beside_images, configure, copy, full_layers, gemma_layers, message_of
+from specdec.model_config import ModelConfig, YarnRopeScaling
+from tests.tools.configs import replace_config
+from tests.tools.hf_folders import (
+    CONFIGS,
+    DELETED,
+    INDEX,
+    copy_fixture,
+    edit_config,
+    get_error_message,
+    make_gemma3_layers,
+    override_full_layers,
+    wrap_multimodal,
+)
 
 
-def config_of(folder: Path, name: str = "llama", /, **changes: Any) -> Config:
-    return load_checkpoint(copy(folder, name, **changes)).config
+def load_config(folder: Path, name: str = "llama", /, **changes: Any) -> ModelConfig:
+    return load_checkpoint(copy_fixture(folder, name, **changes)).config
 
 
-def test_rope_of_an_older_transformers_is_the_same(tmp_path: Path) -> None:
+def test_rope_keys_of_older_transformers_give_the_same_config(tmp_path: Path) -> None:
     scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
-    old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": scaling}
-    assert config_of(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
+    old = {"rope_parameters": DELETED, "rope_theta": 500000, "rope_scaling": scaling}
+    assert load_config(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
     new = scaling | {"rope_type": "llama3"}
-    assert config_of(tmp_path / "both", "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
-    none = {"rope_parameters": GONE, "rope_theta": GONE, "rope_scaling": None}
-    plain = changed(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
-    assert config_of(tmp_path / "none", "llama3", **none) == plain
+    assert load_config(tmp_path / "both", "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
+    none = {"rope_parameters": DELETED, "rope_theta": DELETED, "rope_scaling": None}
+    plain = replace_config(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
+    assert load_config(tmp_path / "none", "llama3", **none) == plain
 
 
-def test_where_a_file_is_silent_its_familys_default_holds(tmp_path: Path) -> None:
-    """transformers 5.23: Qwen2 has no window unless asked, GPT-2 ties, Llama does not, and eps differ."""
-    silent = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), GONE)
-    assert config_of(tmp_path / "llama", "llama", **silent) == CONFIGS["llama"]
-    windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), GONE)
-    assert config_of(tmp_path / "qwen2", "qwen2_window", **windows).attention.window == 0
-    assert config_of(tmp_path / "mistral", "mistral", sliding_window=GONE).attention.window == 4096
-    assert config_of(tmp_path / "null", "mistral", sliding_window=None).attention.window == 0
-    assert config_of(tmp_path / "gpt2", "gpt2", tie_word_embeddings=GONE, layer_norm_epsilon=GONE) == CONFIGS["gpt2"]
+def test_missing_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
+    """In transformers 5.23, Qwen2 has no window by default, GPT-2 ties the embedding, Llama does not, and eps differ."""
+    missing = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), DELETED)
+    assert load_config(tmp_path / "llama", "llama", **missing) == CONFIGS["llama"]
+    windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), DELETED)
+    assert load_config(tmp_path / "qwen2", "qwen2_window", **windows).attention.window == 0
+    assert load_config(tmp_path / "mistral", "mistral", sliding_window=DELETED).attention.window == 4096
+    assert load_config(tmp_path / "null", "mistral", sliding_window=None).attention.window == 0
+    assert load_config(tmp_path / "gpt2", "gpt2", tie_word_embeddings=DELETED, layer_norm_epsilon=DELETED) == CONFIGS["gpt2"]
 
 
-def test_an_olmo_3_scales_angles_in_layers_that_see_all_whichever_transformers_wrote_its_config(tmp_path: Path) -> None:
-    """That of 4.57 says it of all, and lists no layers; without scaling and windows it is an OLMo 2."""
+def test_olmo_3_scales_rope_in_full_attention_layers_in_configs_of_any_transformers(tmp_path: Path) -> None:
+    """In 4.57 there is no list of layer types, and scaling is for all layers; without scaling and windows it is an OLMo 2."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
-    old = {"rope_parameters": GONE, "rope_theta": 500000, "rope_scaling": yarn, "layer_types": GONE}
-    assert config_of(tmp_path / "old", "olmo3", **old) == changed(CONFIGS["olmo3"], rope_theta=5e5)
-    silent = config_of(tmp_path / "silent", "olmo3", rope_parameters=GONE, sliding_window=GONE)
-    assert silent == changed(CONFIGS["olmo3"], rope_theta=5e5, window=4096, layers=full_layers((3,), 4))
-    full = config_of(tmp_path / "full", "olmo3", rope_parameters=GONE, layer_types=["full_attention"] * 4)
-    assert {full.of_layer(i) for i in range(4)} == {changed(CONFIGS["olmo3"], rope_theta=5e5, window=0, layers=())}
+    old = {"rope_parameters": DELETED, "rope_theta": 500000, "rope_scaling": yarn, "layer_types": DELETED}
+    assert load_config(tmp_path / "old", "olmo3", **old) == replace_config(CONFIGS["olmo3"], rope_theta=5e5)
+    missing = load_config(tmp_path / "silent", "olmo3", rope_parameters=DELETED, sliding_window=DELETED)
+    assert missing == replace_config(CONFIGS["olmo3"], rope_theta=5e5, window=4096, layers=override_full_layers((3,), 4))
+    full = load_config(tmp_path / "full", "olmo3", rope_parameters=DELETED, layer_types=["full_attention"] * 4)
+    assert {full.layer_config(i) for i in range(4)} == {replace_config(CONFIGS["olmo3"], rope_theta=5e5, window=0, layers=())}
 
 
-def test_rope_that_is_scaled_by_one_number_or_beyond_the_context_alone_is_done(tmp_path: Path) -> None:
-    linear = config_of(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
-    assert linear == changed(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
-    assert config_of(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0}) == CONFIGS["llama"]
+def test_linear_rope_scaling_and_dynamic_scaling_within_the_context_are_supported(tmp_path: Path) -> None:
+    linear = load_config(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
+    assert linear == replace_config(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
+    assert load_config(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0}) == CONFIGS["llama"]
 
 
-def test_a_window_of_qwen_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
+def test_the_window_of_qwen_applies_only_to_its_sliding_window_layers(tmp_path: Path) -> None:
     full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
     cases: list[tuple[dict[str, Any], int | None]] = [
         ({}, 17),
         ({"use_sliding_window": False, "layer_types": full}, 0),
         ({"layer_types": full, "max_window_layers": 2}, 0),
-        ({"layer_types": GONE, "max_window_layers": 2}, 0),
-        ({"layer_types": GONE, "max_window_layers": 28}, 0),
-        ({"layer_types": GONE, "max_window_layers": 0}, 17),
-        ({"layer_types": GONE, "max_window_layers": 1}, 17),
+        ({"layer_types": DELETED, "max_window_layers": 2}, 0),
+        ({"layer_types": DELETED, "max_window_layers": 28}, 0),
+        ({"layer_types": DELETED, "max_window_layers": 0}, 17),
+        ({"layer_types": DELETED, "max_window_layers": 1}, 17),
         ({"layer_types": [full[0], sliding[0]]}, 17),
         ({"layer_types": [full[0], sliding[0]], "use_sliding_window": False}, None),
         ({"layer_types": sliding, "use_sliding_window": False}, None),
@@ -75,32 +85,32 @@ def test_a_window_of_qwen_counts_in_the_layers_that_have_it(tmp_path: Path) -> N
         ({"layer_types": 5}, None),
     ]
     for i, (changes, window) in enumerate(cases):
-        folder = copy(tmp_path / str(i), "qwen2_window", **changes)
+        folder = copy_fixture(tmp_path / str(i), "qwen2_window", **changes)
         if window is None:
-            message_of(folder, "layer")
+            get_error_message(folder, "layer")
         else:
             config = load_checkpoint(folder).config
             is_mixed = changes.get("max_window_layers") == 1 or changes.get("layer_types") == [full[0], sliding[0]]
-            assert config == changed(config, window=window, layers=full_layers([0][:is_mixed], 2)), changes
+            assert config == replace_config(config, window=window, layers=override_full_layers([0][:is_mixed], 2)), changes
 
 
-def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_ones(tmp_path: Path) -> None:
-    """Those of long ones begin behind the original length, unless they are the same."""
+def test_longrope_has_short_and_long_factors_for_a_part_of_each_head(tmp_path: Path) -> None:
+    """Long factors apply after the original length, unless they equal the short ones."""
     long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
-    expected = changed(CONFIGS["phi3"], long_divisors=(2.0,) * 6)
-    alike = {"long_divisors": (), "n_short": 0}
+    expected = replace_config(CONFIGS["phi3"], long_freq_factors=(2.0,) * 6)
+    alike = {"long_freq_factors": (), "longrope_threshold": 0}
     for i, (changes, config) in enumerate(
         [
             ({}, CONFIGS["phi3"]),
-            ({"partial_rotary_factor": GONE, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
-            ({"rope_parameters": GONE, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
-            ({"max_position_embeddings": 50}, changed(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
-            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, changed(expected, **alike)),
-            ({"rope_parameters": long | {"attention_factor": 1.25}}, changed(expected, rope_scale=1.25)),
-            ({"rope_parameters": None}, changed(expected, rope_divisors=(), rope_scale=1.0, **alike)),
+            ({"partial_rotary_factor": DELETED, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
+            ({"rope_parameters": DELETED, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
+            ({"max_position_embeddings": 50}, replace_config(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
+            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace_config(expected, **alike)),
+            ({"rope_parameters": long | {"attention_factor": 1.25}}, replace_config(expected, rope_scale=1.25)),
+            ({"rope_parameters": None}, replace_config(expected, rope_divisors=(), rope_scale=1.0, **alike)),
         ]
     ):
-        assert config_of(tmp_path / str(i), "phi3", **changes) == config, changes
+        assert load_config(tmp_path / str(i), "phi3", **changes) == config, changes
     for i, (changes, word) in enumerate(
         [
             ({"partial_rotary_factor": 0.7}, "even number of a head's 16 rows"),
@@ -111,76 +121,84 @@ def test_longrope_turns_a_part_of_a_head_by_factors_of_short_texts_and_of_long_o
             ({"attention_bias": True}, "attention_bias"),
         ]
     ):
-        message_of(copy(tmp_path / f"bad{i}", "phi3", **changes), word)
+        get_error_message(copy_fixture(tmp_path / f"bad{i}", "phi3", **changes), word)
 
 
-def test_gemma_3_tells_of_its_layers_and_of_their_rope_in_two_ways(tmp_path: Path) -> None:
-    """As transformers 5 writes it, and as the hub's files were written."""
-    gone = dict.fromkeys(("rope_parameters", "layer_types"), GONE)
+def test_both_layouts_of_gemma_3_keys_give_the_same_config(tmp_path: Path) -> None:
+    """One is that of transformers 5, the other that of older files on the hub."""
+    missing = dict.fromkeys(("rope_parameters", "layer_types"), DELETED)
     linear = {"rope_type": "linear", "factor": 8.0}
     for i, (name, changes, others) in enumerate(
         [
-            ("gemma3", gone, {}),
-            ("gemma3", gone | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
-            ("gemma3", gone | {"sliding_window_pattern": 2}, {"layers": gemma_layers((1, 3, 5), 7)}),
-            ("gemma3", gone | {"sliding_window_pattern": 1}, {"layers": gemma_layers(range(7), 7), "window": 0}),
-            ("gemma3", gone | {"rope_scaling": {"type": "linear", "factor": 2}}, {"layers": gemma_layers((5,), 7, (2.0,) * 3)}),
+            ("gemma3", missing, {}),
+            ("gemma3", missing | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
+            ("gemma3", missing | {"sliding_window_pattern": 2}, {"layers": make_gemma3_layers((1, 3, 5), 7)}),
+            ("gemma3", missing | {"sliding_window_pattern": 1}, {"layers": make_gemma3_layers(range(7), 7), "window": 0}),
+            (
+                "gemma3",
+                missing | {"rope_scaling": {"type": "linear", "factor": 2}},
+                {"layers": make_gemma3_layers((5,), 7, (2.0,) * 3)},
+            ),
             ("gemma3", {"rope_parameters": {"full_attention": None}}, {}),
-            ("gemma3", {"query_pre_attn_scalar": GONE}, {"attention_scale": 0.0625}),
-            ("gemma3_scaled", {"rope_parameters": GONE, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
+            ("gemma3", {"query_pre_attn_scalar": DELETED}, {"attention_scale": 0.0625}),
+            ("gemma3_scaled", {"rope_parameters": DELETED, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
         ]
     ):
-        assert config_of(tmp_path / str(i), name, **changes) == changed(CONFIGS[name], **others), changes
+        assert load_config(tmp_path / str(i), name, **changes) == replace_config(CONFIGS[name], **others), changes
 
 
-def test_which_layers_of_qwen35_have_attention_and_how_far_a_head_is_turned(tmp_path: Path) -> None:
-    """Every fourth layer and a quarter of a head, unless the file says it; RoPE's own share goes before the outer one."""
+def test_attention_layers_and_rotary_dim_of_qwen35(tmp_path: Path) -> None:
+    """The defaults are each fourth layer and a quarter of a head; RoPE's own share overrides the top-level one."""
     expected = CONFIGS["qwen35"]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
     for i, (changes, config) in enumerate(
         [
-            ({"layer_types": GONE}, expected),
-            ({"rope_parameters": GONE}, expected),
+            ({"layer_types": DELETED}, expected),
+            ({"rope_parameters": DELETED}, expected),
             (
                 {"rope_parameters": rope | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1},
-                changed(expected, rope_dim=8),
+                replace_config(expected, rope_dim=8),
             ),
-            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, changed(expected, rope_dim=12)),
-            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, changed(expected, rope_dim=0)),
+            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, replace_config(expected, rope_dim=12)),
+            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, replace_config(expected, rope_dim=0)),
         ]
     ):
-        assert config_of(tmp_path / str(i), "qwen35", **changes) == config, changes
-    message_of(copy(tmp_path / "interval", "qwen35", layer_types=GONE, full_attention_interval=2), "layers.1.self_attn")
+        assert load_config(tmp_path / str(i), "qwen35", **changes) == config, changes
+    get_error_message(
+        copy_fixture(tmp_path / "interval", "qwen35", layer_types=DELETED, full_attention_interval=2), "layers.1.self_attn"
+    )
 
 
-def test_end_marks_are_those_of_both_files(tmp_path: Path) -> None:
+def test_eos_tokens_come_from_both_files(tmp_path: Path) -> None:
     cases: list[tuple[Any, Any, list[int]]] = [
-        (2, GONE, [2]), ([3, 4], 2, [3, 4, 2]), (GONE, [7], [7]), (GONE, GONE, [2]), (None, GONE, []), (None, 5, [5]),
-        ([], [], []), (64, GONE, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
+        (2, DELETED, [2]), ([3, 4], 2, [3, 4, 2]), (DELETED, [7], [7]), (DELETED, DELETED, [2]), (None, DELETED, []),
+        (None, 5, [5]),
+        ([], [], []), (64, DELETED, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
     ]  # fmt: skip
     for i, (config, generation, expected) in enumerate(cases):
-        folder = configure(
-            copy(tmp_path / str(i), "llama", eos_token_id=config), "generation_config.json", eos_token_id=generation
+        folder = edit_config(
+            copy_fixture(tmp_path / str(i), "llama", eos_token_id=config), "generation_config.json", eos_token_id=generation
         )
-        assert list(load_checkpoint(folder).end_marks) == expected
+        assert list(load_checkpoint(folder).eos_tokens) == expected
     (folder / "generation_config.json").unlink()
-    assert load_checkpoint(configure(folder, eos_token_id=9, bos_token_id=None)).end_marks == {9: "eos"}
-    assert load_checkpoint(folder).bos is None
+    assert load_checkpoint(edit_config(folder, eos_token_id=9, bos_token_id=None)).eos_tokens == {9: "eos"}
+    assert load_checkpoint(folder).bos_token_id is None
 
 
-def test_what_is_said_beside_text_config_goes_before_it(tmp_path: Path) -> None:
-    """The classifier of transformers' Mistral3 is the embedding unless the outer object says no."""
-    folder = copy(tmp_path / "model", "llama_tied", tie_word_embeddings=False, eos_token_id=7)
+def test_top_level_keys_override_text_config(tmp_path: Path) -> None:
+    """Mistral3 of transformers ties the embedding unless the top level says otherwise."""
+    folder = copy_fixture(tmp_path / "model", "llama_tied", tie_word_embeddings=False, eos_token_id=7)
     (folder / "generation_config.json").unlink()
-    checkpoint = load_checkpoint(beside_images(folder, "model.", tie_word_embeddings=GONE, eos_token_id=9))
+    checkpoint = load_checkpoint(wrap_multimodal(folder, "model.", tie_word_embeddings=DELETED, eos_token_id=9))
     assert checkpoint.config == CONFIGS["llama_tied"]
-    assert list(checkpoint.end_marks) == [9]
-    assert list(load_checkpoint(configure(folder, eos_token_id=None)).end_marks) == [7]
-    message_of(configure(folder, tie_word_embeddings=False), "lm_head")
-    message_of(configure(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
+    assert list(checkpoint.eos_tokens) == [9]
+    assert list(load_checkpoint(edit_config(folder, eos_token_id=None)).eos_tokens) == [7]
+    get_error_message(edit_config(folder, tie_word_embeddings=False), "lm_head")
+    get_error_message(edit_config(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
     for i, text in enumerate((None, [], {})):
-        message_of(
-            configure(copy(tmp_path / str(i)), model_type="mistral3", text_config=text), ("text_config", "model_type")[i // 2]
+        get_error_message(
+            edit_config(copy_fixture(tmp_path / str(i)), model_type="mistral3", text_config=text),
+            ("text_config", "model_type")[i // 2],
         )
 
 
@@ -190,43 +208,43 @@ YARN = {
 }  # fmt: skip
 
 
-def test_yarn_is_told_in_any_of_transformers_ways(tmp_path: Path) -> None:
-    """The scale of turned rows is that of transformers, and where a file of Ministral 3 is silent of RoPE its defaults hold."""
+def test_all_yarn_keys_of_transformers_are_supported(tmp_path: Path) -> None:
+    """The attention factor equals that of transformers; missing RoPE keys have Ministral 3's defaults."""
     expected, scale = CONFIGS["ministral3"], float(np.float32(1 + 0.1 * math.log(4)))
     for i, (changes, config) in enumerate(
         [
             (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, expected),
-            (YARN | {"mscale": 1.0}, changed(expected, rope_scale=scale)),
-            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, changed(expected, rope_scale=scale)),
+            (YARN | {"mscale": 1.0}, replace_config(expected, rope_scale=scale)),
+            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, replace_config(expected, rope_scale=scale)),
             (
                 YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
-                changed(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
+                replace_config(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
             ),
             (YARN | {"attention_factor": 1}, expected),
             (YARN | {"rope_type": None, "type": "yarn"}, None),
             (
                 YARN | {"factor": None, "attention_factor": 1, "original_max_position_embeddings": 32},
-                changed(expected, query_span=32, rope_scaling=YarnScaling(4, 32, 2)),
+                replace_config(expected, query_span=32, rope_scaling=YarnRopeScaling(4, 32, 2)),
             ),
             (
                 YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
-                changed(expected, rope_scaling=YarnScaling(4, 16, 2, in_whole_pairs=False)),
+                replace_config(expected, rope_scaling=YarnRopeScaling(4, 16, 2, truncate=False)),
             ),
-            (None, changed(expected, rope_theta=1e6, rope_scaling=YarnScaling(16, 16384), query_span=16384)),
+            (None, replace_config(expected, rope_theta=1e6, rope_scaling=YarnRopeScaling(16, 16384), query_span=16384)),
         ]
     ):
-        folder = copy(tmp_path / str(i), "ministral3", rope_parameters=changes)
+        folder = copy_fixture(tmp_path / str(i), "ministral3", rope_parameters=changes)
         if config is None:
-            message_of(folder, "rope_type")
+            get_error_message(folder, "rope_type")
         else:
             assert load_checkpoint(folder).config == config, changes
-    plain = config_of(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
-    assert plain == changed(CONFIGS["llama"], rope_scaling=YarnScaling(4, 16, 2), rope_scale=scale)
+    plain = load_config(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
+    assert plain == replace_config(CONFIGS["llama"], rope_scaling=YarnRopeScaling(4, 16, 2), rope_scale=scale)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-SLIDING_OF_GEMMA_4 = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
-ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
+GEMMA4_SLIDING_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"model_type": "gemma2"},
@@ -237,7 +255,7 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
         {"model_type": "bloom"},
         '"bloom", which is not supported; supported: gemma3, gemma4, glm4, gpt2, gpt_oss, granite, granitemoe, ',
     ),
-    ("llama", {"model_type": GONE}, "names no model_type; supported: gemma3"),
+    ("llama", {"model_type": DELETED}, "names no model_type; supported: gemma3"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"hidden_act": None}, "hidden_act"),
@@ -275,16 +293,16 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("llama3", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1}}, "factor"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}, "high_freq"),
     ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-    ("qwen35", {"partial_rotary_factor": 0.3, "rope_parameters": GONE, "head_dim": 10}, "partial_rotary_factor"),
+    ("qwen35", {"partial_rotary_factor": 0.3, "rope_parameters": DELETED, "head_dim": 10}, "partial_rotary_factor"),
     ("qwen35", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
     ("qwen35", {"attn_output_gate": False}, "attn_output_gate"),
     ("qwen35", {"attention_bias": True}, "attention_bias"),
     ("qwen35", {"layer_types": ["full_attention"] * 4}, "layers"),
     ("qwen35", {"layer_types": ["linear_attention"] * 4}, "layers"),
     ("qwen35", {"layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
-    ("qwen35", {"layer_types": GONE, "full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen35", {"layer_types": DELETED, "full_attention_interval": 0}, "full_attention_interval"),
     ("qwen35", {"linear_num_key_heads": 3}, "n_value_heads 4"),
-    ("qwen35", {"linear_conv_kernel_dim": 17}, "n_taps"),
+    ("qwen35", {"linear_conv_kernel_dim": 17}, "kernel_size"),
     ("qwen35", {"linear_value_head_dim": 0}, "linear_value_head_dim"),
     ("qwen35", {"num_experts": 8}, "num_experts"),
     ("qwen35_images", {"text_config": None}, "text_config"),
@@ -305,9 +323,9 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
         )
         for method in ("gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4")
     ),
-    ("llama", {"quantization": {"group_size": 64, "bits": 4}}, "quantized as MLX does it, which is not supported"),
-    ("llama", {"quantization_config": {"group_size": 64, "bits": 4}}, "quantized as MLX does it, which is not supported"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantized in a way it does not name"),
+    ("llama", {"quantization": {"group_size": 64, "bits": 4}}, "quantized by MLX, which is not supported"),
+    ("llama", {"quantization_config": {"group_size": 64, "bits": 4}}, "quantized by MLX, which is not supported"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantized by an unknown method"),
     ("llama", {"quantization": 4}, "quantization is 4; expected null"),
     ("llama", {"model_type": "gpt_neox"}, 'has the model_type "gpt_neox", which is not supported; supported: gemma3'),
     ("llama", {"quantization_config": []}, "quantization_config"),
@@ -332,14 +350,14 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     (
         "seed_oss",
         {"head_dim": 2**31 - 2, "rope_parameters": LINEAR},
-        "head_dim is 2147483646; expected a whole number from 1 to 1048576",
+        "head_dim is 2147483646; expected an integer from 1 to 1048576",
     ),
-    ("llama", {"head_dim": GONE, "hidden_size": 2**31 - 2, "rope_parameters": LINEAR}, "hidden_size"),
+    ("llama", {"head_dim": DELETED, "hidden_size": 2**31 - 2, "rope_parameters": LINEAR}, "hidden_size"),
     ("gemma3_scaled", {"head_dim": 2**31 - 2}, "head_dim"),
     ("gemma4", {"per_layer_config": None, "global_head_dim": 2**31 - 2}, "global_head_dim"),
     *(
-        ("gemma4", {"rope_parameters": SLIDING_OF_GEMMA_4 | {"full_attention": whole}}, word)
-        for whole, word in (
+        ("gemma4", {"rope_parameters": GEMMA4_SLIDING_ROPE | {"full_attention": full_rope}}, word)
+        for full_rope, word in (
             ({"partial_rotary_factor": 0.25, "rope_theta": 1e6}, 'rope_type is "default"'),
             ({"rope_type": "proportional"}, "rope_theta is null"),
         )
@@ -349,11 +367,11 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("seed_oss", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob"),
-    ("olmoe", {"num_experts_per_tok": 8}, "n_chosen is 8"),
+    ("olmoe", {"num_experts_per_tok": 8}, "n_experts_used is 8"),
     ("olmoe", {"num_experts": 0}, "num_experts"),
     ("granitemoe", {"num_local_experts": 2**31 - 1}, "has the shape"),
     ("granitemoe_shared", {"shared_intermediate_size": "33"}, "shared_intermediate_size"),
-    ("granitemoe_shared", {"shared_intermediate_size": 0}, "no place"),
+    ("granitemoe_shared", {"shared_intermediate_size": 0}, "not part of"),
     ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers"),
     ("lfm2_moe", {"num_dense_layers": 4}, "dense_layers are (0, 1, 2, 3)"),
     ("lfm2_moe", {"num_dense_layers": True}, "num_dense_layers"),
@@ -370,11 +388,11 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
             ("rope_theta", 1e4, "an object of full_attention and sliding_attention"),
         )
     ),
-    ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": GONE}, "partial_rotary_factor"),
+    ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": DELETED}, "partial_rotary_factor"),
     ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.3}}, "partial_rotary_factor is 0.3;"),
     ("glm4", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
     ("glm4", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1]}}, "mrope_section"),
-    ("glm4", {"attention_bias": False}, "no place"),
+    ("glm4", {"attention_bias": False}, "not part of"),
     ("glm4", {"mlp_bias": True}, "mlp_bias"),
     ("glm4", {"hidden_act": "gelu"}, "hidden_act"),
     ("glm4", {"sliding_window": 16}, "null in a glm4 model"),
@@ -397,10 +415,10 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"sliding_window": 16}, "null in a qwen3_next model"),
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
     ("gpt_oss", {"swiglu_alpha": None}, "swiglu_alpha"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "expected none, or one whose quant_method is mxfp4"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "expected null, or an object with the quant_method mxfp4"),
     ("gpt_oss", {"quantization_config": "mxfp4"}, "quantization_config"),
     ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, '"mxfp4"'),
-    ("gpt_oss", {"attention_bias": False}, "no place"),
+    ("gpt_oss", {"attention_bias": False}, "not part of"),
     ("olmo2", {"hidden_act": "gelu"}, "hidden_act"),
     *(
         (name, {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]}, "num_hidden_layers")
@@ -438,60 +456,58 @@ ONE_WORD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "word"), ONE_WORD, ids=lambda value: None if isinstance(value, str) else str(value)[:60]
+    ("name", "changes", "word"), BAD_CONFIGS, ids=lambda value: None if isinstance(value, str) else str(value)[:60]
 )
-def test_a_config_that_cannot_be_followed_is_refused_by_name(
-    tmp_path: Path, name: str, changes: dict[str, Any], word: str
-) -> None:
-    message_of(copy(tmp_path / "model", name, **changes), word)
+def test_an_unsupported_config_is_rejected_by_key(tmp_path: Path, name: str, changes: dict[str, Any], word: str) -> None:
+    get_error_message(copy_fixture(tmp_path / "model", name, **changes), word)
 
 
-def test_every_family_of_folders_is_among_those_that_a_refusal_names(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as told:
-        load_checkpoint(copy(tmp_path / "model", "llama", model_type="bloom"))
-    names = str(told.value).partition("supported: ")[2].split(", ")
-    assert set(names) >= {name.removesuffix("_text") for name in FOLDERS} and names == sorted(names)
+def test_the_error_about_an_unknown_family_lists_all_families(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(copy_fixture(tmp_path / "model", "llama", model_type="bloom"))
+    names = str(caught.value).partition("supported: ")[2].split(", ")
+    assert set(names) >= {name.removesuffix("_text") for name in HF_FAMILIES} and names == sorted(names)
 
 
-def test_what_changes_nothing_is_no_hindrance(tmp_path: Path) -> None:
-    harmless = {
+def test_keys_that_change_nothing_are_ignored(tmp_path: Path) -> None:
+    ignored = {
         "_name_or_path": "x", "architectures": None, "pretraining_tp": 4, "torch_dtype": "float64", "initializer_range": 7,
         "use_cache": False, "partial_rotary_factor": 1.0, "quantization_config": None, "pruned_heads": {}, "num_experts": 0,
         "attn_logit_softcapping": None, "rope_interleaved": False, "sliding_window": 4096, "pad_token_id": -1,
         "max_window_layers": 1, "tomorrow": {"key": [1]}, "reorder_and_upcast_attn": True, "is_causal": True,
     }  # fmt: skip
-    assert config_of(tmp_path / "model", "llama", **harmless) == CONFIGS["llama"]
+    assert load_config(tmp_path / "model", "llama", **ignored) == CONFIGS["llama"]
 
 
 BAD_JSON: dict[str, tuple[bytes, str]] = {
     "a list": (b"[1]", "a JSON list; expected an object"),
     "null": (b"null", "null"),
-    "empty": (b"", "no JSON"),
-    "half": (b'{"model_type": "lla', "no JSON"),
-    "two": (b"{}{}", "no JSON"),
+    "empty": (b"", "not valid JSON"),
+    "half": (b'{"model_type": "lla', "not valid JSON"),
+    "two": (b"{}{}", "not valid JSON"),
     "no UTF-8": (b'{"a": "\xff"}', "UTF-8"),
     "nested": (b'{"a":' * 100_000, "nested"),
     "lists without end": (b"[" * 200_000, "nested"),
-    "a number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "no JSON"),
+    "a number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
     "a key twice": (b'{"model_type": "llama", "model_type": "gpt2"}', "twice"),
 }
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
 @pytest.mark.parametrize("damage", BAD_JSON)
-def test_a_file_that_is_no_json_object_is_refused_by_name(tmp_path: Path, file: str, damage: str) -> None:
-    folder = copy(tmp_path / "model", "mistral")
+def test_a_file_that_is_not_a_json_object_is_rejected(tmp_path: Path, file: str, damage: str) -> None:
+    folder = copy_fixture(tmp_path / "model", "mistral")
     (folder / file).write_bytes(BAD_JSON[damage][0])
-    message_of(folder, file, BAD_JSON[damage][1])
+    get_error_message(folder, file, BAD_JSON[damage][1])
 
 
-def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
-    folder = copy(tmp_path / "model")
+def test_a_huge_config_is_rejected_without_reading_it(tmp_path: Path) -> None:
+    folder = copy_fixture(tmp_path / "model")
     with (folder / "config.json").open("r+b") as file:
         file.truncate(2**40)
     tracemalloc.start()
     try:
-        message_of(folder, "config.json", str(2**40))
+        get_error_message(folder, "config.json", str(2**40))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

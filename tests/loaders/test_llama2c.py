@@ -1,4 +1,4 @@
-"""checkpoint.py: what is read is what was written, and whatever is not a whole, finite model is refused by name."""
+"""Reading of llama2.c checkpoints: reading returns what was written, and damaged files are rejected in one line."""
 
 import os
 import re
@@ -9,34 +9,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.config import Config
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.loader import load_model
+from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer
+from specdec.model_config import ModelConfig
 from tests.tools.checkpoint_files import (
-    DAMAGES,
+    CORRUPTIONS,
     SHARED,
     checkpoint_bytes,
     int8_checkpoint_bytes,
+    make_valid_bytes,
     quantized_tensors,
     random_tensors,
-    sound_bytes,
-    tensors_of,
+    read_tensors,
     write_checkpoint,
 )
 
-SHARED_GQA = Config(48, 40, 2, 4, 2, 105, 16)
-UNSHARED_GQA = Config(48, 40, 2, 4, 2, 105, 16, shared_classifier=False)
-SHARED_INT8 = Config(10, 20, 2, 1, 1, 105, 16)
-MHA = Config(32, 24, 1, 4, 4, 7, 5)
-MQA = Config(32, 24, 3, 4, 1, 7, 5, shared_classifier=False)
+SHARED_GQA = ModelConfig(48, 40, 2, 4, 2, 105, 16)
+UNSHARED_GQA = ModelConfig(48, 40, 2, 4, 2, 105, 16, shared_classifier=False)
+SHARED_INT8 = ModelConfig(10, 20, 2, 1, 1, 105, 16)
+MHA = ModelConfig(32, 24, 1, 4, 4, 7, 5)
+MQA = ModelConfig(32, 24, 3, 4, 1, 7, 5, shared_classifier=False)
 
 
-def message_of(path: Path) -> str:
-    """The refusal's text, which is a line and names the file."""
+def get_message(path: Path) -> str:
+    """Return the error message, which is one line and names the file."""
     with pytest.raises(CheckpointError) as caught:
-        tensors_of(load_checkpoint(path))
+        read_tensors(load_checkpoint(path))
     message = str(caught.value)
     assert str(path) in message
     assert "\n" not in message
@@ -45,17 +45,17 @@ def message_of(path: Path) -> str:
 
 @pytest.mark.parametrize("version", [0, 1])
 @pytest.mark.parametrize("config", [SHARED_GQA, UNSHARED_GQA, MHA, MQA], ids=["shared", "unshared", "mha", "mqa"])
-def test_what_is_loaded_is_what_was_written(tmp_path: Path, config: Config, version: int) -> None:
+def test_loading_returns_what_was_written(tmp_path: Path, config: ModelConfig, version: int) -> None:
     tensors = random_tensors(config, seed=version)
     checkpoint = load_checkpoint(write_checkpoint(tmp_path / "model.bin", config, tensors, version))
     assert checkpoint.config == config
     assert checkpoint.path == tmp_path / "model.bin"
     assert set(checkpoint.tensors) == set(tensors)
-    for name, tensor in tensors_of(checkpoint).items():
+    for name, tensor in read_tensors(checkpoint).items():
         np.testing.assert_array_equal(tensor, tensors[name], strict=True)
 
 
-def test_both_versions_of_a_model_are_one_model(tmp_path: Path) -> None:
+def test_versions_0_and_1_load_the_same_model(tmp_path: Path) -> None:
     tensors = random_tensors(UNSHARED_GQA, seed=3)
     old, new = (load_checkpoint(write_checkpoint(tmp_path / f"{v}.bin", UNSHARED_GQA, tensors, v)) for v in (0, 1))
     assert old.config == new.config
@@ -65,8 +65,8 @@ def test_both_versions_of_a_model_are_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 5, 10, 50])
 @pytest.mark.parametrize("config", [SHARED_INT8, replace(SHARED_INT8, shared_classifier=False)], ids=["shared", "unshared"])
-def test_what_is_loaded_of_version_2_is_what_was_written(tmp_path: Path, config: Config, group: int) -> None:
-    """50 crosses the rows of every matrix; 1050 bytes of embedding leave scales that are not aligned."""
+def test_loading_version_2_returns_what_was_written(tmp_path: Path, config: ModelConfig, group: int) -> None:
+    """A group of 50 crosses the rows of every matrix; 1050 bytes of embedding leave scales unaligned."""
     written = quantized_tensors(config, random_tensors(config, 4), group)
     path = tmp_path / "model.bin"
     path.write_bytes(int8_checkpoint_bytes(config, written, group))
@@ -77,7 +77,7 @@ def test_what_is_loaded_of_version_2_is_what_was_written(tmp_path: Path, config:
         if isinstance(tensor, np.ndarray):
             np.testing.assert_array_equal(checkpoint.tensors[name][:], tensor, strict=True)
             continue
-        read = tensors_of(checkpoint)[name]
+        read = read_tensors(checkpoint)[name]
         for a, b in zip(*((x if isinstance(x, list) else [x]) for x in (read, tensor)), strict=True):
             np.testing.assert_array_equal(a.values.reshape(b.values.shape), b.values, strict=True)
             one_each = np.repeat(b.scales, b.group)
@@ -85,12 +85,12 @@ def test_what_is_loaded_of_version_2_is_what_was_written(tmp_path: Path, config:
 
 
 @pytest.mark.parametrize("name", ["tok_emb", "wq", "w2", "wcls"])
-def test_one_scale_that_is_not_finite_is_found_in_any_matrix(tmp_path: Path, name: str) -> None:
+def test_a_non_finite_scale_is_rejected_in_every_matrix(tmp_path: Path, name: str) -> None:
     written = quantized_tensors(UNSHARED_GQA, random_tensors(UNSHARED_GQA, 4), 8)
     (written[name][-1] if isinstance(written[name], list) else written[name]).scales[7] = np.inf
     path = tmp_path / "model.bin"
     path.write_bytes(int8_checkpoint_bytes(UNSHARED_GQA, written, 8))
-    assert re.search(rf"\b{name}\b.*scales", message_of(path))
+    assert re.search(rf"\b{name}\b.*scales", get_message(path))
 
 
 def test_a_path_may_be_a_string(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_path_may_be_a_string(tmp_path: Path) -> None:
     assert load_checkpoint(str(path)).config == MHA
 
 
-def test_layers_and_rows_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_layers_and_rows_can_be_read_alone(tmp_path: Path) -> None:
     tensors = random_tensors(SHARED_GQA, 0)
     read = load_checkpoint(write_checkpoint(tmp_path / "model.bin", SHARED_GQA, tensors)).tensors
     np.testing.assert_array_equal(read["w1"][1][5:9], tensors["w1"][1, 5:9])
@@ -107,8 +107,8 @@ def test_layers_and_rows_are_read_where_they_lie(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["truncate", "rewrite"])
-def test_a_file_that_changes_while_it_is_read_is_told(tmp_path: Path, change: str) -> None:
-    """What `curl -o` does to a model that is being loaded; a mapped file would end the process by SIGBUS."""
+def test_a_file_that_changes_while_it_is_read_is_reported(tmp_path: Path, change: str) -> None:
+    """Like `curl -o` on a model that is being loaded; a mapped file would end the process with SIGBUS."""
     path = write_checkpoint(tmp_path / "model.bin", SHARED_GQA, random_tensors(SHARED_GQA, 0))
     checkpoint = load_checkpoint(path)
     checkpoint.tensors["wq"][0][:]
@@ -116,13 +116,13 @@ def test_a_file_that_changes_while_it_is_read_is_told(tmp_path: Path, change: st
         os.truncate(path, 1000)
     else:
         path.write_bytes(checkpoint_bytes(SHARED_GQA, random_tensors(SHARED_GQA, 1)))
-        os.utime(path, (0, 0))  # a clock of coarse ticks may give both writings one time
-    with pytest.raises(CheckpointError, match=re.escape(f"{path} has changed")):
-        tensors_of(checkpoint)
+        os.utime(path, (0, 0))  # with a coarse clock, both writes may have the same time
+    with pytest.raises(CheckpointError, match=re.escape(f"{path} changed while")):
+        read_tensors(checkpoint)
 
 
-def test_loading_copies_no_weights(tmp_path: Path) -> None:
-    config = Config(256, 512, 2, 4, 4, 1000, 16)
+def test_loading_reads_no_weights(tmp_path: Path) -> None:
+    config = ModelConfig(256, 512, 2, 4, 4, 1000, 16)
     path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0))
     tracemalloc.start()
     try:
@@ -132,46 +132,46 @@ def test_loading_copies_no_weights(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    version, damage = DAMAGES[name]
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_damaged_file_is_rejected(tmp_path: Path, name: str) -> None:
+    version, damage = CORRUPTIONS[name]
     path = tmp_path / "damaged.bin"
-    path.write_bytes(damage.spoil(sound_bytes(UNSHARED_GQA, version)))
-    assert damage.word in message_of(path).replace(str(path), "")
+    path.write_bytes(damage.corrupt(make_valid_bytes(UNSHARED_GQA, version)))
+    assert damage.expected_word in get_message(path).replace(str(path), "")
 
 
 @pytest.mark.parametrize("config", [SHARED_GQA, UNSHARED_GQA], ids=["shared", "unshared"])
 @pytest.mark.parametrize("version", [0, 1])
-def test_a_model_with_a_byte_more_or_less_is_refused(tmp_path: Path, config: Config, version: int) -> None:
+def test_a_model_with_a_byte_more_or_less_is_rejected(tmp_path: Path, config: ModelConfig, version: int) -> None:
     whole = checkpoint_bytes(config, random_tensors(config, 0), version)
     path = tmp_path / "model.bin"
     for wrong, word in ((whole[:-1], "truncated"), (whole[:-4], "truncated"), (whole + b"\0", "too long")):
         path.write_bytes(wrong)
-        message = message_of(path)
+        message = get_message(path)
         assert word in message
         assert str(len(wrong)) in message
         assert str(len(whole)) in message
 
 
-def test_a_classifier_that_is_missing_or_in_excess_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_extra_classifier_is_rejected(tmp_path: Path) -> None:
     tensors = random_tensors(UNSHARED_GQA, 0)
     shared, unshared = (checkpoint_bytes(config, tensors, 1) for config in (SHARED_GQA, UNSHARED_GQA))
     path = tmp_path / "model.bin"
     path.write_bytes(shared[:36] + b"\0" + shared[37:])
-    assert "truncated" in message_of(path)
+    assert "truncated" in get_message(path)
     path.write_bytes(unshared[:36] + b"\1" + unshared[37:])
-    assert "too long" in message_of(path)
+    assert "too long" in get_message(path)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("version", [0, 1])
 @pytest.mark.parametrize("name", LLAMA.shapes(UNSHARED_GQA))
-def test_one_weight_that_is_not_finite_is_found_in_any_tensor(tmp_path: Path, name: str, version: int, value: float) -> None:
+def test_a_non_finite_weight_is_rejected_in_every_tensor(tmp_path: Path, name: str, version: int, value: float) -> None:
     tensors = random_tensors(UNSHARED_GQA, 0)
     middle = tuple(n // 2 for n in tensors[name].shape)
     tensors[name][middle] = value
     path = write_checkpoint(tmp_path / "model.bin", UNSHARED_GQA, tensors, version)
-    assert re.search(rf"\b{name}\b", message_of(path))
+    assert re.search(rf"\b{name}\b", get_message(path))
 
 
 def test_the_rope_tables_of_version_0_are_not_read(tmp_path: Path) -> None:
@@ -184,34 +184,34 @@ def test_the_rope_tables_of_version_0_are_not_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load_checkpoint(path).tensors["rms_final"][:], tensors["rms_final"])
 
 
-def test_huge_numbers_in_a_header_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_huge_sizes_in_a_header_are_rejected_before_allocation(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
-    for name, (version, damage) in DAMAGES.items():
+    for name, (version, damage) in CORRUPTIONS.items():
         if "huge" not in name:
             continue
-        path.write_bytes(damage.spoil(sound_bytes(UNSHARED_GQA, version)))
+        path.write_bytes(damage.corrupt(make_valid_bytes(UNSHARED_GQA, version)))
         tracemalloc.start()
         try:
-            message_of(path)
+            get_message(path)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20, name
         finally:
             tracemalloc.stop()
 
 
-def test_weights_beyond_the_machines_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(256, 256, 1, 8, 8, 64, 64)
+def test_weights_larger_than_memory_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(256, 256, 1, 8, 8, 64, 64)
     path = write_checkpoint(tmp_path / "model.bin", config, random_tensors(config, 0))
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": path.stat().st_size * 3 // 4 // 4096}
-    real = os.sysconf
-    monkeypatch.setattr(os, "sysconf", lambda name: sizes[name] if name in sizes else real(name))
-    with pytest.raises(CheckpointError, match="GiB") as told:
+    real_sysconf = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: sizes[name] if name in sizes else real_sysconf(name))
+    with pytest.raises(CheckpointError, match="GiB") as caught:
         load_model(path)
-    assert str(path) in str(told.value)
+    assert str(path) in str(caught.value)
 
 
-def test_a_seq_len_costs_nothing_before_it_is_used(tmp_path: Path) -> None:
-    """30,000,000 positions of a small model would be 8.8 GB of rotations alone."""
-    config = Config(64, 64, 1, 2, 2, 64, 30_000_000)
+def test_a_large_seq_len_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
+    """RoPE tables for 30,000,000 positions of a small model would take 8.8 GB."""
+    config = ModelConfig(64, 64, 1, 2, 2, 64, 30_000_000)
     tensors = random_tensors(config, 0)
     Transformer(config, LLAMA.pack(config, tensors), 1).forward([1])  # compiled
     path = write_checkpoint(tmp_path / "model.bin", config, tensors, 1)
@@ -225,33 +225,33 @@ def test_a_seq_len_costs_nothing_before_it_is_used(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    assert "No such file" in message_of(tmp_path / "nowhere.bin")
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    assert "No such file" in get_message(tmp_path / "nowhere.bin")
 
 
-def test_a_directory_is_refused_by_name(tmp_path: Path) -> None:
-    assert "directory" in message_of(tmp_path)
+def test_a_directory_is_rejected(tmp_path: Path) -> None:
+    assert "directory" in get_message(tmp_path)
 
 
-def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    assert "name too long" in message_of(tmp_path / ("a" * 300))
+def test_a_name_that_is_too_long_is_rejected(tmp_path: Path) -> None:
+    assert "name too long" in get_message(tmp_path / ("a" * 300))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_without_read_permission_is_reported(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model.bin", MHA, random_tensors(MHA, 0))
     path.chmod(0)
-    assert "ermission" in message_of(path)
+    assert "ermission" in get_message(path)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
-def test_real_checkpoints_have_their_known_shapes() -> None:
+def test_real_checkpoints_have_the_known_shapes() -> None:
     small = load_checkpoint(SHARED / "models" / "stories260K.bin").config
-    assert small == Config(64, 172, 5, 8, 4, 512, 512)
-    assert load_checkpoint(SHARED / "models" / "stories3M.bin").config == Config(192, 512, 6, 6, 6, 512, 512)
+    assert small == ModelConfig(64, 172, 5, 8, 4, 512, 512)
+    assert load_checkpoint(SHARED / "models" / "stories3M.bin").config == ModelConfig(192, 512, 6, 6, 6, 512, 512)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
-def test_a_tokenizer_is_not_taken_for_a_checkpoint() -> None:
-    message_of(SHARED / "models" / "tok512.bin")
-    message_of(SHARED / "models" / "tokenizer.bin")
+def test_a_tokenizer_is_not_loaded_as_a_checkpoint() -> None:
+    get_message(SHARED / "models" / "tok512.bin")
+    get_message(SHARED / "models" / "tokenizer.bin")

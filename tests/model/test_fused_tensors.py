@@ -1,4 +1,4 @@
-"""Matrices that are one product and lie in several block types: each piece stays what it is, and the product is theirs."""
+"""Fused tensors with several block types: each shard keeps its format, and outputs are those of separate matmuls."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.layers.base import Joined, Part, Vector, packed
+from specdec.layers.base import FusedTensors, PackedTensor, PackedVector, fuse_tensors
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import architecture_of
+from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT4
-from specdec.runtime.memory import zeros
-from specdec.runtime.program import Runner
-from tests.loaders.test_gguf import block_model
+from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.op_program import Executor
+from tests.loaders.test_gguf_model import block_model
 from tests.tools.gguf_files import gguf_bytes, random_blocks
-from tests.tools.random_models import in_turn, scattered, three_threads
+from tests.tools.random_models import fake_three_threads, run_sequentially, scatter_phases
 
 TYPES = [
     ("Q4_K", "Q4_K", "Q6_K"), ("IQ4_XS", "IQ4_XS", "Q5_K"), ("Q8_0", "MXFP4", "Q8_0"), ("Q6_K", "IQ4_NL", "Q4_0"),
@@ -24,78 +24,81 @@ TYPES = [
 ROWS = {"q": 256, "k": 128, "v": 128}
 
 
-def model_of(path: Path, types: tuple[str, ...]) -> Transformer:
-    """A llama of two layers whose queries, keys and values are of those types."""
+def make_model(path: Path, types: tuple[str, ...]) -> Transformer:
+    """Return a llama of two layers with queries, keys and values in these block types."""
     rng = np.random.default_rng(1)
     keys, tensors = block_model("llama", rng)
     for i in range(2):
-        for (name, rows), kind in zip(ROWS.items(), types, strict=True):
-            blocks = rng.standard_normal((rows, 256), np.float32) if kind == "F32" else random_blocks(rng, kind, rows, 256)
+        for (name, rows), weight_format in zip(ROWS.items(), types, strict=True):
+            is_float = weight_format == "F32"
+            blocks = rng.standard_normal((rows, 256), np.float32) if is_float else random_blocks(rng, weight_format, rows, 256)
             tensors[f"blk.{i}.attn_{name}.weight"] = blocks
     path.write_bytes(gguf_bytes(keys, tensors))
     checkpoint = load_checkpoint(path)
-    return Transformer(checkpoint.config, architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors), 3)
+    return Transformer(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors), 3)
 
 
 @pytest.mark.parametrize("types", TYPES, ids=" ".join)
-def test_each_piece_is_its_own_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, ...]) -> None:
-    """On one thread and several, over one token and many, by any unit."""
-    three_threads(monkeypatch)
-    weights = model_of(tmp_path / "model.gguf", types).weights
-    pieces = weights.pieces("0.qkv")
-    runs = [kind for i, kind in enumerate(types) if not i or kind != types[i - 1]]
-    assert [piece.kind.name for piece in pieces] == [kind.replace("F32", "fp32") for kind in runs]
+def test_each_shard_computes_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, ...]) -> None:
+    """On one thread and several, over one token and many, with any unit."""
+    fake_three_threads(monkeypatch)
+    weights = make_model(tmp_path / "model.gguf", types).weights
+    shards = weights.get_shards("0.qkv")
+    runs = [weight_format for i, weight_format in enumerate(types) if not i or weight_format != types[i - 1]]
+    assert [shard.weight_format.name for shard in shards] == [weight_format.replace("F32", "fp32") for weight_format in runs]
     x = np.random.default_rng(0).standard_normal((1, 64, 256), np.float32)
-    room = [zeros(3, 64, max(piece.scratch_words, 1)) for piece in pieces]
+    scratches = [zeros(3, 64, max(shard.scratch_words, 1)) for shard in shards]
     for n_tokens, n_threads, unit in ((1, 1, 1), (1, 3, 2), (64, 3, 1), (7, 3, 4), (5, 3, 16)):
-        out = zeros(64, pieces[0].whole_rows)
-        Runner([weights.product("0.qkv", out, x, room, unit=unit)])(n_tokens, 0, 0, n_threads)
-        for piece in pieces:
-            alone = zeros(64, piece.n_rows)
-            whole, scratch = replace(piece, first=0, total=0), zeros(1, 64, piece.scratch_words)
-            Runner([[whole.product(alone, x, scratch)]])(n_tokens, 0, 0, 1)
-            first = 32 * piece.first
-            np.testing.assert_array_equal(out[:n_tokens, first : first + piece.n_rows], alone[:n_tokens])
+        out = zeros(64, shards[0].n_total_rows)
+        Executor([weights.matmul("0.qkv", out, x, scratches, unit=unit)])(n_tokens, 0, 0, n_threads)
+        for shard in shards:
+            alone = zeros(64, shard.n_rows)
+            whole, scratch = replace(shard, first_panel=0, n_total_panels=0), zeros(1, 64, shard.scratch_words)
+            Executor([[whole.matmul(alone, x, scratch)]])(n_tokens, 0, 0, 1)
+            first = 32 * shard.first_panel
+            np.testing.assert_array_equal(out[:n_tokens, first : first + shard.n_rows], alone[:n_tokens])
 
 
 @pytest.mark.parametrize("types", TYPES, ids=" ".join)
-def test_logits_hang_on_no_batch_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, ...]) -> None:
-    three_threads(monkeypatch)
-    model = model_of(tmp_path / "model.gguf", types)
+def test_logits_do_not_depend_on_batch_or_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[str, ...]
+) -> None:
+    fake_three_threads(monkeypatch)
+    model = make_model(tmp_path / "model.gguf", types)
     tokens = np.random.default_rng(2).integers(0, 40, 50).tolist()
     model.n_threads = 1
     alone = np.concatenate([model.forward(tokens[: n + 1]).copy() for n in range(50)])
-    for run in (in_turn((2, 0)), scattered(1)):
+    for run in (run_sequentially((2, 0)), scatter_phases(1)):
         with monkeypatch.context() as context:
-            context.setattr("specdec.runtime.program.run_on_threads", run)
+            context.setattr("specdec.runtime.op_program.run_on_threads", run)
             model.n_threads = 3
             model.forward([], 0)
             np.testing.assert_array_equal(model.forward(tokens, 50), alone)
 
 
-def test_a_copy_in_other_bits_has_the_same_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    three_threads(monkeypatch)
-    model = model_of(tmp_path / "model.gguf", ("Q8_0", "Q8_0", "Q6_K"))
-    copy = model.weights.converted(INT4)
-    assert [(piece.first, piece.total) for piece in copy.pieces("1.qkv")] == [(0, 16), (12, 16)]
+def test_converted_weights_keep_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_three_threads(monkeypatch)
+    model = make_model(tmp_path / "model.gguf", ("Q8_0", "Q8_0", "Q6_K"))
+    copy = model.weights.convert(INT4)
+    assert [(shard.first_panel, shard.n_total_panels) for shard in copy.get_shards("1.qkv")] == [(0, 16), (12, 16)]
     assert Transformer(model.config, copy, 1).forward([1, 2, 3], 3).shape == (3, 40)
 
 
-def test_what_tensors_become_is_told_by_their_shapes_and_by_which_are_joined():
+def test_fuse_tensors_follows_shapes_and_fused_names():
     stored = {"norm": (9, 4), "w1": (9, 6, 4), "7.w2": (2, 4), "b1": (9, 6), "b2": (9, 6), "taps": (9, 3, 4), "7.up": (2, 6, 4)}
     own = {name.removeprefix("7."): shape if "." in name else shape[1:] for name, shape in stored.items()}
-    joined = {
-        "both": Joined(("w1", "w2", "w3")),
-        "biases": Joined(("b1", "b2"), in_turns=True),
-        "taps": Joined(("taps",), is_table=True),
-        "experts": Joined(("up", "gate"), in_turns=True),
+    fused = {
+        "both": FusedTensors(("w1", "w2", "w3")),
+        "biases": FusedTensors(("b1", "b2"), interleaved=True),
+        "taps": FusedTensors(("taps",), is_table=True),
+        "experts": FusedTensors(("up", "gate"), interleaved=True),
     }
-    assert packed(own, joined, stored, 7) == {
-        "7.norm": Vector((("norm", 7),), (4,)),
-        "7.both": Part((("w1", 7), ("7.w2", None)), (6, 2), 4),
-        "7.biases": Vector((("b1", 7), ("b2", 7)), (6, 6), in_turns=True),
-        "7.taps": Vector((("taps", 7),), (4,), n_rows=3),
-        "7.experts": Part((("7.up", 0), ("7.up", 1)), (6, 6), 4),
+    assert fuse_tensors(own, fused, stored, 7) == {
+        "7.norm": PackedVector((("norm", 7),), (4,)),
+        "7.both": PackedTensor((("w1", 7), ("7.w2", None)), (6, 2), 4),
+        "7.biases": PackedVector((("b1", 7), ("b2", 7)), (6, 6), interleaved=True),
+        "7.taps": PackedVector((("taps", 7),), (4,), n_rows=3),
+        "7.experts": PackedTensor((("7.up", 0), ("7.up", 1)), (6, 6), 4),
     }
-    assert packed({"w1": (6, 4)}, {}, {"w1": (6, 4)}, 0) == {"0.w1": Part((("w1", None),), (6,), 4)}
-    assert packed({"up": (6, 4)}, joined, {"up": (6, 4)}) == {"experts": Part((("up", None),), (6,), 4)}
+    assert fuse_tensors({"w1": (6, 4)}, {}, {"w1": (6, 4)}, 0) == {"0.w1": PackedTensor((("w1", None),), (6,), 4)}
+    assert fuse_tensors({"up": (6, 4)}, fused, {"up": (6, 4)}) == {"experts": PackedTensor((("up", None),), (6,), 4)}

@@ -1,4 +1,4 @@
-"""LFM2: what its convolutions remember of a text, through rejections, breaks, other texts and long ones; trees are refused."""
+"""LFM2: the state of its convolutions through rejections, interruptions, other sequences and long ones; trees are rejected."""
 
 from dataclasses import replace
 
@@ -6,57 +6,57 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.bench.sweep import settings_of
-from specdec.config import ConvConfig, DeltaConfig, LayerConfig
+from specdec.bench.sweep import make_settings
+from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.policy import FixedLength
-from specdec.engine.decoding import Step, decode
-from specdec.kernels import MAX_TOKENS
-from specdec.model.registry import architecture_of
-from specdec.model.transformer import FIRST_POSITIONS, Transformer
+from specdec.engine.decode_loop import Step, decode
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import INITIAL_CAPACITY, Transformer
+from specdec.model_config import DeltaNetConfig, LayerConfig, ShortConvConfig
 from specdec.quant import FP32, INT8
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS, Draft
 from tests.model.test_architectures import random_tensors
-from tests.tools.configs import changed, made
-from tests.tools.random_models import CONFIGS, THREADS, broken_off, continuation, random_model, tokens_for
+from tests.tools.configs import make_config, replace_config
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, generate_tokens, interrupt_after, random_model, random_tokens
 
-CONFIG = made(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=((0, 1, 3), ConvConfig(4, True)))
-CONV = LayerConfig(mixer=ConvConfig(4, True))
-FLAWS = [
-    ({"layers": (CONV, LayerConfig(mixer=DeltaConfig(1, 1, 4, 4)), CONV, LayerConfig())}, "layers have 2 kinds of mixers"),
-    ({"layers": (CONV, LayerConfig(mixer=ConvConfig(4)), CONV, LayerConfig())}, "layers have 2 kinds of mixers"),
+CONFIG = make_config(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=((0, 1, 3), ShortConvConfig(4, True)))
+CONV = LayerConfig(mixer=ShortConvConfig(4, True))
+INVALID_CONFIGS = [
+    ({"layers": (CONV, LayerConfig(mixer=DeltaNetConfig(1, 1, 4, 4)), CONV, LayerConfig())}, "layers have 2 kinds of mixers"),
+    ({"layers": (CONV, LayerConfig(mixer=ShortConvConfig(4)), CONV, LayerConfig())}, "layers have 2 kinds of mixers"),
     ({"layers": (CONV,) * 4}, "all layers have mixers"),
-    ({"layers": (), "mixer": ConvConfig()}, "all layers have mixers"),
-    ({"layers": (CONV,) * 3}, "there are 3 layers"),
-    ({"conv": ((1,), ConvConfig(0))}, "mixer's n_taps is 0"),
-    ({"conv": ((1,), ConvConfig(17))}, "mixer's n_taps is 17"),
+    ({"layers": (), "mixer": ShortConvConfig()}, "all layers have mixers"),
+    ({"layers": (CONV,) * 3}, "layers has 3 entries"),
+    ({"conv": ((1,), ShortConvConfig(0))}, "mixer's kernel_size is 0"),
+    ({"conv": ((1,), ShortConvConfig(17))}, "mixer's kernel_size is 17"),
 ]
 
 
-def model_of(n_threads=1, kind=FP32):
-    return Transformer(CONFIG, architecture_of(CONFIG).pack(CONFIG, random_tensors(CONFIG), kind), n_threads)
+def make_model(n_threads=1, weight_format=FP32):
+    return Transformer(CONFIG, get_architecture(CONFIG).pack(CONFIG, random_tensors(CONFIG), weight_format), n_threads)
 
 
-@pytest.mark.parametrize(("changes", "words"), FLAWS, ids=str)
-def test_layers_that_are_none_are_refused(changes, words):
+@pytest.mark.parametrize(("changes", "words"), INVALID_CONFIGS, ids=str)
+def test_invalid_layers_are_rejected(changes, words):
     with pytest.raises(ValueError, match=words):
-        Transformer(changed(CONFIG, **changes), model_of().weights)
+        Transformer(replace_config(CONFIG, **changes), make_model().weights)
 
 
-def test_a_text_goes_back_by_a_pass_for_nothing_and_farther_from_its_beginning():
-    """From the farthest that it got; with the bits of a model that has run no other text, on either number of threads."""
-    rng, tokens = np.random.default_rng(1), tokens_for(CONFIG, 150)
-    models, fresh = [model_of(n_threads) for n_threads in THREADS], model_of()
+def test_rewind_within_a_pass_is_free_and_beyond_reruns():
+    """Measured from the greatest length so far; bits match those of a fresh model, for all thread counts."""
+    rng, tokens = np.random.default_rng(1), random_tokens(CONFIG, 150)
+    models, fresh = [make_model(n_threads) for n_threads in THREAD_COUNTS], make_model()
     for model in models:
         model.forward(tokens)
     farthest, n_free = len(tokens), 0
-    for back in (0, 1, 2, 3, MAX_TOKENS - 1, MAX_TOKENS, 17, 5, MAX_TOKENS + 1, 1, 90, 4, 63, 64, 0, 30):
+    for back in (0, 1, 2, 3, MAX_BATCH_TOKENS - 1, MAX_BATCH_TOKENS, 17, 5, MAX_BATCH_TOKENS + 1, 1, 90, 4, 63, 64, 0, 30):
         kept = tokens[: farthest - back]
         tokens = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 70))).tolist()]
-        is_free = farthest - len(kept) <= MAX_TOKENS
+        is_free = farthest - len(kept) <= MAX_BATCH_TOKENS
         n_free += is_free
-        assert {model.unread(tokens) + 1 for model in models} == {len(tokens) - is_free * len(kept)}
+        assert {model.count_prefill_tokens(tokens) + 1 for model in models} == {len(tokens) - is_free * len(kept)}
         logits = [model.forward(tokens, 1).copy() for model in models]
         fresh.forward([], 0)
         for each in logits:
@@ -65,92 +65,94 @@ def test_a_text_goes_back_by_a_pass_for_nothing_and_farther_from_its_beginning()
     assert n_free > 8
 
 
-class Guesses:
-    """Of a text as many tokens as chance has it, then wrong ones."""
+class PartlyWrongDrafter:
+    """Proposes a random number of right tokens, then wrong ones."""
 
-    def __init__(self, text):
-        self.text, self.rng, self.rejected = text, np.random.default_rng(2), set()
+    def __init__(self, sequence):
+        self.sequence, self.rng, self.rejected = sequence, np.random.default_rng(2), set()
 
-    def get_ready(self, tokens):
+    def prepare(self, tokens):
         pass
 
     def propose(self, tokens, policy):
         n = int(self.rng.integers(0, policy.max_tokens + 1))
-        expected = self.text[len(tokens) : len(tokens) + policy.max_tokens]
+        expected = self.sequence[len(tokens) : len(tokens) + policy.max_tokens]
         self.rejected.add(len(expected[n:]))
         return Draft([*expected[:n], *((token + 1) % CONFIG.vocab_size for token in expected[n:])])
 
 
 @pytest.mark.parametrize("gamma", [3, 63])
-def test_the_text_is_the_plain_one_however_much_of_a_proposal_is_rejected(gamma):
-    prompt, verifier, model = tokens_for(CONFIG, 5), VERIFIERS["coupled"](CONFIG.vocab_size, Sampling(1.0, seed=4)), model_of()
+def test_output_equals_plain_output_for_any_rejections(gamma):
+    prompt, model = random_tokens(CONFIG, 5), make_model()
+    verifier = VERIFIERS["coupled"](CONFIG.vocab_size, Sampling(1.0, seed=4))
 
-    def text(drafter):
+    def generate(drafter):
         events = decode(model, drafter, verifier, prompt, 400, FixedLength(gamma), {})
         return [*prompt, *(token for event in events if isinstance(event, Step) for token in event.tokens)]
 
-    plain = text(None)
-    drafter = Guesses(plain)
-    assert text(drafter) == plain and len(plain) > FIRST_POSITIONS
+    plain = generate(None)
+    drafter = PartlyWrongDrafter(plain)
+    assert generate(drafter) == plain and len(plain) > INITIAL_CAPACITY
     assert len(drafter.rejected) > min(gamma, 8)
-    assert text(NgramDrafter({})) == plain
+    assert generate(NgramDrafter({})) == plain
 
 
-def test_a_pass_that_was_broken_off_leaves_the_text_its_inputs():
-    tokens, wrong, model = tokens_for(CONFIG, 200), tokens_for(CONFIG, 200, seed=8), model_of()
-    expected = model_of().forward(tokens, 64).copy()
+def test_interrupted_pass_keeps_convolution_inputs():
+    tokens, wrong, model = random_tokens(CONFIG, 200), random_tokens(CONFIG, 200, seed=8), make_model()
+    expected = make_model().forward(tokens, 64).copy()
     model.forward(tokens[:100])
     for n in (1, 2, 64, 3, 40):
-        with broken_off(model):
+        with interrupt_after(model):
             model.forward([*tokens[:100], *wrong[:n]])
-        assert model.n_held == 100 and model.unread(tokens) == 99
+        assert model.n_cached_tokens == 100 and model.count_prefill_tokens(tokens) == 99
     np.testing.assert_array_equal(model.forward(tokens, 64), expected)
 
 
-def test_texts_take_turns():
-    one, other, model = tokens_for(CONFIG, 150), tokens_for(CONFIG, 90, seed=8), model_of()
-    expected = {len(text): model_of().forward(text, 3).copy() for text in (one, other)}
-    for text in (one, other, one, [*one[:20], *other[20:]], other, one):
-        logits = model.forward(text, 3)
-        if text in (one, other):
-            np.testing.assert_array_equal(logits, expected[len(text)])
+def test_sequences_alternate_on_one_model():
+    one, other, model = random_tokens(CONFIG, 150), random_tokens(CONFIG, 90, seed=8), make_model()
+    expected = {len(sequence): make_model().forward(sequence, 3).copy() for sequence in (one, other)}
+    for sequence in (one, other, one, [*one[:20], *other[20:]], other, one):
+        logits = model.forward(sequence, 3)
+        if sequence in (one, other):
+            np.testing.assert_array_equal(logits, expected[len(sequence)])
 
 
-def test_a_tree_is_refused_and_a_draft_of_another_family_may_draft_for_it():
-    target, sampling = model_of(), Sampling(0.8, seed=3)
-    with pytest.raises(ValueError, match=r"^this model runs no trees: its state is that of one text$"):
+def test_trees_are_rejected_and_other_families_can_draft():
+    target, sampling = make_model(), Sampling(0.8, seed=3)
+    with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
         target.forward_tree([1, 2], [3], [-1])
-    plain, _ = continuation(target, None, sampling, max_tokens=60)
-    for draft in (random_model(CONFIGS["odd"]), model_of(kind=INT8)):
-        assert continuation(target, draft, sampling, gamma=7, max_tokens=60)[0] == plain
+    plain, _ = generate_tokens(target, None, sampling, max_tokens=60)
+    for draft in (random_model(CONFIGS["odd"]), make_model(weight_format=INT8)):
+        assert generate_tokens(target, draft, sampling, gamma=7, max_tokens=60)[0] == plain
 
 
-def test_a_decoder_refuses_trees_or_does_without_them(tokenizer_path):
-    """Also of a draft alone, and in a sweep."""
-    config = changed(CONFIG, vocab_size=300, conv=((0, 1, 3), ConvConfig()))
-    target, other = (Transformer(config, architecture_of(config).pack(config, random_tensors(config)), 1) for _ in range(2))
+def test_decoder_rejects_trees_or_omits_them(tokenizer_path):
+    """Also if only the draft has a recurrent state, and in a sweep."""
+    config = replace_config(CONFIG, vocab_size=300, conv=((0, 1, 3), ShortConvConfig()))
+    target, other = (Transformer(config, get_architecture(config).pack(config, random_tensors(config)), 1) for _ in range(2))
     llama = random_model(replace(CONFIGS["odd"], vocab_size=300))
-    for models, whose in (((target, other), "target"), ((llama, target), "draft")):
-        with pytest.raises(ValueError, match=f'^the {whose} runs no trees: its state is that of one text; leave out tree "on"$'):
+    for models, role in (((target, other), "target"), ((llama, target), "draft")):
+        error = f'^trees are not supported by the {role}: its recurrent state holds one sequence; leave out tree "on"$'
+        with pytest.raises(ValueError, match=error):
             SpeculativeDecoder(*models, tokenizer_path, tree="on")
     pair, alone = SpeculativeDecoder(target, llama, tokenizer_path, tree="auto"), SpeculativeDecoder(target, None, tokenizer_path)
     assert len({tuple(decoder.generate("one", 20, temperature=0).tokens) for decoder in (pair, alone)}) == 1
-    settings, notes = settings_of(pair, ["auto"])
+    settings, notes = make_settings(pair, ["auto"])
     assert "trees are left out" in " ".join(notes) and not any("trees" in setting.name for setting in settings)
 
 
-@pytest.mark.parametrize("n_threads", THREADS)
-def test_texts_that_share_passes_have_inputs_of_their_own(n_threads):
-    """Whatever the others go back by."""
-    rng, seats = np.random.default_rng(3), [model_of(n_threads)]
-    seats += [seats[0].seat() for _ in range(2)]
-    texts, fresh = [tokens_for(CONFIG, 20 + i, seed=i) for i in range(3)], model_of()
+@pytest.mark.parametrize("n_threads", THREAD_COUNTS)
+def test_batched_sequences_have_own_convolution_inputs(n_threads):
+    """Each is truncated by a length of its own."""
+    rng, clones = np.random.default_rng(3), [make_model(n_threads)]
+    clones += [clones[0].clone_for_sequence() for _ in range(2)]
+    sequences, fresh = [random_tokens(CONFIG, 20 + i, seed=i) for i in range(3)], make_model()
     for _ in range(25):
         jobs = []
         for i in rng.permutation(3)[: int(rng.integers(1, 4))]:
-            kept = texts[i][: max(len(texts[i]) - int(rng.integers(0, 12)), 1)]
-            texts[i] = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
-            jobs.append((seats[i], texts[i], int(rng.integers(1, 6))))
-        for (_, text, n_logits), logits in zip(jobs, Transformer.forward_together(jobs), strict=True):
+            kept = sequences[i][: max(len(sequences[i]) - int(rng.integers(0, 12)), 1)]
+            sequences[i] = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
+            jobs.append((clones[i], sequences[i], int(rng.integers(1, 6))))
+        for (_, sequence, n_logits), logits in zip(jobs, Transformer.forward_batch(jobs), strict=True):
             fresh.forward([], 0)
-            np.testing.assert_array_equal(logits, fresh.forward(text, n_logits))
+            np.testing.assert_array_equal(logits, fresh.forward(sequence, n_logits))

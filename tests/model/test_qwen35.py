@@ -1,24 +1,24 @@
-"""Qwen3.5's delta net: one text, bit for bit, however it is cut into passes, gone back in, interrupted and drafted."""
+"""Qwen3.5's delta net: the same bits for any batch, truncation, interruption and draft."""
 
 from functools import cache
 
 import numpy as np
 import pytest
 
+from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.policy import FixedLength
-from specdec.engine.decoding import Step, decode
+from specdec.engine.decode_loop import Step, decode
 from specdec.layers.recurrent import TIP
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import architecture_of
-from specdec.model.transformer import FIRST_POSITIONS, Transformer
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.quant import INT8
-from specdec.runtime import program
+from specdec.runtime import op_program
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools import random_models
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.random_models import THREADS, continuation, run_in_blocks, tokens_for
+from tests.tools.random_models import THREAD_COUNTS, generate_tokens, random_tokens, run_in_blocks
 
 NAMES = ("qwen35", "qwen35_odd", "qwen35_images")
 N_POSITIONS = 700
@@ -26,21 +26,21 @@ PROMPT = [1, 7, 9]
 
 
 @cache
-def weights_of(name, kind=None):
+def load_weights(name, weight_format=None):
     checkpoint = load_checkpoint(FIXTURES / name)
-    return checkpoint.config, architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, kind)
+    return checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, weight_format)
 
 
-def model_of(name="qwen35", n_threads=1, kind=None):
-    return Transformer(*weights_of(name, kind), n_threads, N_POSITIONS)
+def make_model(name="qwen35", n_threads=1, weight_format=None):
+    return Transformer(*load_weights(name, weight_format), n_threads, N_POSITIONS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_do_not_depend_on_the_batch_on_threads_or_on_which_logits_are_asked_for(name):
-    tokens = tokens_for(weights_of(name)[0], 150)
-    alone = run_in_blocks(model_of(name), tokens, 1)
-    for n_threads in THREADS:
-        model = model_of(name, n_threads)
+def test_bits_do_not_depend_on_batch_threads_or_n_logits(name):
+    tokens = random_tokens(load_weights(name)[0], 150)
+    alone = run_in_blocks(make_model(name), tokens, 1)
+    for n_threads in THREAD_COUNTS:
+        model = make_model(name, n_threads)
         for block in (2, 9, 64):
             np.testing.assert_array_equal(run_in_blocks(model, tokens, block), alone)
             model.forward([], 0)
@@ -49,15 +49,15 @@ def test_bits_do_not_depend_on_the_batch_on_threads_or_on_which_logits_are_asked
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_goes_back_by_a_pass_without_running_again_and_farther_by_running_again(name):
-    rng, config = np.random.default_rng(1), weights_of(name)[0]
-    model, fresh, tokens = model_of(name), model_of(name), tokens_for(config, 120)
+def test_rewind_within_a_pass_is_free_and_beyond_reruns(name):
+    rng, config = np.random.default_rng(1), load_weights(name)[0]
+    model, fresh, tokens = make_model(name), make_model(name), random_tokens(config, 120)
     n_run = []
     model.forward(tokens)
     for back in (0, 1, 5, 64, 3, 65, 1, 63, 110, 2, 64, 30, 1):
         kept = tokens[: len(tokens) - back]
         tokens = [*kept, *rng.integers(0, config.vocab_size, int(rng.integers(1, 70))).tolist()]
-        n_run.append(model.unread(tokens) + 1 - (len(tokens) - len(kept)))
+        n_run.append(model.count_prefill_tokens(tokens) + 1 - (len(tokens) - len(kept)))
         n_logits = int(rng.integers(1, min(len(tokens), 64) + 1))
         logits = model.forward(tokens, n_logits).copy()
         fresh.forward([], 0)
@@ -65,62 +65,63 @@ def test_a_text_goes_back_by_a_pass_without_running_again_and_farther_by_running
     assert [n > 0 for n in n_run] == [back > 64 for back in (0, 1, 5, 64, 3, 65, 1, 63, 110, 2, 64, 30, 1)]
 
 
-def test_a_pass_that_is_broken_off_between_any_two_phases_leaves_no_wrong_state(monkeypatch):
-    """Layers that it has reached have moved on, the others have not."""
-    tokens, model = tokens_for(weights_of("qwen35")[0], 300), model_of()
+def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch):
+    """Some layers have advanced their state, others have not."""
+    tokens, model = random_tokens(load_weights("qwen35")[0], 300), make_model()
     model.forward(tokens)  # and the buffers are large enough
     tokens = tokens[:231]
-    expected = model_of().forward(tokens, 60).copy()
-    run = program.run_on_threads
+    expected = make_model().forward(tokens, 60).copy()
+    run = op_program.run_on_threads
     model.forward(tokens[:70])
-    n_rows = model._runner._rows[:, program.N_ROWS]
+    n_rows = model._executor._ops[:, op_program.N_OPS_WORD]
     ends = np.cumsum(n_rows[n_rows > 0])
-    for held, end in zip(range(71, 231, 8), np.random.default_rng(2).permutation(ends), strict=False):
+    for n_cached, end in zip(range(71, 231, 8), np.random.default_rng(2).permutation(ends), strict=False):
 
-        def broken(function, numbers, rows, first, last, n_threads, end=end):
-            run(function, numbers, rows, first, int(end), n_threads)
+        def run_and_interrupt(function, context_words, rows, first, last, n_threads, end=end):
+            run(function, context_words, rows, first, int(end), n_threads)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as context:
-            context.setattr(program, "run_on_threads", broken)
+            context.setattr(op_program, "run_on_threads", run_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
-                model.forward([*tokens[: held - 8], *tokens[:64]], 1 + held % 40)
-        model.forward(tokens[:held], held % 8 + 1)
-        assert model.n_held == held
+                model.forward([*tokens[: n_cached - 8], *tokens[:64]], 1 + n_cached % 40)
+        model.forward(tokens[:n_cached], n_cached % 8 + 1)
+        assert model.n_cached_tokens == n_cached
     np.testing.assert_array_equal(model.forward(tokens, 60), expected)
 
 
-def test_a_text_that_outgrows_its_buffers_keeps_its_state():
-    tokens = tokens_for(weights_of("qwen35")[0], FIRST_POSITIONS + 40)
-    grown, at_once = model_of(), model_of()
-    for end in (FIRST_POSITIONS - 1, FIRST_POSITIONS + 1, len(tokens)):
+def test_state_survives_buffer_growth():
+    tokens = random_tokens(load_weights("qwen35")[0], INITIAL_CAPACITY + 40)
+    grown, at_once = make_model(), make_model()
+    for end in (INITIAL_CAPACITY - 1, INITIAL_CAPACITY + 1, len(tokens)):
         logits = grown.forward(tokens[:end])
     np.testing.assert_array_equal(at_once.forward(tokens), logits)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_drafts_changes_no_token_and_a_tree_is_refused(name, monkeypatch):
+def test_drafts_change_no_token_and_trees_are_rejected(name, monkeypatch):
     monkeypatch.setattr(random_models, "END_MARKS", {})
-    target, sampling = model_of(name), Sampling(0.8, seed=3)
-    plain, _ = continuation(target, None, sampling, prompt=PROMPT, max_tokens=90)
+    target, sampling = make_model(name), Sampling(0.8, seed=3)
+    plain, _ = generate_tokens(target, None, sampling, prompt=PROMPT, max_tokens=90)
     for gamma in (1, 4, 12):
-        drafted, statistics = continuation(target, model_of(name, kind=INT8), sampling, gamma, prompt=PROMPT, max_tokens=90)
+        draft = make_model(name, weight_format=INT8)
+        drafted, statistics = generate_tokens(target, draft, sampling, gamma, prompt=PROMPT, max_tokens=90)
         assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
     verifier = VERIFIERS["coupled"](target.config.vocab_size, sampling)
     events = decode(target, NgramDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})
     assert [token for event in events if isinstance(event, Step) for token in event.tokens] == plain
-    with pytest.raises(ValueError, match=r"^this model runs no trees: its state is that of one text$"):
+    with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
         target.forward_tree([1, 2], [3], [-1])
 
 
-def test_texts_that_share_passes_have_states_of_their_own_and_guesses_cost_no_other_way_back():
-    config = weights_of("qwen35")[0]
-    first, alone = model_of(n_threads=THREADS[-1]), [model_of(), model_of()]
-    seats, texts = [first.seat(), first], [tokens_for(config, 160, seed) for seed in (1, 2)]
+def test_batched_sequences_have_own_states_and_rewind_limits():
+    config = load_weights("qwen35")[0]
+    first, alone = make_model(n_threads=THREAD_COUNTS[-1]), [make_model(), make_model()]
+    clones, sequences = [first.clone_for_sequence(), first], [random_tokens(config, 160, seed) for seed in (1, 2)]
     for ends, n_logits in (((20, 30), (1, 1)), ((24, 34), (4, 3)), ((22, 38), (1, 5)), ((60, 42), (30, 1)), ((57, 70), (9, 20))):
-        jobs = [(text[:end], n) for text, end, n in zip(texts, ends, n_logits, strict=True)]
-        together = Transformer.forward_together([(seat, *job) for seat, job in zip(seats, jobs, strict=True)])
-        for logits, model, job in zip(together, alone, jobs, strict=True):
+        jobs = [(sequence[:end], n) for sequence, end, n in zip(sequences, ends, n_logits, strict=True)]
+        batched = Transformer.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
+        for logits, model, job in zip(batched, alone, jobs, strict=True):
             np.testing.assert_array_equal(logits, model.forward(*job))
-        for seat, end, n in zip(seats, ends, n_logits, strict=True):
-            assert (seat._buffers.lengths[..., TIP] == end - n + 1).all()
+        for clone, end, n in zip(clones, ends, n_logits, strict=True):
+            assert (clone._buffers.lengths[..., TIP] == end - n + 1).all()

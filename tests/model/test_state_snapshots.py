@@ -1,4 +1,4 @@
-"""Snapshots of running states: a text that goes back goes on from the nearest one, with the bits of one that never did."""
+"""Snapshots of recurrent states: a truncated sequence continues from the nearest one with unchanged bits."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,46 +8,46 @@ import pytest
 
 from specdec.loaders import load_checkpoint
 from specdec.model import state_snapshots
-from specdec.model.registry import architecture_of
-from specdec.model.state_snapshots import BEFORE_END, LEAST, MOST, Snapshot, Snapshots
+from specdec.model.registry import get_architecture
+from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.random_models import THREADS, broken_off, tokens_for
+from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens
 
 NAMES = ("lfm2", "lfm2_odd", "qwen35", "qwen35_odd")
 
 
 @cache
-def weights_of(name, kind=None):
+def load_weights(name, weight_format=None):
     checkpoint = load_checkpoint(FIXTURES / name)
-    return replace(checkpoint.config, seq_len=3000), architecture_of(checkpoint.config).pack(
-        checkpoint.config, checkpoint.tensors, kind
+    return replace(checkpoint.config, seq_len=3000), get_architecture(checkpoint.config).pack(
+        checkpoint.config, checkpoint.tensors, weight_format
     )
 
 
 @pytest.fixture(params=NAMES)
 def model(request):
-    return model_of(request.param)
+    return make_model(request.param)
 
 
-def model_of(name, n_threads=1, kind=None):
-    return Transformer(*weights_of(name, kind), n_threads)
+def make_model(name, n_threads=1, weight_format=None):
+    return Transformer(*load_weights(name, weight_format), n_threads)
 
 
-def like(model):
+def make_fresh_copy(model):
     return Transformer(model.config, model.weights, 1)
 
 
 def read(model, tokens):
-    n = model.unread(tokens)
-    assert [*model.read(tokens)][-1:] in ([], [0]) and model.unread(tokens) == 0
+    n = model.count_prefill_tokens(tokens)
+    assert [*model.prefill(tokens)][-1:] in ([], [0]) and model.count_prefill_tokens(tokens) == 0
     return n
 
 
-def test_a_talk_whose_thoughts_are_dropped_reads_little_more_than_is_new(model):
-    """Twenty turns: behind each answer the next prompt begins anew where the thought began, or a few words before."""
-    rng, fresh = np.random.default_rng(1), like(model)
+def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
+    """In twenty turns, each prompt differs from where the reasoning began, or a few tokens before."""
+    rng, fresh = np.random.default_rng(1), make_fresh_copy(model)
     draw = lambda n: rng.integers(0, model.config.vocab_size, n).tolist()  # noqa: E731
     prompt, n_read, n_new = draw(90), 0, 0
     n_read += read(model, prompt)
@@ -60,94 +60,96 @@ def test_a_talk_whose_thoughts_are_dropped_reads_little_more_than_is_new(model):
         thought = [*prompt, *draw(120)]
         for n in range(len(prompt) + 1, len(thought), 7):
             model.forward(thought[:n], 1)
-        new = draw(130)  # the answer without its thought, and a question
+        new = draw(130)  # the answer without its reasoning, and a question
         prompt = [*prompt[: len(prompt) - int(rng.integers(0, 8))], *new]
         n_read += read(model, prompt)
         n_new += len(new)
     assert n_read < 1.2 * n_new, (n_read, n_new)
 
 
-@pytest.mark.parametrize("kind", [None, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("weight_format", [None, INT8], ids=["bf16", "int8"])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_behind_a_snapshot_are_those_of_a_text_that_never_went_back(name, kind):
-    rng, config = np.random.default_rng(2), weights_of(name)[0]
-    models = [model_of(name, n_threads, kind) for n_threads in THREADS]
-    text, n_saved = tokens_for(config, 1500), 0
+def test_logits_after_restore_match_fresh_model(name, weight_format):
+    rng, config = np.random.default_rng(2), load_weights(name)[0]
+    models = [make_model(name, n_threads, weight_format) for n_threads in THREAD_COUNTS]
+    sequence, n_saved = random_tokens(config, 1500), 0
     for model in models:
-        read(model, text)
+        read(model, sequence)
     for n in (1400, 1100, 1490, 700, 30, 1300, 513, 1480):
-        other = [*text[:n], *rng.integers(0, config.vocab_size, 120).tolist()]
-        fresh = model_of(name, 1, kind)
+        other = [*sequence[:n], *rng.integers(0, config.vocab_size, 120).tolist()]
+        fresh = make_model(name, 1, weight_format)
         expected = fresh.forward(other, 30)
         for model in models:
-            unread = model.unread(other)
+            unread = model.count_prefill_tokens(other)
             n_saved += len(other) - 1 - unread > 0
-            with broken_off(model):
+            with interrupt_after(model):
                 model.forward(other)
             read(model, other)
             np.testing.assert_array_equal(model.forward(other, 30), expected)
-            read(model, text)
+            read(model, sequence)
     assert n_saved > 3 * len(models)
 
 
-def test_another_seat_takes_over_what_a_snapshot_holds(model):
-    tokens = tokens_for(model.config, 900)
+def test_copy_kv_copies_snapshots(model):
+    tokens = random_tokens(model.config, 900)
     read(model, tokens)
     model.forward([*tokens, 5, 6, 7], 3)
-    model.read([*tokens, *tokens[:300]])
+    model.prefill([*tokens, *tokens[:300]])
     for n in (880, 700, 600):
         other = [*tokens[:n], *tokens[::-1]][: n + 200]
-        seat = model.seat()
-        seat.take_over(model, other)
-        assert 512 <= seat.n_held <= n and model.unread(other) == len(other) - 1 - seat.n_held
-        logits = seat.forward(other, 20).copy()
-        np.testing.assert_array_equal(logits, like(model).forward(other, 20))
+        clone = model.clone_for_sequence()
+        clone.copy_kv(model, other)
+        assert 512 <= clone.n_cached_tokens <= n and model.count_prefill_tokens(other) == len(other) - 1 - clone.n_cached_tokens
+        logits = clone.forward(other, 20).copy()
+        np.testing.assert_array_equal(logits, make_fresh_copy(model).forward(other, 20))
         again = [*other[: len(other) - 150], 1, 2, 3]
-        np.testing.assert_array_equal(seat.forward(again, 2).copy(), like(model).forward(again, 2))
+        np.testing.assert_array_equal(clone.forward(again, 2).copy(), make_fresh_copy(model).forward(again, 2))
 
 
-def test_prompts_that_share_passes_keep_theirs_too(model):
-    one, two = tokens_for(model.config, 700), tokens_for(model.config, 690)[::-1]
-    seats = [model.seat(), model.seat()]
+def test_batched_prompts_take_snapshots(model):
+    one, two = random_tokens(model.config, 700), random_tokens(model.config, 690)[::-1]
+    clones = [model.clone_for_sequence(), model.clone_for_sequence()]
     for n in range(20, 640, 20):
-        Transformer.forward_together([(seats[0], one[:n], 0, 700), (seats[1], two[:n], 0, 690)])
-    for seat, tokens in zip(seats, (one, two), strict=True):
+        Transformer.forward_batch([(clones[0], one[:n], 0, 700), (clones[1], two[:n], 0, 690)])
+    for clone, tokens in zip(clones, (one, two), strict=True):
         other = [*tokens[:600], 9, 9, 9]
-        assert seat.unread(other) <= 95
-        np.testing.assert_array_equal(seat.forward(other, 2).copy(), like(model).forward(other, 2))
+        assert clone.count_prefill_tokens(other) <= 95
+        np.testing.assert_array_equal(clone.forward(other, 2).copy(), make_fresh_copy(model).forward(other, 2))
 
 
-def test_a_model_without_a_state_takes_none():
+def test_model_without_recurrent_state_takes_no_snapshots():
     from tests.tools.random_models import CONFIGS as PLAIN
     from tests.tools.random_models import random_model
 
     model = random_model(PLAIN["gqa"])
-    tokens = tokens_for(model.config, 90)
-    assert read(model, tokens) == 89 and model.n_to_stop([*tokens, 1]) == 1 and not [*model._snapshots]
+    tokens = random_tokens(model.config, 90)
+    assert read(model, tokens) == 89 and model.count_tokens_to_snapshot([*tokens, 1]) == 1 and not [*model._snapshots]
 
 
-def test_there_are_at_most_so_many_the_newest_and_the_farthest_apart(monkeypatch):
+def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
     rows, kept = np.zeros((1, 2, 16), np.float32), Snapshots()
     for n in range(1, 1000):
         kept.add(Snapshot(n * 10, rows, None))
-    lengths = [each.n for each in kept]
-    assert len(lengths) == MOST and lengths[-1] == 9990 and lengths == sorted(lengths)
+    lengths = [each.n_tokens for each in kept]
+    assert len(lengths) == MAX_SNAPSHOTS and lengths[-1] == 9990 and lengths == sorted(lengths)
     gaps = np.diff([0, *lengths])
-    assert gaps.max() < 4 * 9990 / MOST
-    monkeypatch.setattr(state_snapshots, "MOST_BYTES", 1)
+    assert gaps.max() < 4 * 9990 / MAX_SNAPSHOTS
+    monkeypatch.setattr(state_snapshots, "MAX_SNAPSHOT_BYTES", 1)
     kept.add(Snapshot(10_000, rows, None))
-    assert len([*kept]) == LEAST and kept.best(10_000) == 10_000 and kept.best(5) == 0
-    kept.forget(9_999)
-    assert 10_000 not in [each.n for each in kept]
+    assert len([*kept]) == MIN_SNAPSHOTS and kept.find_longest(10_000) == 10_000 and kept.find_longest(5) == 0
+    kept.drop_after(9_999)
+    assert 10_000 not in [each.n_tokens for each in kept]
 
 
-def test_room_for_a_text_counts_its_snapshots(model):
+def test_sequence_bytes_include_snapshots(model):
     plain = sum(
         buffer.n_bytes
-        for buffer in architecture_of(model.config).all_buffers(model.config, model.weights, model._room(1024, 0)).values()
-        if buffer.is_own
+        for buffer in get_architecture(model.config)
+        .get_buffer_specs(model.config, model.weights, model._get_buffer_sizes(1024, 0))
+        .values()
+        if buffer.is_per_sequence
     )
-    read(model, tokens_for(model.config, 2900))
+    read(model, random_tokens(model.config, 2900))
     held = sum(each.n_bytes for each in model._snapshots)
-    assert 0 < held <= model.text_bytes(1024 - 64, True) - plain
-    assert BEFORE_END < 64
+    assert 0 < held <= model.get_sequence_bytes(1024 - 64, True) - plain
+    assert PROMPT_END_OFFSET_TOKENS < 64

@@ -1,4 +1,4 @@
-"""Token trees: a node's logits are those of the chain of its ancestors, bit for bit, however the tree was run and kept."""
+"""Token trees: a node's logits are bit-identical to those of its path, however the tree was run and committed."""
 
 import itertools
 import signal
@@ -8,38 +8,42 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.config import Config
-from specdec.kernels import MAX_TOKENS
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers import base
-from specdec.model.registry import architecture_of
-from specdec.model.transformer import FIRST_POSITIONS, Transformer
-from specdec.quant import BF16, FP32, INT8, Kind
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import INITIAL_CAPACITY, Transformer
+from specdec.model_config import ModelConfig
+from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
-from tests.model.test_architectures import FAMILIES, POISON, model_of, random_tensors
-from tests.tools.configs import changed, made
-from tests.tools.random_models import CONFIGS, THREADS, random_model, tokens_for
+from tests.model.test_architectures import FAMILIES, POISON, make_model, random_tensors
+from tests.tools.configs import make_config, replace_config
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
-ALL = FAMILIES | CONFIGS | {"head_dim 2": made(14, 20, 2, 7, 1, 105, 400), "many heads": made(96, 40, 1, 24, 1, 105, 400)}
-SHAPES = {name: config for name, config in ALL.items() if architecture_of(config).move}  # of the families that run trees
+ALL = (
+    FAMILIES
+    | CONFIGS
+    | {"head_dim 2": make_config(14, 20, 2, 7, 1, 105, 400), "many heads": make_config(96, 40, 1, 24, 1, 105, 400)}
+)
+SHAPES = {name: config for name, config in ALL.items() if get_architecture(config).move_path}  # families that support trees
 
 
 def random_parents(n: int, seed: int) -> list[int]:
-    """Of one tree of n nodes: its node 0 follows the text, and so may others."""
+    """Return a tree of n nodes; node 0 follows the sequence, and others may."""
     rng = np.random.default_rng(seed)
     return [int(rng.integers(-1, node)) if node else -1 for node in range(n)]
 
 
-def a_star(n: int) -> list[int]:
+def make_star(n: int) -> list[int]:
     return [-1] * n
 
 
-def a_chain(n: int) -> list[int]:
+def make_chain(n: int) -> list[int]:
     return [*range(-1, n - 1)]
 
 
-def combs(n: int) -> list[int]:
-    """Each node of a chain has a sibling behind it."""
+def make_comb(n: int) -> list[int]:
+    """Return a chain whose nodes each have a sibling."""
     return [-1, *(node // 2 * 2 for node in range(n - 1))]
 
 
@@ -51,8 +55,8 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return path[::-1]
 
 
-def logits_of_chains(model: Transformer, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
-    """The logits at the text's last token and at each node, each run as a chain."""
+def compute_chain_logits(model: Transformer, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
+    """Return the logits at the last token and at each node, each run as a chain."""
     paths = [[], *(path_to(node, parents) for node in range(len(nodes)))]
     return np.concatenate([model.forward(tokens + [nodes[node] for node in path]).copy() for path in paths])
 
@@ -61,45 +65,47 @@ def assert_same_bits(got: Float32, expected: Float32) -> None:
     np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
 
 
-def bf16_model(config: Config, n_threads: int = 1) -> Transformer:
+def bf16_model(config: ModelConfig, n_threads: int = 1) -> Transformer:
     tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in random_tensors(config).items()}
-    return Transformer(config, architecture_of(config).pack(config, tensors), n_threads)
+    return Transformer(config, get_architecture(config).pack(config, tensors), n_threads)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "weight_format"),
     [*((name, FP32) for name in SHAPES), *((name, INT8) for name in SHAPES), ("gqa", BF16), ("gpt2", BF16)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_nodes_logits_are_those_of_the_chain_of_its_ancestors_bit_for_bit(name: str, kind: Kind) -> None:
-    """Trees of every sort, at once behind a text of every length around a vector, a strip and what a pass holds."""
+def test_node_logits_equal_logits_of_its_path(name: str, weight_format: WeightFormat) -> None:
+    """Trees of every shape, behind sequences of lengths around a vector, a panel and a pass."""
     config = replace(SHAPES[name], seq_len=400)
-    chains, *trees = (bf16_model(config, n) if kind is BF16 else model_of(config, n, kind) for n in (1, *THREADS))
-    shapes = [(1, a_star), (9, a_chain), (8, a_star), (7, combs), (30, lambda n: random_parents(n, 7))]
+    chains, *trees = (
+        bf16_model(config, n) if weight_format is BF16 else make_model(config, n, weight_format) for n in (1, *THREAD_COUNTS)
+    )
+    shapes = [(1, make_star), (9, make_chain), (8, make_star), (7, make_comb), (30, lambda n: random_parents(n, 7))]
     for n, (n_nodes, parents_of) in zip((1, 15, 16, 31, 33), shapes, strict=True):
-        tokens, nodes, parents = tokens_for(config, n), tokens_for(config, n_nodes, n), parents_of(n_nodes)
-        expected = logits_of_chains(chains, tokens, nodes, parents)
+        tokens, nodes, parents = random_tokens(config, n), random_tokens(config, n_nodes, n), parents_of(n_nodes)
+        expected = compute_chain_logits(chains, tokens, nodes, parents)
         for model in trees:
             assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
 
 
 @pytest.mark.parametrize(("name", "window"), [*(("mistral", window) for window in (1, 2, 5, 16, 33)), ("gemma", 5)])
-def test_a_window_is_one_of_positions_and_not_of_slots(name: str, window: int) -> None:
-    """Shorter than the tree is deep, too."""
-    config = changed(FAMILIES[name], window=window)
-    for n, parents in itertools.product((1, 17, 40), (a_chain(20), combs(30), random_parents(50, window), a_star(10))):
-        tokens, nodes = tokens_for(config, n), tokens_for(config, len(parents), 5)
-        expected = logits_of_chains(model_of(config), tokens, nodes, parents)
-        assert_same_bits(model_of(config, max(THREADS)).forward_tree(tokens, nodes, parents), expected)
+def test_window_counts_positions_not_slots(name: str, window: int) -> None:
+    """Also for windows shorter than the depth of the tree."""
+    config = replace_config(FAMILIES[name], window=window)
+    for n, parents in itertools.product((1, 17, 40), (make_chain(20), make_comb(30), random_parents(50, window), make_star(10))):
+        tokens, nodes = random_tokens(config, n), random_tokens(config, len(parents), 5)
+        expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
+        assert_same_bits(make_model(config, max(THREAD_COUNTS)).forward_tree(tokens, nodes, parents), expected)
 
 
 @pytest.mark.parametrize("name", ["gqa", "mistral", "gpt2"])
-@pytest.mark.parametrize("n", [FIRST_POSITIONS - 64, FIRST_POSITIONS - 3, FIRST_POSITIONS, FIRST_POSITIONS + 1])
-def test_a_tree_may_outgrow_the_buffers(name: str, n: int) -> None:
+@pytest.mark.parametrize("n", [INITIAL_CAPACITY - 64, INITIAL_CAPACITY - 3, INITIAL_CAPACITY, INITIAL_CAPACITY + 1])
+def test_tree_can_outgrow_buffers(name: str, n: int) -> None:
     config = replace(SHAPES[name], seq_len=1000)
-    tokens, nodes, parents = tokens_for(config, n), tokens_for(config, 63, 5), random_parents(63, n)
-    expected = logits_of_chains(model_of(config), tokens, nodes, parents)
-    model = model_of(config)
+    tokens, nodes, parents = random_tokens(config, n), random_tokens(config, 63, 5), random_parents(63, n)
+    expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
+    model = make_model(config)
     model.forward(tokens)
     for end in (2, 10, 40, 63):  # level by level: rows of nodes move to the larger buffers
         got = model.forward_tree(tokens, nodes[:end], parents[:end], end).copy()
@@ -107,13 +113,13 @@ def test_a_tree_may_outgrow_the_buffers(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["odd", "gpt2", "everything"])
-def test_the_last_position_is_a_trees_too(name: str) -> None:
-    """Siblings share it: they take room, and no position."""
+def test_tree_can_use_last_position(name: str) -> None:
+    """Siblings share it: they need slots, but no positions."""
     config = replace(SHAPES[name], seq_len=40)
-    tokens, nodes = tokens_for(config, 38), tokens_for(config, 63, 5)
+    tokens, nodes = random_tokens(config, 38), random_tokens(config, 63, 5)
     parents = [-1] * 30 + [*range(30)] + [0, 1, 2]
-    expected = logits_of_chains(model_of(config), tokens, nodes, parents)
-    model = model_of(config)
+    expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
+    model = make_model(config)
     assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
     with pytest.raises(ValueError, match="39 tokens and a tree of depth 2 do not fit 40 positions"):
         model.forward_tree([*tokens, nodes[0]], nodes, parents)
@@ -121,25 +127,25 @@ def test_the_last_position_is_a_trees_too(name: str) -> None:
 
 
 def count_tokens(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each pass from now on runs."""
+    """Record the number of tokens of each pass from now on."""
     counts: list[int] = []
-    runner = model._runner
+    executor = model._executor
 
     def run(n_tokens: int, *rest: int) -> None:
         counts.append(n_tokens)
-        runner(n_tokens, *rest)
+        executor(n_tokens, *rest)
 
-    monkeypatch.setattr(model, "_runner", run)
+    monkeypatch.setattr(model, "_executor", run)
     return counts
 
 
 @pytest.mark.parametrize("name", ["gqa", "gpt2", "mistral"])
-def test_a_tree_that_grows_runs_its_new_nodes_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_tree_runs_only_new_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES[name]
-    tokens, nodes, parents = tokens_for(config, 45), tokens_for(config, 40, 5), random_parents(40, 3)
-    at_once = model_of(config).forward_tree(tokens, nodes, parents).copy()
-    assert_same_bits(at_once, logits_of_chains(model_of(config), tokens, nodes, parents))
-    model = model_of(config)
+    tokens, nodes, parents = random_tokens(config, 45), random_tokens(config, 40, 5), random_parents(40, 3)
+    at_once = make_model(config).forward_tree(tokens, nodes, parents).copy()
+    assert_same_bits(at_once, compute_chain_logits(make_model(config), tokens, nodes, parents))
+    model = make_model(config)
     counts = count_tokens(model, monkeypatch)
     assert_same_bits(model.forward(tokens), at_once[:1])
     for begin, end in itertools.pairwise((0, 1, 4, 5, 20, 40)):
@@ -153,80 +159,80 @@ def test_a_tree_that_grows_runs_its_new_nodes_alone(name: str, monkeypatch: pyte
     model.forward_tree(tokens, other, parents, 1)
     assert_same_bits(model.forward_tree(tokens, nodes, parents), at_once)
     assert_same_bits(
-        model.forward_tree(tokens[:20], nodes, parents, 1), model_of(config).forward_tree(tokens[:20], nodes, parents, 1)
+        model.forward_tree(tokens[:20], nodes, parents, 1), make_model(config).forward_tree(tokens[:20], nodes, parents, 1)
     )
     assert_same_bits(model.forward_tree(tokens, nodes, parents, 1), at_once[-1:])
     assert counts == [7, 30, 41, 40, 1, 64]
 
 
-def test_a_long_text_and_its_tree_go_in_blocks_of_which_the_last_holds_the_tree() -> None:
+def test_long_sequence_runs_in_chunks_with_tree_in_the_last() -> None:
     config = FAMILIES["qwen2"]
-    nodes, parents = tokens_for(config, 63, 5), random_parents(63, 4)
+    nodes, parents = random_tokens(config, 63, 5), random_parents(63, 4)
     for n in (2, 64, 65, 150):
-        tokens = tokens_for(config, n)
-        expected = logits_of_chains(model_of(config), tokens, nodes, parents)
-        assert_same_bits(model_of(config, max(THREADS)).forward_tree(tokens, nodes, parents), expected)
+        tokens = random_tokens(config, n)
+        expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
+        assert_same_bits(make_model(config, max(THREAD_COUNTS)).forward_tree(tokens, nodes, parents), expected)
 
 
-# What is kept
+# Committed paths
 
 
-@pytest.mark.parametrize("asked", [True, False], ids=["asked", "found"])
+@pytest.mark.parametrize("is_explicit", [True, False], ids=["explicit", "found"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_path_that_is_kept_is_text_and_leaves_nothing_else_behind(name: str, asked: bool, monkeypatch) -> None:
-    """Whether it is asked to be kept, or found when the text goes on that way."""
+def test_committed_path_becomes_part_of_sequence(name: str, is_explicit: bool, monkeypatch) -> None:
+    """Committed explicitly, or found when the sequence continues that way."""
     config = replace(SHAPES[name], seq_len=400)
-    model, tokens, parents = model_of(config, max(THREADS)), tokens_for(config, 29), random_parents(40, 11)
+    model, tokens, parents = make_model(config, max(THREAD_COUNTS)), random_tokens(config, 29), random_parents(40, 11)
     model.forward(tokens)
     counts = count_tokens(model, monkeypatch)
     for round in range(6):
-        nodes = tokens_for(config, 40, 100 + round)
+        nodes = random_tokens(config, 40, 100 + round)
         model.forward_tree(tokens, nodes, parents)
         path = path_to([39, 0, 25, 30, 38, 12][round], parents)
-        if asked:
-            model.keep(path)
-            assert model.n_held == len(tokens) + len(path)
+        if is_explicit:
+            model.commit_path(path)
+            assert model.n_cached_tokens == len(tokens) + len(path)
         tokens = [*tokens, *(nodes[node] for node in path), 5 + round]
         del counts[:]
-        assert_same_bits(model.forward(tokens), model_of(config).forward(tokens))
+        assert_same_bits(model.forward(tokens), make_model(config).forward(tokens))
         assert counts == [1]
-        assert model.n_held == len(tokens)
+        assert model.n_cached_tokens == len(tokens)
 
 
-def test_what_is_not_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncommitted_nodes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["gqa"]
     model, fresh = random_model(config), random_model(config)
-    tokens, nodes, parents = tokens_for(config, 20), tokens_for(config, 20, 5), random_parents(20, 1)
+    tokens, nodes, parents = random_tokens(config, 20), random_tokens(config, 20, 5), random_parents(20, 1)
     counts = count_tokens(model, monkeypatch)
     expected = fresh.forward_tree(tokens, nodes, parents).copy()
     for other in ([*tokens, 9, 9, 9], tokens, tokens[:10], [7]):
         assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
         assert_same_bits(model.forward(other), fresh.forward(other))
         with pytest.raises(ValueError, match="path"):
-            model.keep([0])
+            model.commit_path([0])
     model.forward_tree(tokens, nodes, parents)
-    model.keep([])
+    model.commit_path([])
     with pytest.raises(ValueError, match="path"):
-        model.keep([0])
+        model.commit_path([0])
     del counts[:]
     model.forward_tree(tokens, nodes, parents, 1)
     assert counts == [20]
 
 
 @pytest.mark.parametrize("path", [[1], [0, 3], [0, 1, 1], [4], [-1], [0, 10**30]])
-def test_a_path_that_is_none_is_refused_and_the_tree_stays(path: list[int]) -> None:
+def test_invalid_path_is_rejected_and_keeps_tree(path: list[int]) -> None:
     config = CONFIGS["gqa"]
-    model, tokens, nodes, parents = random_model(config), tokens_for(config, 9), [5, 6, 7, 8], [-1, 0, 0, 2]
+    model, tokens, nodes, parents = random_model(config), random_tokens(config, 9), [5, 6, 7, 8], [-1, 0, 0, 2]
     expected = model.forward_tree(tokens, nodes, parents).copy()
     with pytest.raises(ValueError, match="path is"):
-        model.keep(path)
+        model.commit_path(path)
     with pytest.raises(TypeError, match="path are"):
-        model.keep([0.0])  # type: ignore[list-item]
-    model.keep([0, 2])
+        model.commit_path([0.0])  # type: ignore[list-item]
+    model.commit_path([0, 2])
     assert_same_bits(model.forward([*tokens, 5, 7, 8]), expected[4:])
 
 
-# What is refused, and what goes wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -238,7 +244,7 @@ def test_a_path_that_is_none_is_refused_and_the_tree_stays(path: list[int]) -> N
         (([1], [5], [10**30]), "parents"),
         (([1], [5, 6], [-1]), "parent"),
         (([], [5], [-1]), "token"),
-        (([1], [5] * MAX_TOKENS, [-1] * MAX_TOKENS), "nodes"),
+        (([1], [5] * MAX_BATCH_TOKENS, [-1] * MAX_BATCH_TOKENS), "nodes"),
         (([1], [512], [-1]), "nodes hold 512; expected 0 to 511"),
         (([1], [-1], [-1]), "nodes hold -1;"),
         (([512], [5], [-1]), "tokens hold 512;"),
@@ -249,7 +255,7 @@ def test_a_path_that_is_none_is_refused_and_the_tree_stays(path: list[int]) -> N
         (([1], [5], [-1], -1), "n_logits"),
     ],
 )
-def test_a_tree_that_cannot_be_run_is_refused_and_changes_nothing(given: tuple, words: str) -> None:
+def test_invalid_tree_is_rejected_and_changes_nothing(given: tuple, words: str) -> None:
     model, tokens = random_model(CONFIGS["gqa"]), [1, 2, 3]
     expected = random_model(CONFIGS["gqa"]).forward_tree(tokens, [5, 6], [-1, 0]).copy()
     model.forward_tree(tokens, [5], [-1])
@@ -259,7 +265,7 @@ def test_a_tree_that_cannot_be_run_is_refused_and_changes_nothing(given: tuple, 
     assert_same_bits(model.forward_tree(tokens, [], []), expected[:1])
 
 
-def test_what_is_no_tree_is_refused() -> None:
+def test_non_integer_trees_are_rejected() -> None:
     model = random_model(CONFIGS["gqa"])
     for given in (([1.0], [], []), ([1], [5.0], [-1]), ([1], [5], [None]), ([1], 5, [-1]), ([1], [5], [-1], "1")):
         with pytest.raises(TypeError, match=r"^(tokens|nodes|parents|n_logits) (are|is) .*expected (a )?whole number"):
@@ -267,30 +273,30 @@ def test_what_is_no_tree_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2, odd", "llama with biases", "mistral"])
-def test_a_node_that_is_not_finite_spoils_its_descendants_alone(name: str) -> None:
+def test_non_finite_node_affects_only_descendants(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
-    tensors["tok_emb"][POISON] *= 1e30  # whose squares overflow
-    model, fresh = (Transformer(config, architecture_of(config).pack(config, tensors), 1) for _ in range(2))
+    tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
+    model, fresh = (Transformer(config, get_architecture(config).pack(config, tensors), 1) for _ in range(2))
     parents = random_parents(30, 2)
-    nodes = [token if token != POISON else 1 for token in tokens_for(config, 30, 5)]
+    nodes = [token if token != POISON else 1 for token in random_tokens(config, 30, 5)]
     sick = {3, 8, 14}
-    spoilt = [bool(sick & {*path_to(node, parents)}) for node in range(30)]
-    tokens = [1, *(8 + token % 50 for token in tokens_for(config, 20))]
+    non_finite = [bool(sick & {*path_to(node, parents)}) for node in range(30)]
+    tokens = [1, *(8 + token % 50 for token in random_tokens(config, 20))]
     expected = fresh.forward_tree(tokens, nodes, parents).copy()
-    assert np.isfinite(expected).all() and any(spoilt) and not all(spoilt)
+    assert np.isfinite(expected).all() and any(non_finite) and not all(non_finite)
     got = model.forward_tree(tokens, [POISON if node in sick else token for node, token in enumerate(nodes)], parents).copy()
-    spoilt = [False, *spoilt]
-    assert not np.isfinite(got[spoilt]).any()
-    assert_same_bits(got[np.invert(spoilt)], expected[np.invert(spoilt)])
+    non_finite = [False, *non_finite]
+    assert not np.isfinite(got[non_finite]).any()
+    assert_same_bits(got[np.invert(non_finite)], expected[np.invert(non_finite)])
     assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)  # in the slots that held them
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(base, "zeros"), (base, "Runner")])
-def test_a_growth_that_fails_leaves_a_tree_that_works(monkeypatch: pytest.MonkeyPatch, module, where: str, error) -> None:
+@pytest.mark.parametrize(("module", "where"), [(base, "zeros"), (base, "Executor")])
+def test_failed_growth_keeps_tree_usable(monkeypatch: pytest.MonkeyPatch, module, where: str, error) -> None:
     config = replace(CONFIGS["gqa"], seq_len=1000)
-    tokens, nodes, parents = tokens_for(config, 250), tokens_for(config, 20, 5), random_parents(20, 6)
+    tokens, nodes, parents = random_tokens(config, 250), random_tokens(config, 20, 5), random_parents(20, 6)
     expected = random_model(config).forward_tree(tokens, nodes, parents).copy()
     model = random_model(config)
     model.forward_tree(tokens, nodes[:5], parents[:5])
@@ -306,33 +312,33 @@ def test_a_growth_that_fails_leaves_a_tree_that_works(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signal.setitimer")
-def test_a_pass_or_a_keep_that_is_interrupted_leaves_a_cache_that_knows_what_it_holds() -> None:
-    """KeyboardInterrupts at random moments of 200 rounds of trees, by a timer, most of them before a round is done."""
-    config = made(64, 172, 2, 8, 4, 512, 400)
+def test_interrupted_pass_or_commit_keeps_cache_consistent() -> None:
+    """Timers interrupt 200 rounds of trees at random moments, mostly before a round is done."""
+    config = make_config(64, 172, 2, 8, 4, 512, 400)
     model, fresh = random_model(config), random_model(config)
     rng, n_interrupts = np.random.default_rng(0), 0
 
-    def one_round(text: list[int], nodes: list[int], parents: list[int], path: list[int]) -> list[int]:
-        model.forward_tree(text, nodes[:6], parents[:6])
-        model.forward_tree(text, nodes, parents, 6)
-        model.keep(path)
-        text = [*text, *(nodes[node] for node in path)]
-        model.forward(text, 0)
-        return text
+    def one_round(sequence: list[int], nodes: list[int], parents: list[int], path: list[int]) -> list[int]:
+        model.forward_tree(sequence, nodes[:6], parents[:6])
+        model.forward_tree(sequence, nodes, parents, 6)
+        model.commit_path(path)
+        sequence = [*sequence, *(nodes[node] for node in path)]
+        model.forward(sequence, 0)
+        return sequence
 
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
 
-    tokens = tokens_for(config, 10)
+    tokens = random_tokens(config, 10)
     seconds = []
     for _ in range(9):  # the first one compiles
         begin = time.perf_counter()
-        one_round(tokens, [5] * 12, a_star(12), [3])
+        one_round(tokens, [5] * 12, make_star(12), [3])
         seconds.append(time.perf_counter() - begin)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for round in range(200):
-            nodes, parents = tokens_for(config, 12, round), random_parents(12, round)
+            nodes, parents = random_tokens(config, 12, round), random_parents(12, round)
             path = path_to(int(rng.integers(12)), parents)
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.uniform(0, min(seconds)))
@@ -340,9 +346,9 @@ def test_a_pass_or_a_keep_that_is_interrupted_leaves_a_cache_that_knows_what_it_
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 n_interrupts += 1
-            text = [*tokens, *(nodes[node] for node in path)]
-            assert_same_bits(model.forward_tree(text, [5, 6], [-1, -1]), fresh.forward_tree(text, [5, 6], [-1, -1]))
-            tokens = text if len(text) < 100 else tokens_for(config, 10, round)
+            sequence = [*tokens, *(nodes[node] for node in path)]
+            assert_same_bits(model.forward_tree(sequence, [5, 6], [-1, -1]), fresh.forward_tree(sequence, [5, 6], [-1, -1]))
+            tokens = sequence if len(sequence) < 100 else random_tokens(config, 10, round)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

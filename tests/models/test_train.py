@@ -1,4 +1,4 @@
-"""How the embedded pair was made: stories to rows, figures of a pair, and, where torch is, a training of two steps."""
+"""Training of the embedded pair: rows of stories, evaluation, and, if torch is installed, two steps of each training."""
 
 import itertools
 import json
@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 
 from models import evaluate, features, questions, stories
-from specdec.config import Config
-from specdec.decoder import SpeculativeDecoder
 from specdec.heads.head import Head
-from specdec.kernels import MAX_TOKENS
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
-from specdec.loaders.loader import load_model
-from specdec.loaders.model_lookup import DEFAULT_TARGET, DEFAULT_TOKENIZER
+from specdec.loaders.model_loader import load_model
+from specdec.loaders.model_paths import DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.model.llama import LLAMA
-from specdec.model.registry import architecture_of
+from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
+from specdec.model_config import ModelConfig
 from specdec.sampling import Sampling
+from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.tokenizer import BOS, Tokenizer
 
 WORDS = "the a little dog cat bird found saw big red ball in garden was happy and said Mia Tom"
 
 
-def small(seed: int = 0, seq_len: int = 128) -> Transformer:
-    config = Config(32, 48, 2, 4, 2, 300, seq_len)
+def make_small_model(seed: int = 0, seq_len: int = 128) -> Transformer:
+    config = ModelConfig(32, 48, 2, 4, 2, 300, seq_len)
     rng = np.random.default_rng(seed)
     tensors = {name: rng.standard_normal(shape, np.float32) * 0.3 for name, shape in LLAMA.shapes(config).items()}
     return Transformer(config, LLAMA.pack(config, tensors), n_threads=1)
@@ -38,103 +38,103 @@ def story(rng: random.Random) -> str:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def made_up(n: int) -> list[np.ndarray]:
-    """Stories of 5 to 40 tokens, each BOS and then a number of its own."""
+def make_stories(n: int) -> list[np.ndarray]:
+    """Return stories of 5 to 40 tokens, each BOS and then a number of its own."""
     rng = np.random.default_rng(1)
     return [np.array([BOS] + [10 + i] * int(rng.integers(4, 40)), np.int32) for i in range(n)]
 
 
-def test_every_story_lies_whole_in_a_row_that_begins_at_bos():
-    rows = stories.pack_rows(made_up(100), 50, np.random.default_rng(0))
+def test_every_story_is_whole_in_a_row_that_starts_with_bos():
+    rows = stories.pack_rows(make_stories(100), 50, np.random.default_rng(0))
     assert (rows[:, 0] == BOS).all()
     text = " ".join(map(str, rows.ravel().tolist()))
-    assert all(" ".join(map(str, one.tolist())) in text for one in made_up(100))
+    assert all(" ".join(map(str, one.tolist())) in text for one in make_stories(100))
 
 
 def test_batches_resume_at_any_step():
-    first = stories.batches(made_up(30), 50, 4, 0, seed=7)
-    told = [next(first) for _ in range(12)]
-    later = stories.batches(made_up(30), 50, 4, 9, seed=7)
-    for rows in told[9:]:
+    first = stories.iterate_batches(make_stories(30), 50, 4, 0, seed=7)
+    batches = [next(first) for _ in range(12)]
+    later = stories.iterate_batches(make_stories(30), 50, 4, 9, seed=7)
+    for rows in batches[9:]:
         np.testing.assert_array_equal(next(later), rows)
 
 
-# ------------------------------------------------------------------------------------------------------------- figures
+# --------------------------------------------------------------------------------------------------------- evaluation
 
 
-def test_logits_after_a_long_text_are_those_of_each_token_alone():
-    model = small()
-    tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_TOKENS - 5).tolist()
-    alone = [small().forward(tokens[:n])[0].copy() for n in (1, MAX_TOKENS, MAX_TOKENS + 1, len(tokens))]
-    logits = evaluate.logits_after(model, tokens)
-    np.testing.assert_array_equal(logits[[0, MAX_TOKENS - 1, MAX_TOKENS, -1]], alone)
+def test_logits_of_long_text_equal_those_of_single_tokens():
+    model = make_small_model()
+    tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_BATCH_TOKENS - 5).tolist()
+    alone = [make_small_model().forward(tokens[:n])[0].copy() for n in (1, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS + 1, len(tokens))]
+    logits = evaluate.compute_logits(model, tokens)
+    np.testing.assert_array_equal(logits[[0, MAX_BATCH_TOKENS - 1, MAX_BATCH_TOKENS, -1]], alone)
 
 
-def test_a_story_costs_its_log_probabilities_over_its_bytes():
+def test_loss_is_log_probability_per_byte():
     tokenizer = Tokenizer(DEFAULT_TOKENIZER)
     target = load_model(DEFAULT_TARGET)
     text = "Once upon a time, there was a bird.\nIt sang: é!"
     tokens = tokenizer.encode(text)
-    nats = -sum(evaluate.log_probs_after(target, tokens)[i, token] for i, token in enumerate(tokens[1:]))
+    nats = -sum(evaluate.compute_log_probs(target, tokens)[i, token] for i, token in enumerate(tokens[1:]))
     n_bytes = len(text.encode())
-    assert evaluate.byte_lengths(tokenizer)[tokens].sum() - 1 == n_bytes
-    assert evaluate.nats_per_byte(target, tokenizer, [text], [n_bytes]) == pytest.approx(nats / n_bytes)
+    assert evaluate.get_byte_lengths(tokenizer)[tokens].sum() - 1 == n_bytes
+    assert evaluate.compute_nats_per_byte(target, tokenizer, [text], [n_bytes]) == pytest.approx(nats / n_bytes)
     assert 0.3 < nats / n_bytes < 1.5
 
 
-def test_a_draft_that_is_the_target_is_always_accepted():
+def test_draft_equal_to_target_is_always_accepted():
     samplings = [Sampling(temperature, 0, 0.9, 5) for temperature in (0.0, 1.0)]
-    rates = evaluate.acceptance(small(), small(), [[BOS, 20], [BOS, 30]], 40, samplings, {})
+    rates = evaluate.measure_acceptance(make_small_model(), make_small_model(), [[BOS, 20], [BOS, 30]], 40, samplings, {})
     assert rates == pytest.approx((1, 1, 1), abs=1e-6)
 
 
-def test_another_draft_is_accepted_as_often_as_the_two_overlap():
-    """Coupled noise agrees on a token with odds of sum min(p, q) / (2 - sum min(p, q)) at least."""
-    target, draft = small(), small(seed=1, seq_len=32)
+def test_acceptance_equals_overlap_of_distributions():
+    """Coupled noise agrees on a token with a probability of at least sum min(p, q) / (2 - sum min(p, q))."""
+    target, draft = make_small_model(), make_small_model(seed=1, seq_len=32)
     draft = Transformer(draft.config, draft.weights, 1, n_positions=128)
     prompts = [[BOS, 10 + i] for i in range(8)]
     samplings = [Sampling(1.0, 0, 1.0, seed) for seed in range(8)]
-    rates = evaluate.acceptance(target, draft, prompts, 100, samplings, {})
+    rates = evaluate.measure_acceptance(target, draft, prompts, 100, samplings, {})
     assert 0 < rates.rejection < 0.9
     # 800 tokens: 4 standard deviations are less than 0.07
     assert rates.rejection / (2 - rates.rejection) - 0.07 < rates.coupled < rates.rejection + 0.07
 
 
-# ------------------------------------------------------------------------------------------------- what a head learns from
+# ------------------------------------------------------------------------------------------------------ training data of heads
 
 
-def test_every_task_is_asked_about_every_topic_and_none_that_is_held_out():
+def test_questions_cover_all_tasks_and_topics_but_held_out_ones():
     n = len(questions.TASKS) * len(questions.TOPICS)
-    asked = list(itertools.islice(questions.questions(questions.TOPICS, 3), n + 5))
-    assert len({*asked[:n]}) == n
-    assert asked[n] in asked[:n]
+    sample = list(itertools.islice(questions.questions(questions.TOPICS, 3), n + 5))
+    assert len({*sample[:n]}) == n
+    assert sample[n] in sample[:n]
     assert not {*questions.TOPICS} & {*questions.HELD_OUT_TOPICS}
 
 
-def test_a_lesson_is_the_targets_own_states_and_likeliest_tokens():
-    model, layers = small(), (0, 2)
+def test_teacher_outputs_are_target_states_and_top_tokens():
+    model, layers = make_small_model(), (0, 2)
     model.hidden_layers = layers
-    tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_TOKENS - 5).tolist()
-    lesson = features.lesson(model, tokens)
+    tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_BATCH_TOKENS - 5).tolist()
+    lesson = features.compute_teacher_outputs(model, tokens)
     assert lesson.states.shape == (len(tokens), len(layers) * 32)
-    for n in (1, MAX_TOKENS, MAX_TOKENS + 1, len(tokens)):
-        alone = small()
+    for n in (1, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS + 1, len(tokens)):
+        alone = make_small_model()
         alone.hidden_layers = layers
-        log_probs = evaluate.log_probs_after(small(), tokens[:n])[-1]
+        log_probs = evaluate.compute_log_probs(make_small_model(), tokens[:n])[-1]
         alone.forward(tokens[:n])
-        np.testing.assert_array_equal(lesson.states[n - 1], alone.hidden(tokens[:n], n - 1)[0].astype(np.float16))
-        np.testing.assert_array_equal(lesson.ids[n - 1], np.argsort(-log_probs)[: features.TAUGHT])
-        np.testing.assert_allclose(lesson.log_probs[n - 1], np.sort(log_probs)[::-1][: features.TAUGHT], rtol=2e-3)
+        np.testing.assert_array_equal(lesson.states[n - 1], alone.get_hidden_states(tokens[:n], n - 1)[0].astype(np.float16))
+        np.testing.assert_array_equal(lesson.ids[n - 1], np.argsort(-log_probs)[: features.N_TEACHER_TOKENS])
+        np.testing.assert_allclose(lesson.log_probs[n - 1], np.sort(log_probs)[::-1][: features.N_TEACHER_TOKENS], rtol=2e-3)
 
 
-def test_a_chat_model_fills_rows_with_its_answers(pair):
+def test_chat_model_fills_rows_with_answers(pair):
     decoder = SpeculativeDecoder(pair.endless, "ngram", pair.tokenizer, template="llama2", n_threads=1)
-    rows = features.written_by(decoder, 2, 400, seed=5)
+    rows = features.generate_rows(decoder, 2, 400, seed=5)
     assert rows.shape == (2, 400)
     question = next(questions.questions(questions.TOPICS, 5))
     prompt = decoder.encode_chat([{"role": "user", "content": question}])
     assert rows[0, : len(prompt)].tolist() == prompt
-    [(text, n_prompt)] = features.held_out_texts(decoder, rows, 1, 10)
+    [(text, n_prompt)] = features.generate_held_out(decoder, rows, 1, 10)
     assert len(text) == n_prompt + 10
     assert text[n_prompt:] == decoder.generate(text[:n_prompt], 10, temperature=0).tokens
 
@@ -146,19 +146,19 @@ SEQ_LEN, TINY_VOCAB = 64, 300
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """train.py with tiny models, and in tmp_path the text that it reads: train(command, ...) runs a command."""
+    """Return a function that runs a command of train.py with tiny models and the text in tmp_path."""
     for package in ("torch", "sentencepiece"):
         pytest.importorskip(package, reason=f"training needs {package}: pip install '.[train]'")
     from models import train as module
 
-    monkeypatch.setattr(module, "TARGET", Config(32, 48, 2, 4, 2, TINY_VOCAB, SEQ_LEN))
-    monkeypatch.setattr(module, "DRAFT", Config(16, 32, 1, 2, 1, TINY_VOCAB, SEQ_LEN // 2))
+    monkeypatch.setattr(module, "TARGET", ModelConfig(32, 48, 2, 4, 2, TINY_VOCAB, SEQ_LEN))
+    monkeypatch.setattr(module, "DRAFT", ModelConfig(16, 32, 1, 2, 1, TINY_VOCAB, SEQ_LEN // 2))
     monkeypatch.setattr(module, "QUERY_BLOCK", 24)  # several of them in a row
     monkeypatch.setattr(stories, "HELD_OUT_STORIES", 6)
     monkeypatch.setattr(stories, "DEV_STORIES", 4)
     rng = random.Random(0)
     for name, n in ((stories.TRAIN_FILE, 40), (stories.VALID_FILE, 20)):
-        (tmp_path / name).write_text(stories.BETWEEN.join(story(rng) for _ in range(n)), encoding="utf-8")
+        (tmp_path / name).write_text(stories.STORY_SEPARATOR.join(story(rng) for _ in range(n)), encoding="utf-8")
 
     def run(*arguments: str) -> None:
         module.main([*arguments, "--text", str(tmp_path), "--out", str(tmp_path)])
@@ -172,7 +172,7 @@ STEPS = ["--steps", "2", "--decay-steps", "1", "--warmup", "1", "--lr", "0.05", 
 
 
 def assert_exported(module, config, path, tokens):
-    """The library's logits of the file are those of the torch model that it was written from.
+    """Assert that the library's logits of the exported file equal the torch model's.
 
     Both are sums of fp32 products in different orders, so a few units in the last place of the largest logit apart: 1e-4 of
     it is a hundred of them, and a tensor at another's place is far above.
@@ -183,12 +183,12 @@ def assert_exported(module, config, path, tokens):
     model.load_state_dict(torch.load(path.with_suffix(".pt"))["model"])
     with torch.no_grad():
         expected = model(torch.tensor([tokens]))[0].numpy()
-    logits = evaluate.logits_after(load_model(path), tokens)
+    logits = evaluate.compute_logits(load_model(path), tokens)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_two_steps_of_everything_end_in_files_that_the_library_runs(train, tmp_path, capsys):
+def test_two_steps_of_training_give_files_the_library_runs(train, tmp_path, capsys):
     train("target", *STEPS)
     train("write", "--rows", "6", "--batch", "3")
     train("draft", *STEPS, "--text-rows", "8")
@@ -197,16 +197,16 @@ def test_two_steps_of_everything_end_in_files_that_the_library_runs(train, tmp_p
     assert_exported(train.module, train.module.DRAFT, tmp_path / "draft.bin", tokens[: SEQ_LEN // 2])
 
     capsys.readouterr()
-    train("target", *STEPS[2:], "--steps", "3", "--draft", str(tmp_path / "draft.bin"))  # resumes, beside its draft
+    train("target", *STEPS[2:], "--steps", "3", "--draft", str(tmp_path / "draft.bin"))  # resumes, close to the draft
     assert "step 2 of 3" in capsys.readouterr().out
     log = [json.loads(line) for line in (tmp_path / "target.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [2, 3]
     assert 0 < log[-1]["dev_accepted"] < 1
 
     train("evaluate", "--prompts", "2", "--tokens", "30", "--stories", "4")
-    told = capsys.readouterr().out
-    assert "target: " in told and "times the target alone" in told
-    of = {line.partition(", ")[0] for line in told.splitlines() if ", temperature " in line}
+    printed = capsys.readouterr().out
+    assert "target: " in printed and "times the target alone" in printed
+    of = {line.partition(", ")[0] for line in printed.splitlines() if ", temperature " in line}
     assert of == {"target alone", "γ 4"}
     for name in ("target", "draft"):
         torch_model = train.module.Model.load(tmp_path / f"{name}.bin")
@@ -214,7 +214,7 @@ def test_two_steps_of_everything_end_in_files_that_the_library_runs(train, tmp_p
         assert (tmp_path / "again.bin").read_bytes() == (tmp_path / f"{name}.bin").read_bytes()
 
 
-def test_the_target_writes_rows_through_the_ends_of_stories(train, tmp_path):
+def test_target_generates_rows_past_story_ends(train, tmp_path):
     train("target", *STEPS)
     train("write", "--rows", "4", "--batch", "4", "--seed", "3")
     alone = np.load(tmp_path / "written.npy")
@@ -230,9 +230,9 @@ HEAD = ["--depths", "3", "--length", "24", "--draft-vocab", "40", "--held-out", 
 
 @pytest.fixture
 def train_head(train, tmp_path, monkeypatch):
-    """A tiny target and rows that it wrote, in tmp_path; train_head(...) trains a head."""
+    """Return a function that trains a head on a tiny target and its rows in tmp_path."""
     monkeypatch.setattr(features, "HELD_OUT_ROWS", 2)
-    monkeypatch.setattr(features, "TAUGHT", 8)
+    monkeypatch.setattr(features, "N_TEACHER_TOKENS", 8)
     train("target", *STEPS)
     train("write", "--rows", "6", "--batch", "6")
 
@@ -242,15 +242,15 @@ def train_head(train, tmp_path, monkeypatch):
     return run
 
 
-def test_a_head_goes_on_from_every_start_as_it_will_when_it_drafts(train):
-    """Depth k's logits are those of an ordinary causal pass over the true pairs up to a start and the head's own behind them."""
+def test_head_training_equals_drafting_at_every_start(train):
+    """Depth k's logits equal those of an ordinary causal pass over the true pairs up to a start and the head's own after them."""
     import torch
     from torch.nn import functional
 
     from models import heads, training
-    from specdec.config import HeadConfig
+    from specdec.model_config import HeadConfig
 
-    config = Config(
+    config = ModelConfig(
         24, 40, 1, 4, 2, 60, 20, shared_classifier=False, architecture="eagle3", head_dim=6,
         head=HeadConfig(16, (0, 1, 2), 30, True, True, True, "each", True),
     )  # fmt: skip
@@ -260,13 +260,13 @@ def test_a_head_goes_on_from_every_start_as_it_will_when_it_drafts(train):
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name or "rms" in name else 0.0, std=0.3)
     states, tokens = torch.randn(1, n, 48), torch.randint(0, 60, (1, n + 1))
 
-    def plain(outputs: torch.Tensor, said: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head makes of pairs (S, h) and (S,): its outputs (S, h) and logits (S, R)."""
+    def plain(outputs: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the head's outputs (S, h) and logits (S, R) of pairs (S, h) and (S,)."""
         norm = lambda x, name: functional.rms_norm(x, x.shape[-1:], getattr(head, name), config.norm_eps)  # noqa: E731
         feature = norm(outputs, "rms_hidden")
-        pairs = torch.cat([norm(head.tok_emb[said], "rms_emb"), feature], 1)
+        pairs = torch.cat([norm(head.tok_emb[tokens], "rms_emb"), feature], 1)
         q, k, v = ((pairs @ w.T).unflatten(1, (-1, 6))[None] for w in (head.wq, head.wk, head.wv))
-        angles = training.rope_table(config)[:, : len(said)]
+        angles = training.make_rope_table(config)[:, : len(tokens)]
         q, k, v = (x[0].transpose(0, 1) for x in (training.rotate(q, angles), training.rotate(k, angles), v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = feature + mixed.transpose(0, 1).flatten(1) @ head.wo.T
@@ -275,20 +275,20 @@ def test_a_head_goes_on_from_every_start_as_it_will_when_it_drafts(train):
         return x, x @ head.wcls.T
 
     with torch.no_grad():
-        told = head(states, tokens, 4)
+        depth_logits = head(states, tokens, 4)
         true = torch.cat([training.rms_norm(states[0, :, i * 16 : i * 16 + 16], head.fc_norm[i], 1e-5) for i in range(3)], 1)
         for start in range(n - 4):
             outputs = true[: start + 1] @ head.fc.T
             for depth in range(4):
                 new, logits = plain(outputs, tokens[0, 1 : start + depth + 2])
-                torch.testing.assert_close(told[depth][0, start], logits[-1], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(depth_logits[depth][0, start], logits[-1], rtol=1e-4, atol=1e-4)
                 outputs = torch.cat([outputs, new[-1:]])
 
 
-def test_two_steps_of_a_head_end_in_a_folder_and_resume(train_head, tmp_path, capsys):
+def test_two_head_steps_write_a_folder_and_resume(train_head, tmp_path, capsys):
     train_head()
-    told = capsys.readouterr().out
-    assert "depth 5: " in told
+    printed = capsys.readouterr().out
+    assert "depth 5: " in printed
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3"
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
@@ -301,43 +301,43 @@ def test_two_steps_of_a_head_end_in_a_folder_and_resume(train_head, tmp_path, ca
     assert all(0 < record["accepted"] < 1 for record in log)
 
 
-def test_a_head_may_be_narrower_than_its_target(train_head, tmp_path):
+def test_head_may_be_narrower_than_target(train_head, tmp_path):
     train_head("--dim", "16")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["transformer_layer_config"]["hidden_size"] == 16
     assert config["target_hidden_size"] == 32
 
 
-def test_what_no_head_can_learn_from_is_said(train, tmp_path):
+def test_missing_training_data_is_reported(train, tmp_path):
     train("target", *STEPS)
     with pytest.raises(SystemExit, match="has no chat template"):
         train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path)])
     np.save(tmp_path / "written.npy", np.zeros((20, 9), np.int32))
-    with pytest.raises(ValueError, match="20 rows, of which 20 are held out"):
+    with pytest.raises(ValueError, match="20 rows, and 20 of them are held out"):
         train.module.main(["head", "--target", str(tmp_path / "target.bin"), "--out", str(tmp_path)])
 
 
-@pytest.mark.parametrize("options", [[], ["--dim", "16"]], ids=["of its target's width", "narrower"])
-def test_the_library_drafts_with_a_trained_head_what_its_training_says(train_head, train, tmp_path, options):
-    """Logits at every depth, of the folder that was written and of the torch model; see `assert_exported`."""
+@pytest.mark.parametrize("options", [[], ["--dim", "16"]], ids=["target width", "narrower"])
+def test_library_head_logits_equal_training_logits(train_head, train, tmp_path, options):
+    """Compares logits at every depth of the exported folder and the torch model; see `assert_exported`."""
     import torch
 
     train_head(*options)
     target, checkpoint = load_model(tmp_path / "target.bin"), load_checkpoint(tmp_path / "head")
-    weights = architecture_of(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, None)
+    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, None)
     head = Head(checkpoint.config, weights, target, checkpoint.target_ids, n_threads=1, kv="f32")
     tokens = np.random.default_rng(4).integers(3, TINY_VOCAB, 12).tolist()
     ids, dim = checkpoint.target_ids, checkpoint.config.dim
-    trained = train.module.heads.new_head(load_checkpoint(tmp_path / "target.bin"), torch.from_numpy(ids), 24, dim)
+    trained = train.module.heads.make_head(load_checkpoint(tmp_path / "target.bin"), torch.from_numpy(ids), 24, dim)
     parameters = torch.load(tmp_path / "head.pt")["model"]
     trained.load_state_dict({name: tensor.bfloat16().float() for name, tensor in parameters.items()})
-    target.forward(tokens[:8])  # what stands; the rest are guesses
-    states = torch.from_numpy(target.hidden(tokens[:8], 0).copy())
+    target.forward(tokens[:8])  # context; the rest are draft tokens
+    states = torch.from_numpy(target.get_hidden_states(tokens[:8], 0).copy())
     states = torch.cat([states, torch.zeros(4, states.shape[1])])[None]
     with torch.no_grad():
-        told = trained(states, torch.tensor([tokens]), 4)
+        depth_logits = trained(states, torch.tensor([tokens]), 4)
     for depth in range(4):
         logits = head.forward(tokens[: 9 + depth])[0]
-        expected = told[depth][0, 7].numpy()
+        expected = depth_logits[depth][0, 7].numpy()
         np.testing.assert_allclose(logits[ids], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert np.isinf(np.delete(logits, ids)).all()

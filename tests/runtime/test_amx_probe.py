@@ -1,24 +1,24 @@
-"""The probe for tiles of int8: it comes to an end on any machine, and says what it came to."""
+"""The AMX probe: it finishes on any machine and reports its result."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 PROBE = Path(__file__).parents[1] / "tools" / "amx_probe.py"
-ENDS = (
-    "not looked for on ",
-    "this CPU has none",
-    "the system keeps no tiles",
-    "the system gives no permission",
-    "it multiplies tiles",
+RESULTS = (
+    "not checked on ",
+    "the CPU has no AMX",
+    "the system does not save tiles",
+    "the system denied permission",
+    "AMX works",
 )
 
 
-def test_the_probe_says_whether_this_machine_multiplies_tiles():
-    run = subprocess.run([sys.executable, PROBE], capture_output=True, text=True, timeout=120)
+def test_probe_reports_whether_this_machine_multiplies_tiles():
+    process = subprocess.run([sys.executable, PROBE], capture_output=True, text=True, timeout=120)
     assert (
-        run.stderr.startswith("the process that tried ended with")
-        if run.returncode
-        else run.stdout.splitlines()[-1].startswith(ENDS)
+        process.stderr.startswith("the probe process ended with")
+        if process.returncode
+        else process.stdout.splitlines()[-1].startswith(RESULTS)
     )
-    assert "False" not in run.stdout
+    assert "False" not in process.stdout

@@ -1,4 +1,4 @@
-"""Machine code that outlives the process: one stamp over all that is compiled, and no file that is taken on trust."""
+"""The machine code cache: one hash of all compiled sources, and no cache file that is used unchecked."""
 
 import json
 import os
@@ -28,25 +28,25 @@ from .low import low
 def high(x):
     return 10 * low(x)
 """
-KEPT = "code"  # the folder in the package
-# Sources are edited faster than a clock of seconds tells, by which Python takes what it has compiled for what they are.
-ANEW = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-ASK = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
+CACHE_NAME = "code"  # cache folder in the package
+# Python compares sources and .pyc files by a clock of seconds; these tests edit sources faster.
+CLEAN_ENV = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+CALL_HIGH = "from p.high import high; print(high(1), sum(high.stats.cache_hits.values()))"
 
 
-# Each line that it reads is a program, which it runs in a process that has loaded numba already; it tells when that ends.
-LOADED = """
+# Runs each line that it reads as a program in a forked process, which has loaded numba already, and prints "done" at its end.
+FORK_SERVER = """
 import json, os, sys
 import numba, numpy
 from numba.core import caching, ccallback
 from numba.core.runtime import _nrt_python
 from numba.np import numpy_support
 for line in sys.stdin:
-    place, code, environment, told = json.loads(line)
+    folder, code, environment, output = json.loads(line)
     if not (process := os.fork()):
         for descriptor in (1, 2):
-            os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-        os.chdir(place)
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.chdir(folder)
         os.environ |= environment
         del sys.path[0]
         sys.path.insert(0, "")
@@ -57,107 +57,107 @@ for line in sys.stdin:
 """
 
 
-_loaded: "list[subprocess.Popen[str]]" = []
+_fork_servers: "list[subprocess.Popen[str]]" = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def loaded() -> Iterator[None]:
-    environment = ANEW | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # who has threads had better not fork
-    command = [sys.executable, "-W", "error", "-c", LOADED]
+def fork_server() -> Iterator[None]:
+    environment = CLEAN_ENV | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a process with threads should not fork
+    command = [sys.executable, "-W", "error", "-c", FORK_SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        _loaded.append(process)
+        _fork_servers.append(process)
         yield
-        _loaded.pop()
+        _fork_servers.pop()
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package p of two compiled files, which keeps its machine code as ours does, and has."""
+def compiled_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a package p of two compiled files that uses a copy of the cache, filled already."""
     folder = tmp_path_factory.mktemp("compiled") / "p"
     (folder / "runtime").mkdir(parents=True)
     sources = {
         f"runtime/{name}.py": (ROOT / "specdec" / "runtime" / f"{name}.py").read_text(encoding="utf-8").replace("specdec.", "p.")
-        for name in ("code_cache", "compile_locks", "linking")
+        for name in ("code_cache", "compile_locks", "llvm_linking")
     }
     source = sources["runtime/code_cache.py"]
-    start, end = source.index("SOURCES = "), source.index("STAMP = ")
-    ours = source[:start] + 'SOURCES = ("runtime/code_cache.py", "low.py", "high.py")\n' + source[end:]
-    files = {**sources, "runtime/code_cache.py": ours, "low.py": LOW.format(k=3), "high.py": HIGH}
+    start, end = source.index("SOURCES = "), source.index("SOURCE_HASH = ")
+    replaced = source[:start] + 'SOURCES = ("runtime/code_cache.py", "low.py", "high.py")\n' + source[end:]
+    files = {**sources, "runtime/code_cache.py": replaced, "low.py": LOW.format(k=3), "high.py": HIGH}
     for name in ("__init__.py", "runtime/__init__.py", "kernels.py", *files):
         (folder / name).write_text(files.get(name, ""), encoding="utf-8")
-    assert ask(folder) == "40 0"
+    assert run_program(folder) == "40 0"
     return folder
 
 
 @pytest.fixture
-def package(compiled: Path, tmp_path: Path) -> Path:
-    """A copy of it: its machine code lies where it lies, and moves along."""
-    return Path(shutil.copytree(compiled, tmp_path / "p"))
+def package(compiled_package: Path, tmp_path: Path) -> Path:
+    """Copy the package together with its machine code."""
+    return Path(shutil.copytree(compiled_package, tmp_path / "p"))
 
 
-def throw_away(package: Path) -> None:
-    shutil.rmtree(package / KEPT)
+def clear_cache(package: Path) -> None:
+    shutil.rmtree(package / CACHE_NAME)
 
 
-def ask(package: Path, code: str = ASK, **environment: str) -> str:
-    """What a program prints in a process of its own, or the last line of what is wrong."""
+def run_program(package: Path, code: str = CALL_HIGH, **environment: str) -> str:
+    """Return the output of a program in its own process, or the last line of its error."""
     if not hasattr(os, "fork"):
-        return ask_anew(package, code, **environment)
-    (process,), told = _loaded, package.parent / "told"
+        return run_fresh_program(package, code, **environment)
+    (process,), output = _fork_servers, package.parent / "output"
     assert process.stdin and process.stdout
-    told.write_text("")
-    environment = {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment
-    print(json.dumps([str(package.parent), code, environment, str(told)]), file=process.stdin, flush=True)
+    output.write_text("")
+    environment = {"NUMBA_CACHE_DIR": str(package / CACHE_NAME)} | environment
+    print(json.dumps([str(package.parent), code, environment, str(output)]), file=process.stdin, flush=True)
     assert process.stdout.readline() == "done\n"
-    lines = told.read_text().strip().splitlines()
+    lines = output.read_text().strip().splitlines()
     return lines[-1] if lines else ""
 
 
-def ask_anew(package: Path, code: str = ASK, **environment: str) -> str:
-    """The same of a process that begins with nothing."""
-    done = subprocess.run(
+def run_fresh_program(package: Path, code: str = CALL_HIGH, **environment: str) -> str:
+    """Return the same for a process that has not loaded anything."""
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=package.parent, capture_output=True, text=True, check=False,
-        env=ANEW | {"NUMBA_CACHE_DIR": str(package / KEPT)} | environment,
+        env=CLEAN_ENV | {"NUMBA_CACHE_DIR": str(package / CACHE_NAME)} | environment,
     )  # fmt: skip
-    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+    return process.stdout.strip() or process.stderr.strip().splitlines()[-1]
 
 
-def code_of(package: Path) -> list[Path]:
-    return sorted((package / KEPT).rglob("*.code"))
+def list_code_files(package: Path) -> list[Path]:
+    return sorted((package / CACHE_NAME).rglob("*.code"))
 
 
-def test_an_edited_callee_in_another_file_is_compiled_again(package: Path) -> None:
-    """numba's own cache goes on answering 40."""
-    assert ask(package) == "40 1"
-    assert len(code_of(package)) == 2
+def test_edited_callee_in_another_file_is_compiled_again(package: Path) -> None:
+    """The cache of numba itself would still return 40."""
+    assert run_program(package) == "40 1"
+    assert len(list_code_files(package)) == 2
     (package / "low.py").write_text(LOW.format(k=4))
-    assert [ask(package), ask(package)] == ["50 0", "50 1"]
-    assert len(code_of(package)) == 4
+    assert [run_program(package), run_program(package)] == ["50 0", "50 1"]
+    assert len(list_code_files(package)) == 4
 
 
-def test_code_of_other_sources_goes_when_it_was_not_used_for_a_month(package: Path) -> None:
-    """Environments of several versions share a folder; what is not ours stays."""
-    (old,) = {path.parent for path in code_of(package)}
-    not_ours = old.parent / "not-ours"
-    not_ours.mkdir()
+def test_code_of_other_sources_is_deleted_after_a_month_without_use(package: Path) -> None:
+    """Environments of several versions share a folder; foreign folders are not touched."""
+    (old,) = {path.parent for path in list_code_files(package)}
+    foreign = old.parent / "foreign"
+    foreign.mkdir()
     for days, k, n in ((29, 4, 4), (31, 5, 4)):
-        for folder in (old, not_ours):
+        for folder in (old, foreign):
             os.utime(folder, (time.time() - days * 86400,) * 2)
         (package / "low.py").write_text(LOW.format(k=k))
-        assert ask(package) == f"{10 * (k + 1)} 0"
-        assert len(code_of(package)) == n
-    assert not_ours.exists()
+        assert run_program(package) == f"{10 * (k + 1)} 0"
+        assert len(list_code_files(package)) == n
+    assert foreign.exists()
 
 
-def test_another_environment_finds_the_code(package: Path, tmp_path: Path) -> None:
+def test_other_environment_finds_the_code(package: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(package, tmp_path / "elsewhere" / "p"))
-    throw_away(other)
-    assert ask(other, NUMBA_CACHE_DIR=str(package / KEPT)) == "40 1"
+    clear_cache(other)
+    assert run_program(other, NUMBA_CACHE_DIR=str(package / CACHE_NAME)) == "40 1"
 
 
 def test_two_processes_compile_nothing_twice(package: Path) -> None:
-    """Both begin with nothing: whoever comes second waits for the first."""
-    throw_away(package)
+    """Both start without a cache: the second waits for the first."""
+    clear_cache(package)
     ready, go = package / "ready", package / "go"
     code = (
         "import os, time; from p.high import high\n"
@@ -166,28 +166,28 @@ def test_two_processes_compile_nothing_twice(package: Path) -> None:
         "print(high(1), sum(high.stats.cache_hits.values()))"
     )
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(ask_anew, package, code) for _ in range(2)]
+        answers = [pool.submit(run_fresh_program, package, code) for _ in range(2)]
         while len(list(package.glob("ready*"))) < 2:
             time.sleep(0.01)
         go.touch()
         assert sorted(answer.result() for answer in answers) == ["40 0", "40 1"]
 
 
-READ = """
+COUNT_PARSED = """
 import llvmlite.binding as llvm
-read, parse = [], llvm.parse_bitcode
-llvm.parse_bitcode = lambda *what: [read.append(1), parse(*what)][1]
+parsed, parse = [], llvm.parse_bitcode
+llvm.parse_bitcode = lambda *args: [parsed.append(1), parse(*args)][1]
 from p.high import high
-print(high(1), len(read))
+print(high(1), len(parsed))
 """
 
 
-def test_what_callers_link_is_read_where_there_is_one(package: Path) -> None:
-    """numba reads it with whatever is kept, which takes longer than the rest."""
-    assert ask(package, READ) == "40 0"
-    (high,) = (path for path in code_of(package) if path.name.startswith("high"))
+def test_bitcode_is_parsed_only_if_a_caller_links_it(package: Path) -> None:
+    """By default numba parses it with all cached code, which takes longer than the rest."""
+    assert run_program(package, COUNT_PARSED) == "40 0"
+    (high,) = (path for path in list_code_files(package) if path.name.startswith("high"))
     high.unlink()
-    assert ask(package, READ) == "40 1"
+    assert run_program(package, COUNT_PARSED) == "40 1"
 
 
 ARRAYS = """
@@ -197,9 +197,9 @@ from .runtime.code_cache import compiled
 def high(x):
     return np.full(2, x.sum())
 """
-ASK_ARRAYS = """
+CALL_ARRAYS = """
 import sys
-sys.modules.pop("numpy.ma", None)  # which numpy 1 loads itself
+sys.modules.pop("numpy.ma", None)  # numpy 1 loads it itself
 import numpy as np
 from numba.core.runtime import rtsys
 from p.high import high
@@ -207,155 +207,162 @@ print(high(np.ones(3)), sum(high.stats.cache_hits.values()), rtsys._init, "numpy
 """
 
 
-def test_kept_code_makes_arrays_where_nothing_has_compiled_the_runtime(package: Path) -> None:
+def test_cached_code_allocates_arrays_without_numbas_compiled_runtime(package: Path) -> None:
     (package / "high.py").write_text(ARRAYS, encoding="utf-8")
-    assert ask(package, ASK_ARRAYS).startswith("[3. 3.] 0 True")
-    assert ask(package, ASK_ARRAYS) == "[3. 3.] 1 False False"
+    assert run_program(package, CALL_ARRAYS).startswith("[3. 3.] 0 True")
+    assert run_program(package, CALL_ARRAYS) == "[3. 3.] 1 False False"
 
 
-def test_code_that_asks_for_more_of_numbas_runtime_than_is_lent_is_not_kept(package: Path) -> None:
-    """LLVM would end the process that loads it."""
+def test_code_with_unregistered_runtime_symbols_is_not_cached(package: Path) -> None:
+    """LLVM would end a process that loads it."""
     (package / "high.py").write_text(ARRAYS, encoding="utf-8")
-    throw_away(package)
-    nothing = "import p.runtime.code_cache as cache; cache._lent = dict\n" + ASK_ARRAYS
-    assert [ask(package, nothing)[:5] for _ in range(2)] == ["[3. 3"] * 2
-    assert code_of(package) == []
+    clear_cache(package)
+    program = "import p.runtime.code_cache as cache; cache._get_runtime_symbols = dict\n" + CALL_ARRAYS
+    assert [run_program(package, program)[:5] for _ in range(2)] == ["[3. 3"] * 2
+    assert list_code_files(package) == []
 
 
 OTHERS = """
 import sys
-if "ours" in sys.argv: import p.runtime.code_cache
+if "specdec" in sys.argv: import p.runtime.code_cache
 import other
 print(other.f(1), sum(other.f.stats.cache_hits.values()))
 """
 
 
-@pytest.mark.parametrize("first", ["ours", "alone"])
-def test_what_others_keep_by_numbas_own_cache_is_numbas(package: Path, first: str) -> None:
-    """A process with the product in it and one without read what the other has written."""
+@pytest.mark.parametrize("first", ["specdec", "numba"])
+def test_numbas_own_cache_is_shared_with_processes_without_specdec(package: Path, first: str) -> None:
+    """A process with specdec and one without read each other's files."""
     (package.parent / "other.py").write_text("import numba\n@numba.njit(cache=True)\ndef f(x): return x + 1\n")
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(package / KEPT)}
-    said = [
-        subprocess.run([sys.executable, "-c", OTHERS, who], cwd=package.parent, env=environment, capture_output=True, text=True)
-        for who in (first, "alone" if first == "ours" else "ours")
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(package / CACHE_NAME)}
+    processes = [
+        subprocess.run(
+            [sys.executable, "-c", OTHERS, importing], cwd=package.parent, env=environment, capture_output=True, text=True
+        )
+        for importing in (first, "numba" if first == "specdec" else "specdec")
     ]
-    assert [done.stdout for done in said] == ["2 0\n", "2 1\n"], [done.stderr[-500:] for done in said]
+    assert [done.stdout for done in processes] == ["2 0\n", "2 1\n"], [done.stderr[-500:] for done in processes]
 
 
-def test_a_claim_ends_with_its_process(package: Path) -> None:
-    throw_away(package)
-    take = "import os; from p.runtime.code_cache import claims; print(claims.take('a function'), flush=True); "
-    assert ask(package, take + "os._exit(0)") == "False"
-    assert ask(package, take) == "False"
+def test_compile_lock_ends_with_its_process(package: Path) -> None:
+    clear_cache(package)
+    acquire = (
+        "import os; from p.runtime.code_cache import compile_locks; print(compile_locks.acquire('a function'), flush=True); "
+    )
+    assert run_program(package, acquire + "os._exit(0)") == "False"
+    assert run_program(package, acquire) == "False"
 
 
-def test_a_file_that_was_only_touched_is_not_compiled_again(package: Path) -> None:
+def test_touched_file_is_not_compiled_again(package: Path) -> None:
     os.utime(package / "low.py", (1, 1))
-    assert ask(package) == "40 1"
+    assert run_program(package) == "40 1"
 
 
-def test_a_compiled_file_that_the_stamp_does_not_know_is_refused_by_name(package: Path) -> None:
+def test_compiled_file_outside_the_source_hash_is_rejected_by_name(package: Path) -> None:
     shutil.copy(package / "low.py", package / "other.py")
-    assert "other.py compiles low" in ask(package, "import p.other")
+    assert "other.py compiles low" in run_program(package, "import p.other")
 
 
 DAMAGE = {
     "empty": lambda data: b"",
-    "half": lambda data: data[: len(data) // 2],
+    "truncated": lambda data: data[: len(data) // 2],
     "garbage": lambda data: os.urandom(len(data)),
-    "one bit of the machine code": lambda data: data[:-300] + bytes([data[-300] ^ 1]) + data[-299:],
-    "one bit of the pickle": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
-    "a longer one": lambda data: data + b"x",
+    "flipped bit in the machine code": lambda data: data[:-300] + bytes([data[-300] ^ 1]) + data[-299:],
+    "flipped bit in the pickle": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "too long": lambda data: data + b"x",
 }
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_file_is_as_good_as_none(package: Path, name: str) -> None:
-    for path in code_of(package):
+def test_damaged_file_is_ignored(package: Path, name: str) -> None:
+    for path in list_code_files(package):
         path.write_bytes(DAMAGE[name](path.read_bytes()))
-    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+    assert [run_program(package), run_program(package)] == ["40 0", "40 1"]
 
 
-def test_another_functions_file_is_as_good_as_none(package: Path) -> None:
-    high, low = code_of(package)
+def test_file_of_another_function_is_ignored(package: Path) -> None:
+    high, low = list_code_files(package)
     high.write_bytes(low.read_bytes())
-    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+    assert [run_program(package), run_program(package)] == ["40 0", "40 1"]
 
 
-def test_a_folder_in_the_place_of_a_file_is_no_reason_to_stop(package: Path) -> None:
-    for path in code_of(package):
+def test_folder_in_place_of_a_file_is_ignored(package: Path) -> None:
+    for path in list_code_files(package):
         path.unlink()
         path.mkdir()
-    assert [ask(package), ask(package)] == ["40 0", "40 0"]
+    assert [run_program(package), run_program(package)] == ["40 0", "40 0"]
 
 
-def test_a_disk_that_is_full_is_no_reason_to_stop(package: Path) -> None:
-    """A file may grow to 100 bytes, and then the system says that it is too large."""
-    throw_away(package)
-    full = "import resource, signal, sys; sys.dont_write_bytecode = True; "  # Python would leave a file cut off
-    full += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
-    assert ask(package, full + ASK) == "40 0"
-    assert not [path for path in code_of(package) if "high" in path.name]
-    assert [ask(package), ask(package)] == ["40 0", "40 1"]
+def test_full_disk_does_not_stop_the_program(package: Path) -> None:
+    """A file may grow to 100 bytes; then the system reports that it is too large."""
+    clear_cache(package)
+    limit = "import resource, signal, sys; sys.dont_write_bytecode = True; "  # Python would leave a truncated file
+    limit += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+    assert run_program(package, limit + CALL_HIGH) == "40 0"
+    assert not [path for path in list_code_files(package) if "high" in path.name]
+    assert [run_program(package), run_program(package)] == ["40 0", "40 1"]
 
 
-def test_where_no_folder_can_be_written_everything_still_compiles(package: Path) -> None:
-    throw_away(package)
-    nowhere = "from p.runtime import code_cache; code_cache._folder.append(''); "
-    assert [ask(package, nowhere + ASK), ask(package, nowhere + ASK)] == ["40 0", "40 0"]
-    assert not code_of(package)
+def test_everything_compiles_without_a_writable_folder(package: Path) -> None:
+    clear_cache(package)
+    no_folder = "from p.runtime import code_cache; code_cache._cache_dir.append(''); "
+    assert [run_program(package, no_folder + CALL_HIGH), run_program(package, no_folder + CALL_HIGH)] == ["40 0", "40 0"]
+    assert not list_code_files(package)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="says where the cache is on Linux")
-def test_code_lies_in_the_users_cache_or_where_that_cannot_be_written_beside_the_sources(package: Path, tmp_path: Path) -> None:
-    throw_away(package)
+@pytest.mark.skipif(sys.platform != "linux", reason="checks the cache folder of Linux")
+def test_code_is_in_the_users_cache_or_next_to_the_sources(package: Path, tmp_path: Path) -> None:
+    clear_cache(package)
     cache, no_folder = tmp_path / "cache", tmp_path / "file"
     no_folder.touch()
-    for place, found in ((cache, cache / "specdec"), (no_folder, package / "__pycache__")):
-        assert [ask(package, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(place)) for _ in range(2)] == ["40 0", "40 1"]
+    for xdg_cache_home, found in ((cache, cache / "specdec"), (no_folder, package / "__pycache__")):
+        assert [run_program(package, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(xdg_cache_home)) for _ in range(2)] == [
+            "40 0",
+            "40 1",
+        ]
         assert len(list(found.rglob("*.code"))) == 2
-    assert not code_of(package)
+    assert not list_code_files(package)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="says where the cache is on Linux")
-@pytest.mark.parametrize("place", ["", "here"])
-def test_a_users_cache_that_is_no_whole_path_is_none(package: Path, tmp_path: Path, place: str) -> None:
-    throw_away(package)
-    environment = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": place, "HOME": str(tmp_path)}
-    assert [ask(package, **environment) for _ in range(2)] == ["40 0", "40 1"]
+@pytest.mark.skipif(sys.platform != "linux", reason="checks the cache folder of Linux")
+@pytest.mark.parametrize("xdg_cache_home", ["", "here"])
+def test_user_cache_with_a_relative_path_is_ignored(package: Path, tmp_path: Path, xdg_cache_home: str) -> None:
+    clear_cache(package)
+    environment = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": xdg_cache_home, "HOME": str(tmp_path)}
+    assert [run_program(package, **environment) for _ in range(2)] == ["40 0", "40 1"]
     assert len(list((tmp_path / ".cache" / "specdec").rglob("*.code"))) == 2
 
 
-def test_what_is_not_to_be_compiled_is_told(package: Path) -> None:
-    assert "NUMBA_DISABLE_JIT" in ask_anew(package, NUMBA_DISABLE_JIT="1")
+def test_disabled_jit_is_reported(package: Path) -> None:
+    assert "NUMBA_DISABLE_JIT" in run_fresh_program(package, NUMBA_DISABLE_JIT="1")
 
 
-COMPILED = """
+LIST_COMPILED = """
 from specdec import SpeculativeDecoder
-from specdec.loaders.model_lookup import default_pair
+from specdec.loaders.model_paths import get_default_pair
 from specdec.runtime import code_cache as cache
 compiled = []
-save = cache.MachineCode.save_overload
-cache.MachineCode.save_overload = lambda code, *what: [compiled.append(code._name), save(code, *what)]
-SpeculativeDecoder(*default_pair()).generate("Once", 30)
+save = cache.MachineCodeCache.save_overload
+cache.MachineCodeCache.save_overload = lambda cache, *args: [compiled.append(cache._name), save(cache, *args)]
+SpeculativeDecoder(*get_default_pair()).generate("Once", 30)
 print(compiled)
 """
 
 
-def test_a_second_process_compiles_nothing() -> None:
-    """The first compiles what is missing; what cannot be kept, numba does not tell."""
+def test_second_process_compiles_nothing() -> None:
+    """The first compiles what is missing; numba does not report code that it cannot cache."""
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+        process = subprocess.run([sys.executable, "-c", LIST_COMPILED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == "[]\n"
 
 
-# An interrupt in the middle of compiling: when numba comes by that function, with what is told, for the first time
+# An interrupt in the middle of compiling: the first time that numba calls one of these functions
 
-REGISTERS = "numba.core.typing.context:BaseContext.insert_attributes"  # those of arrays, of a list that numba takes once
-LOADS = "numba.core.codegen:CPUCodeLibrary._object_getbuffer_hook"  # called by LLVM, which swallows what it raises
-INTERRUPTED = """
+REGISTER_HOOK = "numba.core.typing.context:BaseContext.insert_attributes"  # for arrays: numba registers these only once
+LOAD_HOOK = "numba.core.codegen:CPUCodeLibrary._object_getbuffer_hook"  # called by LLVM, which swallows its exceptions
+INTERRUPT_PROGRAM = """
 import importlib, signal, sys
 from numba import types
 module, path = sys.argv[1].split(":")
@@ -380,25 +387,25 @@ print(high(1), high(1.0))
 """
 
 
-def interrupt(package: Path, where: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, where], cwd=package.parent, capture_output=True, text=True, check=False,
-        env=ANEW | {"NUMBA_CACHE_DIR": str(package / KEPT)},
+def interrupt(package: Path, hook: str) -> str:
+    process = subprocess.run(
+        [sys.executable, "-c", INTERRUPT_PROGRAM, hook], cwd=package.parent, capture_output=True, text=True, check=False,
+        env=CLEAN_ENV | {"NUMBA_CACHE_DIR": str(package / CACHE_NAME)},
     )  # fmt: skip
-    return done.stdout + done.stderr[-1000:]
+    return process.stdout + process.stderr[-1000:]
 
 
-def test_an_interrupt_leaves_nothing_half_compiled(package: Path) -> None:
-    """numba would know no `size` of an array any more."""
+def test_interrupt_leaves_nothing_half_compiled(package: Path) -> None:
+    """Otherwise numba would not know the `size` of an array any more."""
     low = "import numpy as np\n" + LOW.format(k=3).replace("+ K", "+ np.empty(K).size")
     (package / "low.py").write_text(low, encoding="utf-8")
-    assert interrupt(package, REGISTERS) == "interrupted 40 40.0\n"
+    assert interrupt(package, REGISTER_HOOK) == "interrupted 40 40.0\n"
 
 
-def test_an_interrupt_while_machine_code_is_loaded_reaches_the_caller(package: Path) -> None:
-    assert interrupt(package, LOADS) == "interrupted 40 40.0\n"
+def test_interrupt_while_loading_machine_code_reaches_the_caller(package: Path) -> None:
+    assert interrupt(package, LOAD_HOOK) == "interrupted 40 40.0\n"
 
 
-def test_an_error_of_the_compiler_reaches_the_caller(package: Path) -> None:
+def test_compiler_error_reaches_the_caller(package: Path) -> None:
     code = "from p.high import high\ntry: high('x')\nexcept Exception as error: print(type(error).__name__)"
-    assert ask(package, code) == "TypingError"
+    assert run_program(package, code) == "TypingError"

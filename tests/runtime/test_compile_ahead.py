@@ -1,4 +1,4 @@
-"""Compiling ahead: what other processes compile is found, and they leave nothing behind."""
+"""Ahead-of-time compilation: code that other processes compile is found, and no process is left behind."""
 
 import json
 import os
@@ -11,30 +11,30 @@ import pytest
 
 from tests.tools.checkpoint_files import ROOT
 
-BEGIN = """
+START = """
 from specdec.layers.activations import swiglu
 from specdec.kernels import add_bias, rms_norm
 from specdec.runtime import code_cache, compile_ahead
-compile_ahead.available_threads = lambda: 2
-compile_ahead.LEAST_MISSING = 3
-operations = [add_bias, rms_norm, swiglu]
-processes = compile_ahead.compile_ahead(operations, [])
+compile_ahead.get_available_threads = lambda: 2
+compile_ahead.MIN_MISSING_KERNELS = 3
+kernels = [add_bias, rms_norm, swiglu]
+processes = compile_ahead.compile_ahead(kernels, [])
 """
 COMPILED = (
-    BEGIN
+    START
     + """
-print([process.wait() for process in processes], [operation.is_compiled for operation in operations])
-compile_ahead.end(processes)
-told = []
-code_cache.on_compiling.append(told.append)
-print([operation.address != 0 for operation in operations], told, len(compile_ahead.compile_ahead(operations, [])))
+print([process.wait() for process in processes], [kernel.is_compiled for kernel in kernels])
+compile_ahead.stop_processes(processes)
+reported = []
+code_cache.compile_reporters.append(reported.append)
+print([kernel.address != 0 for kernel in kernels], reported, len(compile_ahead.compile_ahead(kernels, [])))
 """
 )
-OF_BLOCKS = COMPILED.replace("[add_bias, rms_norm, swiglu]", "[add_bias, rms_norm, KINDS['Q4_0'].embed]").replace(
-    "from specdec.runtime", "from specdec.quant.gguf_blocks import KINDS\nfrom specdec.runtime"
+BLOCK_KERNELS = COMPILED.replace("[add_bias, rms_norm, swiglu]", "[add_bias, rms_norm, WEIGHT_FORMATS['Q4_0'].embed]").replace(
+    "from specdec.runtime", "from specdec.quant.gguf_formats import WEIGHT_FORMATS\nfrom specdec.runtime"
 )
-LEFT = (
-    BEGIN
+EXIT = (
+    START
     + """
 import os
 print(processes[0].pid, flush=True)
@@ -50,7 +50,7 @@ def run(code: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process ends within a minute; one that nobody has waited for has."""
+    """Return whether a process ends within a minute; a zombie has ended."""
     for _ in range(6000):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -61,25 +61,25 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("code", [COMPILED, OF_BLOCKS], ids=["operations of files", "operations that a kind of blocks made"])
-def test_what_another_process_compiles_is_not_compiled_here(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [COMPILED, BLOCK_KERNELS], ids=["module kernels", "generated kernels"])
+def test_kernels_compiled_by_another_process_are_not_compiled_again(code: str, tmp_path: Path) -> None:
     output, _ = run(code, tmp_path).communicate()
     assert output.splitlines() == ["[0] [True, True, True]", "[True, True, True] [] 0"]
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_a_process_ends_with_the_one_that_began_it(tmp_path: Path) -> None:
-    with run(LEFT, tmp_path) as parent:
+def test_process_ends_with_its_parent(tmp_path: Path) -> None:
+    with run(EXIT, tmp_path) as parent:
         assert parent.stdout
         pid = int(parent.stdout.readline())
         parent.wait()
         assert has_ended(pid)
 
 
-def test_what_cannot_be_kept_is_not_compiled_ahead(tmp_path: Path) -> None:
-    nowhere = (
-        BEGIN.replace("compile_ahead.available", "code_cache._folder.append('')\ncompile_ahead.available")
+def test_nothing_is_compiled_ahead_without_a_cache_folder(tmp_path: Path) -> None:
+    program = (
+        START.replace("compile_ahead.get_available", "code_cache._cache_dir.append('')\ncompile_ahead.get_available")
         + "print(json.dumps(len(processes)))"
     )
-    output, _ = run("import json" + nowhere, tmp_path).communicate()
+    output, _ = run("import json" + program, tmp_path).communicate()
     assert json.loads(output) == 0

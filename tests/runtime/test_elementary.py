@@ -1,4 +1,4 @@
-"""Our own elementary functions, against exact arithmetic; and the fused multiply-add that CPUs without one compute."""
+"""Elementary functions compared with exact arithmetic, and the fused multiply-add for CPUs without the instruction."""
 
 import math
 from decimal import Decimal, localcontext
@@ -8,10 +8,10 @@ import numba
 import numpy as np
 import pytest
 
-from specdec.layers.rope import positions_a_radian
-from specdec.runtime.elementary import exp, log, sine_and_cosine
+from specdec.layers.rope import compute_positions_per_radian
+from specdec.runtime.elementary import exp, log, sincos
 from specdec.runtime.simd import LANES, Float32, fma, load, portable_fma, store
-from tests.tools.configs import made
+from tests.tools.configs import make_config
 from tests.tools.random_models import round_to_float32
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651")
@@ -38,7 +38,7 @@ def test_exp_is_within_two_units_in_the_last_place() -> None:
     assert (np.abs(out - exact) / np.spacing(exact.astype(np.float32))).max() <= 2
 
 
-def test_exp_of_what_is_masked_is_exactly_zero() -> None:
+def test_exp_of_masked_scores_is_exactly_zero() -> None:
     x = np.array([-np.inf, -1e30, -200.0, -87.5] * 4, np.float32)
     out = np.ones_like(x)
     vector_exp(out, x)
@@ -52,7 +52,7 @@ def test_exp_of_nan_is_nan() -> None:
 
 
 def test_log_is_within_two_units_in_the_last_place() -> None:
-    """Of numbers as draws take it, near 0, near 1 and between; and of all exponents."""
+    """For the uniform numbers of draws, near 0, near 1 and between, and for all exponents."""
     rng = np.random.default_rng(0)
     near_one = 1 - 2.0 ** -rng.uniform(1, 53, 500)
     numbers = [
@@ -72,7 +72,7 @@ def test_log_is_within_two_units_in_the_last_place() -> None:
 
 
 def exact_sine_and_cosine(x: float) -> tuple[Decimal, Decimal]:
-    """By Taylor's series of x modulo pi / 2."""
+    """Return sine and cosine by the Taylor series of x modulo pi / 2."""
     quarter, r = divmod(Decimal(x), PI / 2)
     sine, cosine, term = Decimal(0), Decimal(0), Decimal(1)
     for n in range(0, 60, 2):
@@ -89,31 +89,31 @@ def test_sine_and_cosine_are_within_their_bound_up_to_two_billion_radians() -> N
     with localcontext() as context:
         context.prec = 80
         for x in map(float, angles):
-            for got, exact in zip(sine_and_cosine(x), exact_sine_and_cosine(x), strict=True):
+            for got, exact in zip(sincos(x), exact_sine_and_cosine(x), strict=True):
                 assert abs(Decimal(got) - exact) <= Decimal(2.0**-52), x
 
 
 @pytest.mark.parametrize("theta", [1.0, 10000.0, 5e5, 1e6, 123456.789])
-def test_frequencies_are_the_powers_correctly_rounded(theta: float) -> None:
-    config = made(128, 8, 1, 1, 1, 8, 8, rope_theta=theta)
+def test_rope_frequencies_are_correctly_rounded_powers(theta: float) -> None:
+    config = make_config(128, 8, 1, 1, 1, 8, 8, rope_theta=theta)
     with localcontext() as context:
         context.prec = 60
         exact = [(Decimal(theta).ln() * row / 128).exp() for row in range(0, 128, 2)]
-    assert positions_a_radian(config).tolist() == [float(power) for power in exact]
+    assert compute_positions_per_radian(config).tolist() == [float(power) for power in exact]
 
 
 def hard_cases() -> Float32:
-    """x, y, z (3, n): of all sizes, such that cancel, ties and almost ties, subnormal results, and what is not finite."""
+    """Return x, y, z (3, n) of all sizes: cancellation, ties and near ties, subnormal results, and nonfinite numbers."""
     rng = np.random.default_rng(0)
     n = 1 << 12
     x, y = (rng.integers(0, 1 << 32, n, np.uint64).astype(np.uint32).view(np.float32) for _ in range(2))
     z = rng.integers(0, 1 << 32, n, np.uint64).astype(np.uint32).view(np.float32)
     a, b = (np.ldexp(rng.integers(1 << 23, 1 << 24, n).astype(np.float32), -23) for _ in range(2))
-    cancelled = -(a * b)  # what is left is the product's own rounding error
+    cancelled = -(a * b)  # leaves the product's rounding error
     tie = np.ldexp(np.where(rng.random(n) < 0.5, -1, 1).astype(np.float32), rng.integers(-30, 30, n))
     small = np.ldexp(a, -rng.integers(60, 80, n))
-    odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38, 1e-45], np.float32)
-    grid = np.stack(np.meshgrid(odd, odd, odd)).reshape(3, -1)
+    special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38, 1e-45], np.float32)
+    grid = np.stack(np.meshgrid(special, special, special)).reshape(3, -1)
     cases = [
         (x, y, z),
         (a, b, cancelled),
@@ -122,11 +122,11 @@ def hard_cases() -> Float32:
         (small, small, np.zeros_like(z)),
         grid,
     ]
-    return np.concatenate([np.stack([np.broadcast_to(part, case[0].shape) for part in case]) for case in cases], axis=1)
+    return np.concatenate([np.stack([np.broadcast_to(array, case[0].shape) for array in case]) for case in cases], axis=1)
 
 
-def test_a_multiply_add_without_the_instruction_is_rounded_once_all_the_same() -> None:
-    """Against exact arithmetic, and against the CPU's own where it has one."""
+def test_portable_multiply_add_is_rounded_once() -> None:
+    """Compared with exact arithmetic, and with the CPU's own instruction if it has one."""
     x, y, z = (np.ascontiguousarray(row) for row in hard_cases())
     out, portable = np.empty_like(x), np.empty_like(x)
     multiply_add(out, portable, x, y, z)

@@ -1,4 +1,4 @@
-"""Anthropic's interface and OpenAI's newer one: the same texts as a chat's, in events and whole."""
+"""Anthropic's Messages API and OpenAI's Responses API: the same output as a chat, as events and complete responses."""
 
 import base64
 import gc
@@ -14,103 +14,105 @@ import numpy as np
 import pytest
 
 from specdec import Step
-from specdec.engine.scheduler import Client, Closed, Full
+from specdec.engine.scheduler import Client, QueueFullError, ShutdownError
 from specdec.loaders import optional_dependencies
-from specdec.server.app import app_of
-from specdec.server.auth import Guard
-from specdec.server.openai_requests import Model
-from specdec.server.tool_parsers.formats import way_of
-from specdec.server.tool_parsers.incremental import DEEPEST, value_of
-from specdec.text.structured_output import ShapeError
+from specdec.server.app import make_app
+from specdec.server.auth import AuthMiddleware
+from specdec.server.openai_chat_requests import ServedModel
+from specdec.server.tool_parsers.formats import find_tool_format
+from specdec.server.tool_parsers.incremental import MAX_JSON_DEPTH, parse_json
+from specdec.text.structured_output import ConstraintError
 from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
     CHAT,
-    DRAWN,
-    TAGS,
-    TALK,
+    CONVERSATION,
+    SAMPLING_FIELDS,
+    TAGGED_CALL,
     TOOL,
+    FakeScheduler,
     Prompt,
-    Script,
     app,
-    ask,
     decoder,
-    engine,
-    service_of,
-    serving,
+    make_state,
+    make_test_app,
+    scheduler,
+    send_request,
     step,
 )
 
 EMBEDDINGS = "/v1/embeddings"
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
 BODIES = {
-    MESSAGES: {"messages": TALK, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
+    MESSAGES: {"messages": CONVERSATION, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
     RESPONSES: {"input": "Where did the robin go?", "max_output_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
 }  # fmt: skip
-FORCED = {
+TOOLS = {
     MESSAGES: {"tools": [{"name": "weather", "input_schema": {"type": "object"}}]},
     RESPONSES: {"tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]},
 }  # fmt: skip
 
 
-def text_in(path, answer):
+def get_text(path, answer):
     if path == MESSAGES:
         return "".join(block["text"] for block in answer["content"] if block["type"] == "text")
     return "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_text_is_that_of_a_chat_whole_and_in_a_stream(app, path):
-    own = ask(app, CHAT, {"messages": TALK, **DRAWN}).json
-    whole = ask(app, path, BODIES[path])
-    assert whole.status == 200, whole.body
-    words = own["choices"][0]["message"]["content"]
-    assert text_in(path, whole.json) == words and whole.json["model"] == "talker"
-    usage = whole.json["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (own["usage"]["prompt_tokens"], own["usage"]["completion_tokens"])
-    events = ask(app, path, BODIES[path] | {"stream": True}).events
-    kinds = [each["type"] for each in events]
+def test_responses_and_streams_equal_chat_output(app, path):
+    chat = send_request(app, CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS}).json
+    complete = send_request(app, path, BODIES[path])
+    assert complete.status == 200, complete.body
+    text = chat["choices"][0]["message"]["content"]
+    assert get_text(path, complete.json) == text and complete.json["model"] == "talker"
+    usage = complete.json["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"])
+    events = send_request(app, path, BODIES[path] | {"stream": True}).events
+    types = [each["type"] for each in events]
     if path == MESSAGES:
-        assert whole.json["stop_reason"] == "max_tokens" and whole.json["role"] == "assistant"
-        assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-2:] == ["message_delta", "message_stop"]
-        assert "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta") == words
+        assert complete.json["stop_reason"] == "max_tokens" and complete.json["role"] == "assistant"
+        assert types[:2] == ["message_start", "content_block_start"] and types[-2:] == ["message_delta", "message_stop"]
+        assert "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta") == text
         assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
         assert events[-2]["usage"]["output_tokens"] == usage["output_tokens"]
     else:
-        assert whole.json["status"] == "incomplete" and whole.json["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
-        assert kinds[-1] == "response.incomplete" and text_in(path, events[-1]["response"]) == words
-        assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == words
+        assert complete.json["status"] == "incomplete" and complete.json["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert types[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+        assert types[-1] == "response.incomplete" and get_text(path, events[-1]["response"]) == text
+        assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == text
         assert [each["sequence_number"] for each in events] == list(range(len(events)))
         assert events[-1]["response"]["usage"] == usage
 
 
-def told(serving, path, *events, stream=False, **more):
-    body = BODIES[path] | FORCED[path] | {"stream": stream} | more
-    return ask(serving(Script(Prompt([1], 0.0), *events)), path, body)
+def respond(make_test_app, path, *events, stream=False, **fields):
+    body = BODIES[path] | TOOLS[path] | {"stream": stream} | fields
+    return send_request(make_test_app(FakeScheduler(Prompt([1], 0.0), *events)), path, body)
 
 
-CALLING = [step("Let me "), step("see.\n\n"), step(TAGS[:30]), step(TAGS[30:50]), step(TAGS[50:], "eos")]
+CALL_STEPS = [step("Let me "), step("see.\n\n"), step(TAGGED_CALL[:30]), step(TAGGED_CALL[30:50]), step(TAGGED_CALL[50:], "eos")]
 
 
-def test_calls_are_blocks_and_items_with_their_arguments_as_they_come(serving):
-    answer = told(serving, MESSAGES, *CALLING).json
-    words, call = answer["content"]
-    assert words == {"type": "text", "text": "Let me see."} and answer["stop_reason"] == "tool_use"
+def test_tool_calls_are_blocks_and_items_with_streamed_arguments(make_test_app):
+    response = respond(make_test_app, MESSAGES, *CALL_STEPS).json
+    text_block, call = response["content"]
+    assert text_block == {"type": "text", "text": "Let me see."} and response["stop_reason"] == "tool_use"
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Oslo"})
-    events = told(serving, MESSAGES, *CALLING, stream=True).events
+    events = respond(make_test_app, MESSAGES, *CALL_STEPS, stream=True).events
     starts = [each for each in events if each["type"] == "content_block_start"]
     assert [(each["index"], each["content_block"]["type"]) for each in starts] == [(0, "text"), (1, "tool_use")]
     stops = [each["index"] for each in events if each["type"] == "content_block_stop"]
     assert stops == [0, 1]
-    grown = [each["delta"]["partial_json"] for each in events if each.get("delta", {}).get("type") == "input_json_delta"]
-    assert len(grown) > 1 and json.loads("".join(grown)) == {"city": "Oslo"}
-    answer = told(serving, RESPONSES, *CALLING).json
-    message, call = answer["output"]
-    assert message["content"][0]["text"] == "Let me see." and answer["status"] == "completed"
+    argument_deltas = [
+        each["delta"]["partial_json"] for each in events if each.get("delta", {}).get("type") == "input_json_delta"
+    ]
+    assert len(argument_deltas) > 1 and json.loads("".join(argument_deltas)) == {"city": "Oslo"}
+    response = respond(make_test_app, RESPONSES, *CALL_STEPS).json
+    message, call = response["output"]
+    assert message["content"][0]["text"] == "Let me see." and response["status"] == "completed"
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "weather", {"city": "Oslo"})
-    events = told(serving, RESPONSES, *CALLING, stream=True).events
-    kinds = [each["type"].removeprefix("response.") for each in events]
-    assert "".join(dict.fromkeys([kind[0] for kind in kinds])) == "cifo" or len(kinds) > 8
-    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    events = respond(make_test_app, RESPONSES, *CALL_STEPS, stream=True).events
+    types = [each["type"].removeprefix("response.") for each in events]
+    assert "".join(dict.fromkeys([kind[0] for kind in types])) == "cifo" or len(types) > 8
+    assert types[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
     assert "".join(each["delta"] for each in events if each["type"].endswith("arguments.delta")) == call["arguments"]
     done = [each["item"] for each in events if each["type"].endswith("item.done")]
     assert [each["status"] for each in done] == ["completed"] * 2
@@ -120,98 +122,109 @@ def test_calls_are_blocks_and_items_with_their_arguments_as_they_come(serving):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_whatever_a_calls_arguments_hold_the_answer_is_json(serving, path):
-    """Numbers beyond all floats, and half a character."""
+def test_responses_are_json_for_extreme_call_arguments(make_test_app, path):
+    """Numbers beyond the range of floats, and lone surrogates."""
     for call in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
         text = "<tool_call>\n" + call % '{"x": [1e999, -1e999], "y": "a\\ud800"}' + "\n</tool_call>"
-        answer = told(serving, path, step(text, "eos"))
-        assert answer.status == 200 and b"Infinity" not in answer.body
-        (said,) = answer.json["content" if path == MESSAGES else "output"]
-        given = said["input"] if path == MESSAGES else json.loads(said["arguments"])
+        response = respond(make_test_app, path, step(text, "eos"))
+        assert response.status == 200 and b"Infinity" not in response.body
+        (item,) = response.json["content" if path == MESSAGES else "output"]
+        given = item["input"] if path == MESSAGES else json.loads(item["arguments"])
         assert given["y"] == "a\ud800" and len(given["x"]) == 2
-        assert told(serving, path, step(text, "eos"), stream=True).status == 200
+        assert respond(make_test_app, path, step(text, "eos"), stream=True).status == 200
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("n", [400, 900, 1500, 20_000])
-def test_arguments_that_are_nested_beyond_bounds_are_told(serving, path, n):
-    """Where they are no value to Python, they are a text."""
+def test_deeply_nested_arguments_are_returned(make_test_app, path, n):
+    """Arguments that Python cannot parse are returned as a string."""
     for call in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
         text = "<tool_call>\n" + call % ('{"x": ' + "[" * n + "]" * n + "}") + "\n</tool_call>"
-        answer = told(serving, path, step(text, "eos"))
-        assert answer.status == 200 and answer.body.count(b"[") >= n
+        response = respond(make_test_app, path, step(text, "eos"))
+        assert response.status == 200 and response.body.count(b"[") >= n
 
 
-def test_every_python_reads_values_to_one_depth():
-    text = "[" * DEEPEST + "]" * DEEPEST
-    assert json.dumps(value_of(text)) == text
+def test_the_json_depth_limit_is_the_same_for_all_pythons():
+    text = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
+    assert json.dumps(parse_json(text)) == text
     with pytest.raises(ValueError, match="too deep"):
-        value_of(f"[{text}]")
+        parse_json(f"[{text}]")
 
 
-def test_a_call_that_is_cut_is_told(serving):
-    cut = [step(TAGS[:58], "max_tokens")]
-    answer = told(serving, MESSAGES, *cut).json
-    assert answer["stop_reason"] == "max_tokens" and "weather" in answer["content"][0]["text"]
-    answer = told(serving, RESPONSES, *cut).json
-    assert answer["status"] == "incomplete"
-    assert answer["output"][0]["status"] == "incomplete" and answer["output"][0]["arguments"].startswith('{"ci')
-    events = told(serving, RESPONSES, step("I look. "), *cut, stream=True).events
+def test_a_truncated_call_is_returned(make_test_app):
+    steps = [step(TAGGED_CALL[:58], "max_tokens")]
+    response = respond(make_test_app, MESSAGES, *steps).json
+    assert response["stop_reason"] == "max_tokens" and "weather" in response["content"][0]["text"]
+    response = respond(make_test_app, RESPONSES, *steps).json
+    assert response["status"] == "incomplete"
+    assert response["output"][0]["status"] == "incomplete" and response["output"][0]["arguments"].startswith('{"ci')
+    events = respond(make_test_app, RESPONSES, step("I look. "), *steps, stream=True).events
     done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
     assert [each["status"] for each in done] == ["completed", "incomplete"] and done == events[-1]["response"]["output"]
 
 
-def test_a_response_repeats_what_was_asked(app):
-    asked = {"tool_choice": "none", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1, **FORCED[RESPONSES]}
-    answer = ask(app, RESPONSES, {"input": "x", "instructions": "Be short.", "top_logprobs": 0, **asked}).json
-    assert asked.items() <= answer.items() and answer["instructions"] == "Be short." and answer["metadata"] == {}
-    assert "cache_write_tokens" in answer["usage"]["input_tokens_details"], "which OpenAI's package wants"
-    plain = ask(app, RESPONSES, {"input": "x", "max_output_tokens": 1, "tools": None}).json
+def test_a_response_echoes_request_fields(app):
+    echoed = {"tool_choice": "none", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1, **TOOLS[RESPONSES]}
+    response = send_request(app, RESPONSES, {"input": "x", "instructions": "Be short.", "top_logprobs": 0, **echoed}).json
+    assert echoed.items() <= response.items() and response["instructions"] == "Be short." and response["metadata"] == {}
+    assert "cache_write_tokens" in response["usage"]["input_tokens_details"], "OpenAI's package needs it"
+    plain = send_request(app, RESPONSES, {"input": "x", "max_output_tokens": 1, "tools": None}).json
     assert (plain["tool_choice"], plain["text"], plain["tools"]) == ("auto", {"format": {"type": "text"}}, [])
 
 
-def test_what_a_response_repeats_of_its_request_is_json(app):
+def test_echoed_fields_are_json(app):
     body = {"input": "x", "max_output_tokens": 1, "metadata": {"a": "NUMBER"}}
-    reply = ask(app, RESPONSES, pieces=[json.dumps(body).replace('"NUMBER"', "-1e999").encode()])
-    assert reply.status == 200 and b"Infinity" not in reply.body and reply.json["metadata"]["a"] == -sys.float_info.max
+    response = send_request(app, RESPONSES, chunks=[json.dumps(body).replace('"NUMBER"', "-1e999").encode()])
+    assert response.status == 200 and b"Infinity" not in response.body and response.json["metadata"]["a"] == -sys.float_info.max
 
 
-@pytest.mark.parametrize("end", [{"end": "stop", "stop_string": "lo"}, {"end": "eos"}, {"end": "max_tokens"}])
-def test_a_call_that_is_cut_is_no_reason_to_call(serving, end):
-    """Its arguments are no JSON; one that is whole is a reason as ever. The length has a word of its own."""
-    body = {"messages": TALK, "tools": [TOOL], **DRAWN}
-    for text, finish in ((TAGS[:58], "stop"), (TAGS + TAGS[:58], "stop"), (TAGS + "lo", "tool_calls"), ("lo", "stop")):
+@pytest.mark.parametrize(
+    "end", [{"stop_reason": "stop", "stop_string": "lo"}, {"stop_reason": "eos"}, {"stop_reason": "max_tokens"}]
+)
+def test_the_finish_reason_is_tool_calls_only_for_complete_calls(make_test_app, end):
+    """A truncated call is not complete; an earlier complete one counts. max_tokens always gives "length"."""
+    body = {"messages": CONVERSATION, "tools": [TOOL], **SAMPLING_FIELDS}
+    for text, finish in (
+        (TAGGED_CALL[:58], "stop"),
+        (TAGGED_CALL + TAGGED_CALL[:58], "stop"),
+        (TAGGED_CALL + "lo", "tool_calls"),
+        ("lo", "stop"),
+    ):
         for size in (1, 58, 500):
             steps = [step(text[i : i + size]) for i in range(0, len(text), size)]
-            (choice,) = ask(serving(Script(Prompt([1], 0.0), *steps, step("", **end))), CHAT, body).json["choices"]
-            assert choice["finish_reason"] == ("length" if end["end"] == "max_tokens" else finish), text
+            (choice,) = send_request(make_test_app(FakeScheduler(Prompt([1], 0.0), *steps, step("", **end))), CHAT, body).json[
+                "choices"
+            ]
+            assert choice["finish_reason"] == ("length" if end["stop_reason"] == "max_tokens" else finish), text
 
 
-def test_a_call_that_a_stop_string_cuts_off_before_its_arguments_is_no_reason_to_call(serving, decoder, monkeypatch):
+def test_a_call_stopped_before_its_arguments_is_not_complete(make_test_app, decoder, monkeypatch):
     monkeypatch.setattr(decoder.chat_template, "source", "{# [TOOL_CALLS][ARGS] tools #}{{ messages[0].content }}")
-    for end, finish in (({"end": "stop", "stop_string": "{"}, "stop"), ({"end": "eos"}, "tool_calls")):
-        script = Script(Prompt([1], 0.0), step("[TOOL_CALLS]weather[ARGS]"), step("", **end))
-        (choice,) = ask(serving(script), CHAT, {"messages": TALK, "tools": [TOOL], **DRAWN}).json["choices"]
+    for end, finish in (({"stop_reason": "stop", "stop_string": "{"}, "stop"), ({"stop_reason": "eos"}, "tool_calls")):
+        fake = FakeScheduler(Prompt([1], 0.0), step("[TOOL_CALLS]weather[ARGS]"), step("", **end))
+        (choice,) = send_request(make_test_app(fake), CHAT, {"messages": CONVERSATION, "tools": [TOOL], **SAMPLING_FIELDS}).json[
+            "choices"
+        ]
         assert choice["finish_reason"] == finish and choice["message"]["tool_calls"]
 
 
-class Ids(Script):
-    """An engine whose texts are those tokens, so many a step."""
+class TokenScheduler(FakeScheduler):
+    """A scheduler whose outputs are the given tokens, `size` per step."""
 
     def __init__(self, decoder, tokens, size):
         super().__init__()
         self.decoder, self.pieces = decoder, [tokens[i : i + size] for i in range(0, len(tokens), size)]
 
-    def submit(self, jobs, hears, who):
-        for job, hear in zip(jobs, hears, strict=True):
-            words = self.decoder.team.wording(self.decoder.team.checked(job))
-            steps = [Step(each, [], 0, 0.0, 0.0) for each in self.pieces]
+    def submit(self, requests, callbacks, client):
+        for request, on_event in zip(requests, callbacks, strict=True):
+            detokenizer = self.decoder.bundle.make_detokenizer(self.decoder.bundle.validate_request(request))
+            steps = [Step(tokens, [], 0, 0.0, 0.0) for tokens in self.pieces]
             for event in (Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, "eos")):
-                hear(words.of(event))
-        return [self for _ in jobs]
+                on_event(detokenizer.detokenize(event))
+        return [self for _ in requests]
 
 
-MARKED = [  # special tokens between ^
+SPECIAL_TOKEN_CASES = [  # special tokens are enclosed in ^
     ("{# <|tool_call_start|> #}", 'Hm ^<|tool_call_start|>^[weather(city="<|tool_call_end|>\\"<")]^<|tool_call_end|>^ <|tool_',
      {"content": "Hm <|tool_"}, '<|tool_call_end|>"<'),
     ("{# <|tool_call> #}", '^<|tool_call>^call:weather{city:^<|"|>^<tool_call|><|"|>^<|"|>^}^<tool_call|>^', {"content": None},
@@ -224,54 +237,61 @@ MARKED = [  # special tokens between ^
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "text", "said", "city"), MARKED)
-def test_what_spells_a_special_token_is_no_mark(serving, decoder, monkeypatch, template, text, said, city):
-    """In strings of calls and in answers: by ids."""
+@pytest.mark.parametrize(("template", "text", "expected", "city"), SPECIAL_TOKEN_CASES)
+def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, monkeypatch, template, text, expected, city):
+    """In strings of calls and in text, only special token ids are marks."""
     monkeypatch.setattr(decoder.chat_template, "source", template + "{% if tools %}{% endif %}{{ messages[0].content }}")
-    specials = {name: 390 + i for i, name in enumerate(way_of(template).shown)}
+    specials = {name: 390 + i for i, name in enumerate(find_tool_format(template).visible_marks)}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
     parts = [[specials[part]] if i % 2 else decoder.encode(part) if part else [] for i, part in enumerate(text.split("^"))]
     tokens = [token for part in parts for token in part]
     for size in (1, 4, len(tokens)):
-        body = {"messages": TALK, "tools": [TOOL], "specdec": True, "stop": ["<|never"]}
-        reply = ask(serving(Ids(decoder, tokens, size)), CHAT, body)
-        assert reply.status == 200, reply.body
-        message = reply.json["choices"][0]["message"]
-        assert {name: message[name] for name in said} == said
+        body = {"messages": CONVERSATION, "tools": [TOOL], "specdec": True, "stop": ["<|never"]}
+        response = send_request(make_test_app(TokenScheduler(decoder, tokens, size)), CHAT, body)
+        assert response.status == 200, response.body
+        message = response.json["choices"][0]["message"]
+        assert {name: message[name] for name in expected} == expected
         calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-        assert calls == ([{"city": city}] if city else []) and b"\\ud" not in reply.body
+        assert calls == ([{"city": city}] if city else []) and b"\\ud" not in response.body
 
 
-def test_a_text_ends_at_a_stop_string_that_holds_marks(serving, decoder, monkeypatch):
+def test_stop_strings_may_contain_special_tokens(make_test_app, decoder, monkeypatch):
     marks = "{# <|channel|><|message|> #}"
     monkeypatch.setattr(decoder.chat_template, "source", marks + "{{ messages[0].content }}")
-    specials = {name: 390 + i for i, name in enumerate(way_of(marks).shown)}
+    specials = {name: 390 + i for i, name in enumerate(find_tool_format(marks).visible_marks)}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
     parts = ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "assistant"]
     tokens = [token for part in parts for token in ([specials[part]] if part in specials else decoder.encode(part))]
     for stop in ("<|end|>", "<|end|><|start|>", "a<|end|>"):
-        answer = ask(serving(Ids(decoder, tokens, 1)), MESSAGES, BODIES[MESSAGES] | {"stop_sequences": [stop]}).json
-        assert answer["stop_sequence"] == stop
-        assert "".join(block["thinking"] for block in answer["content"]) == "a".removesuffix(stop[0])
+        response = send_request(
+            make_test_app(TokenScheduler(decoder, tokens, 1)), MESSAGES, BODIES[MESSAGES] | {"stop_sequences": [stop]}
+        ).json
+        assert response["stop_sequence"] == stop
+        assert "".join(block["thinking"] for block in response["content"]) == "a".removesuffix(stop[0])
 
 
-def test_the_stop_string_is_named(app, decoder):
-    own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 40}).json["choices"][0]["message"]["content"]
-    middle = len(own) // 2
-    stop = own[middle : middle + 3]
+def test_the_stop_string_is_returned(app, decoder):
+    text = send_request(app, CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS, "max_tokens": 40}).json["choices"][0]["message"][
+        "content"
+    ]
+    middle = len(text) // 2
+    stop = text[middle : middle + 3]
     body = BODIES[MESSAGES] | {"max_tokens": 40}
-    whole = ask(app, MESSAGES, body | {"stop_sequences": ["never there", stop, "nor this"]}).json
-    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
-    assert text_in(MESSAGES, whole) == own[: own.index(stop)]
-    assert ask(app, MESSAGES, body | {"stop_sequences": ["never there"]}).json["stop_reason"] in ("end_turn", "max_tokens")
-
-
-def test_what_went_before_reaches_the_template(app, decoder, monkeypatch):
-    seen, encode = [], decoder.encode_chat
-    monkeypatch.setattr(
-        decoder, "encode_chat", lambda messages, tools, options: seen.append((messages, tools)) or encode(messages, tools)
+    complete = send_request(app, MESSAGES, body | {"stop_sequences": ["never there", stop, "nor this"]}).json
+    assert (complete["stop_reason"], complete["stop_sequence"]) == ("stop_sequence", stop)
+    assert get_text(MESSAGES, complete) == text[: text.index(stop)]
+    assert send_request(app, MESSAGES, body | {"stop_sequences": ["never there"]}).json["stop_reason"] in (
+        "end_turn",
+        "max_tokens",
     )
-    talk = [
+
+
+def test_the_whole_conversation_reaches_the_template(app, decoder, monkeypatch):
+    rendered, encode = [], decoder.encode_chat
+    monkeypatch.setattr(
+        decoder, "encode_chat", lambda messages, tools, options: rendered.append((messages, tools)) or encode(messages, tools)
+    )
+    conversation = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
         {"role": "assistant", "content": [
             {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."},
@@ -281,8 +301,8 @@ def test_what_went_before_reaches_the_template(app, decoder, monkeypatch):
             {"type": "text", "text": "So?"}]},
     ]  # fmt: skip
     system = [{"type": "text", "text": "Be short."}, {"type": "text", "text": "Be kind."}]
-    body = {"messages": talk, "system": system, "max_tokens": 1, **FORCED[MESSAGES], "metadata": {"user_id": "a"}}
-    assert ask(app, MESSAGES, body).status == 200
+    body = {"messages": conversation, "system": system, "max_tokens": 1, **TOOLS[MESSAGES], "metadata": {"user_id": "a"}}
+    assert send_request(app, MESSAGES, body).status == 200
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
         {"role": "user", "content": "Weather?"},
@@ -292,74 +312,83 @@ def test_what_went_before_reaches_the_template(app, decoder, monkeypatch):
         {"type": "function_call", "call_id": "toolu_1", "name": "weather", "arguments": '{"city": "Oslo"}', "id": "fc_1"},
         {"type": "function_call_output", "call_id": "toolu_1", "output": "Error: rain"}, {"role": "user", "content": "So?"},
     ]  # fmt: skip
-    more = {"instructions": "Be short.", "store": False, "include": ["reasoning.encrypted_content"], "reasoning": None}
-    assert ask(app, RESPONSES, {"input": items, "max_output_tokens": 1, **FORCED[RESPONSES], **more}).status == 200
-    (one, tools), (two, same) = seen
+    fields = {"instructions": "Be short.", "store": False, "include": ["reasoning.encrypted_content"], "reasoning": None}
+    assert send_request(app, RESPONSES, {"input": items, "max_output_tokens": 1, **TOOLS[RESPONSES], **fields}).status == 200
+    (one, tools), (two, same) = rendered
     assert one == two and tools == same == [TOOL | {"function": {"name": "weather", "parameters": {"type": "object"}}}]
     assert one[0] == {"role": "system", "content": "Be short.\n\nBe kind."}
     assert one[2]["reasoning_content"] == "hm" and one[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
     assert one[3] == {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "Error: rain"}
 
 
-def test_tokens_are_counted(app):
-    body = {"messages": TALK, "model": "talker"}
-    assert ask(app, COUNT, body).json == {
-        "input_tokens": ask(app, MESSAGES, body | {"max_tokens": 1}).json["usage"]["input_tokens"]
+def test_prompt_tokens_are_counted(app):
+    body = {"messages": CONVERSATION, "model": "talker"}
+    assert send_request(app, COUNT, body).json == {
+        "input_tokens": send_request(app, MESSAGES, body | {"max_tokens": 1}).json["usage"]["input_tokens"]
     }
-    assert ask(app, COUNT, {"messages": [*TALK, {"role": "assistant", "content": "South"}]}).status == 200
-    assert ask(app, COUNT, {"messages": []}).status == 400
+    assert send_request(app, COUNT, {"messages": [*CONVERSATION, {"role": "assistant", "content": "South"}]}).status == 200
+    assert send_request(app, COUNT, {"messages": []}).status == 400
 
 
 @pytest.mark.parametrize("pooling", ["", "mean", "last", "cls"])
-def test_embeddings_are_the_models_last_hidden_states(app, decoder, monkeypatch, pooling):
-    monkeypatch.setattr(decoder, "team", replace(decoder.team, source=SimpleNamespace(pooling=pooling)))
+def test_embeddings_are_pooled_hidden_states(app, decoder, monkeypatch, pooling):
+    monkeypatch.setattr(decoder, "bundle", replace(decoder.bundle, checkpoint=SimpleNamespace(pooling=pooling)))
     texts = ["The robin flew away. " * 12, "One", "One, two, three"]
-    model = decoder.target.seat([decoder.target.config.n_layers + 1])
+    model = decoder.target.clone_for_sequence([decoder.target.config.n_layers + 1])
     expected = []
     for text in texts:
         tokens = decoder.encode(text)
         model.forward(tokens, 1)
-        states = model.hidden(tokens, 0).astype(np.float64)
+        states = model.get_hidden_states(tokens, 0).astype(np.float64)
         vector = {"": states.mean(0), "mean": states.mean(0), "last": states[-1], "cls": states[0]}[pooling]
         expected.append(vector / np.linalg.norm(vector))
-    reply = ask(app, EMBEDDINGS, {"input": texts, "model": "talker", "user": "x"}).json
-    assert [each["index"] for each in reply["data"]] == [0, 1, 2] and reply["object"] == "list"
-    vectors = np.array([each["embedding"] for each in reply["data"]])
+    response = send_request(app, EMBEDDINGS, {"input": texts, "model": "talker", "user": "x"}).json
+    assert [each["index"] for each in response["data"]] == [0, 1, 2] and response["object"] == "list"
+    vectors = np.array([each["embedding"] for each in response["data"]])
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
-    assert reply["usage"] == {key: sum(len(decoder.encode(text)) for text in texts) for key in ("prompt_tokens", "total_tokens")}
-    told = ask(app, EMBEDDINGS, {"input": [decoder.encode(text) for text in texts], "encoding_format": "base64"}).json["data"]
-    again = np.array([np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in told])
-    np.testing.assert_array_equal(again, vectors.astype(np.float32))
-    (short,) = ask(app, EMBEDDINGS, {"input": texts[0], "dimensions": 8}).json["data"]
+    assert response["usage"] == {
+        key: sum(len(decoder.encode(text)) for text in texts) for key in ("prompt_tokens", "total_tokens")
+    }
+    base64_data = send_request(
+        app, EMBEDDINGS, {"input": [decoder.encode(text) for text in texts], "encoding_format": "base64"}
+    ).json["data"]
+    decoded = np.array([np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in base64_data])
+    np.testing.assert_array_equal(decoded, vectors.astype(np.float32))
+    (short,) = send_request(app, EMBEDDINGS, {"input": texts[0], "dimensions": 8}).json["data"]
     np.testing.assert_allclose(short["embedding"], vectors[0, :8] / np.linalg.norm(vectors[0, :8]), atol=1e-6)
 
 
-def test_embeddings_are_made_between_others_passes_and_end_with_their_client(app, decoder, engine, caplog):
-    """Beside answers, which stay what they are; and a client that leaves waits for nobody."""
-    own = ask(app, CHAT, {"messages": TALK, **DRAWN, "max_tokens": 60}).json["choices"][0]["message"]["content"]
+def test_embeddings_run_between_passes_and_stop_on_disconnect(app, decoder, scheduler, caplog):
+    """Chat outputs stay the same next to embeddings, and a disconnected client's tasks stop."""
+    expected = send_request(app, CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS, "max_tokens": 60}).json["choices"][0][
+        "message"
+    ]["content"]
     with ThreadPoolExecutor(8) as pool:
-        bodies = [(CHAT, {"messages": TALK, **DRAWN, "max_tokens": 60}), (EMBEDDINGS, {"input": ["The robin " * 40] * 9})] * 4
-        replies = list(pool.map(lambda each: ask(app, *each), bodies))
-    assert {reply.json["choices"][0]["message"]["content"] for reply in replies[::2]} == {own}
-    assert len({reply.body for reply in replies[1::2]}) == 1
+        bodies = [
+            (CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS, "max_tokens": 60}),
+            (EMBEDDINGS, {"input": ["The robin " * 40] * 9}),
+        ] * 4
+        responses = list(pool.map(lambda each: send_request(app, *each), bodies))
+    assert {response.json["choices"][0]["message"]["content"] for response in responses[::2]} == {expected}
+    assert len({response.body for response in responses[1::2]}) == 1
     with pytest.raises(ConnectionResetError):
-        embeddings = app_of(service_of(Model("talker", decoder, None), engine))
-        ask(bare(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, leaves_after=0)
-    assert ask(app, EMBEDDINGS, {"input": "x"}).status == 200
+        embeddings = make_app(make_state(ServedModel("talker", decoder, None), scheduler))
+        send_request(with_client(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, disconnect_after=0)
+    assert send_request(app, EMBEDDINGS, {"input": "x"}).status == 200
     gc.collect()
-    assert not caplog.records, "what nobody waits for is no trouble"
+    assert not caplog.records, "cancelled tasks log nothing"
 
 
-def bare(inner):
-    """An app whose errors are seen."""
+def with_client(inner):
+    """Return the app with a client in its scope, without error handling."""
 
     async def outer(scope, receive, send):
-        await inner({**scope, "who": Client(), "notes": []}, receive, send)
+        await inner({**scope, "api_client": Client(), "notes": []}, receive, send)
 
     return outer
 
 
-REFUSED = [
+REJECTED_REQUESTS = [
     (EMBEDDINGS, {"input": []}, "input"), (EMBEDDINGS, {"input": None}, "input"), (EMBEDDINGS, {"input": [[]]}, "input"),
     (EMBEDDINGS, {"input": [1, "a"]}, "input"), (EMBEDDINGS, {"input": [[10**9]]}, "input"), (EMBEDDINGS, {"n": 1}, "n"),
     (EMBEDDINGS, {"input": "a " * 4000}, "input"), (EMBEDDINGS, {"dimensions": 10**6}, "dimensions"),
@@ -370,13 +399,14 @@ REFUSED = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 1}]}]}, "messages"),
     (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "messages"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"), (MESSAGES, {"tools": {}}, "tools"),
-    *((path, {"tools": FORCED[path]["tools"][0]}, "tools") for path in BODIES),
+    *((path, {"tools": TOOLS[path]["tools"][0]}, "tools") for path in BODIES),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"), (MESSAGES, {"tool_choice": "auto"}, "tool_choice"),
     (MESSAGES, {"thinking": {"type": "maybe"}}, "thinking"), (MESSAGES, {"system": 5}, "system"),
     (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers"), (MESSAGES, {"stop_sequences": [1]}, "stop"),
     (MESSAGES, {"chat_template_kwargs": 5, "thinking": {"type": "enabled"}}, "chat_template_kwargs"),
-    (MESSAGES, {"messages": [*TALK, {"role": "assistant", "content": "South"}]}, "messages"),
-    (MESSAGES, {"messages": [*TALK, {"role": "assistant", "content": "South"}, {"role": "user", "content": []}]}, "messages"),
+    (MESSAGES, {"messages": [*CONVERSATION, {"role": "assistant", "content": "South"}]}, "messages"),
+    (MESSAGES, {"messages": [*CONVERSATION, {"role": "assistant", "content": "South"}, {"role": "user", "content": []}]},
+     "messages"),
     (MESSAGES, {"output_config": {"x": 1}}, "output_config"), (MESSAGES, {"model": "claude"}, "model"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"), (RESPONSES, {"conversation": "c"}, "conversation"),
     (RESPONSES, {"background": True}, "background"), (RESPONSES, {"input": []}, "input"),
@@ -393,42 +423,42 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_is_not_done_is_refused_by_name(app, case):
-    path, more, param = REFUSED[case]
-    reply = ask(app, path, BODIES.get(path, {"input": "a"}) | more)
-    assert reply.status in (400, 404) and reply.json["type"] == "error", reply.body
-    assert reply.error["param"] == param and "\n" not in reply.error["message"]
+@pytest.mark.parametrize("case", range(len(REJECTED_REQUESTS)))
+def test_invalid_and_unsupported_fields_are_rejected_by_name(app, case):
+    path, fields, param = REJECTED_REQUESTS[case]
+    response = send_request(app, path, BODIES.get(path, {"input": "a"}) | fields)
+    assert response.status in (400, 404) and response.json["type"] == "error", response.body
+    assert response.error["param"] == param and "\n" not in response.error["message"]
 
 
-@pytest.mark.skipif(not optional_dependencies.has(optional_dependencies.GUIDANCE), reason="needs llguidance")
-def test_tools_are_forced_and_answers_shaped(app):
-    wants = {
+@pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
+def test_required_tools_and_response_schemas_are_enforced(app):
+    required = {
         MESSAGES: {"tool_choice": {"type": "any"}, "max_tokens": 120},
         RESPONSES: {"tool_choice": "required", "max_output_tokens": 120},
     }
-    for path, more in wants.items():
-        answer = ask(app, path, BODIES[path] | FORCED[path] | more).json
-        called = answer["content"] if path == MESSAGES else answer["output"]
-        assert called[0]["name"] == "weather"
+    for path, fields in required.items():
+        response = send_request(app, path, BODIES[path] | TOOLS[path] | fields).json
+        items = response["content"] if path == MESSAGES else response["output"]
+        assert items[0]["name"] == "weather"
     schema = {"type": "array", "items": {"const": 7}, "maxItems": 3}
-    shape = {"type": "json_schema", "schema": schema, "name": "x"}
-    for path, more in ((MESSAGES, {"output_config": {"format": shape}}), (RESPONSES, {"text": {"format": shape}})):
-        answer = ask(app, path, BODIES[path] | more).json
-        assert json.loads(text_in(path, answer)) in ([], [7], [7, 7], [7, 7, 7])
+    text_format = {"type": "json_schema", "schema": schema, "name": "x"}
+    for path, fields in ((MESSAGES, {"output_config": {"format": text_format}}), (RESPONSES, {"text": {"format": text_format}})):
+        response = send_request(app, path, BODIES[path] | fields).json
+        assert json.loads(get_text(path, response)) in ([], [7], [7, 7], [7, 7, 7])
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_that_fails_says_so(serving, path):
-    events = told(serving, path, step("a"), ShapeError("the shape cannot go on"), stream=True).events
+def test_a_failed_stream_ends_with_an_error_event(make_test_app, path):
+    events = respond(make_test_app, path, step("a"), ConstraintError("the shape cannot go on"), stream=True).events
     assert events[-1]["type"] == {"/v1/messages": "error", "/v1/responses": "response.failed"}[path]
     assert "the shape cannot go on" in json.dumps(events[-1])
 
 
 @pytest.mark.parametrize("n_bodies", [400, pytest.param(2500, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("path", [CHAT, *BODIES, COUNT, EMBEDDINGS])
-def test_no_body_is_answered_by_a_failure(app, path, n_bodies):
-    """Any value in any field: an answer, or a refusal in a line that names a parameter or says what is wrong."""
+def test_random_bodies_cause_no_internal_errors(app, path, n_bodies):
+    """Any value in any field gets a response, or an error in a single line."""
     rng = random.Random(path)
     body = {"input": "a", "dimensions": 3} if path == EMBEDDINGS else BODIES.get(path) or BODIES[MESSAGES]
     names = [*body, "system", "tools", "tool_choice", "thinking", "output_config", "instructions", "text", "reasoning", "stop",
@@ -436,16 +466,18 @@ def test_no_body_is_answered_by_a_failure(app, path, n_bodies):
              "include", "n", "stream", "parallel_tool_calls"]  # fmt: skip
     statuses = set()
     for _ in range(n_bodies):
-        one = json.loads(json.dumps(body | (FORCED.get(path, {}) if rng.random() < 0.5 else {})))
+        variant = json.loads(json.dumps(body | (TOOLS.get(path, {}) if rng.random() < 0.5 else {})))
         for _ in range(rng.randrange(1, 3)):
-            one[rng.choice(names)] = some(rng, 0)
+            variant[rng.choice(names)] = random_json(rng, 0)
         if path != EMBEDDINGS:
-            one["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
-        reply = ask(app, path, one)
-        statuses.add(reply.status)
-        assert reply.status in (200, 400, 404), (one, reply.body)
-        if reply.status != 200:
-            assert reply.error["message"] and "\n" not in reply.error["message"] and len(reply.error["message"]) < 400, reply.body
+            variant["max_output_tokens" if path == RESPONSES else "max_tokens"] = 1
+        response = send_request(app, path, variant)
+        statuses.add(response.status)
+        assert response.status in (200, 400, 404), (variant, response.body)
+        if response.status != 200:
+            assert response.error["message"] and "\n" not in response.error["message"] and len(response.error["message"]) < 400, (
+                response.body
+            )
     assert {200, 400} <= statuses
 
 
@@ -461,58 +493,60 @@ KEYS = [
 ]  # fmt: skip
 
 
-def some(rng, depth):
-    kind = rng.randrange(8 if depth < 4 else 5)
-    if kind < 2:
+def random_json(rng, depth):
+    value_type = rng.randrange(8 if depth < 4 else 5)
+    if value_type < 2:
         return rng.choice(WORDS)
-    if kind < 5:
+    if value_type < 5:
         return rng.choice([None, True, False, 0, 1, -1, 0.5, 1e300, 2**70])
-    if kind < 6:
-        return [some(rng, depth + 1) for _ in range(rng.randrange(3))]
-    return {rng.choice(KEYS): some(rng, depth + 1) for _ in range(rng.randrange(4))}
+    if value_type < 6:
+        return [random_json(rng, depth + 1) for _ in range(rng.randrange(3))]
+    return {rng.choice(KEYS): random_json(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
-def test_an_anthropic_client_brings_its_key_its_own_way(serving, decoder, engine):
-    service = service_of(Model("talker", decoder, decoder.chat_template), engine)
-    guarded = Guard(app_of(service), ["secret"], {"localhost"}, lambda line: None)
+def test_anthropic_clients_send_the_key_in_x_api_key(make_test_app, decoder, scheduler):
+    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
+    app = AuthMiddleware(make_app(state), ["secret"], {"localhost"}, lambda line: None)
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
-        assert ask(guarded, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
+        assert send_request(app, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
 
 
-def test_errors_have_anthropics_types_at_its_paths_and_openais_elsewhere(serving, app):
+def test_error_types_depend_on_the_api_of_the_path(make_test_app, app):
     class Failing:
         error = ValueError("within")
 
-        def submit(self, jobs, hears, who):
+        def submit(self, requests, callbacks, client):
             raise self.error
 
-    keyed, failing = serving(keys=("secret",)), serving(engine=Failing())
+    keyed, failing = make_test_app(keys=("secret",)), make_test_app(scheduler=Failing())
     others = {RESPONSES: "invalid_request_error", CHAT: "invalid_request_error"}
-    for ask_at, status, kind in (
-        (lambda path: ask(app, path, {"model": "nope"}), 404, "not_found_error"),
-        (lambda path: ask(app, path, method="PUT"), 405, "invalid_request_error"),
-        (lambda path: ask(app, path, {"max_tokens": "x"}), 400, "invalid_request_error"),
-        (lambda path: ask(keyed, path, {}), 401, "authentication_error"),
-        (lambda path: ask(app, path, {}, headers={"host": "evil.example"}), 403, "permission_error"),
-        (lambda path: ask(app, path, pieces=[bytes(5 << 20)]), 413, "request_too_large"),
+    for send, status, error_type in (
+        (lambda path: send_request(app, path, {"model": "nope"}), 404, "not_found_error"),
+        (lambda path: send_request(app, path, method="PUT"), 405, "invalid_request_error"),
+        (lambda path: send_request(app, path, {"max_tokens": "x"}), 400, "invalid_request_error"),
+        (lambda path: send_request(keyed, path, {}), 401, "authentication_error"),
+        (lambda path: send_request(app, path, {}, headers={"host": "evil.example"}), 403, "permission_error"),
+        (lambda path: send_request(app, path, chunks=[bytes(5 << 20)]), 413, "request_too_large"),
     ):
-        for path, expected in ((MESSAGES, kind), (COUNT, kind), *others.items()):
-            reply = ask_at(path)
-            assert (reply.status, reply.error["type"]) == (status, expected), (path, reply.body)
-    for error, status, kind, other in (
-        (Full(), 429, "rate_limit_error", "rate_limit_error"),
-        (Closed(), 503, "overloaded_error", "server_error"),
+        for path, expected in ((MESSAGES, error_type), (COUNT, error_type), *others.items()):
+            response = send(path)
+            assert (response.status, response.error["type"]) == (status, expected), (path, response.body)
+    for error, status, error_type, openai_type in (
+        (QueueFullError(), 429, "rate_limit_error", "rate_limit_error"),
+        (ShutdownError(), 503, "overloaded_error", "server_error"),
         (RuntimeError("within"), 500, "api_error", "server_error"),
     ):
         Failing.error = error
-        for path, expected in ((MESSAGES, kind), (RESPONSES, other)):
-            reply = ask(failing, path, BODIES[path])
-            assert (reply.status, reply.error["type"]) == (status, expected) and "within" not in reply.error["message"]
+        for path, expected in ((MESSAGES, error_type), (RESPONSES, openai_type)):
+            response = send_request(failing, path, BODIES[path])
+            assert (response.status, response.error["type"]) == (status, expected) and "within" not in response.error["message"]
 
 
-def test_fields_of_no_effect_are_taken_where_the_real_interface_has_them(app):
-    more = {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "safety_identifier": "b", "service_tier": "auto"}
-    assert ask(app, CHAT, {"messages": TALK, "max_tokens": 1, **more}).status == 200
-    assert ask(app, RESPONSES, BODIES[RESPONSES] | more).status == 200
-    assert ask(app, RESPONSES, BODIES[RESPONSES] | {"prompt_cache_retention": 1}).error["param"] == "prompt_cache_retention"
-    assert ask(app, MESSAGES, BODIES[MESSAGES] | {"prompt_cache_retention": "24h"}).error["code"] == "unknown_parameter"
+def test_fields_without_effect_are_accepted_where_the_api_has_them(app):
+    fields = {"prompt_cache_retention": "24h", "prompt_cache_key": "a", "safety_identifier": "b", "service_tier": "auto"}
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, **fields}).status == 200
+    assert send_request(app, RESPONSES, BODIES[RESPONSES] | fields).status == 200
+    assert (
+        send_request(app, RESPONSES, BODIES[RESPONSES] | {"prompt_cache_retention": 1}).error["param"] == "prompt_cache_retention"
+    )
+    assert send_request(app, MESSAGES, BODIES[MESSAGES] | {"prompt_cache_retention": "24h"}).error["code"] == "unknown_parameter"

@@ -1,4 +1,4 @@
-"""The server's answers, without a socket: OpenAI's interface, what it refuses, and who may ask."""
+"""The API without a socket: OpenAI's chat and completions, rejected requests, and access control."""
 
 import json
 import random
@@ -18,288 +18,301 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
-from specdec.engine.decoding import Job, TokenLogprob
-from specdec.engine.metrics import BOUNDS, Figures, exposition
-from specdec.engine.scheduler import Client, Closed, Engine, Full, Hear
+from specdec.engine.decode_loop import GenerationRequest, TokenLogprob
+from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
+from specdec.engine.scheduler import Client, EventCallback, QueueFullError, Scheduler, ShutdownError
 from specdec.server import app as server
 from specdec.server import auth, body_limits, streaming
-from specdec.server.app import app_of
-from specdec.server.auth import Guard
-from specdec.server.model_manager import FOLDERS, Served, only
-from specdec.server.openai_requests import Model, encoding
-from specdec.server.streaming import Service
-from specdec.server.tool_parsers.formats import way_of
-from specdec.server.tool_parsers.incremental import Call, Json, More
-from specdec.server.validation import MOST_NESTED, Refused, body_of
-from specdec.text.structured_output import ShapeError
-from specdec.text.worker_process import Lost, Worker
-from tests.fakes.asgi import Reply, ask
-from tests.test_end_to_end import folder
+from specdec.server.app import make_app
+from specdec.server.auth import AuthMiddleware
+from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
+from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager
+from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
+from specdec.server.streaming import ServerState
+from specdec.server.tool_parsers.formats import find_tool_format
+from specdec.server.tool_parsers.incremental import ArgumentsDelta, JsonScanner, ToolCall
+from specdec.text.structured_output import ConstraintError
+from specdec.text.worker_process import Worker, WorkerLostError
+from tests.fakes.asgi import Response, send_request
+from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TALK = [{"role": "user", "content": "Where did the robin go?"}]
-DRAWN = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 12}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CONVERSATION = [{"role": "user", "content": "Where did the robin go?"}]
+SAMPLING_FIELDS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 12}
 SAMPLING = Sampling(temperature=0.8, top_p=0.9, seed=5)
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-CALLING = "{% if tools %}<tool_call>{% endif %}"  # what a template has that knows tools
+TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
 
 
-class Script:
-    """An engine that tells the same events of every text, or raises."""
+class FakeScheduler:
+    """A scheduler that sends the same events for every request, or raises."""
 
     def __init__(self, *events: Any, error: Exception | None = None) -> None:
-        self.events, self.error, self.figures, self.jobs = events, error, Figures(), list[Job]()
+        self.events, self.error, self.metrics, self.requests = events, error, Metrics(), list[GenerationRequest]()
         self.n_cancelled = 0
 
-    def submit(self, jobs: Sequence[Job], hears: Sequence[Hear], who: Client) -> list["Script"]:
+    def submit(
+        self, requests: Sequence[GenerationRequest], callbacks: Sequence[EventCallback], client: Client
+    ) -> list["FakeScheduler"]:
         if self.error:
             raise self.error
-        self.jobs += jobs
-        for hear in hears:
+        self.requests += requests
+        for on_event in callbacks:
             for event in self.events:
-                hear(event)
-        return [self for _ in jobs]
+                on_event(event)
+        return [self for _ in requests]
 
     def cancel(self) -> None:
         self.n_cancelled += 1
 
 
-def service_of(model: Model, engine: Any) -> Service:
-    return Service(only(Served(model, engine, 1)), "print")
+def make_state(model: ServedModel, scheduler: Any) -> ServerState:
+    return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)), "print")
 
 
-def reads(template: str) -> Any:
-    way = way_of(template)
-    return way and way.reads({"weather": {}})
+def make_parser(template: str) -> Any:
+    tool_format = find_tool_format(template)
+    return tool_format and tool_format.parser_factory({"weather": {}})
 
 
-def step(text: str, end: str | None = None, **more: Any) -> Step:
-    return Step([1], [], 0, 0.0, 0.0, end, pieces=[text], **more)
+def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:
+    return Step([1], [], 0, 0.0, 0.0, stop_reason, pieces=[text], **fields)
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
-    path = folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
+    path = make_folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
     source = (FIXTURES / "chat" / "smollm2.jinja").read_text()
-    (path / "chat_template.jinja").write_text(CALLING + source)
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + source)
     (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
     return SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
 
 
 @pytest.fixture(scope="module")
-def engine(decoder: SpeculativeDecoder) -> Iterator[Engine]:
-    engine = Engine(decoder, 4, 32, 10**8)
-    yield engine
-    engine.close(0.0)
+def scheduler(decoder: SpeculativeDecoder) -> Iterator[Scheduler]:
+    scheduler = Scheduler(decoder, 4, 32, 10**8)
+    yield scheduler
+    scheduler.close(0.0)
 
 
 @pytest.fixture(scope="module")
-def serving(decoder: SpeculativeDecoder, engine: Engine) -> Callable[..., Any]:
-    def app(engine: Any = engine, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
-        service = service_of(Model("talker", decoder, decoder.chat_template), engine)
-        return Guard(app_of(service), keys, {"localhost"}, (log if log is not None else []).append)
+def make_test_app(decoder: SpeculativeDecoder, scheduler: Scheduler) -> Callable[..., Any]:
+    def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
+        state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
+        return AuthMiddleware(make_app(state), keys, {"localhost"}, (log if log is not None else []).append)
 
     return app
 
 
 @pytest.fixture(scope="module")
-def app(serving: Callable[..., Any]) -> Any:
-    return serving()
+def app(make_test_app: Callable[..., Any]) -> Any:
+    return make_test_app()
 
 
-def test_an_answer_is_the_librarys_own_whole_and_in_a_stream(app: Any, decoder: SpeculativeDecoder) -> None:
-    own = decoder.answer(TALK, 12, SAMPLING)
-    whole = ask(app, CHAT, {"messages": TALK, "model": "talker", **DRAWN})
-    assert whole.status == 200 and whole.json["object"] == "chat.completion" and whole.json["model"] == "talker"
-    (choice,) = whole.json["choices"]
-    assert choice["message"] == {"role": "assistant", "content": own.text, "refusal": None}
-    assert choice["finish_reason"] == ("length" if own.statistics.stop_reason == "max_tokens" else "stop")
-    n = own.statistics.n_prompt, own.statistics.n_generated
-    usage = whole.json["usage"]
+def test_responses_and_streams_equal_library_output(app: Any, decoder: SpeculativeDecoder) -> None:
+    expected = decoder.answer(CONVERSATION, 12, SAMPLING)
+    complete = send_request(app, CHAT, {"messages": CONVERSATION, "model": "talker", **SAMPLING_FIELDS})
+    assert complete.status == 200 and complete.json["object"] == "chat.completion" and complete.json["model"] == "talker"
+    (choice,) = complete.json["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert choice["finish_reason"] == ("length" if expected.statistics.stop_reason == "max_tokens" else "stop")
+    n = expected.statistics.n_prompt, expected.statistics.n_generated
+    usage = complete.json["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (*n, sum(n))
-    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == own.statistics.n_accepted
-    stream = ask(app, CHAT, {"messages": TALK, "stream": True, "stream_options": {"include_usage": True}, **DRAWN})
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == expected.statistics.n_accepted
+    stream = send_request(
+        app, CHAT, {"messages": CONVERSATION, "stream": True, "stream_options": {"include_usage": True}, **SAMPLING_FIELDS}
+    )
     assert stream.headers["content-type"].startswith("text/event-stream")
-    first, *middle, last, told = stream.events
+    first, *middle, last, last_usage = stream.events
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in (*middle, last)) == own.text
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in (*middle, last)) == expected.text
     assert [event["choices"][0]["finish_reason"] for event in middle] == [None] * len(middle)
     assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
-    assert told["choices"] == [] and told["usage"] == usage and last["usage"] is None
+    assert last_usage["choices"] == [] and last_usage["usage"] == usage and last["usage"] is None
     assert len({event["id"] for event in stream.events}) == 1
 
 
-def test_completions_go_on_with_texts_and_ids_each_with_its_own_seeds(app: Any, decoder: SpeculativeDecoder) -> None:
+def test_completions_of_texts_and_ids_have_seeds_of_their_own(app: Any, decoder: SpeculativeDecoder) -> None:
     prompts = ["One, two,", decoder.encode("The robin")]
     seeds = [Sampling(temperature=0.8, top_p=0.9, seed=seed) for seed in (5, 6)]
-    own = [decoder.generate(prompt, 12, sampling).continuation for prompt in prompts for sampling in seeds]
-    for prompt, texts in ((prompts, own), (prompts[0], own[:2]), (prompts[1], own[2:])):
-        reply = ask(app, TEXT, {"prompt": prompt, "n": 2, **DRAWN})
-        assert [choice["text"] for choice in reply.json["choices"]] == texts
-        assert [choice["index"] for choice in reply.json["choices"]] == list(range(len(texts)))
-    events = ask(app, TEXT, {"prompt": prompts, "n": 2, "stream": True, **DRAWN}).events
+    expected = [decoder.generate(prompt, 12, sampling).continuation for prompt in prompts for sampling in seeds]
+    for prompt, texts in ((prompts, expected), (prompts[0], expected[:2]), (prompts[1], expected[2:])):
+        response = send_request(app, COMPLETIONS, {"prompt": prompt, "n": 2, **SAMPLING_FIELDS})
+        assert [choice["text"] for choice in response.json["choices"]] == texts
+        assert [choice["index"] for choice in response.json["choices"]] == list(range(len(texts)))
+    events = send_request(app, COMPLETIONS, {"prompt": prompts, "n": 2, "stream": True, **SAMPLING_FIELDS}).events
     streamed = [""] * 4
     for event in events:
         streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
-    assert streamed == own
-    assert len(ask(app, TEXT, {}).json["choices"]) == 1
+    assert streamed == expected
+    assert len(send_request(app, COMPLETIONS, {}).json["choices"]) == 1
 
 
-def test_greedy_is_greedy_by_temperature_top_k_and_top_p(app: Any, decoder: SpeculativeDecoder) -> None:
-    own = decoder.answer(TALK, 12, temperature=0).text
-    for how in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0, "top_k": 5}):
-        reply = ask(app, CHAT, {"messages": TALK, "max_completion_tokens": 12, **how})
-        assert reply.json["choices"][0]["message"]["content"] == own
+def test_greedy_sampling_by_temperature_top_k_or_top_p(app: Any, decoder: SpeculativeDecoder) -> None:
+    expected = decoder.answer(CONVERSATION, 12, temperature=0).text
+    for fields in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0, "top_k": 5}):
+        response = send_request(app, CHAT, {"messages": CONVERSATION, "max_completion_tokens": 12, **fields})
+        assert response.json["choices"][0]["message"]["content"] == expected
 
 
-def test_where_a_request_says_nothing_the_servers_own_sampling_holds(
-    serving: Callable[..., Any], decoder: SpeculativeDecoder
+def test_missing_fields_use_the_default_sampling_of_the_server(
+    make_test_app: Callable[..., Any], decoder: SpeculativeDecoder
 ) -> None:
-    script = Script(Prompt([1], 0.0), step("a", "eos"))
-    own = Model("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
-    app = Guard(app_of(service_of(own, script)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    fake = FakeScheduler(Prompt([1], 0.0), step("a", "eos"))
+    model = ServedModel("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
+    app = AuthMiddleware(make_app(make_state(model, fake)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     for body in ({}, {"temperature": 0.1}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0}):
-        assert ask(app, TEXT, {"seed": 1, **body}).status == 200
-    drawn = [(job.sampling.temperature, job.sampling.top_k, job.sampling.top_p) for job in script.jobs]
-    assert drawn == [(0.6, 20, 0.8), (0.1, 20, 0.8), (0.6, 3, 0.5), (0.6, 1, 0.0)]
+        assert send_request(app, COMPLETIONS, {"seed": 1, **body}).status == 200
+    samplings = [(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) for request in fake.requests]
+    assert samplings == [(0.6, 20, 0.8), (0.1, 20, 0.8), (0.6, 3, 0.5), (0.6, 1, 0.0)]
 
 
-def test_a_server_draws_as_its_options_say_then_as_the_files_advise_then_as_in_a_chat() -> None:
+def test_default_sampling_prefers_options_to_recommendations() -> None:
     from specdec.cli.serve import ServeRequest
 
-    def of(advised: dict[str, float], **options: Any) -> tuple[float, int, float]:
-        sampling = ServeRequest(**options).sampling_of(advised)
+    def resolve(recommended: dict[str, float], **options: Any) -> tuple[float, int, float]:
+        sampling = ServeRequest(**options).make_default_sampling(recommended)
         return sampling.temperature, sampling.top_k, sampling.top_p
 
-    assert of({}) == (0.7, 0, 0.9)
-    assert of({"temperature": 0.6, "top_k": 20}) == (0.6, 20, 0.9)
-    assert of({"temperature": 0.6, "top_p": 0.8}, served_temperature=0.0, served_top_k=5) == (0.0, 5, 0.8)
+    assert resolve({}) == (0.7, 0, 0.9)
+    assert resolve({"temperature": 0.6, "top_k": 20}) == (0.6, 20, 0.9)
+    assert resolve({"temperature": 0.6, "top_p": 0.8}, served_temperature=0.0, served_top_k=5) == (0.0, 5, 0.8)
 
 
-def test_what_the_template_is_told_beside_messages(
-    app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = list[Any]()
+def test_template_options_reach_the_template(app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Any]()
     encode = decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *told: seen.append(told[0:3:2]) or encode(*told))
-    talk = [*TALK, {"role": "assistant", "content": "South.", "reasoning_content": "Birds fly."}, *TALK]
+    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: calls.append(arguments[0:3:2]) or encode(*arguments))
+    messages = [*CONVERSATION, {"role": "assistant", "content": "South.", "reasoning_content": "Birds fly."}, *CONVERSATION]
     for body in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False, "n": 3}}, {}):
-        assert ask(app, CHAT, {"messages": talk, "max_tokens": 1, **body}).status == 200
-    assert [options for _, options in seen] == [{"enable_thinking": False}, {"enable_thinking": False, "n": 3}, {}]
-    assert seen[0][0][1]["reasoning_content"] == "Birds fly."
+        assert send_request(app, CHAT, {"messages": messages, "max_tokens": 1, **body}).status == 200
+    assert [options for _, options in calls] == [{"enable_thinking": False}, {"enable_thinking": False, "n": 3}, {}]
+    assert calls[0][0][1]["reasoning_content"] == "Birds fly."
     monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_effort }}{% if enable_thinking %}!{% endif %}x")
-    assert ask(app, CHAT, {"messages": TALK, "max_tokens": 1, "reasoning_effort": "high"}).status == 200
-    assert seen[-1][1] == {"reasoning_effort": "high"}
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "high"}).status == 200
+    assert calls[-1][1] == {"reasoning_effort": "high"}
     with pytest.raises(ValueError, match=r"role of messages\[0\] is 'bot'; expected one of system, user, assistant"):
         decoder.encode_chat([{"role": "bot", "content": "x"}])
 
 
-def test_a_helper_that_the_system_ends_is_not_the_clients_fault(app: Any, monkeypatch: Any) -> None:
-    def lost(*_: Any) -> Any:
-        raise Lost("the system has ended it")
+def test_a_killed_worker_is_a_server_error(app: Any, monkeypatch: Any) -> None:
+    def raise_lost(*_: Any) -> Any:
+        raise WorkerLostError("the system has ended it")
 
-    monkeypatch.setattr(Worker, "ask", lost)
-    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "lost"}}}
-    reply = ask(app, CHAT, {"messages": TALK, "response_format": shape})
-    assert (reply.status, reply.error["type"], "retry-after" in reply.headers) == (503, "server_error", True)
+    monkeypatch.setattr(Worker, "request", raise_lost)
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "lost"}}}
+    response = send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format})
+    assert (response.status, response.error["type"], "retry-after" in response.headers) == (503, "server_error", True)
 
 
-def test_a_shape_that_no_text_can_follow_is_refused_before_the_first_byte(app: Any) -> None:
+def test_an_unsatisfiable_schema_is_rejected_before_the_first_byte(app: Any) -> None:
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": endless}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": endless}}
     for is_stream in (False, True):
-        reply = ask(app, CHAT, {"messages": TALK, "response_format": shape, "stream": is_stream})
-        assert (reply.status, reply.error["param"]) == (400, "response_format") and "cannot go on" in reply.error["message"]
+        response = send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format, "stream": is_stream})
+        assert (response.status, response.error["param"]) == (400, "response_format") and "cannot continue" in response.error[
+            "message"
+        ]
 
 
-def test_a_shape_that_cannot_go_on_is_told_by_its_own_words(serving: Callable[..., Any]) -> None:
-    app = serving(Script(Prompt([1], 0.0), step("a"), ShapeError("the shape cannot go on: too many items")))
-    whole = ask(app, TEXT, {})
-    assert (whole.status, whole.error["param"]) == (400, "response_format")
-    words, error = ask(app, TEXT, {"stream": True}).events
-    assert words["choices"][0]["text"] == "a" and error["error"]["message"] == "the shape cannot go on: too many items"
+def test_a_constraint_error_is_reported_with_its_message(make_test_app: Callable[..., Any]) -> None:
+    app = make_test_app(FakeScheduler(Prompt([1], 0.0), step("a"), ConstraintError("the shape cannot go on: too many items")))
+    complete = send_request(app, COMPLETIONS, {})
+    assert (complete.status, complete.error["param"]) == (400, "response_format")
+    first, error = send_request(app, COMPLETIONS, {"stream": True}).events
+    assert first["choices"][0]["text"] == "a" and error["error"]["message"] == "the shape cannot go on: too many items"
 
 
-def test_a_stream_that_has_nothing_to_say_gives_signs_of_life(
-    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "SIGN_OF_LIFE_SECONDS", 0.0)
-    held = [step(piece) for piece in ("<tool_call>", '{"name": ', '"weather"')]
-    app = serving(Script(Prompt([1], 0.0), *held, step("", "eos")))
-    reply = ask(app, CHAT, {"messages": TALK, "tools": [TOOL], "stream": True})
-    assert reply.body.count(b": waiting") >= 2
+def test_a_stream_without_output_sends_heartbeats(make_test_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "HEARTBEAT_INTERVAL_S", 0.0)
+    steps = [step(piece) for piece in ("<tool_call>", '{"name": ', '"weather"')]
+    app = make_test_app(FakeScheduler(Prompt([1], 0.0), *steps, step("", "eos")))
+    response = send_request(app, CHAT, {"messages": CONVERSATION, "tools": [TOOL], "stream": True})
+    assert response.body.count(b": waiting") >= 2
 
 
-def test_every_answer_has_an_id_that_the_log_tells_and_a_slash_sends_nobody_elsewhere(serving: Callable[..., Any]) -> None:
+def test_request_ids_are_logged_and_trailing_slashes_do_not_redirect(make_test_app: Callable[..., Any]) -> None:
     log = list[str]()
-    app = serving(log=log)
+    app = make_test_app(log=log)
     for path, status in (("/v1/models/", 200), ("/v1/nothing/", 404), ("/v1/models", 200)):
-        reply = ask(app, path)
-        assert reply.status == status and "location" not in reply.headers
-        assert reply.headers["x-request-id"] in log[-1]
-    ask(app, TEXT, {"top_k": "x"})
+        response = send_request(app, path)
+        assert response.status == status and "location" not in response.headers
+        assert response.headers["x-request-id"] in log[-1]
+    send_request(app, COMPLETIONS, {"top_k": "x"})
     assert "invalid_value top_k" in log[-1]
 
 
-def test_a_large_answer_becomes_json_beside_others() -> None:
+def test_large_responses_are_encoded_and_split() -> None:
     value = {"choices": [{"logprobs": [{"token": "a", "top": [["b", -1.5]] * 20} for _ in range(3000)]}]}
-    assert json.loads(streaming.json_of(value)) == value and streaming.json_of({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
-    assert [len(piece) for piece in streaming._pieces(bytes(150_000))] == [65536, 65536, 18928]
+    assert json.loads(streaming.encode_json(value)) == value and streaming.encode_json({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
+    assert [len(piece) for piece in streaming._split_body(bytes(150_000))] == [65536, 65536, 18928]
 
 
-def test_a_stop_string_ends_the_text_before_it(app: Any, decoder: SpeculativeDecoder) -> None:
-    own = decoder.answer(TALK, 12, SAMPLING).text
-    stop = own[len(own) // 2 :][:2]
-    reply = ask(app, CHAT, {"messages": TALK, "stop": [stop, "never"], **DRAWN}).json["choices"][0]
-    assert (reply["message"]["content"], reply["finish_reason"]) == (own[: own.index(stop)], "stop")
+def test_a_stop_string_ends_the_output_before_it(app: Any, decoder: SpeculativeDecoder) -> None:
+    expected = decoder.answer(CONVERSATION, 12, SAMPLING).text
+    stop = expected[len(expected) // 2 :][:2]
+    response = send_request(app, CHAT, {"messages": CONVERSATION, "stop": [stop, "never"], **SAMPLING_FIELDS}).json["choices"][0]
+    assert (response["message"]["content"], response["finish_reason"]) == (expected[: expected.index(stop)], "stop")
 
 
-def test_who_asks_is_told_which_tokens_were_guessed_and_the_pieces_are_the_text(app: Any) -> None:
-    talk = [{"role": "user", "content": "again and again " * 12}]
-    body = {"messages": talk, "stream": True, "specdec": True, "temperature": 0, "max_tokens": 40}
-    events = [event for event in ask(app, CHAT, body).events if "specdec" in event]
+def test_draft_details_add_up_to_the_output(app: Any) -> None:
+    messages = [{"role": "user", "content": "again and again " * 12}]
+    body = {"messages": messages, "stream": True, "specdec": True, "temperature": 0, "max_tokens": 40}
+    events = [event for event in send_request(app, CHAT, body).events if "specdec" in event]
     for event in events:
         runs = event["specdec"]["runs"]
-        assert "".join(words for _, words in runs) == event["choices"][0]["delta"].get("content", "")
-        assert {kind for kind, _ in runs} <= {"guessed", "own"}
+        assert "".join(text for _, text in runs) == event["choices"][0]["delta"].get("content", "")
+        assert {source for source, _ in runs} <= {"guessed", "own"}
     last = events[-1]["specdec"]
     assert last["tokens"] == 40 and last["accepted"] <= last["drafted"] and last["passes"] <= 40
-    assert not any("specdec" in event for event in ask(app, CHAT, body | {"specdec": False}).events)
+    assert not any("specdec" in event for event in send_request(app, CHAT, body | {"specdec": False}).events)
 
 
-def test_text_in_parts_and_the_developers_word_are_as_plain_ones(app: Any) -> None:
+def test_text_parts_and_developer_messages_equal_plain_ones(app: Any) -> None:
     parts = [{"type": "text", "text": "Where did "}, {"type": "text", "text": "the robin go?"}]
-    plain = [{"role": "system", "content": "Sing."}, *TALK]
-    other = [{"role": "developer", "content": "Sing."}, {"role": "user", "content": parts, "name": "Ann"}]
-    said = [ask(app, CHAT, {"messages": messages, **DRAWN}).json["choices"] for messages in (plain, other)]
-    assert said[0] == said[1]
+    plain = [{"role": "system", "content": "Sing."}, *CONVERSATION]
+    equivalent = [{"role": "developer", "content": "Sing."}, {"role": "user", "content": parts, "name": "Ann"}]
+    choices = [
+        send_request(app, CHAT, {"messages": messages, **SAMPLING_FIELDS}).json["choices"] for messages in (plain, equivalent)
+    ]
+    assert choices[0] == choices[1]
 
 
-def test_a_prediction_changes_no_text(app: Any) -> None:
-    plain = ask(app, CHAT, {"messages": TALK, **DRAWN}).json["choices"]
+def test_a_prediction_does_not_change_the_output(app: Any) -> None:
+    plain = send_request(app, CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS}).json["choices"]
     prediction = {"type": "content", "content": plain[0]["message"]["content"]}
-    assert ask(app, CHAT, {"messages": TALK, "prediction": prediction, **DRAWN}).json["choices"] == plain
+    assert (
+        send_request(app, CHAT, {"messages": CONVERSATION, "prediction": prediction, **SAMPLING_FIELDS}).json["choices"] == plain
+    )
 
 
-def test_an_answer_in_a_shape_is_the_masked_targets_own(app: Any, decoder: SpeculativeDecoder) -> None:
+def test_structured_output_equals_library_output(app: Any, decoder: SpeculativeDecoder) -> None:
     pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
     schema = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"], "additionalProperties": False}
-    shape = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
-    own = decoder.answer(TALK, 12, SAMPLING, shape=decoder.json_schema(schema)).text
-    choice = ask(app, CHAT, {"messages": TALK, "response_format": shape, **DRAWN}).json["choices"][0]
-    assert choice["message"]["content"] == own and json.loads(own)["n"] in (1, 22, 333)
-    begun = ask(app, CHAT, {"messages": TALK, "response_format": {"type": "json_object"}, **DRAWN}).json["choices"][0]
-    assert begun["message"]["content"].startswith("{")
-    for wrong in ({"type": "nonsense"}, {"pattern": "("}, {"$ref": "http://x/y"}):
-        shape = {"type": "json_schema", "json_schema": {"schema": wrong}}
-        assert ask(app, CHAT, {"messages": TALK, "response_format": shape}).error["param"] == "response_format"
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    expected = decoder.answer(CONVERSATION, 12, SAMPLING, shape=decoder.json_schema(schema)).text
+    choice = send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format, **SAMPLING_FIELDS}).json[
+        "choices"
+    ][0]
+    assert choice["message"]["content"] == expected and json.loads(expected)["n"] in (1, 22, 333)
+    any_object = send_request(
+        app, CHAT, {"messages": CONVERSATION, "response_format": {"type": "json_object"}, **SAMPLING_FIELDS}
+    ).json["choices"][0]
+    assert any_object["message"]["content"].startswith("{")
+    for invalid in ({"type": "nonsense"}, {"pattern": "("}, {"$ref": "http://x/y"}):
+        response_format = {"type": "json_schema", "json_schema": {"schema": invalid}}
+        assert (
+            send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format}).error["param"]
+            == "response_format"
+        )
 
 
-REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
+REJECTED_REQUESTS: list[tuple[str, dict[str, Any], str, int, str]] = [
     *[
         (path, {name: value}, name, 400, "unsupported_parameter")
-        for path in (CHAT, TEXT)
+        for path in (CHAT, COMPLETIONS)
         for name, value in (
             ("store", True), ("suffix", "x"), ("functions", [{}]), ("echo", True), ("typical_p", 0.5), ("mirostat", 2),
             ("ignore_eos", True), ("best_of", 2),
@@ -332,62 +345,64 @@ REFUSED: list[tuple[str, dict[str, Any], str, int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "x", "audio": {"id": 1}}]}, "messages", 400, "unsupported_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": "robin " * 400}]}, "messages", 400, "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "robin " * 90000}]}, "messages", 400, "context_length_exceeded"),
-    (TEXT, {"prompt": "robin " * 400}, "prompt", 400, "context_length_exceeded"),
-    (TEXT, {"prompt": "robin " * 90000}, "prompt", 400, "context_length_exceeded"),
-    (TEXT, {"prompt": [5] * 400}, "prompt", 400, "context_length_exceeded"),
-    (TEXT, {"prompt": [10**9]}, "prompt", 400, "invalid_value"),
+    (COMPLETIONS, {"prompt": "robin " * 400}, "prompt", 400, "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": "robin " * 90000}, "prompt", 400, "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": [5] * 400}, "prompt", 400, "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": [10**9]}, "prompt", 400, "invalid_value"),
     (CHAT, {"chat_template_kwargs": {"messages": True}}, "chat_template_kwargs", 400, "invalid_value"),
     (CHAT, {"chat_template_kwargs": {"a": "<|im_end|>"}}, "chat_template_kwargs", 400, "invalid_value"),
     (CHAT, {"reasoning_effort": "very much"}, "reasoning_effort", 400, "invalid_value"),
-    (TEXT, {"reasoning_effort": "low"}, "reasoning_effort", 400, "unknown_parameter"),
-    (TEXT, {"prompt": [[1], "x", 1.5]}, "prompt", 400, "invalid_value"),
-    (TEXT, {"prompt": ["x"] * 9, "n": 2}, "n", 400, "invalid_value"),
-    (TEXT, {"logprobs": 21}, "logprobs", 400, "invalid_value"),
+    (COMPLETIONS, {"reasoning_effort": "low"}, "reasoning_effort", 400, "unknown_parameter"),
+    (COMPLETIONS, {"prompt": [[1], "x", 1.5]}, "prompt", 400, "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x"] * 9, "n": 2}, "n", 400, "invalid_value"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs", 400, "invalid_value"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "param", "status", "code"), REFUSED)
-def test_what_is_not_done_is_refused_by_name(app: Any, path: str, body: Any, param: str, status: int, code: str) -> None:
-    reply = ask(app, path, ({"messages": TALK} if path == CHAT else {}) | body)
-    assert (reply.status, reply.error["param"], reply.error["code"]) == (status, param, code), reply.body
-    assert reply.error["type"] == "invalid_request_error"
+@pytest.mark.parametrize(("path", "body", "param", "status", "code"), REJECTED_REQUESTS)
+def test_invalid_and_unsupported_fields_are_rejected_by_name(
+    app: Any, path: str, body: Any, param: str, status: int, code: str
+) -> None:
+    response = send_request(app, path, ({"messages": CONVERSATION} if path == CHAT else {}) | body)
+    assert (response.status, response.error["param"], response.error["code"]) == (status, param, code), response.body
+    assert response.error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_samplers_are_those_of_the_library(app: Any, path: str) -> None:
-    """By both names of the repetition penalty; a bias may leave one token alone."""
-    body: dict[str, Any] = {"seed": 5, "temperature": 1, "max_tokens": 12} | ({"messages": TALK} if path == CHAT else {})
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_sampler_fields_have_their_effects(app: Any, path: str) -> None:
+    """The repetition penalty has two names; a bias can leave a single token."""
+    body: dict[str, Any] = {"seed": 5, "temperature": 1, "max_tokens": 12} | ({"messages": CONVERSATION} if path == CHAT else {})
 
-    def said(**more: Any) -> str:
-        choice = ask(app, path, body | more).json["choices"][0]
+    def generate(**fields: Any) -> str:
+        choice = send_request(app, path, body | fields).json["choices"][0]
         return str(choice["message"]["content"] if path == CHAT else choice["text"])
 
-    assert said() == said(min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias={})
+    assert generate() == generate(min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias={})
     penalties: dict[str, Any] = {"min_p": 0.02, "presence_penalty": 1.5, "frequency_penalty": 0.5}
-    assert said(**penalties, repetition_penalty=1.4) == said(**penalties, repeat_penalty=1.4) != said()
-    assert len({*said(logit_bias={"70": 100}).split()}) <= 1
-    assert ask(app, path, body | {"logit_bias": {"999999": 1}}).status == 400
+    assert generate(**penalties, repetition_penalty=1.4) == generate(**penalties, repeat_penalty=1.4) != generate()
+    assert len({*generate(logit_bias={"70": 100}).split()}) <= 1
+    assert send_request(app, path, body | {"logit_bias": {"999999": 1}}).status == 400
 
 
-def test_what_asks_for_nothing_special_is_taken(app: Any) -> None:
+def test_fields_without_effect_are_accepted(app: Any) -> None:
     numbers = {"frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "seed": -3}
     choices = {"store": False, "logprobs": False, "stream": False, "parallel_tool_calls": True, "tool_choice": "none"}
     others = {"logit_bias": {}, "metadata": None, "audio": None, "stop": None, "tools": [], "modalities": ["text"], "user": "ann"}
     samplers = {"repetition_penalty": 1.0, "repeat_penalty": 1, "min_p": 0, "min_tokens": 0, "mirostat": 0, "ignore_eos": False}
     servers = {"cache_prompt": True, "skip_special_tokens": True, "add_generation_prompt": True, "metadata": {"a": "b"}}
-    words = {"service_tier": "priority", "verbosity": "low", "reasoning_effort": "low", "chat_template_kwargs": {}}
-    idle = {**numbers, **choices, **others, **samplers, **servers, **words, "response_format": {"type": "text"}}
-    assert ask(app, CHAT, {"messages": TALK, "max_tokens": 1, **idle}).status == 200
+    strings = {"service_tier": "priority", "verbosity": "low", "reasoning_effort": "low", "chat_template_kwargs": {}}
+    neutral = {**numbers, **choices, **others, **samplers, **servers, **strings, "response_format": {"type": "text"}}
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, **neutral}).status == 200
 
 
-def some_json(rng: random.Random, depth: int = 3) -> Any:
-    kind = rng.randrange(9 if depth else 7)
-    if kind == 7:
-        return [some_json(rng, depth - 1) for _ in range(rng.randrange(3))]
-    if kind == 8:
+def random_json(rng: random.Random, depth: int = 3) -> Any:
+    value_type = rng.randrange(9 if depth else 7)
+    if value_type == 7:
+        return [random_json(rng, depth - 1) for _ in range(rng.randrange(3))]
+    if value_type == 8:
         keys = ["role", "content", "type", "text", "function", "name", "tool_calls", "id", "arguments", "\u00e9"]
-        return {rng.choice(keys): some_json(rng, depth - 1) for _ in range(rng.randrange(4))}
-    words = [
+        return {rng.choice(keys): random_json(rng, depth - 1) for _ in range(rng.randrange(4))}
+    strings = [
         "",
         "user",
         "assistant",
@@ -402,7 +417,7 @@ def some_json(rng: random.Random, depth: int = 3) -> Any:
         "{",
     ]
     numbers = [0, 1, -1, 2**63, 10**40, 0.5, -0.0, 1e308, 1e-320]
-    return (None, True, False, rng.choice(numbers), rng.choice(words), rng.choice(words), rng.choice(numbers))[kind]
+    return (None, True, False, rng.choice(numbers), rng.choice(strings), rng.choice(strings), rng.choice(numbers))[value_type]
 
 
 FIELDS = (
@@ -412,79 +427,80 @@ FIELDS = (
 )  # fmt: skip
 
 
-def test_whatever_stands_in_a_field_is_answered_or_refused_in_openais_shape(app: Any) -> None:
-    rng, n_refused = random.Random(1), 0
+def test_random_fields_are_answered_or_rejected_with_openai_errors(app: Any) -> None:
+    rng, n_rejected = random.Random(1), 0
     for _ in range(250):
-        path = rng.choice((CHAT, TEXT))
-        body = ({"messages": TALK} if path == CHAT else {"prompt": "a"}) | {"max_tokens": 1}
+        path = rng.choice((CHAT, COMPLETIONS))
+        body = ({"messages": CONVERSATION} if path == CHAT else {"prompt": "a"}) | {"max_tokens": 1}
         for name in rng.sample(FIELDS, rng.randrange(1, 3)):
-            body[name] = some_json(rng)
-        reply = ask(app, path, body)
-        if reply.status == 200:
+            body[name] = random_json(rng)
+        response = send_request(app, path, body)
+        if response.status == 200:
             continue
-        n_refused += 1
-        assert 400 <= reply.status < 500 and reply.error["type"] == "invalid_request_error", (body, reply)
-    assert n_refused > 100
+        n_rejected += 1
+        assert 400 <= response.status < 500 and response.error["type"] == "invalid_request_error", (body, response)
+    assert n_rejected > 100
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
-        (b"", "no JSON"), (b"{", "no JSON"), (b"\xff{}", "no JSON"), (b"[]", "expected an object"), (b"1", "expected an object"),
-        (b'{"seed": NaN}', "NaN is no number"), (b'{"seed": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b"", "not valid JSON"), (b"{", "not valid JSON"), (b"\xff{}", "not valid JSON"),
+        (b"[]", "expected an object"), (b"1", "expected an object"),
+        (b'{"seed": NaN}', "NaN is not a JSON number"), (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[" * 40_000, "nested too deep"), (b'{"a":' * 40_000, "nested too deep"), (b"[" * 10**6, "lists and objects"),
-        (b"[" * 60_000 + b'"' + b'\\"' * 10**6, "lists and objects"), (b'"' + b'[\\"' * 10**6, "no JSON"),
+        (b"[" * 60_000 + b'"' + b'\\"' * 10**6, "lists and objects"), (b'"' + b'[\\"' * 10**6, "not valid JSON"),
         (b"[" * 900 + b"]" * 900, "the body is a list"),
-        (b'{"x": ' + b"[" * MOST_NESTED + b"]" * MOST_NESTED + b"}", "nested too deep"),
+        (b'{"x": ' + b"[" * MAX_BODY_DEPTH + b"]" * MAX_BODY_DEPTH + b"}", "nested too deep"),
         (b'{"prompt": [' + b"{}," * 10**6 + b"1]}", "lists and objects"),
         (b'{"prompt": "\\ud800"}', "half a character"), (b'{"\\udc00": 1}', "half a character"),
     ],
 )  # fmt: skip
-def test_a_body_that_is_none_is_refused(app: Any, data: bytes, words: str) -> None:
-    reply = ask(app, TEXT, pieces=[data])
-    assert reply.status == 400 and words in reply.error["message"]
+def test_invalid_bodies_are_rejected(app: Any, data: bytes, message: str) -> None:
+    response = send_request(app, COMPLETIONS, chunks=[data])
+    assert response.status == 400 and message in response.error["message"]
 
 
-def test_a_body_that_is_too_large_or_too_slow_or_of_another_kind_is_not_read(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    announced = ask(app, TEXT, pieces=[], headers={"content-length": str(100 << 20)})
-    piece = b" " * (1 << 20)
-    sent = ask(app, TEXT, pieces=[piece] * 8)
-    for reply in (announced, sent):
-        assert (reply.status, reply.error["code"]) == (413, "request_too_large")
-    for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        assert ask(app, TEXT, {}, {"content-type": kind}).status == 415
-    assert ask(app, TEXT, {"max_tokens": 1}, {"content-type": "application/json; charset=utf-8"}).status == 200
-    assert "not compressed" in ask(app, TEXT, {}, {"content-encoding": "gzip"}).error["message"]
-    assert ask(app, TEXT, {"max_tokens": 1}, {"content-encoding": ""}).status == 200
+def test_bodies_that_are_too_large_too_slow_or_not_json_are_rejected(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced = send_request(app, COMPLETIONS, chunks=[], headers={"content-length": str(100 << 20)})
+    chunk = b" " * (1 << 20)
+    sent = send_request(app, COMPLETIONS, chunks=[chunk] * 8)
+    for response in (announced, sent):
+        assert (response.status, response.error["code"]) == (413, "request_too_large")
+    for content_type in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert send_request(app, COMPLETIONS, {}, {"content-type": content_type}).status == 415
+    assert send_request(app, COMPLETIONS, {"max_tokens": 1}, {"content-type": "application/json; charset=utf-8"}).status == 200
+    assert "uncompressed" in send_request(app, COMPLETIONS, {}, {"content-encoding": "gzip"}).error["message"]
+    assert send_request(app, COMPLETIONS, {"max_tokens": 1}, {"content-encoding": ""}).status == 200
     with monkeypatch.context() as patch:
-        patch.setattr(body_limits, "MOST_OF_ALL_BYTES", 3 << 20)
-        assert ask(app, TEXT, pieces=[piece] * 4).status == 429
-        assert ask(app, TEXT, pieces=[piece, b"{}"]).status == 200, "what was refused has left its room"
-    monkeypatch.setattr(body_limits, "BODY_SECONDS", 0.01)
-    assert ask(app, TEXT, pieces=[], method="POST").status == 408
+        patch.setattr(body_limits, "MAX_TOTAL_BODY_BYTES", 3 << 20)
+        assert send_request(app, COMPLETIONS, chunks=[chunk] * 4).status == 429
+        assert send_request(app, COMPLETIONS, chunks=[chunk, b"{}"]).status == 200, "a rejected body frees the buffer"
+    monkeypatch.setattr(body_limits, "BODY_TIMEOUT_S", 0.01)
+    assert send_request(app, COMPLETIONS, chunks=[], method="POST").status == 408
 
 
-def test_brackets_in_a_text_are_no_lists(app: Any) -> None:
+def test_brackets_in_strings_do_not_count_as_lists(app: Any) -> None:
     text = '[{\\"' * 20_000
-    assert ask(app, TEXT, {"prompt": text * 4}).error["code"] == "context_length_exceeded"
-    assert body_of(json.dumps({"a": text * 4, "b": "\\", "c": []}).encode()) == {"a": text * 4, "b": "\\", "c": []}
+    assert send_request(app, COMPLETIONS, {"prompt": text * 4}).error["code"] == "context_length_exceeded"
+    assert parse_body(json.dumps({"a": text * 4, "b": "\\", "c": []}).encode()) == {"a": text * 4, "b": "\\", "c": []}
 
 
-def test_a_path_or_a_method_that_is_not_there_is_told_in_openais_shape(app: Any) -> None:
-    assert (ask(app, "/v1/rerank", {}).status, ask(app, "/v1/rerank", {}).error["code"]) == (404, None)
+def test_unknown_paths_and_methods_get_openai_errors(app: Any) -> None:
+    assert (send_request(app, "/v1/rerank", {}).status, send_request(app, "/v1/rerank", {}).error["code"]) == (404, None)
     for method, path, allowed in (
         ("GET", CHAT, {"POST"}),
         ("DELETE", "/v1/models", {"GET", "HEAD"}),
-        ("OPTIONS", TEXT, {"POST"}),
+        ("OPTIONS", COMPLETIONS, {"POST"}),
     ):
-        reply = ask(app, path, method=method)
-        assert reply.status == 405 and reply.error and {*reply.headers["allow"].split(", ")} == allowed
-    assert ask(app, "/v1/models/gpt-4").error["code"] == "model_not_found"
-    assert ask(app, "/v1/models/talker").json == ask(app, "/v1/models").json["data"][0]
+        response = send_request(app, path, method=method)
+        assert response.status == 405 and response.error and {*response.headers["allow"].split(", ")} == allowed
+    assert send_request(app, "/v1/models/gpt-4").error["code"] == "model_not_found"
+    assert send_request(app, "/v1/models/talker").json == send_request(app, "/v1/models").json["data"][0]
 
 
 @pytest.mark.parametrize(
-    ("place", "message", "told"),
+    ("location", "message", "expected"),
     [
         ("m/x.gguf", "prompt is [9]; expected ids from 0 to 9", "prompt is [9]; expected ids from 0 to 9"),
         ("m/x.gguf", "the tokenizer m/x.gguf cannot encode the text", "the tokenizer the model's file cannot encode the text"),
@@ -495,56 +511,61 @@ def test_a_path_or_a_method_that_is_not_there_is_told_in_openais_shape(app: Any)
         ("x.gguf", "x.gguf: no text of x.gguf or tax.gguf", "no text of x.gguf or tax.gguf"),
     ],
 )  # fmt: skip
-def test_errors_name_no_file_here_and_keep_all_other_words(app: Any, place: str, message: str, told: str) -> None:
-    model: Any = SimpleNamespace(template=None, decoder=SimpleNamespace(tokenizer=SimpleNamespace(path=Path(place))))
-    with pytest.raises(Refused) as refused, encoding(model, "input"):
+def test_encoding_errors_hide_local_paths_only(app: Any, location: str, message: str, expected: str) -> None:
+    model: Any = SimpleNamespace(template=None, decoder=SimpleNamespace(tokenizer=SimpleNamespace(path=Path(location))))
+    with pytest.raises(APIError) as error, wrap_encoding_errors(model, "input"):
         raise ValueError(message)
-    assert str(refused.value) == told
+    assert str(error.value) == expected
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("/srv/my models/org/a.bin is truncated", "a.bin is truncated"),
         ("no /srv/a.bin or /srv/my models/b.bin; 3 / 4 GB, and/or", "no a.bin or b.bin; 3 / 4 GB, and/or"),
         ("//host/share/a.bin (C:\\models\\b.bin)", "a.bin (b.bin)"),
     ],
 )
-def test_errors_of_loading_name_no_folder_and_keep_all_other_words(message: str, told: str) -> None:
-    assert FOLDERS.sub("", message) == told
+def test_loading_errors_hide_folders_only(message: str, expected: str) -> None:
+    assert LOCAL_DIRECTORY_PATTERN.sub("", message) == expected
 
 
-# Who may ask
+# Access control
 
 
 @pytest.mark.parametrize(
-    ("host", "is_taken"),
+    ("host", "is_accepted"),
     [
         ("127.0.0.1:8080", True), ("localhost:8080", True), ("LOCALHOST", True), ("[::1]:8080", True), ("192.168.0.7", True),
         ("evil.example", False), ("evil.example:8080", False), ("127.0.0.1.evil.example", False), ("", False), ("8080", False),
         ("localhost.evil.example:8080", False), ("[::1", False), ("\xe9", False),
     ],
 )  # fmt: skip
-def test_a_name_that_is_not_this_hosts_is_refused(serving: Callable[..., Any], app: Any, host: str, is_taken: bool) -> None:
-    """A page of that name, which now means this machine's address, would read the answers (DNS rebinding)."""
-    assert (ask(app, "/v1/models", headers={"host": host}).status == 200) is is_taken
-    keyed = serving(keys=("right",))
-    assert ask(keyed, "/v1/models", headers={"host": host, "authorization": "Bearer right"}).status == 200
+def test_other_host_names_are_rejected_without_a_key(
+    make_test_app: Callable[..., Any], app: Any, host: str, is_accepted: bool
+) -> None:
+    """With DNS rebinding, a page of that name could read the responses."""
+    assert (send_request(app, "/v1/models", headers={"host": host}).status == 200) is is_accepted
+    keyed = make_test_app(keys=("right",))
+    assert send_request(keyed, "/v1/models", headers={"host": host, "authorization": "Bearer right"}).status == 200
 
 
-def test_a_request_of_http_1_0_names_no_host(app: Any) -> None:
-    """As health checks send it; no browser does."""
+def test_http_1_0_requests_need_no_host(app: Any) -> None:
+    """Health checks send them; no browser does."""
 
     async def old(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "http_version": "1.0"}, receive, send)
 
-    assert ask(old, "/health", headers={"host": None}).status == 200 and ask(app, "/health", headers={"host": None}).status == 403
-    assert ask(old, "/health", headers={"host": "evil.example"}).status == 403
-    assert ask(old, "/health", headers={"host": None, "origin": "http://evil.example"}).status == 403
+    assert (
+        send_request(old, "/health", headers={"host": None}).status == 200
+        and send_request(app, "/health", headers={"host": None}).status == 403
+    )
+    assert send_request(old, "/health", headers={"host": "evil.example"}).status == 403
+    assert send_request(old, "/health", headers={"host": None, "origin": "http://evil.example"}).status == 403
 
 
 @pytest.mark.parametrize(
-    ("headers", "is_taken"),
+    ("headers", "is_accepted"),
     [
         ({"origin": "http://127.0.0.1:8080"}, True), ({"origin": "https://evil.example"}, False), ({"origin": "null"}, False),
         ({"origin": "http://127.0.0.1:9"}, False), ({"sec-fetch-site": "cross-site"}, False), ({"origin": ""}, False),
@@ -552,257 +573,263 @@ def test_a_request_of_http_1_0_names_no_host(app: Any) -> None:
         ({"origin": "http://[::1"}, False),
     ],
 )  # fmt: skip
-def test_a_page_of_another_site_may_not_ask(app: Any, headers: dict[str, str], is_taken: bool) -> None:
-    for reply in (ask(app, TEXT, {"max_tokens": 1}, headers), ask(app, "/v1/models", headers=headers)):
-        assert reply.status == (200 if is_taken else 403)
-        assert not any(name.startswith("access-control") for name in reply.headers)
-    asking = {"origin": "https://evil.example", "access-control-request-method": "POST"}
-    assert ask(app, TEXT, None, asking, method="OPTIONS").status == 403
-    assert ask(app, "/", headers={"sec-fetch-site": "cross-site"}).status == 200, "a link may lead here"
+def test_requests_from_other_origins_are_rejected(app: Any, headers: dict[str, str], is_accepted: bool) -> None:
+    for response in (
+        send_request(app, COMPLETIONS, {"max_tokens": 1}, headers),
+        send_request(app, "/v1/models", headers=headers),
+    ):
+        assert response.status == (200 if is_accepted else 403)
+        assert not any(name.startswith("access-control") for name in response.headers)
+    preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    assert send_request(app, COMPLETIONS, None, preflight, method="OPTIONS").status == 403
+    assert send_request(app, "/", headers={"sec-fetch-site": "cross-site"}).status == 200, "links to the page are allowed"
 
 
-def test_one_of_the_keys_is_asked_for(serving: Callable[..., Any]) -> None:
+def test_one_of_the_api_keys_is_required(make_test_app: Callable[..., Any]) -> None:
     log = list[str]()
-    keyed = serving(keys=("first", "second"), log=log)
-    for brought in ("Bearer first", "bearer second", "Bearer  second "):
-        assert ask(keyed, TEXT, {"max_tokens": 1}, {"authorization": brought}).status == 200
-    for wrong in (None, "", "Bearer", "Bearer ", "first", "Basic first", "Bearer firs", "Bearer first2", "Bearer f\xe9"):
+    keyed = make_test_app(keys=("first", "second"), log=log)
+    for authorization in ("Bearer first", "bearer second", "Bearer  second "):
+        assert send_request(keyed, COMPLETIONS, {"max_tokens": 1}, {"authorization": authorization}).status == 200
+    for invalid in (None, "", "Bearer", "Bearer ", "first", "Basic first", "Bearer firs", "Bearer first2", "Bearer f\xe9"):
         for path in ("/v1/models", "/metrics", "/nothing"):
-            reply = ask(keyed, path, headers={"authorization": wrong})
-            assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
-            assert reply.headers["www-authenticate"] == "Bearer"
-    assert ask(keyed, "/health").json == {"status": "ok"} and ask(keyed, "/").status == 200
+            response = send_request(keyed, path, headers={"authorization": invalid})
+            assert (response.status, response.error["code"]) == (401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+    assert send_request(keyed, "/health").json == {"status": "ok"} and send_request(keyed, "/").status == 200
     assert not any(key in line for line in log for key in ("first", "second"))
 
 
-# What goes wrong
+# Errors and disconnects
 
 
-def test_a_client_that_leaves_frees_its_place(serving: Callable[..., Any]) -> None:
-    for leaves_after, body in ((1, {"stream": True}), (0, {"stream": False, "n": 2}), (0, {"stream": True})):
-        endless = Script(Prompt([1], 0.0), step("a"))
-        ask(serving(endless), TEXT, body, leaves_after=leaves_after)
-        assert endless.n_cancelled == len(endless.jobs) == body.get("n", 1)
+def test_a_disconnected_client_is_cancelled(make_test_app: Callable[..., Any]) -> None:
+    for disconnect_after, body in ((1, {"stream": True}), (0, {"stream": False, "n": 2}), (0, {"stream": True})):
+        endless = FakeScheduler(Prompt([1], 0.0), step("a"))
+        send_request(make_test_app(endless), COMPLETIONS, body, disconnect_after=disconnect_after)
+        assert endless.n_cancelled == len(endless.requests) == body.get("n", 1)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(Full(), 429, "queue_full"), (Closed(), 503, "shutting_down"), (ValueError("x"), 400, "invalid_value")],
+    [(QueueFullError(), 429, "queue_full"), (ShutdownError(), 503, "shutting_down"), (ValueError("x"), 400, "invalid_value")],
 )
-def test_an_engine_that_takes_no_more_is_told(serving: Callable[..., Any], error: Exception, status: int, code: str) -> None:
+def test_scheduler_errors_get_their_status(make_test_app: Callable[..., Any], error: Exception, status: int, code: str) -> None:
     for stream in (True, False):
-        reply = ask(serving(Script(error=error)), TEXT, {"stream": stream})
-        assert (reply.status, reply.error["code"]) == (status, code)
-        assert ("retry-after" in reply.headers) is (status != 400)
+        response = send_request(make_test_app(FakeScheduler(error=error)), COMPLETIONS, {"stream": stream})
+        assert (response.status, response.error["code"]) == (status, code)
+        assert ("retry-after" in response.headers) is (status != 400)
 
 
-def test_an_error_within_tells_nothing_of_the_inside(serving: Callable[..., Any]) -> None:
+def test_internal_errors_reveal_no_details(make_test_app: Callable[..., Any]) -> None:
     log = list[str]()
-    broken = serving(Script(Prompt([1], 0.0), step("a"), RuntimeError("/secret/path")), log=log)
-    whole = ask(broken, TEXT, {})
-    assert whole.status == 500 and whole.error["type"] == "server_error" and b"secret" not in whole.body
-    words, error = ask(broken, TEXT, {"stream": True}).events
-    assert words["choices"][0]["text"] == "a" and error["error"]["code"] == "server_error" and "secret" not in str(error)
+    broken = make_test_app(FakeScheduler(Prompt([1], 0.0), step("a"), RuntimeError("/secret/path")), log=log)
+    complete = send_request(broken, COMPLETIONS, {})
+    assert complete.status == 500 and complete.error["type"] == "server_error" and b"secret" not in complete.body
+    first, error = send_request(broken, COMPLETIONS, {"stream": True}).events
+    assert first["choices"][0]["text"] == "a" and error["error"]["code"] == "server_error" and "secret" not in str(error)
     assert len(log) == 2 and all("RuntimeError: /secret/path" in line for line in log)
 
 
-def test_no_refusal_is_shared() -> None:
-    """One that is raised again and again would hold the bodies of all whom it refused."""
-    assert not [name for room in (server, auth) for name, value in vars(room).items() if isinstance(value, BaseException)]
+def test_no_exception_is_a_module_constant() -> None:
+    """An exception that is raised again and again would keep the bodies of all its requests in memory."""
+    assert not [name for module in (server, auth) for name, value in vars(module).items() if isinstance(value, BaseException)]
 
 
-def test_a_text_that_was_cut_ends_in_a_proper_last_event(serving: Callable[..., Any]) -> None:
-    cut = serving(Script(Prompt([1], 0.0), step("a"), step("", "interrupted")))
-    *_, last = ask(cut, CHAT, {"messages": TALK, "stream": True}).events
+def test_an_aborted_stream_ends_with_a_finish_reason(make_test_app: Callable[..., Any]) -> None:
+    aborted = make_test_app(FakeScheduler(Prompt([1], 0.0), step("a"), step("", "interrupted")))
+    *_, last = send_request(aborted, CHAT, {"messages": CONVERSATION, "stream": True}).events
     assert last["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_model_without_a_template_cannot_chat_and_says_where_it_writes(decoder: SpeculativeDecoder) -> None:
-    app = Guard(app_of(service_of(Model("stories", decoder, None), Script())), (), {"localhost"}, [].append)  # type: ignore[arg-type]
-    assert "/v1/completions" in ask(app, CHAT, {"messages": TALK}).error["message"]
-    assert ask(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
+def test_a_model_without_a_template_points_to_completions(decoder: SpeculativeDecoder) -> None:
+    state = make_state(ServedModel("stories", decoder, None), FakeScheduler())
+    app = AuthMiddleware(make_app(state), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    assert "/v1/completions" in send_request(app, CHAT, {"messages": CONVERSATION}).error["message"]
+    assert send_request(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
 
 
-def test_errors_hold_no_names_of_files_here(app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_errors_hide_local_paths(app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder.chat_template, "source", "{{ raise_exception('no ' + messages[0]['content']) }}")
-    message = ask(app, CHAT, {"messages": [{"role": "user", "content": "robin"}]}).error["message"]
-    assert message == "the template says: no robin"
+    message = send_request(app, CHAT, {"messages": [{"role": "user", "content": "robin"}]}).error["message"]
+    assert message == "template error: no robin"
 
 
 # Tools
 
 
-TAGS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-WEATHER = Call("weather", '{"city": "Oslo"}')
-LAST, NONE = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
+TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+WEATHER_CALL = ToolCall("weather", '{"city": "Oslo"}')
+NAME_LAST_CALL, CALL_WITHOUT_ARGUMENTS = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
 
 
-def merged_of(found: list[Any]) -> list[Any]:
+def merge_deltas(deltas: list[Any]) -> list[Any]:
     merged = list[Any]()
-    for each in found:
-        if merged and isinstance(each, str) and isinstance(merged[-1], str):
-            each = merged.pop() + each
-        elif isinstance(each, More):
-            each = replace(merged[-1], arguments=merged.pop().arguments + each.arguments)
-        merged.append(each)
+    for delta in deltas:
+        if merged and isinstance(delta, str) and isinstance(merged[-1], str):
+            delta = merged.pop() + delta
+        elif isinstance(delta, ArgumentsDelta):
+            delta = replace(merged[-1], arguments=merged.pop().arguments + delta.arguments)
+        merged.append(delta)
     return merged
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
-        (TAGS, [WEATHER]),
-        (f"Let me see.\n\n{TAGS}\n{TAGS}\n", ["Let me see.", WEATHER, WEATHER]),
-        (f"{TAGS} Done. ", [WEATHER, " Done."]),
+        (TAGGED_CALL, [WEATHER_CALL]),
+        (f"Let me see.\n\n{TAGGED_CALL}\n{TAGGED_CALL}\n", ["Let me see.", WEATHER_CALL, WEATHER_CALL]),
+        (f"{TAGGED_CALL} Done. ", [WEATHER_CALL, " Done."]),
         ("a < b <tool_cal l> ", ["a < b <tool_cal l> "]),
         ("<tool_call>{broken}</tool_call> x", ["<tool_call>{broken}</tool_call> x"]),
-        (TAGS.replace("weather", "rain"), [TAGS.replace("weather", "rain")]),
-        (TAGS.removesuffix("</tool_call>"), [WEATHER]),
-        (TAGS.replace("Oslo", "</tool_call>\\\""), [Call("weather", '{"city": "</tool_call>\\""}')]),
-        (TAGS.replace("}}", "}} and more"), [WEATHER, "and more\n</tool_call>"]),
-        (TAGS[:50], [Call("weather", '{"cit')]),
-        (f"<tool_call>{LAST}</tool_call>", [WEATHER]),
-        (f"<tool_call>{NONE}</tool_call>", [Call("weather", "{}")]),
+        (TAGGED_CALL.replace("weather", "rain"), [TAGGED_CALL.replace("weather", "rain")]),
+        (TAGGED_CALL.removesuffix("</tool_call>"), [WEATHER_CALL]),
+        (TAGGED_CALL.replace("Oslo", "</tool_call>\\\""), [ToolCall("weather", '{"city": "</tool_call>\\""}')]),
+        (TAGGED_CALL.replace("}}", "}} and more"), [WEATHER_CALL, "and more\n</tool_call>"]),
+        (TAGGED_CALL[:50], [ToolCall("weather", '{"cit')]),
+        (f"<tool_call>{NAME_LAST_CALL}</tool_call>", [WEATHER_CALL]),
+        (f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [ToolCall("weather", "{}")]),
         ("<tool_call>{", ["<tool_call>{"]),
         ("<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
         (" plain \n", [" plain \n"]),
         ("", []),
     ],
 )  # fmt: skip
-def test_calls_in_tags_are_found_however_the_text_comes(text: str, said: list[Any]) -> None:
+def test_tagged_calls_are_found_for_any_chunk_size(text: str, expected: list[Any]) -> None:
     for size in (1, 2, 7, len(text) or 1) if len(text) < 1000 else (1000,):
-        calls = reads("<tool_call>")
-        assert calls
-        found = [each for at in range(0, len(text), size) for each in calls.push(text[at : at + size])] + calls.end()
-        merged = merged_of(found)
-        assert merged == said, size
+        parser = make_parser("<tool_call>")
+        assert parser
+        deltas = [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
+        merged = merge_deltas(deltas)
+        assert merged == expected, size
 
 
-def test_a_call_alone_is_found_and_all_else_is_text() -> None:
-    for text, said in (
-        (' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER]),
-        (f"{LAST} \n", [WEATHER]),
-        ('{"name": "weather", "parameters": {"city": NaN}}', [Call("weather", '{"city": NaN}}')]),
+def test_bare_calls_are_found_and_other_text_is_kept() -> None:
+    for text, expected in (
+        (' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER_CALL]),
+        (f"{NAME_LAST_CALL} \n", [WEATHER_CALL]),
+        ('{"name": "weather", "parameters": {"city": NaN}}', [ToolCall("weather", '{"city": NaN}}')]),
         ('{"name": "weather", "parameters": [1]}', ['{"name": "weather", "parameters": [1]}']),
         ('{"a": 1}', ['{"a": 1}']),
         ("No, {}", ["No, {}"]),
-        (f"{NONE}?", [Call("weather", "{}"), "?"]),
+        (f"{CALL_WITHOUT_ARGUMENTS}?", [ToolCall("weather", "{}"), "?"]),
         ("", []),
     ):
-        calls = reads("<|python_tag|>")
-        assert calls and merged_of([each for letter in text for each in calls.push(letter)] + calls.end()) == said
-    assert way_of("{{ messages }}") is None
+        parser = make_parser("<|python_tag|>")
+        assert parser and merge_deltas([each for char in text for each in parser.push(char)] + parser.end()) == expected
+    assert find_tool_format("{{ messages }}") is None
 
 
 @pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
-def test_arguments_come_as_they_are_written_and_what_can_be_no_call_is_text_at_once(template: str, tag: str) -> None:
-    calls = reads(template)
-    assert calls and not calls.push(tag + '{"name": "weather", "arguments": ')
-    assert merged_of(calls.push('{"city": "Os')) == [Call("weather", '{"city": "Os')]
-    assert calls.push("l") == [More("l")]
-    for begin in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
-        calls = reads(template)
-        assert calls and merged_of(calls.push(tag + begin)) == [tag + begin], begin
-        assert merged_of(calls.push(" a")) in ([" a"], ["a"])
+def test_arguments_and_text_are_emitted_as_early_as_possible(template: str, tag: str) -> None:
+    parser = make_parser(template)
+    assert parser and not parser.push(tag + '{"name": "weather", "arguments": ')
+    assert merge_deltas(parser.push('{"city": "Os')) == [ToolCall("weather", '{"city": "Os')]
+    assert parser.push("l") == [ArgumentsDelta("l")]
+    for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
+        parser = make_parser(template)
+        assert parser and merge_deltas(parser.push(tag + prefix)) == [tag + prefix], prefix
+        assert merge_deltas(parser.push(" a")) in ([" a"], ["a"])
 
 
-def test_json_is_read_letter_by_letter_as_a_library_reads_it_whole() -> None:
-    rng, n_wrong = random.Random(3), 0
+def test_the_json_scanner_agrees_with_the_json_library() -> None:
+    rng, n_invalid = random.Random(3), 0
     for _ in range(4000):
-        text = json.dumps(some_json(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
+        text = json.dumps(random_json(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]))
         for _ in range(rng.randrange(3)):
             at = rng.randrange(len(text) + 1)
             text = text[:at] + rng.choice('{}[]",:\\u0e.-+ 1tn') * rng.randrange(2) + text[at + rng.randrange(2) :]
-        reads = Json()
-        is_taken = all(reads.takes(letter) for letter in text + "\n") and reads.is_over
+        scanner = JsonScanner()
+        is_accepted = all(scanner.accept(char) for char in text + "\n") and scanner.is_complete
         try:
             json.loads(text, parse_constant=lambda name: 1 / 0)
             is_json = True
         except (ValueError, ZeroDivisionError):
-            is_json, n_wrong = False, n_wrong + 1
-        assert is_taken is is_json, text
-    assert n_wrong > 500
+            is_json, n_invalid = False, n_invalid + 1
+        assert is_accepted is is_json, text
+    assert n_invalid > 500
 
 
-def test_a_call_comes_back_parsed_whole_and_in_a_stream(serving: Callable[..., Any]) -> None:
-    script = Script(Prompt([1], 0.0), step("I look. "), step(TAGS[:48]), step(TAGS[48:]), step(TAGS), step("", "eos"))
-    app, body = serving(script), {"messages": TALK, "tools": [TOOL]}
-    choice = ask(app, CHAT, body).json["choices"][0]
+def test_tool_calls_are_returned_in_responses_and_streams(make_test_app: Callable[..., Any]) -> None:
+    fake = FakeScheduler(
+        Prompt([1], 0.0), step("I look. "), step(TAGGED_CALL[:48]), step(TAGGED_CALL[48:]), step(TAGGED_CALL), step("", "eos")
+    )
+    app, body = make_test_app(fake), {"messages": CONVERSATION, "tools": [TOOL]}
+    choice = send_request(app, CHAT, body).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(WEATHER)] * 2
-    events = [event["choices"][0] for event in ask(app, CHAT, body | {"stream": True}).events]
-    told = [call for event in events for call in event["delta"].get("tool_calls", [])]
-    assert [call["index"] for call in told] == [0, 0, 1] and len({call["id"] for call in told if "id" in call}) == 2
-    assert "".join(call["function"]["arguments"] for call in told if not call["index"]) == WEATHER.arguments
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(WEATHER_CALL)] * 2
+    events = [event["choices"][0] for event in send_request(app, CHAT, body | {"stream": True}).events]
+    calls = [call for event in events for call in event["delta"].get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 0, 1] and len({call["id"] for call in calls if "id" in call}) == 2
+    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL.arguments
     assert events[-1]["finish_reason"] == "tool_calls"
-    one = ask(app, CHAT, body | {"parallel_tool_calls": False}).json["choices"][0]["message"]
+    one = send_request(app, CHAT, body | {"parallel_tool_calls": False}).json["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1
     for without in ({"tool_choice": "none"}, {"tools": []}):
-        choice = ask(app, CHAT, body | without).json["choices"][0]
-        assert choice["finish_reason"] == "stop" and TAGS in choice["message"]["content"]
+        choice = send_request(app, CHAT, body | without).json["choices"][0]
+        assert choice["finish_reason"] == "stop" and TAGGED_CALL in choice["message"]["content"]
 
 
-def test_templates_get_tools_calls_and_what_came_of_them(
+def test_tools_calls_and_results_reach_the_template(
     app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = list[Any]()
+    rendered = list[Any]()
     encode = decoder.encode_chat
     monkeypatch.setattr(
-        decoder, "encode_chat", lambda messages, tools, options: seen.append((messages, tools)) or encode(messages, tools)
+        decoder, "encode_chat", lambda messages, tools, options: rendered.append((messages, tools)) or encode(messages, tools)
     )
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    talk = [
-        *TALK,
+    conversation = [
+        *CONVERSATION,
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
-    assert ask(app, CHAT, {"messages": talk, "tools": [TOOL], "max_tokens": 1}).status == 200
-    ((messages, tools),) = seen
+    assert send_request(app, CHAT, {"messages": conversation, "tools": [TOOL], "max_tokens": 1}).status == 200
+    ((messages, tools),) = rendered
     assert tools == [TOOL]
     assert messages[1]["content"] == "" and messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
     assert messages[2] == {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weather"}
     monkeypatch.setattr(decoder.chat_template, "source", "{{ messages[0].content }}")
-    assert ask(app, CHAT, {"messages": TALK, "tools": [TOOL]}).error["param"] == "tools"
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "tools": [TOOL]}).error["param"] == "tools"
 
 
 # Log probabilities
 
 
-def test_log_probabilities_are_told_as_each_interface_has_them(serving: Callable[..., Any], decoder: SpeculativeDecoder) -> None:
+def test_logprobs_have_the_format_of_each_endpoint(make_test_app: Callable[..., Any], decoder: SpeculativeDecoder) -> None:
     robin, mark = decoder.tokenizer.encode(" robin")[0], 0
-    said = decoder.tokenizer.says(robin) or b""
-    told = [TokenLogprob(robin, -0.5, [(robin, -0.5), (mark, -1.0)]), TokenLogprob(robin, float("-inf"), [])]
-    script = Script(Prompt([1], 0.0), step(" robin robin", "max_tokens", logprobs=told))
-    app, name = serving(script), said.decode()
-    chat = ask(app, CHAT, {"messages": TALK, "logprobs": True, "top_logprobs": 2}).json["choices"][0]["logprobs"]
+    robin_bytes = decoder.tokenizer.token_to_bytes(robin) or b""
+    logprobs = [TokenLogprob(robin, -0.5, [(robin, -0.5), (mark, -1.0)]), TokenLogprob(robin, float("-inf"), [])]
+    fake = FakeScheduler(Prompt([1], 0.0), step(" robin robin", "max_tokens", logprobs=logprobs))
+    app, name = make_test_app(fake), robin_bytes.decode()
+    chat = send_request(app, CHAT, {"messages": CONVERSATION, "logprobs": True, "top_logprobs": 2}).json["choices"][0]["logprobs"]
     first, second = chat["content"]
-    assert (first["token"], first["logprob"], bytes(first["bytes"])) == (name, -0.5, said)
+    assert (first["token"], first["logprob"], bytes(first["bytes"])) == (name, -0.5, robin_bytes)
     assert [(top["token"], top["logprob"]) for top in first["top_logprobs"]] == [(name, -0.5), ("<|endoftext|>", -1.0)]
     assert second["logprob"] == -9999.0 and second["top_logprobs"] == []
-    assert script.jobs[-1].top_logprobs == 2
+    assert fake.requests[-1].top_logprobs == 2
     for stream in (False, True):
-        reply = ask(app, TEXT, {"logprobs": 1, "stream": stream})
-        choice = (reply.events[0] if stream else reply.json)["choices"][0]
+        response = send_request(app, COMPLETIONS, {"logprobs": 1, "stream": stream})
+        choice = (response.events[0] if stream else response.json)["choices"][0]
         assert choice["logprobs"]["tokens"] == [name] * 2 and choice["logprobs"]["text_offset"] == [0, len(name)]
         assert choice["logprobs"]["top_logprobs"][0] == {name: -0.5, "<|endoftext|>": -1.0}
-    ask(app, CHAT, {"messages": TALK})
-    assert script.jobs[-1].top_logprobs is None
+    send_request(app, CHAT, {"messages": CONVERSATION})
+    assert fake.requests[-1].top_logprobs is None
 
 
-# Page, figures, log
+# Page, metrics, log
 
 
-def test_the_page_brings_all_that_it_needs_and_its_policy_lets_nothing_else_in(app: Any) -> None:
-    reply = ask(app, "/")
-    page, policy = reply.body.decode(), reply.headers["content-security-policy"]
-    assert reply.headers["content-type"].startswith("text/html")
+def test_the_page_is_self_contained_and_its_policy_allows_nothing_else(app: Any) -> None:
+    response = send_request(app, "/")
+    page, policy = response.body.decode(), response.headers["content-security-policy"]
+    assert response.headers["content-type"].startswith("text/html")
     assert not re.findall(
         r"(?:src|href)=[\"'](?!data:)|https?://|@import|innerHTML|insertAdjacentHTML|document\.write|eval\(", page
     )
@@ -824,68 +851,77 @@ MARKDOWN = {
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node, which runs the page's script")
-def test_the_page_shows_markdown_in_elements_of_its_own_and_in_colours() -> None:
+def test_the_page_renders_markdown_with_colors() -> None:
     runs = [[["own", text]] for text in MARKDOWN] + [[["own", "Hel"], ["guessed", "lo **wor"], ["own", "ld** x"]]]
-    command = ["node", Path(__file__).parents[1] / "fakes" / "page.mjs", server.PAGE]
+    command = ["node", Path(__file__).parents[1] / "fakes" / "page.mjs", server.PAGE_PATH]
     done = subprocess.run(command, input=json.dumps(runs), capture_output=True, text=True, check=True, timeout=60)
-    *told, coloured = json.loads(done.stdout)
-    assert dict(zip(MARKDOWN, told, strict=True)) == MARKDOWN
-    assert coloured == "<p>Hello<span guessed> </span><strong><span guessed>world</span></strong> x</p>"
+    *rendered, colored = json.loads(done.stdout)
+    assert dict(zip(MARKDOWN, rendered, strict=True)) == MARKDOWN
+    assert colored == "<p>Hello<span guessed> </span><strong><span guessed>world</span></strong> x</p>"
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node, which runs the page's script")
-def test_the_page_says_that_the_server_is_gone_and_asks_again() -> None:
-    command = ["node", Path(__file__).parents[1] / "fakes" / "page.mjs", server.PAGE, "talk"]
-    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
-    gone = "The server at http://here does not answer. Start it with specdec serve, then try again."
-    assert told["shown"] == [gone, [gone], ["Retry"], [], ["Copy", "Retry"], [gone], ["Copy", "Copy", "Retry"], [gone]]
-    assert told["asked"][:3] == [["one"], ["one"], ["one", "first!", "two"]]
-    assert told["asked"][3:] == [["one", "first!", "two", "sec", "three"]] * 2 and told["copied"] == "third"
+def test_the_page_reports_an_unreachable_server_and_retries() -> None:
+    command = ["node", Path(__file__).parents[1] / "fakes" / "page.mjs", server.PAGE_PATH, "talk"]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    message = "The server at http://here does not answer. Start it with specdec serve, then try again."
+    assert result["shown"] == [
+        message,
+        [message],
+        ["Retry"],
+        [],
+        ["Copy", "Retry"],
+        [message],
+        ["Copy", "Copy", "Retry"],
+        [message],
+    ]
+    assert result["asked"][:3] == [["one"], ["one"], ["one", "first!", "two"]]
+    assert result["asked"][3:] == [["one", "first!", "two", "sec", "three"]] * 2 and result["copied"] == "third"
 
 
-def test_figures_are_prometheus_text(app: Any, engine: Engine) -> None:
-    ask(app, TEXT, {"max_tokens": 3})
-    wait_until(lambda: not engine.figures.running)
-    reply = ask(app, "/metrics")
-    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+def test_metrics_are_in_prometheus_format(app: Any, scheduler: Scheduler) -> None:
+    send_request(app, COMPLETIONS, {"max_tokens": 3})
+    wait_until(lambda: not scheduler.metrics.running)
+    response = send_request(app, "/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     values = {}
-    for line in reply.body.decode().splitlines():
+    for line in response.body.decode().splitlines():
         assert re.fullmatch(r"# (HELP|TYPE) specdec_\w+ .+|specdec_\w+(\{le=\"[^\"]+\"\})? [-+.e0-9]+", line), line
         if not line.startswith("#"):
             name, _, value = line.partition(" ")
             values[name] = float(value)
-    figures = engine.figures
-    assert values["specdec_generated_tokens_total"] == figures.generated_tokens >= 3
+    metrics = scheduler.metrics
+    assert values["specdec_generated_tokens_total"] == metrics.generated_tokens >= 3
     assert values["specdec_requests_running"] == 0
-    buckets = [values[f'specdec_first_token_seconds_bucket{{le="{bound}"}}'] for bound in (*BOUNDS, "+Inf")]
+    buckets = [values[f'specdec_first_token_seconds_bucket{{le="{bound}"}}'] for bound in (*BUCKET_BOUNDS_S, "+Inf")]
     assert buckets == sorted(buckets) and buckets[-1] == values["specdec_first_token_seconds_count"] >= 1
-    assert "specdec_acceptance_rate 0\n" in exposition(Figures())
+    assert "specdec_acceptance_rate 0\n" in format_prometheus(Metrics())
 
 
-def test_a_line_of_the_log_says_nothing_of_what_was_said(serving: Callable[..., Any]) -> None:
+def test_the_log_contains_no_message_content(make_test_app: Callable[..., Any]) -> None:
     log = list[str]()
-    app = serving(log=log)
-    ask(app, CHAT, {"messages": [{"role": "user", "content": "canary"}], "max_tokens": 2})
-    ask(app, "/\n\x1b[31m")
-    ask(app, "/health")
+    app = make_test_app(log=log)
+    send_request(app, CHAT, {"messages": [{"role": "user", "content": "canary"}], "max_tokens": 2})
+    send_request(app, "/\n\x1b[31m")
+    send_request(app, "/health")
     assert len(log) == 2 and "canary" not in log[0] and re.search(r"200 \d+\.\d\d s \d+\+2 tokens \(req_\w{16}\)$", log[0])
     assert "\x1b" not in log[1] and "\n" not in log[1]
-    assert json.loads(json.dumps(log)) == log and isinstance(ask(app, "/health"), Reply)
+    assert json.loads(json.dumps(log)) == log and isinstance(send_request(app, "/health"), Response)
 
 
 @pytest.mark.parametrize("text", ["", "robin", "a \u00e9\u65e5 \U0001f642 b", "<|im_end|>"])
-def test_a_text_becomes_tokens_and_is_itself_again(app: Any, text: str) -> None:
-    tokens = ask(app, "/tokenize", {"content": text}).json["tokens"]
-    behind = ask(app, "/tokenize", {"content": text, "add_special": True}).json["tokens"]
-    assert behind[len(behind) - len(tokens) :] == tokens and len(behind) - len(tokens) in (0, 1)
-    assert ask(app, "/detokenize", {"tokens": tokens}).json == {"content": text}
+def test_text_survives_tokenize_and_detokenize(app: Any, text: str) -> None:
+    tokens = send_request(app, "/tokenize", {"content": text}).json["tokens"]
+    with_special = send_request(app, "/tokenize", {"content": text, "add_special": True}).json["tokens"]
+    assert with_special[len(with_special) - len(tokens) :] == tokens and len(with_special) - len(tokens) in (0, 1)
+    assert send_request(app, "/detokenize", {"tokens": tokens}).json == {"content": text}
 
 
-def test_what_are_no_tokens_and_no_texts_is_refused(app: Any) -> None:
+def test_invalid_tokens_and_contents_are_rejected(app: Any) -> None:
     for path, body in (
         ("/tokenize", {"content": 5}), ("/tokenize", {"content": "a", "add_special": 1}), ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": "abc"}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [10**9]}),
         ("/detokenize", {"tokens": [1.5]}), ("/detokenize", {"tokens": [True]}), ("/detokenize", {"tokens": {"1": 2}}),
     ):  # fmt: skip
-        reply = ask(app, path, body)
-        assert reply.status == 400 and reply.error["type"] == "invalid_request_error", (path, body, reply.body)
+        response = send_request(app, path, body)
+        assert response.status == 400 and response.error["type"] == "invalid_request_error", (path, body, response.body)

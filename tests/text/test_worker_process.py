@@ -1,4 +1,4 @@
-"""workers.py: what becomes of a request whose process is ended by the system, or cannot be begun."""
+"""Tests of worker_process.py: processes that are killed, crash, or cannot be started."""
 
 import os
 import signal
@@ -8,57 +8,57 @@ from typing import Any
 import pytest
 
 from specdec.text import worker_process
-from specdec.text.worker_process import Lost, Unanswered, Worker
+from specdec.text.worker_process import Worker, WorkerFailedError, WorkerLostError
 
 GRAMMAR = {"grammar": '{"grammars": [{"json_schema": {"type": "object"}}]}', "n": 300}
 pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
 
 
-def ending(monkeypatch: pytest.MonkeyPatch, n: int, number: int) -> list[int]:
-    """The first n processes end by that signal before they answer."""
-    begun, begin = list[int](), subprocess.Popen
+def kill_first_processes(monkeypatch: pytest.MonkeyPatch, n: int, signal_number: int) -> list[int]:
+    """Patch Popen to send a signal to the first n processes; return the list of started pids."""
+    pids, popen_original = list[int](), subprocess.Popen
 
-    def popen(*args: Any, **more: Any) -> Any:
-        process = begin(*args, **more)
-        begun.append(process.pid)
-        if len(begun) <= n:
-            os.kill(process.pid, number)
+    def popen_and_kill(*args: Any, **more: Any) -> Any:
+        process = popen_original(*args, **more)
+        pids.append(process.pid)
+        if len(pids) <= n:
+            os.kill(process.pid, signal_number)
         return process
 
-    monkeypatch.setattr(worker_process.subprocess, "Popen", popen)
-    return begun
+    monkeypatch.setattr(worker_process.subprocess, "Popen", popen_and_kill)
+    return pids
 
 
-def test_a_process_that_was_killed_while_idle_is_begun_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, worker = ending(monkeypatch, 0, signal.SIGKILL), Worker("grammar_worker")
-    assert "error" not in worker.ask(GRAMMAR, 10.0)
+def test_a_process_killed_while_idle_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, worker = kill_first_processes(monkeypatch, 0, signal.SIGKILL), Worker("grammar_worker")
+    assert "error" not in worker.request(GRAMMAR, 10.0)
     assert worker._process
-    os.kill(begun[0], signal.SIGKILL)
+    os.kill(pids[0], signal.SIGKILL)
     worker._process.wait()
-    assert "error" not in worker.ask(GRAMMAR, 10.0)
-    assert len(begun) == 2
+    assert "error" not in worker.request(GRAMMAR, 10.0)
+    assert len(pids) == 2
     worker.close()
 
 
-def test_a_process_that_the_system_kills_at_work_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, worker = ending(monkeypatch, 1, signal.SIGKILL), Worker("grammar_worker")
-    with pytest.raises(Lost, match="the system has ended the process"):
-        worker.ask(GRAMMAR, 10.0)
-    assert len(begun) == 1 and "error" not in worker.ask(GRAMMAR, 10.0)
+def test_a_process_killed_at_work_raises_worker_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, worker = kill_first_processes(monkeypatch, 1, signal.SIGKILL), Worker("grammar_worker")
+    with pytest.raises(WorkerLostError, match="the system has ended the worker process"):
+        worker.request(GRAMMAR, 10.0)
+    assert len(pids) == 1 and "error" not in worker.request(GRAMMAR, 10.0)
     worker.close()
 
 
-def test_a_process_that_ends_by_itself_has_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, worker = ending(monkeypatch, 9, signal.SIGABRT), Worker("grammar_worker")
-    with pytest.raises(Unanswered) as told:
-        worker.ask(GRAMMAR, 10.0)
-    assert len(begun) == 1 and not told.value.is_late
+def test_a_process_that_crashes_raises_worker_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, worker = kill_first_processes(monkeypatch, 9, signal.SIGABRT), Worker("grammar_worker")
+    with pytest.raises(WorkerFailedError) as caught:
+        worker.request(GRAMMAR, 10.0)
+    assert len(pids) == 1 and not caught.value.is_timeout
 
 
-def test_where_no_process_can_be_had_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: Any, **more: Any) -> Any:
+def test_a_failure_to_start_a_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_start(*_: Any, **more: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(worker_process.subprocess, "Popen", none)
-    with pytest.raises(Lost, match="no process to work in: Resource temporarily unavailable"):
-        Worker("grammar_worker").ask(GRAMMAR, 1.0)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", fail_to_start)
+    with pytest.raises(WorkerLostError, match="cannot start a worker process: Resource temporarily unavailable"):
+        Worker("grammar_worker").request(GRAMMAR, 1.0)

@@ -1,8 +1,8 @@
-"""Check whether this machine multiplies int8 tiles (AMX): `python tests/tools/amx_probe.py` prints the outcome of each step.
+"""Check whether this machine multiplies int8 tiles (AMX): `python tests/tools/amx_probe.py` prints the result of each step.
 
-The steps: what CPUID says, what the system keeps of a thread (XCR0), its permission for tile data, then one `tdpbssd` of known
-numbers, before and after the thread has slept. They run in a process of their own: a machine that says yes may still kill it.
-The numbers are those of Intel's manual, volume 1, chapter 18, and of Linux's Documentation/arch/x86/xstate.rst.
+The steps: what CPUID reports, the state that the system saves per thread (XCR0), its permission for tile data, then one `tdpbssd`
+of known numbers, before and after the thread has slept. They run in a separate process, since a machine that reports AMX may
+still kill it. The constants are from Intel's manual, volume 1, chapter 18, and from Linux's Documentation/arch/x86/xstate.rst.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 ARCH_REQ_XCOMP_PERM, XTILEDATA, SYS_ARCH_PRCTL = 0x1023, 18, 158
-TILES_KEPT = 0b11 << 17  # of XCR0: tile configuration and tile data
+TILE_STATE_MASK = 0b11 << 17  # in XCR0: tile configuration and tile data
 ROWS, ROW_BYTES = 16, 64
 IR = """
 target triple = "{triple}"
@@ -36,10 +36,10 @@ define void @tiles(i8* %config, i8* %out, i8* %a, i8* %b) "target-features"="+am
   call void asm sideeffect "tilezero %tmm0; tileloadd ($1,$3,1), %tmm1; tileloadd ($2,$3,1), %tmm2; tdpbssd %tmm2, %tmm1, %tmm0; tilestored %tmm0, ($0,$3,1); tilerelease", "r,r,r,r,~{{memory}}"(i8* %out, i8* %a, i8* %b, i64 64)
   ret void
 }}
-"""  # noqa: E501  an instruction's lines are one
+"""  # noqa: E501  inline assembly must be on one line
 
 
-def compiled() -> llvm.ExecutionEngine:
+def compile_ir() -> llvm.ExecutionEngine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
@@ -47,8 +47,8 @@ def compiled() -> llvm.ExecutionEngine:
     return llvm.create_mcjit_compiler(module, llvm.Target.from_default_triple().create_target_machine())
 
 
-def multiplies(engine: llvm.ExecutionEngine) -> bool:
-    """Whether tiles of random bytes have the product that numpy has."""
+def can_multiply(engine: llvm.ExecutionEngine) -> bool:
+    """Return whether the product of tiles of random bytes equals numpy's."""
     rng = np.random.default_rng(0)
     config = np.zeros(64, np.uint8)
     config[0] = 1  # palette
@@ -62,32 +62,32 @@ def multiplies(engine: llvm.ExecutionEngine) -> bool:
 
 
 def probe() -> str:
-    """What it comes to; prints what each step says."""
+    """Print the result of each step, and return the overall result."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"not looked for on {platform.system()} {platform.machine()}"
-    engine = compiled()
+        return f"not checked on {platform.system()} {platform.machine()}"
+    engine = compile_ir()
     number = ctypes.CFUNCTYPE(ctypes.c_uint64)
     features = number(engine.get_function_address("cpuid"))()
     print("CPUID: amx_tile", features >> 24 & 1, "amx_int8", features >> 25 & 1, flush=True)
     if (features >> 24 & 3) != 3:
-        return "this CPU has none"
-    kept = number(engine.get_function_address("xcr0"))()
-    print(f"XCR0: {kept:#x}", flush=True)
-    if kept & TILES_KEPT != TILES_KEPT:
-        return "the system keeps no tiles"
-    refused = ctypes.CDLL(None, use_errno=True).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA)
-    print("arch_prctl:", refused, ctypes.get_errno(), flush=True)
-    if refused:
-        return "the system gives no permission"
+        return "the CPU has no AMX"
+    saved = number(engine.get_function_address("xcr0"))()
+    print(f"XCR0: {saved:#x}", flush=True)
+    if saved & TILE_STATE_MASK != TILE_STATE_MASK:
+        return "the system does not save tiles"
+    error = ctypes.CDLL(None, use_errno=True).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA)
+    print("arch_prctl:", error, ctypes.get_errno(), flush=True)
+    if error:
+        return "the system denied permission"
     for wait in (0.0, 0.05):
         time.sleep(wait)
-        print("tdpbssd:", multiplies(engine), flush=True)
-    return "it multiplies tiles"
+        print("tdpbssd:", can_multiply(engine), flush=True)
+    return "AMX works"
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["here"]:
         print(probe())
     else:
-        ended = subprocess.run([sys.executable, __file__, "here"], check=False).returncode
-        sys.exit(f"the process that tried ended with {ended}" if ended else 0)
+        exit_code = subprocess.run([sys.executable, __file__, "here"], check=False).returncode
+        sys.exit(f"the probe process ended with {exit_code}" if exit_code else 0)

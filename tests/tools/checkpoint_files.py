@@ -1,4 +1,4 @@
-"""Checkpoints, tokenizers and damaged files for the tests, written from the formats' description."""
+"""Checkpoints, tokenizers and damaged files for the tests, written from the formats' descriptions."""
 
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.config import Config
 from specdec.loaders import Checkpoint
 from specdec.model.llama import LLAMA
+from specdec.model_config import ModelConfig
 from specdec.runtime.simd import Float32
-from tests.tools.reference import quantized
+from tests.tools.reference import quantize
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared"  # real weights and texts; tests that need them skip where it is absent
+SHARED = ROOT.parent / "shared"  # real weights and texts; tests that need them skip if it does not exist
 
 V0_NAMES = ("tok_emb", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", "freqs", "wcls")
 V1_NAMES = ("rms_att", "rms_ffn", "rms_final", "tok_emb", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "wcls")
 FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
 V1_HEADER = 256
-FIRST_PIECE = 3 + 256  # after <unk>, BOS, EOS and the bytes
+FIRST_TEXT_TOKEN = 3 + 256  # after <unk>, BOS, EOS and the bytes
 
 
-def random_tensors(config: Config, seed: int, scale: float = 0.3) -> dict[str, Float32]:
-    """Every tensor of the config: matrices of that deviation, norms near one."""
+def random_tensors(config: ModelConfig, seed: int, scale: float = 0.3) -> dict[str, Float32]:
+    """Return all tensors of a config: matrices with this deviation, norms near one."""
     rng = np.random.default_rng(seed)
 
     def one(name: str, shape: tuple[int, ...]) -> Float32:
@@ -34,8 +34,8 @@ def random_tensors(config: Config, seed: int, scale: float = 0.3) -> dict[str, F
     return {name: one(name, shape) for name, shape in LLAMA.shapes(config).items()}
 
 
-def checkpoint_bytes(config: Config, tensors: Mapping[str, Float32], version: int = 0) -> bytes:
-    """The file of a model, version 0 or 1."""
+def checkpoint_bytes(config: ModelConfig, tensors: Mapping[str, Float32], version: int = 0) -> bytes:
+    """Return the file of a model, version 0 or 1."""
     shared = config.shared_classifier
     numbers = [getattr(config, field) for field in FIELDS]
     if version == 0:
@@ -49,26 +49,26 @@ def checkpoint_bytes(config: Config, tensors: Mapping[str, Float32], version: in
     return header + b"".join(np.ascontiguousarray(tensors[name], "<f4").tobytes() for name in names)
 
 
-def write_checkpoint(path: Path, config: Config, tensors: Mapping[str, Float32], version: int = 0) -> Path:
+def write_checkpoint(path: Path, config: ModelConfig, tensors: Mapping[str, Float32], version: int = 0) -> Path:
     path.write_bytes(checkpoint_bytes(config, tensors, version))
     return path
 
 
-def quantized_tensors(config: Config, tensors: Mapping[str, Float32], group: int) -> dict[str, Any]:
-    """The tensors of a version 2 file: norms as they are, `reference.Quantized` matrices, a list where layers have one each."""
+def quantized_tensors(config: ModelConfig, tensors: Mapping[str, Float32], group: int) -> dict[str, Any]:
+    """Return the tensors of a version 2 file: norms unchanged, `reference.QuantizedMatrix`, lists for layers."""
     result: dict[str, Any] = {}
     for name, shape in LLAMA.shapes(config).items():
         if name.startswith("rms"):
             result[name] = tensors[name]
         elif len(shape) == 2:
-            result[name] = quantized(tensors[name], group)
+            result[name] = quantize(tensors[name], group)
         else:
-            result[name] = [quantized(matrix, group) for matrix in tensors[name]]
+            result[name] = [quantize(matrix, group) for matrix in tensors[name]]
     return result
 
 
-def int8_checkpoint_bytes(config: Config, tensors: Mapping[str, Any], group: int) -> bytes:
-    """The version 2 file of `quantized_tensors`."""
+def int8_checkpoint_bytes(config: ModelConfig, tensors: Mapping[str, Any], group: int) -> bytes:
+    """Return the version 2 file of `quantized_tensors`."""
     numbers = [getattr(config, field) for field in FIELDS]
     data = struct.pack("<4si7iBi", b"24ka", 2, *numbers, config.shared_classifier, group).ljust(V1_HEADER, b"\0")
     for name in V1_NAMES:
@@ -80,7 +80,7 @@ def int8_checkpoint_bytes(config: Config, tensors: Mapping[str, Any], group: int
     return data
 
 
-def write_int8_checkpoint(path: Path, config: Config, tensors: Mapping[str, Float32], group: int) -> Path:
+def write_int8_checkpoint(path: Path, config: ModelConfig, tensors: Mapping[str, Float32], group: int) -> Path:
     path.write_bytes(int8_checkpoint_bytes(config, quantized_tensors(config, tensors, group), group))
     return path
 
@@ -97,7 +97,7 @@ def write_tokenizer(path: Path, pieces_and_scores: Iterable[tuple[bytes, float]]
 
 
 def base_pieces() -> list[tuple[bytes, float]]:
-    """<unk>, BOS, EOS and the 256 bytes, as in every llama2.c tokenizer."""
+    """Return <unk>, BOS, EOS and the 256 bytes, as in every llama2.c tokenizer."""
     names = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *(b"<0x%02X>" % byte for byte in range(256))]
     return [(name, 0.0) for name in names]
 
@@ -107,13 +107,13 @@ CHARACTERS = " etaoinshrdlumc.[]é日🙂"
 
 
 def small_pieces() -> list[tuple[bytes, float]]:
-    """300 tokens: the base, a few merges, then single characters, the later the lower the score."""
+    """Return 300 tokens: the base, a few merges, then single characters with falling scores."""
     pieces = [*MERGES.split("|"), *CHARACTERS]
     return [*base_pieces(), *((piece.encode(), -float(i)) for i, piece in enumerate(pieces))]
 
 
-def tame(tensors: dict[str, Float32]) -> dict[str, Float32]:
-    """The model, made to write pieces alone: never a byte, an end mark or <unk>.
+def restrict_to_pieces(tensors: dict[str, Float32]) -> dict[str, Float32]:
+    """Change a model so that it generates text pieces only: no bytes, no EOS and no <unk>.
 
     x[0] is 3 throughout, and the classifier (unshared) turns it into a bias.
     """
@@ -121,12 +121,12 @@ def tame(tensors: dict[str, Float32]) -> dict[str, Float32]:
     tensors["wo"][:, 0] = 0
     tensors["w2"][:, 0] = 0
     tensors["wcls"][:, 0] = 0
-    tensors["wcls"][:FIRST_PIECE, 0] = -40
+    tensors["wcls"][:FIRST_TEXT_TOKEN, 0] = -40
     return tensors
 
 
-def tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All that a file holds, read: arrays, `Grouped` rows of int8, and lists of those."""
+def read_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return all tensors of a file: arrays, `Int8Rows`, and lists of those."""
 
     def whole(tensor: Any) -> Any:
         if isinstance(tensor, list):
@@ -136,11 +136,11 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: whole(tensor) for name, tensor in checkpoint.tensors.items()}
 
 
-class Damage(NamedTuple):
-    """How to spoil the bytes of a checkpoint, and a word that the refusal must say besides the file's name."""
+class Corruption(NamedTuple):
+    """A corruption of a checkpoint's bytes, and a word that the error must contain next to the file's name."""
 
-    spoil: Callable[[bytes], bytes]
-    word: str
+    corrupt: Callable[[bytes], bytes]
+    expected_word: str
 
 
 def with_int(offset: int, value: int) -> Callable[[bytes], bytes]:
@@ -151,90 +151,90 @@ def with_last_float(value: float) -> Callable[[bytes], bytes]:
     return lambda data: data[:-4] + struct.pack("<f", value)
 
 
-def damages(version: int) -> dict[str, Damage]:
-    """Whatever can be wrong with the bytes of a checkpoint file, unshared, GQA."""
+def make_corruptions(version: int) -> dict[str, Corruption]:
+    """Return the corruptions of a checkpoint file (unshared, GQA)."""
     first = 0 if version == 0 else 8
 
     def field(name: str, value: int) -> Callable[[bytes], bytes]:
         return with_int(first + 4 * FIELDS.index(name), value)
 
     cases = {
-        "empty": Damage(lambda data: b"", "empty"),
-        "one byte": Damage(lambda data: data[:1], "truncated"),
-        "half a header": Damage(lambda data: data[:20], "truncated"),
-        "header alone": Damage(lambda data: data[: 28 if version == 0 else V1_HEADER], "truncated"),
-        "half": Damage(lambda data: data[: len(data) // 2], "truncated"),
-        "one byte short": Damage(lambda data: data[:-1], "truncated"),
-        "one byte long": Damage(lambda data: data + b"\0", "too long"),
-        "twice": Damage(lambda data: data + data, "too long"),
-        "text": Damage(lambda data: b"Once upon a time, there was a little girl named Lily. " * 20, ""),
-        "dim not divisible by heads": Damage(field("n_heads", 10), "n_heads 10"),
-        "heads not divisible by kv heads": Damage(field("n_kv_heads", 3), "n_kv_heads"),
-        "odd head size": Damage(field("n_heads", 16), "head_dim"),
-        "NaN": Damage(with_last_float(float("nan")), "NaN"),
-        "infinity": Damage(with_last_float(float("inf")), "NaN or infinite"),
-        "minus infinity": Damage(with_last_float(float("-inf")), "NaN or infinite"),
+        "empty": Corruption(lambda data: b"", "empty"),
+        "one byte": Corruption(lambda data: data[:1], "truncated"),
+        "half a header": Corruption(lambda data: data[:20], "truncated"),
+        "header alone": Corruption(lambda data: data[: 28 if version == 0 else V1_HEADER], "truncated"),
+        "half": Corruption(lambda data: data[: len(data) // 2], "truncated"),
+        "one byte short": Corruption(lambda data: data[:-1], "truncated"),
+        "one byte long": Corruption(lambda data: data + b"\0", "too long"),
+        "twice": Corruption(lambda data: data + data, "too long"),
+        "text": Corruption(lambda data: b"Once upon a time, there was a little girl named Lily. " * 20, ""),
+        "dim not divisible by heads": Corruption(field("n_heads", 10), "n_heads 10"),
+        "heads not divisible by kv heads": Corruption(field("n_kv_heads", 3), "n_kv_heads"),
+        "odd head size": Corruption(field("n_heads", 16), "head_dim"),
+        "NaN": Corruption(with_last_float(float("nan")), "NaN"),
+        "infinity": Corruption(with_last_float(float("inf")), "NaN or infinite"),
+        "minus infinity": Corruption(with_last_float(float("-inf")), "NaN or infinite"),
     }
     for name in FIELDS:
-        cases[f"{name} zero"] = Damage(field(name, 0), name)
+        cases[f"{name} zero"] = Corruption(field(name, 0), name)
         # a version 0 checkpoint with a negative vocabulary is one that does not share its classifier
         if (version, name) != (0, "vocab_size"):
-            cases[f"{name} negative"] = Damage(field(name, -7), name)
-            cases[f"{name} lowest"] = Damage(field(name, -(2**31)), name)
-        if version == 0 or name != "seq_len":  # of which only a version 0 file holds tables
-            cases[f"{name} huge"] = Damage(field(name, 2**31 - 1), "")
+            cases[f"{name} negative"] = Corruption(field(name, -7), name)
+            cases[f"{name} lowest"] = Corruption(field(name, -(2**31)), name)
+        if version == 0 or name != "seq_len":  # only a version 0 file holds tables of that length
+            cases[f"{name} huge"] = Corruption(field(name, 2**31 - 1), "")
     if version == 2:
         cases |= {
-            "half a version 2 header": Damage(lambda data: data[:40], "truncated"),
-            "flag": Damage(lambda data: data[:36] + b"\x02" + data[37:], "flag"),
-            "group size zero": Damage(with_int(37, 0), "group size"),
-            "group size negative": Damage(with_int(37, -8), "group size"),
-            "group size that divides nothing": Damage(with_int(37, 7), "group size of 7"),
-            "group size huge": Damage(with_int(37, 2**31 - 1), "group size"),
-            "another group size": Damage(with_int(37, 4), "truncated"),
-            "claims to be version 1": Damage(with_int(4, 1), "truncated"),
-            "negative scale": Damage(with_last_float(-1.0), "negative scales"),
+            "half a version 2 header": Corruption(lambda data: data[:40], "truncated"),
+            "flag": Corruption(lambda data: data[:36] + b"\x02" + data[37:], "flag"),
+            "group size zero": Corruption(with_int(37, 0), "group size"),
+            "group size negative": Corruption(with_int(37, -8), "group size"),
+            "group size that divides nothing": Corruption(with_int(37, 7), "group size of 7"),
+            "group size huge": Corruption(with_int(37, 2**31 - 1), "group size"),
+            "another group size": Corruption(with_int(37, 4), "truncated"),
+            "claims to be version 1": Corruption(with_int(4, 1), "truncated"),
+            "negative scale": Corruption(with_last_float(-1.0), "negative scales"),
         }
     if version == 1:
         cases |= {
-            "half a version 1 header": Damage(lambda data: data[:100], "truncated"),
-            "wrong magic": Damage(lambda data: b"ak42" + data[4:], ""),
-            "version 0 with a magic": Damage(with_int(4, 0), "expected 1 or 2"),
-            "claims to be version 2": Damage(with_int(4, 2), "group size of 0"),
-            "version 3": Damage(with_int(4, 3), "version 3"),
-            "version -1": Damage(with_int(4, -1), "version -1"),
-            "flag": Damage(lambda data: data[:36] + b"\x07" + data[37:], "flag"),
+            "half a version 1 header": Corruption(lambda data: data[:100], "truncated"),
+            "wrong magic": Corruption(lambda data: b"ak42" + data[4:], ""),
+            "version 0 with a magic": Corruption(with_int(4, 0), "expected 1 or 2"),
+            "claims to be version 2": Corruption(with_int(4, 2), "group size of 0"),
+            "version 3": Corruption(with_int(4, 3), "version 3"),
+            "version -1": Corruption(with_int(4, -1), "version -1"),
+            "flag": Corruption(lambda data: data[:36] + b"\x07" + data[37:], "flag"),
         }
     return cases
 
 
-DAMAGES = {f"version {v}, {name}": (v, damage) for v in (0, 1, 2) for name, damage in damages(v).items()}
-DAMAGED_GROUP = 8  # of the version 2 file that is damaged
+CORRUPTIONS = {f"version {v}, {name}": (v, damage) for v in (0, 1, 2) for name, damage in make_corruptions(v).items()}
+CORRUPTED_GROUP = 8  # group size of the version 2 file to corrupt
 
 
-def sound_bytes(config: Config, version: int) -> bytes:
-    """A file of random weights for `DAMAGES` to spoil."""
+def make_valid_bytes(config: ModelConfig, version: int) -> bytes:
+    """Return a file with random weights for `make_corruptions`."""
     tensors = random_tensors(config, 0)
     if version < 2:
         return checkpoint_bytes(config, tensors, version)
-    return int8_checkpoint_bytes(config, quantized_tensors(config, tensors, DAMAGED_GROUP), DAMAGED_GROUP)
+    return int8_checkpoint_bytes(config, quantized_tensors(config, tensors, CORRUPTED_GROUP), CORRUPTED_GROUP)
 
 
-def tokenizer_damages() -> dict[str, Damage]:
-    """Whatever can be wrong with the bytes of a tokenizer."""
+def make_tokenizer_corruptions() -> dict[str, Corruption]:
+    """Return the corruptions of a tokenizer file."""
 
     def with_length(value: int) -> Callable[[bytes], bytes]:
         return with_int(8, value)  # of the first token
 
     return {
-        "empty": Damage(lambda data: b"", "empty"),
-        "three bytes": Damage(lambda data: data[:3], "truncated"),
-        "longest piece alone": Damage(lambda data: data[:4], ""),
-        "one byte short": Damage(lambda data: data[:-1], ""),
-        "cut in a record's head": Damage(lambda data: data[: 4 + 8 + 5 + 3], ""),
-        "2 more bytes": Damage(lambda data: data + b"\0\0", ""),
-        "negative length": Damage(with_length(-1), "length"),
-        "huge length": Damage(with_length(2**31 - 1), "length"),
-        "NaN score": Damage(lambda data: data[:4] + struct.pack("<f", float("nan")) + data[8:], ""),
-        "text": Damage(lambda data: b"Once upon a time, there was a little girl named Lily. " * 20, ""),
+        "empty": Corruption(lambda data: b"", "empty"),
+        "three bytes": Corruption(lambda data: data[:3], "truncated"),
+        "longest piece alone": Corruption(lambda data: data[:4], ""),
+        "one byte short": Corruption(lambda data: data[:-1], ""),
+        "cut in a record's head": Corruption(lambda data: data[: 4 + 8 + 5 + 3], ""),
+        "2 more bytes": Corruption(lambda data: data + b"\0\0", ""),
+        "negative length": Corruption(with_length(-1), "length"),
+        "huge length": Corruption(with_length(2**31 - 1), "length"),
+        "NaN score": Corruption(lambda data: data[:4] + struct.pack("<f", float("nan")) + data[8:], ""),
+        "text": Corruption(lambda data: b"Once upon a time, there was a little girl named Lily. " * 20, ""),
     }

@@ -1,4 +1,4 @@
-"""GGUF files for the tests: written byte by byte, and made of the fixtures' folders and tokenizers."""
+"""GGUF files for the tests: written byte by byte, and made from the fixtures' folders and tokenizers."""
 
 import json
 import math
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.config import Config, ConvConfig, DeltaConfig, RopeScaling, YarnScaling
-from specdec.layers.recurrent import fill_rates
-from specdec.loaders.gguf_file import GgufFile
+from specdec.layers.recurrent import fill_decay_rates
+from specdec.loaders.gguf_file import GGUFFile
+from specdec.model_config import DeltaNetConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
 from tests.tools import hf_folders
 from tests.tools.hf_folders import CONFIGS, FIXTURES
 
@@ -30,41 +30,41 @@ DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.
 Keys = dict[str, Any]
 
 
-class Typed(NamedTuple):
-    """A value of a type that its Python type does not tell; 9 is an array, of `inner`."""
+class TypedValue(NamedTuple):
+    """A value with an explicit GGUF type; 9 is an array with elements of type `inner`."""
 
     kind: int
     value: Any
     inner: int = 0
 
 
-class Raw(NamedTuple):
-    """A tensor that is no array: its type, its shape, the outermost dimension first, and its bytes."""
+class RawTensor(NamedTuple):
+    """A tensor as type, shape (outermost dimension first) and bytes."""
 
     type: str
     shape: tuple[int, ...]
     data: bytes
 
 
-def string(text: str) -> bytes:
+def encode_string(text: str) -> bytes:
     data = text.encode("utf-8", "surrogateescape")
     return struct.pack("<Q", len(data)) + data
 
 
-def typed(value: Any) -> Typed:
-    """As writers have it: whole numbers u32, or i32 in arrays."""
-    if isinstance(value, Typed):
+def to_typed_value(value: Any) -> TypedValue:
+    """Return the value typed as writers do: integers as u32, or i32 in arrays."""
+    if isinstance(value, TypedValue):
         return value
     if isinstance(value, list):
-        return Typed(9, value, {str: 8, float: 6, int: 5, bool: 7}[type(value[0])])
-    return Typed({str: 8, float: 6, int: 4, bool: 7}[type(value)], value)
+        return TypedValue(9, value, {str: 8, float: 6, int: 5, bool: 7}[type(value[0])])
+    return TypedValue({str: 8, float: 6, int: 4, bool: 7}[type(value)], value)
 
 
-def value_bytes(value: Any) -> bytes:
-    kind, content, inner = typed(value)
+def encode_value(value: Any) -> bytes:
+    kind, content, inner = to_typed_value(value)
 
     def plain(kind: int, content: Any) -> bytes:
-        return string(content) if kind == 8 else struct.pack("<" + FORMATS[kind], content)
+        return encode_string(content) if kind == 8 else struct.pack("<" + FORMATS[kind], content)
 
     head = struct.pack("<I", kind)
     if kind != 9:
@@ -72,65 +72,69 @@ def value_bytes(value: Any) -> bytes:
     return head + struct.pack("<IQ", inner, len(content)) + b"".join(plain(inner, each) for each in content)
 
 
-def raw(tensor: Any) -> Raw:
-    return tensor if isinstance(tensor, Raw) else Raw(DTYPES[tensor.dtype], tensor.shape, tensor.tobytes())
+def to_raw_tensor(tensor: Any) -> RawTensor:
+    return tensor if isinstance(tensor, RawTensor) else RawTensor(DTYPES[tensor.dtype], tensor.shape, tensor.tobytes())
 
 
 def header_bytes(keys: Mapping[str, Any], tensors: Mapping[str, Any], version: int = 3, alignment: int = 32) -> bytes:
     out = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
-    out += b"".join(string(key) + value_bytes(value) for key, value in keys.items())
+    out += b"".join(encode_string(key) + encode_value(value) for key, value in keys.items())
     at = 0
     for name, tensor in tensors.items():
-        kind, shape, data = raw(tensor)
-        out += string(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1]) + struct.pack("<IQ", TYPE_IDS[kind], at)
+        kind, shape, data = to_raw_tensor(tensor)
+        out += (
+            encode_string(name)
+            + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+            + struct.pack("<IQ", TYPE_IDS[kind], at)
+        )
         at += -(-len(data) // alignment) * alignment
     return out
 
 
 def gguf_bytes(keys: Mapping[str, Any], tensors: Mapping[str, Any], version: int = 3, alignment: int = 32) -> bytes:
-    """A whole file."""
+    """Return a whole file."""
 
     def padded(data: bytes) -> bytes:
         return data + bytes(-len(data) % alignment)
 
-    data = [padded(raw(tensor).data) for tensor in tensors.values()]
+    data = [padded(to_raw_tensor(tensor).data) for tensor in tensors.values()]
     return padded(header_bytes(keys, tensors, version, alignment)) + b"".join(data)
 
 
-def split_bytes(keys: Keys, tensors: Mapping[str, Any], n: int) -> list[bytes]:
-    """The parts of a file that is split into so many."""
+def make_split_files(keys: Keys, tensors: Mapping[str, Any], n: int) -> list[bytes]:
+    """Return the n shards of a split file."""
     names = list(tensors)
     size = math.ceil(len(names) / n)
     parts = []
     for i in range(n):
-        own = {"split.no": Typed(2, i), "split.count": Typed(2, n), "split.tensors.count": Typed(5, len(names))}
+        own = {"split.no": TypedValue(2, i), "split.count": TypedValue(2, n), "split.tensors.count": TypedValue(5, len(names))}
         part = {name: tensors[name] for name in names[i * size : (i + 1) * size]}
         parts.append(gguf_bytes((keys if i == 0 else {}) | own, part))
     return parts
 
 
 def write_parts(folder: Path, parts: list[bytes]) -> Path:
-    """Those files in a folder; the path of the first."""
+    """Write the shards to a folder and return the path of the first."""
     for i, data in enumerate(parts):
         (folder / f"model-{i + 1:05}-of-{len(parts):05}.gguf").write_bytes(data)
     return folder / f"model-00001-of-{len(parts):05}.gguf"
 
 
-def random_blocks(rng: np.random.Generator, kind: str, rows: int, n: int, scale: float = 0.02) -> Raw:
-    """A matrix of random codes, whose scales are about that large."""
+def random_blocks(rng: np.random.Generator, kind: str, rows: int, n: int, scale: float = 0.02) -> RawTensor:
+    """Return a matrix of random codes with scales of about this size."""
     n_weights, n_bytes = BLOCK_SIZES[kind]
     blocks = rng.integers(0, 256, (rows * n // n_weights, n_bytes), np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = 128 + np.rint(np.log2(scale * rng.random(len(blocks)) + 1e-6))
-        return Raw(kind, (rows, n), blocks.tobytes())
-    places = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)} | dict.fromkeys(
+        return RawTensor(kind, (rows, n), blocks.tobytes())
+    offsets = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,)} | dict.fromkeys(
         ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"), (0,)
     )
-    for at in places.get(kind, (0, 2)):
+    for at in offsets.get(kind, (0, 2)):
         divisor = {"K": 16, "L": 10, "S": 160}.get(kind[-1], 1)
         scales = (rng.standard_normal(len(blocks)) * scale / divisor).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return Raw(kind, (rows, n), blocks.tobytes())
+    return RawTensor(kind, (rows, n), blocks.tobytes())
 
 
 # Models
@@ -161,14 +165,14 @@ GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm",
     "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-# not those of numbers that no file tells, or of heads of values in another order
-APART = {
-    "smollm3_layers", "phi3_factor", "phi3_long", "ministral3_beside", "ministral3_scale", "gemma3_scaled", "lfm2_biases",
+# values that GGUF files do not have, or value heads in another order
+EXCLUDED = {
+    "smollm3_layers", "phi3_factor", "phi3_long", "ministral3_vision", "ministral3_scale", "gemma3_scaled", "lfm2_biases",
     "qwen35", "qwen35_images", "qwen3_next_odd",
 }  # fmt: skip
 CONVERTED = [
     path.stem for path in sorted((FIXTURES / "gguf").glob("*.gguf")) if (FIXTURES / path.stem).is_dir()
-]  # not written here
+]  # files of llama.cpp's converter, not written here
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 SCALES = {
     "embedding_scale": "embedding_scale", "residual_scale": "residual_scale",
@@ -176,8 +180,8 @@ SCALES = {
 }  # fmt: skip
 
 
-def architecture(name: str) -> str:
-    """What GGUF calls a fixture's family."""
+def get_gguf_architecture(name: str) -> str:
+    """Return GGUF's name for a fixture's family."""
     families = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "ministral3": "mistral3"}
     families |= {a: a for a in ("phi3", "qwen2", "qwen35", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")}
     return next(a for start, a in families.items() if name.startswith(start))
@@ -186,12 +190,14 @@ def architecture(name: str) -> str:
 NAMES = [
     name
     for name in hf_folders.NAMES
-    if name in CONFIGS and (not CONFIGS[name].attention.window or name.startswith("gemma3")) and name not in (*APART, *CONVERTED)
+    if name in CONFIGS
+    and (not CONFIGS[name].attention.window or name.startswith("gemma3"))
+    and name not in (*EXCLUDED, *CONVERTED)
 ]
 
 
-def stored_name(full: str, a: str = "llama") -> str:
-    """A tensor's name in GGUF, of that architecture."""
+def get_stored_name(full: str, a: str = "llama") -> str:
+    """Return a tensor's name in GGUF for an architecture."""
     layer, rest = "", full.removeprefix("transformer.").replace("model.language_model.", "model.")
     for prefix in ("model.layers.", "h."):
         if rest.startswith(prefix):
@@ -204,74 +210,76 @@ def stored_name(full: str, a: str = "llama") -> str:
     return f"{layer}{(LLAMA_NAMES | GPT2_NAMES | others)[stem]}.{end}"
 
 
-def adjacent(array: Any, head_dim: int) -> Any:
-    """Rows as `llama` has them: each head's halves interleaved, one row of each in turns."""
+def interleave_halves(array: Any, head_dim: int) -> Any:
+    """Return rows in the order of `llama`: the halves of each head, interleaved."""
     heads = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(array.shape)
 
 
-def model_tensors(name: str) -> dict[str, Any]:
-    """A fixture's tensors as a converter writes them: vectors in fp32, matrices (outputs, inputs)."""
+def make_model_tensors(name: str) -> dict[str, Any]:
+    """Return a fixture's tensors as a converter writes them: vectors in fp32, matrices (outputs, inputs)."""
     config, tensors = CONFIGS[name], {}
-    tensors |= experts(name)
-    for full, (_, array) in hf_folders.stored(FIXTURES / name).items():
+    tensors |= make_expert_tensors(name)
+    for full, (_, array) in hf_folders.read_folder_tensors(FIXTURES / name).items():
         if ".experts." in full:
             continue
         if full.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if "input_linear" in full:  # the gate, then what it gates
             for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
-                tensors[stored_name(full).replace("ffn_gate", f"ffn_{part}")] = rows
+                tensors[get_stored_name(full).replace("ffn_gate", f"ffn_{part}")] = rows
             continue
         if full.startswith(("model.visual.", "mtp.")):
             continue
-        stored, result = stored_name(full, architecture(name)), array
-        if architecture(name) == "qwen35":
-            result = of_qwen35(config, full, array)
-        if architecture(name) == "gpt2" and ".c_" in f".{full}" and array.ndim == 2:
+        stored, result = get_stored_name(full, get_gguf_architecture(name)), array
+        if get_gguf_architecture(name) == "qwen35":
+            result = convert_qwen35_tensor(config, full, array)
+        if get_gguf_architecture(name) == "gpt2" and ".c_" in f".{full}" and array.ndim == 2:
             result = np.ascontiguousarray(array.T)
-        if architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
-            result = adjacent(array, config.head_dim)
+        if get_gguf_architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
+            result = interleave_halves(array, config.head_dim)
         if result.ndim == 3:  # of a convolution
             result = (result.astype(np.uint32) << 16).view(np.float32)[:, 0] if result.dtype == np.uint16 else result[:, 0]
         if result.ndim == 1 and result.dtype == np.uint16:
             result = (result.astype(np.uint32) << 16).view(np.float32)
         tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
-        if architecture(name) == "gemma3" and result.ndim == 1:
+        if get_gguf_architecture(name) == "gemma3" and result.ndim == 1:
             tensors[stored] += 1
     if name == "phi3":
         factors = json.loads((FIXTURES / name / "config.json").read_text())["rope_parameters"]
         for kind in ("short", "long"):
             tensors[f"rope_factors_{kind}.weight"] = np.array(factors[f"{kind}_factor"], np.float32)
-    if isinstance(config.rope.scaling, RopeScaling):
+    if isinstance(config.rope.scaling, Llama3RopeScaling):
         tensors["rope_freqs.weight"] = rope_divisors(config)
     return tensors
 
 
-def experts(name: str) -> dict[str, Any]:
-    """A fixture's experts as a converter writes them: all of a layer in one tensor."""
+def make_expert_tensors(name: str) -> dict[str, Any]:
+    """Return a fixture's experts as a converter writes them: all of a layer in one tensor."""
     found: dict[str, list[Any]] = {}
     kinds = {"gate_proj": "gate", "w1": "gate", "down_proj": "down", "w2": "down", "up_proj": "up", "w3": "up"}
-    for full, (_, array) in sorted(hf_folders.stored(FIXTURES / name).items()):  # of fewer than ten
+    for full, (_, array) in sorted(
+        hf_folders.read_folder_tensors(FIXTURES / name).items()
+    ):  # sorted correctly, as there are fewer than ten
         if ".experts." in full:
             _, _, layer, *_, kind, _ = full.split(".")
             found.setdefault(f"blk.{layer}.ffn_{kinds[kind]}_exps.weight", []).append(array)
     return {stored: np.stack(arrays) for stored, arrays in found.items()}
 
 
-def delta_of(config: Config) -> DeltaConfig | None:
-    """The numbers of a config's delta nets."""
-    return next((own.mixer for own in config.layers if isinstance(own.mixer, DeltaConfig)), None)
+def get_delta_config(config: ModelConfig) -> DeltaNetConfig | None:
+    """Return the config of the delta nets, or None."""
+    return next((own.mixer for own in config.layers if isinstance(own.mixer, DeltaNetConfig)), None)
 
 
-def of_qwen35(config: Config, full: str, array: Any) -> Any:
-    """A tensor as llama.cpp's converter has it: norms as they are, heads of values in turns, each with the next one of keys."""
-    d = delta_of(config)
+def convert_qwen35_tensor(config: ModelConfig, full: str, array: Any) -> Any:
+    """Return a tensor as llama.cpp's converter writes it: norms unchanged, value heads interleaved by key head."""
+    d = get_delta_config(config)
     assert d
     wide = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
     if full.endswith("A_log"):
         rates = np.empty_like(wide)
-        fill_rates(rates, wide)
+        fill_decay_rates(rates, wide)
         array = rates
     elif full.endswith("norm.weight") and not full.endswith("linear_attn.norm.weight"):
         array = wide + np.float32(1)
@@ -279,33 +287,33 @@ def of_qwen35(config: Config, full: str, array: Any) -> Any:
         array = wide[:, 0]
     if ".linear_attn." not in full or full.endswith("norm.weight"):
         return array
-    n_in_front = d.n_mixed - d.n_values if "in_proj_qkv" in full or "conv1d" in full else 0
+    n_in_front = d.conv_dim - d.total_value_dim if "in_proj_qkv" in full or "conv1d" in full else 0
     front, heads = np.split(array.T if "out_proj" in full else array, [n_in_front])
     by_keys = heads.reshape(d.n_key_heads, d.n_value_heads // d.n_key_heads, -1, *heads.shape[1:])
     result = np.concatenate([front, by_keys.swapaxes(0, 1).reshape(heads.shape)])
     return np.ascontiguousarray(result.T if "out_proj" in full else result)
 
 
-def with_head(name: str) -> tuple[Keys, dict[str, Any]]:
-    """Keys and tensors of a Qwen3.5 of the fixtures, the head that it brings along in the layer behind the last one."""
-    config, tensors = CONFIGS[name], model_tensors(name)
-    keys = model_keys(name) | {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": config.n_layers + 1}
+def make_model_with_head(name: str) -> tuple[Keys, dict[str, Any]]:
+    """Return metadata and tensors of a Qwen3.5 fixture, with its built-in head as the layer after the last."""
+    config, tensors = CONFIGS[name], make_model_tensors(name)
+    keys = make_model_keys(name) | {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": config.n_layers + 1}
     recurrent = keys["qwen35.attention.recurrent_layers"]
     keys["qwen35.attention.recurrent_layers"] = recurrent._replace(value=[*recurrent.value, False])
     names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
-    for full, (_, array) in hf_folders.stored(FIXTURES / name).items():
+    for full, (_, array) in hf_folders.read_folder_tensors(FIXTURES / name).items():
         if full.startswith("mtp."):
             own = full.removeprefix("mtp.").removesuffix(".weight")
             layer = f"model.layers.{config.n_layers}.{own.removeprefix('layers.0.')}.weight"
-            stored = f"blk.{config.n_layers}.nextn.{names[own]}.weight" if own in names else stored_name(layer, "qwen35")
-            tensors[stored] = of_qwen35(config, "norm.weight" if array.ndim == 1 else full, array)
+            stored = f"blk.{config.n_layers}.nextn.{names[own]}.weight" if own in names else get_stored_name(layer, "qwen35")
+            tensors[stored] = convert_qwen35_tensor(config, "norm.weight" if array.ndim == 1 else full, array)
     return keys, tensors
 
 
-def rope_divisors(config: Config) -> Any:
-    """Llama 3.1's, in fp32: 1 for fast angles, the factor for slow ones."""
+def rope_divisors(config: ModelConfig) -> Any:
+    """Return Llama 3.1's frequency factors in fp32: 1 for fast pairs, the factor for slow ones."""
     scaling = config.rope.scaling
-    assert isinstance(scaling, RopeScaling)
+    assert isinstance(scaling, Llama3RopeScaling)
     waves = 2 * math.pi * config.rope.theta ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     low, high = (scaling.original_seq_len / each for each in (scaling.low_freq_factor, scaling.high_freq_factor))
     smooth = (scaling.original_seq_len / waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -313,9 +321,9 @@ def rope_divisors(config: Config) -> Any:
     return np.where(waves < high, 1, np.where(waves > low, scaling.factor, between)).astype(np.float32)
 
 
-def model_keys(name: str) -> Keys:
-    """What a converter writes of a fixture's config."""
-    config, a = CONFIGS[name], architecture(name)
+def make_model_keys(name: str) -> Keys:
+    """Return the metadata that a converter writes for a fixture's config."""
+    config, a = CONFIGS[name], get_gguf_architecture(name)
     keys: Keys = {
         "general.architecture": a,
         f"{a}.block_count": config.n_layers,
@@ -327,31 +335,34 @@ def model_keys(name: str) -> Keys:
     if a == "gpt2":
         return keys | {"gpt2.attention.layer_norm_epsilon": config.norm_eps}
     if a == "phi3":
-        keys |= {"phi3.rope.dimension_count": config.n_turned, "phi3.rope.scaling.attn_factor": config.rope.scale}
+        keys |= {"phi3.rope.dimension_count": config.rotary_dim, "phi3.rope.scaling.attn_factor": config.rope.attention_factor}
         keys |= {"phi3.context_length": 128, "phi3.rope.scaling.original_context_length": 64}
     if a == "gemma3":
         keys |= {"gemma3.attention.sliding_window": config.attention.window}
-        if name != "gemma3":  # of one layer in six that sees all a file need not tell
-            windows = [config.of_layer(i).attention.window for i in range(config.n_layers)]
+        if name != "gemma3":  # one full-attention layer in six is the default
+            windows = [config.layer_config(i).attention.window for i in range(config.n_layers)]
             keys |= {"gemma3.attention.sliding_window_pattern": windows.index(0) + 1}
-    if isinstance(yarn := config.rope.scaling, YarnScaling):
+    if isinstance(yarn := config.rope.scaling, YarnRopeScaling):
         scaling = {"type": "yarn", "factor": yarn.factor, "original_context_length": yarn.original_seq_len}
         scaling |= {"yarn_beta_fast": yarn.beta_fast, "yarn_beta_slow": yarn.beta_slow, "yarn_log_multiplier": 1.0}
         keys |= {f"{a}.rope.scaling.{key}": value for key, value in scaling.items()}
         keys |= {f"{a}.attention.temperature_scale": config.rope.query_scale, f"{a}.rope.dimension_count": config.head_dim}
     kv_heads: Any = config.n_kv_heads
-    if convolutions := config.mixing(ConvConfig):
+    if convolutions := config.find_mixer_layers(ShortConvConfig):
         kv_heads = [0 if i in convolutions else kv_heads for i in range(config.n_layers)]
-        keys["lfm2.shortconv.l_cache"] = config.layers[convolutions[0]].mixer.n_taps
-    if d := delta_of(config):
-        recurrent = [i in config.mixing(DeltaConfig) for i in range(config.n_layers)]
-        keys |= {"qwen35.rope.dimension_count": config.n_turned, "qwen35.rope.dimension_sections": Typed(9, [11, 11, 10, 0], 5)}
-        keys |= {"qwen35.attention.recurrent_layers": Typed(9, recurrent, 7), "qwen35.full_attention_interval": 4}
-        numbers = (d.n_taps, d.key_dim, d.n_key_heads, d.n_value_heads, d.n_values)
+        keys["lfm2.shortconv.l_cache"] = config.layers[convolutions[0]].mixer.kernel_size
+    if d := get_delta_config(config):
+        recurrent = [i in config.find_mixer_layers(DeltaNetConfig) for i in range(config.n_layers)]
+        keys |= {
+            "qwen35.rope.dimension_count": config.rotary_dim,
+            "qwen35.rope.dimension_sections": TypedValue(9, [11, 11, 10, 0], 5),
+        }
+        keys |= {"qwen35.attention.recurrent_layers": TypedValue(9, recurrent, 7), "qwen35.full_attention_interval": 4}
+        numbers = (d.kernel_size, d.key_head_dim, d.n_key_heads, d.n_value_heads, d.total_value_dim)
         names = ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
         keys |= {f"qwen35.ssm.{key}": number for key, number in zip(names, numbers, strict=True)}
     if e := config.experts:
-        numbers = {"expert_count": e.n, "expert_used_count": e.n_chosen, "expert_feed_forward_length": e.hidden_dim}
+        numbers = {"expert_count": e.n_experts, "expert_used_count": e.n_experts_used, "expert_feed_forward_length": e.hidden_dim}
         keys |= {f"{a}.{key}": number for key, number in numbers.items()}
     return keys | {
         f"{a}.attention.head_count_kv": kv_heads,
@@ -368,8 +379,8 @@ def model_keys(name: str) -> Keys:
 # Tokenizers
 
 
-def tokenizer_keys(name: str) -> Keys:
-    """What a converter writes of a tokenizer of the fixtures'."""
+def make_tokenizer_keys(name: str) -> Keys:
+    """Return the metadata that a converter writes for a fixture's tokenizer."""
     content = json.loads((TOKENIZERS / f"{name}.json").read_text(encoding="utf-8"))
     vocabulary = dict(content["model"]["vocab"])
     added = {each["id"]: each for each in content["added_tokens"]}
@@ -385,7 +396,7 @@ def tokenizer_keys(name: str) -> Keys:
         types[vocabulary["<unk>"]] = 2
         keys |= {"model": "llama", "scores": [-float(ranks.get(token, 10**6)) for token in tokens]}
         keys |= {"bos_token_id": vocabulary[bos], "eos_token_id": vocabulary[eos], "unknown_token_id": vocabulary["<unk>"]}
-        if name == "gemma3":  # whose own runs of spaces a converter writes as spaces
+        if name == "gemma3":  # a converter writes its tokens for runs of spaces as spaces
             keys |= {"add_space_prefix": False, "pre": "default"}
             keys["tokens"] = [t.replace("▁", " ") if kind == 4 else t for t, kind in zip(tokens, types, strict=True)]
     else:
@@ -403,8 +414,8 @@ def tokenizer_keys(name: str) -> Keys:
     return {f"tokenizer.ggml.{key}": value for key, value in (keys | {"token_type": types}).items()}
 
 
-def with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
-    """Keys and tensors of the model in a folder of tests/test_end_to_end.py, with a tokenizer of the fixtures'."""
+def make_model_with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
+    """Return metadata and tensors of a folder of tests/test_end_to_end.py, with a tokenizer of the fixtures."""
     values = json.loads((folder / "config.json").read_text())
     keys: Keys = {
         "general.architecture": "llama",
@@ -419,15 +430,17 @@ def with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
     }
     head_dim = values["hidden_size"] // values["num_attention_heads"]
     tensors = {}
-    for full, (_, array) in hf_folders.stored(folder).items():
-        stored = stored_name(full)
-        turned = adjacent(array, head_dim) if stored.split(".")[-2] in ("attn_q", "attn_k") else array
-        tensors[stored] = (turned.astype(np.uint32) << 16).view(np.float32) if array.ndim == 1 else turned
-    return keys | tokenizer_keys(name), tensors
+    for full, (_, array) in hf_folders.read_folder_tensors(folder).items():
+        stored = get_stored_name(full)
+        rotated = interleave_halves(array, head_dim) if stored.split(".")[-2] in ("attn_q", "attn_k") else array
+        tensors[stored] = (rotated.astype(np.uint32) << 16).view(np.float32) if array.ndim == 1 else rotated
+    return keys | make_tokenizer_keys(name), tensors
 
 
-def converted(name: str) -> tuple[Keys, dict[str, Any]]:
-    """The keys and the tensors of a file that llama.cpp's converter wrote."""
-    file = GgufFile(FIXTURES / "gguf" / f"{name}.gguf")
-    entries = {each: Raw(entry.type, entry.shape, file.stored(each)[:].tobytes()) for each, entry in file.entries.items()}
-    return {key: value for key, value in file.keys.items() if value != []}, entries
+def read_converted(name: str) -> tuple[Keys, dict[str, Any]]:
+    """Return metadata and tensors of a file that llama.cpp's converter wrote."""
+    file = GGUFFile(FIXTURES / "gguf" / f"{name}.gguf")
+    entries = {
+        each: RawTensor(entry.type, entry.shape, file.get_raw_tensor(each)[:].tobytes()) for each, entry in file.entries.items()
+    }
+    return {key: value for key, value in file.metadata.items() if value != []}, entries

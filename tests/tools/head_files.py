@@ -1,4 +1,4 @@
-"""Files of EAGLE-3 heads for the tests, in every dialect, written of a config and of tensors by our names."""
+"""Files of EAGLE-3 heads for the tests, in every dialect, written from a config and tensors by our names."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import Config
+from specdec.model_config import ModelConfig
 from tests.tools import gguf_files, hf_folders
 from tests.tools.gguf_files import Keys
 
 DIALECTS = ("eagle", "speculators", "eagle behind model.", "speculators behind model.")
-SAFETENSORS = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint16): "BF16"}
-# a tensor's name behind the layer's or the model's, in safetensors and in GGUF
+SAFETENSORS_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint16): "BF16"}
+# A tensor's name after the prefix of the layer or the model, in safetensors and in GGUF
 OUTER_NAMES = {
     "fc": ("fc", "fc"), "fc_norm": ("", "enc.output_norm"), "rms_final": ("norm", "output_norm"),
     "wcls": ("lm_head", "output"), "tok_emb": ("embed_tokens", "token_embd"),
@@ -25,17 +25,17 @@ LAYER_NAMES = {
     "w3": ("mlp.up_proj", "ffn_up"),
 }  # fmt: skip
 BIASES = {f"b{name[1:]}": LAYER_NAMES[name][0] for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")}
-TURNED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")
+ROTATED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")
 
 
-def halves(array: Any, head_dim: int) -> Any:
-    """Rows as Hugging Face has them: of each head's pairs all first ones, then all second ones."""
+def split_halves(array: Any, head_dim: int) -> Any:
+    """Return rows in Hugging Face's order: the first rows of a head's pairs, then the second ones."""
     pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
 
 
-def config_values(config: Config, dialect: str) -> dict[str, Any]:
-    """A head's config.json: flat, as EAGLE's, or that of speculators. The layers are told where the dialect tells them."""
+def make_config_values(config: ModelConfig, dialect: str) -> dict[str, Any]:
+    """Return a head's config.json, flat as EAGLE's or that of speculators; layers are included if the dialect has them."""
     head = config.head
     assert head
     layer: dict[str, Any] = {
@@ -53,33 +53,39 @@ def config_values(config: Config, dialect: str) -> dict[str, Any]:
             "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_seq_len,
         }  # fmt: skip
-    own: dict[str, Any] = {
-        "draft_vocab_size": head.n_rows, "norm_before_residual": head.norm_before_residual, "norm_output": head.norm_output,
+    head_values: dict[str, Any] = {
+        "draft_vocab_size": head.draft_vocab_size, "norm_before_residual": head.norm_before_residual,
+        "norm_output": head.norm_output,
         "norm_before_fc": head.fc_norm == "whole", "fc_norm": head.fc_norm == "each",
         "target_hidden_size": head.target_dim if head.target_dim != config.dim else None,
     }  # fmt: skip
     if dialect.startswith("eagle"):
-        if head.layers:
-            own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in head.layers], "use_aux_hidden_state": True}
+        if head.target_layers:
+            head_values["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": [i - 1 for i in head.target_layers],
+                "use_aux_hidden_state": True,
+            }
         if config.attention.qkv_bias and not config.attention.wo_bias:
-            own["qkv_bias"] = True
-        return {"architectures": ["LlamaForCausalLM"]} | layer | own
-    verifier = {"architectures": [head.made_for] if head.made_for else [], "name_or_path": "org/name"}
-    return own | {
+            head_values["qkv_bias"] = True
+        return {"architectures": ["LlamaForCausalLM"]} | layer | head_values
+    verifier = {"architectures": [head.target_architecture] if head.target_architecture else [], "name_or_path": "org/name"}
+    return head_values | {
         "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
         "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": verifier},
-        "eagle_aux_hidden_state_layer_ids": list(head.layers) or None,
+        "eagle_aux_hidden_state_layer_ids": list(head.target_layers) or None,
     }  # fmt: skip
 
 
-def folder_tensors(config: Config, tensors: dict[str, Any], target_ids: Any, dialect: str) -> dict[str, tuple[str, Any]]:
-    """What a head's safetensors file holds: dtypes and arrays. tensors: fp32, fp16, or the bits of bf16."""
+def make_folder_tensors(
+    config: ModelConfig, tensors: dict[str, Any], target_ids: Any, dialect: str
+) -> dict[str, tuple[str, Any]]:
+    """Return dtypes and arrays of a head's safetensors file; tensors: fp32, fp16, or the bits of bf16."""
     head = config.head
     assert head
     layer, prefix = "midlayer." if "eagle" in dialect else "layers.0.", "model." if "behind" in dialect else ""
     result = {}
     for name, array in tensors.items():
-        stored = halves(array, config.head_dim) if name in TURNED else array
+        stored = split_halves(array, config.head_dim) if name in ROTATED else array
         if name == "fc_norm" and head.fc_norm == "each":
             result |= {f"{prefix}fc_norm.{i}.weight": norm for i, norm in enumerate(stored)}
         elif name == "fc_norm":
@@ -90,7 +96,7 @@ def folder_tensors(config: Config, tensors: dict[str, Any], target_ids: Any, dia
             result[f"{'' if name == 'wcls' else prefix}{OUTER_NAMES[name][0]}.weight"] = stored
         else:
             result[f"{prefix}{layer}{LAYER_NAMES[name][0]}.weight"] = stored
-    typed = {name: (SAFETENSORS[array.dtype], np.ascontiguousarray(array)) for name, array in result.items()}
+    typed = {name: (SAFETENSORS_DTYPES[array.dtype], np.ascontiguousarray(array)) for name, array in result.items()}
     if target_ids is not None:
         ids = np.asarray(target_ids, np.int64)
         typed["d2t"] = "I64", ids - np.arange(len(ids))
@@ -99,17 +105,19 @@ def folder_tensors(config: Config, tensors: dict[str, Any], target_ids: Any, dia
 
 
 def write_folder(
-    folder: Path, config: Config, tensors: dict[str, Any], target_ids: Any = None, dialect: str = "speculators"
+    folder: Path, config: ModelConfig, tensors: dict[str, Any], target_ids: Any = None, dialect: str = "speculators"
 ) -> Path:
-    """A head's folder in one of DIALECTS, made if it is not there."""
+    """Write a head's folder in one of DIALECTS and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_values(config, dialect)))
-    (folder / hf_folders.WEIGHTS).write_bytes(hf_folders.safetensors_bytes(folder_tensors(config, tensors, target_ids, dialect)))
+    (folder / "config.json").write_text(json.dumps(make_config_values(config, dialect)))
+    (folder / hf_folders.WEIGHTS).write_bytes(
+        hf_folders.safetensors_bytes(make_folder_tensors(config, tensors, target_ids, dialect))
+    )
     return folder
 
 
-def gguf_parts(config: Config, tensors: dict[str, Any], target_ids: Any = None) -> tuple[Keys, dict[str, Any]]:
-    """Keys and tensors of a head's GGUF file, as llama.cpp's converter has them, vectors in fp32."""
+def make_gguf_parts(config: ModelConfig, tensors: dict[str, Any], target_ids: Any = None) -> tuple[Keys, dict[str, Any]]:
+    """Return metadata and tensors of a head's GGUF file as llama.cpp's converter writes them, vectors in fp32."""
     head = config.head
     assert head
     keys: Keys = {
@@ -126,7 +134,7 @@ def gguf_parts(config: Config, tensors: dict[str, Any], target_ids: Any = None) 
         "eagle3.rope.freq_base": config.rope.theta,
         "eagle3.rope.dimension_count": config.head_dim,
         "eagle3.vocab_size": config.vocab_size,
-        "eagle3.target_layers": list(head.layers),
+        "eagle3.target_layers": list(head.target_layers),
         "eagle3.target_hidden_size": head.target_dim,
         "eagle3.norm_before_residual": head.norm_before_residual,
     }
@@ -134,19 +142,22 @@ def gguf_parts(config: Config, tensors: dict[str, Any], target_ids: Any = None) 
         keys["eagle3.norm_before_fc"] = True
     stored = {}
     for name, array in (tensors | {"fc_norm": tensors["fc_norm"][0]} if head.fc_norm else tensors).items():
-        place = f"blk.0.{LAYER_NAMES[name][1]}" if name in LAYER_NAMES else OUTER_NAMES[name][1]
+        stored_name = f"blk.0.{LAYER_NAMES[name][1]}" if name in LAYER_NAMES else OUTER_NAMES[name][1]
         is_bits = array.ndim == 1 and array.dtype == np.uint16
         vector = (array.astype(np.uint32) << 16).view(np.float32) if is_bits else array
-        stored[f"{place}.weight"] = vector.astype(np.float32) if array.ndim == 1 else np.ascontiguousarray(array)
+        stored[f"{stored_name}.weight"] = vector.astype(np.float32) if array.ndim == 1 else np.ascontiguousarray(array)
     if config.rope.scaling:
         stored["rope_freqs.weight"] = gguf_files.rope_divisors(config)
     if target_ids is not None:
         ids = np.asarray(target_ids, np.int64)
-        stored["d2t"] = gguf_files.Raw("I64", ids.shape, ids.tobytes())
+        stored["d2t"] = gguf_files.RawTensor("I64", ids.shape, ids.tobytes())
     return keys, stored
 
 
-def write_gguf(path: Path, config: Config, tensors: dict[str, Any], target_ids: Any = None) -> Path:
-    """A head's GGUF file. llama.cpp has no norms of heads, no biases, no norm for each state and none of what is fed back."""
-    path.write_bytes(gguf_files.gguf_bytes(*gguf_parts(config, tensors, target_ids)))
+def write_gguf(path: Path, config: ModelConfig, tensors: dict[str, Any], target_ids: Any = None) -> Path:
+    """Write a head's GGUF file and return its path.
+
+    llama.cpp has no head norms, no biases, no norm for each state and none of what is fed back.
+    """
+    path.write_bytes(gguf_files.gguf_bytes(*make_gguf_parts(config, tensors, target_ids)))
     return path

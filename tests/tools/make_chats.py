@@ -1,7 +1,7 @@
-"""Renders tests/fixtures/chat: `python -m tests.tools.make_chats`, with transformers 5.23 as committed.
+"""Render the conversations of tests/fixtures/chat: `python -m tests.tools.make_chats`. Committed with transformers 5.23.
 
-The templates are those that SmolLM2, Qwen2.5, Qwen3.5, Llama 3, Phi-4-mini, Gemma 3, LFM2.5 and Llama 2 were published with,
-Qwen2.5's without its tools.
+The templates are the published ones of SmolLM2, Qwen2.5 (without its tools), Qwen3.5, Llama 3, Phi-4-mini, Gemma 3, LFM2.5 and
+Llama 2.
 """
 
 import json

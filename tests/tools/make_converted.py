@@ -1,9 +1,9 @@
-"""Makes GGUF files of tests/fixtures with llama.cpp's own converter: `python tests/tools/make_converted.py LLAMA_CPP [NAME ...]`.
+"""Convert tests/fixtures to GGUF with llama.cpp's converter: `python tests/tools/make_converted.py LLAMA_CPP [NAME ...]`.
 
-NAME: a folder of tests/fixtures, which becomes gguf/NAME.gguf, with _ for /, without a tokenizer; by default those of
-`CONVERTED`, and granite4: a dense Granite 4 of random weights, as transformers saves it and as its makers name its layers, and
-in granite4.npz `tokens` and what transformers says of them in fp32, `logits`. Needs torch, transformers and what the converter
-needs, which no test does.
+NAME is a folder of tests/fixtures. It becomes gguf/NAME.gguf, with _ for /, without a tokenizer. The default is all of
+`CONVERTED`, and granite4: a dense Granite 4 with random weights, as transformers saves it but with the published layer types.
+granite4.npz has `tokens` and transformers' fp32 `logits` for them. The script needs torch, transformers and the converter's
+requirements; no test needs them.
 """
 
 import json
@@ -29,8 +29,8 @@ SIZES = {
 }  # fmt: skip
 
 
-def folder(path: Path) -> None:
-    """The model with the tokenizer of a fixture; of its config what published ones have."""
+def make_granite4_folder(path: Path) -> None:
+    """Save the model with the tokenizer of a fixture and the config keys of published models."""
     torch.manual_seed(0)
     config = GraniteMoeHybridConfig(**SIZES, layer_types=["full_attention"] * 2)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
@@ -42,9 +42,9 @@ def folder(path: Path) -> None:
     shutil.copy(FIXTURES / "tokenizers" / "llama3.json", path / "tokenizer.json")
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokens = torch.from_numpy(np.random.default_rng(0).integers(3, SIZES["vocab_size"], 40))
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        logits = whole(tokens[None], use_cache=False).logits[0]
+        logits = model(tokens[None], use_cache=False).logits[0]
     np.savez_compressed(FIXTURES / "gguf" / "granite4.npz", tokens=tokens.numpy(), logits=logits.numpy())
     values = json.loads((path / "config.json").read_text()) | {"layer_types": ["attention"] * 2}
     del values["num_experts_per_tok"]
@@ -52,19 +52,21 @@ def folder(path: Path) -> None:
 
 
 def convert(source: Path, target: Path, llama_cpp: Path) -> None:
-    """With its tokenizer where it has one."""
+    """Convert a folder, with its tokenizer if it has one."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     import conversion
     from conversion import base
 
     conversion.load_all_models()
-    base.TextModel.get_vocab_base_pre = lambda *_: "dbrx"  # by the sums of published tokenizers, of which this is none
+    base.TextModel.get_vocab_base_pre = lambda *_: "dbrx"  # else found by checksums of published tokenizers
     if not (source / "tokenizer.json").exists():
-        for kind in {each for kinds in base.ModelBase._model_classes.values() for each in kinds.values()}:
-            kind.set_vocab = lambda self: None
+        for model in {model for models in base.ModelBase._model_classes.values() for model in models.values()}:
+            model.set_vocab = lambda self: None
         source = Path(shutil.copytree(source, target.with_suffix(".folder")))
         values = json.loads((source / "config.json").read_text())
-        tokens = {f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])}  # Gemma's are counted
+        tokens = {
+            f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])
+        }  # the converter counts Gemma's tokens
         (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
     sys.argv = ["convert", str(source), "--outfile", str(target)]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
@@ -73,10 +75,10 @@ def convert(source: Path, target: Path, llama_cpp: Path) -> None:
 if __name__ == "__main__":
     llama_cpp, *names = sys.argv[1:]
     for name in names or ("granite4", *CONVERTED):
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as folder:
             if name == "granite4":
-                folder(Path(place))
-            source = Path(place) if name == "granite4" else FIXTURES / name
-            file = Path(place) / f"{name.replace('/', '_')}.gguf"
+                make_granite4_folder(Path(folder))
+            source = Path(folder) if name == "granite4" else FIXTURES / name
+            file = Path(folder) / f"{name.replace('/', '_')}.gguf"
             convert(source, file, Path(llama_cpp).resolve())
             shutil.copy(file, FIXTURES / "gguf")

@@ -1,9 +1,12 @@
-"""Makes the model folders of tests/fixtures with transformers, and what it says of them: `python tests/tools/make_fixtures.py`.
+"""Make the model folders of tests/fixtures and their expected outputs with transformers: `python tests/tools/make_fixtures.py`.
 
-Not with -m: transformers would take our kernels.py for a package. Needs torch, transformers and safetensors, which no test does.
-Each folder is a tiny model of random weights as `save_pretrained` writes it, and expected.npz: `tokens` (60,), transformers' fp32
-`logits` (60, V) of them, and its greedy `continuation` of the first five of them; `names` and `sums`, the CRC-32 of each tensor's
-bytes as the safetensors library reads them; and of a head that a model brings along `mtp_logits`, see `expected_of_mtp`.
+Do not run it with -m: transformers would take our kernels.py for a package. It needs torch, transformers and safetensors; no test
+needs them. Each folder is a tiny model with random weights as `save_pretrained` writes it. Its expected.npz has:
+
+- `tokens` (60,), and transformers' fp32 `logits` (60, V) for them
+- `continuation`: the greedy output after the first five tokens
+- `names` and `sums`: the CRC-32 of each tensor's bytes as the safetensors library reads them
+- `mtp_logits` if the model has an MTP head, see `compute_expected_mtp`
 """
 
 import copy
@@ -60,12 +63,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 N_TOKENS, N_PROMPT, N_CONTINUATION = 60, 5, 24
-N_MTP, N_GUESSED = 24, 3  # tokens of a text that a head goes on from, and how far it guesses
-CLEAR = 1e-2  # by which the likeliest token of a greedy text leads, in logits: no rounding moves it
+N_MTP, N_GUESSED = 24, 3  # tokens of the sequence that an MTP head continues, and draft tokens
+MIN_LEAD = 1e-2  # logits by which each greedy token leads, so that rounding does not change the output
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # of a head of 16, the second of eight angles is one that fades
+    "original_max_position_embeddings": 64,  # in a head of 16 the second of eight frequencies is interpolated
 }  # fmt: skip
 
 
@@ -82,15 +85,15 @@ GEMMA4_ROPE = {
 }
 
 
-def longrope(n_pairs, original=64, **others):
-    """Factors of short texts that the tests' 60 tokens see; those of long ones differ."""
+def make_longrope(n_pairs, original=64, **others):
+    """Return LongRoPE settings: the tests' 60 tokens use the short factors, and the long ones differ."""
     short, long = ([round(1 + step * i, 2) for i in range(n_pairs)] for step in (0.15, 2.5))
     scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, **others}
     return {"original_max_position_embeddings": original, "rope_scaling": scaling, "pad_token_id": 0}
 
 
-def yarn(factor=4.0, original=16, beta=0.1, **others):
-    """Of texts that the tests' 60 tokens go beyond; of a head of 16 or more, pairs that fade among others."""
+def make_yarn(factor=4.0, original=16, beta=0.1, **others):
+    """Return YaRN settings: the tests' 60 tokens exceed the original length, and heads from 16 on have interpolated pairs."""
     numbers = {"factor": factor, "original_max_position_embeddings": original, "llama_4_scaling_beta": beta}
     return {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **numbers, **others}, "pad_token_id": 0}
 
@@ -101,7 +104,7 @@ VISION = {
 }  # fmt: skip
 
 
-def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
+def make_sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
     return {
         "vocab_size": vocab, "hidden_size": dim, "intermediate_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions,
@@ -109,21 +112,21 @@ def sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
     }  # fmt: skip
 
 
-def gemma_sizes(*numbers, head_dim, **others):
-    """Scores are scaled by the head's length, unless others say by what."""
-    return sizes(*numbers, head_dim=head_dim, pad_token_id=0, **{"query_pre_attn_scalar": head_dim, **others})
+def make_gemma_sizes(*numbers, head_dim, **others):
+    """Return sizes of a Gemma 3; scores are scaled by head_dim unless `others` has query_pre_attn_scalar."""
+    return make_sizes(*numbers, head_dim=head_dim, pad_token_id=0, **{"query_pre_attn_scalar": head_dim, **others})
 
 
-def gemma4_sizes(*numbers, layers, **others):
-    """layers: w of a window, a of the whole text."""
-    kinds = ["full_attention" if layer == "a" else "sliding_attention" for layer in layers]
+def make_gemma4_sizes(*numbers, layers, **others):
+    """Return sizes of a Gemma 4; in `layers`, w is a layer with a sliding window and a one with full attention."""
+    layer_types = ["full_attention" if layer == "a" else "sliding_attention" for layer in layers]
     rope = copy.deepcopy(GEMMA4_ROPE)
-    return sizes(
-        *numbers, layer_types=kinds, pad_token_id=0, vocab_size_per_layer_input=numbers[0], rope_parameters=rope, **others
+    return make_sizes(
+        *numbers, layer_types=layer_types, pad_token_id=0, vocab_size_per_layer_input=numbers[0], rope_parameters=rope, **others
     )
 
 
-def delta_net(layers, key_heads, value_heads, key_dim, value_dim, **others):
+def make_delta_net(layers, key_heads, value_heads, key_dim, value_dim, **others):
     return {
         "layer_types": ["full_attention" if layer == "a" else "linear_attention" for layer in layers],
         "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "linear_key_head_dim": key_dim,
@@ -131,37 +134,37 @@ def delta_net(layers, key_heads, value_heads, key_dim, value_dim, **others):
     }  # fmt: skip
 
 
-def turned(theta, share, **others):
+def make_partial_rope(theta, share, **others):
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
 
 
-def gpt2_sizes(vocab, positions, dim, layers, heads):
+def make_gpt2_sizes(vocab, positions, dim, layers, heads):
     return {
         "vocab_size": vocab, "n_positions": positions, "n_embd": dim, "n_layer": layers, "n_head": heads, "bos_token_id": 0,
         "eos_token_id": 0,
     }  # fmt: skip
 
 
-# name: config, dtype, what else `save` takes
+# name: config, dtype, other arguments of `save`
 MODELS = {
-    "llama": (LlamaConfig(**sizes(65, 20, 37, 2, 2, 2)), torch.float32, {}),
-    "llama_tied": (LlamaConfig(**sizes(72, 32, 48, 2, 4, 2, tie_word_embeddings=True)), torch.bfloat16, {}),
-    "llama_biases": (LlamaConfig(**sizes(64, 24, 40, 2, 3, 1, attention_bias=True, mlp_bias=True)), torch.float16, {}),
+    "llama": (LlamaConfig(**make_sizes(65, 20, 37, 2, 2, 2)), torch.float32, {}),
+    "llama_tied": (LlamaConfig(**make_sizes(72, 32, 48, 2, 4, 2, tie_word_embeddings=True)), torch.bfloat16, {}),
+    "llama_biases": (LlamaConfig(**make_sizes(64, 24, 40, 2, 3, 1, attention_bias=True, mlp_bias=True)), torch.float16, {}),
     "llama3": (
-        LlamaConfig(**sizes(70, 32, 48, 2, 4, 2, head_dim=16, rope_parameters=LLAMA3, tie_word_embeddings=True)),
+        LlamaConfig(**make_sizes(70, 32, 48, 2, 4, 2, head_dim=16, rope_parameters=LLAMA3, tie_word_embeddings=True)),
         torch.bfloat16,
         {"shards": "10KB", "ends": [2, 5, 9]},
     ),
-    "mistral": (MistralConfig(**sizes(64, 32, 40, 3, 4, 2, sliding_window=12)), torch.bfloat16, {"shards": "12KB"}),
-    "qwen2": (Qwen2Config(**sizes(80, 32, 48, 2, 4, 2, tie_word_embeddings=True)), torch.bfloat16, {}),
+    "mistral": (MistralConfig(**make_sizes(64, 32, 40, 3, 4, 2, sliding_window=12)), torch.bfloat16, {"shards": "12KB"}),
+    "qwen2": (Qwen2Config(**make_sizes(80, 32, 48, 2, 4, 2, tie_word_embeddings=True)), torch.bfloat16, {}),
     "qwen2_window": (
-        Qwen2Config(**sizes(64, 24, 30, 2, 2, 1, use_sliding_window=True, sliding_window=17, max_window_layers=0)),
+        Qwen2Config(**make_sizes(64, 24, 30, 2, 2, 1, use_sliding_window=True, sliding_window=17, max_window_layers=0)),
         torch.bfloat16,
         {},
     ),
     "qwen2_layers": (
         Qwen2Config(
-            **sizes(66, 24, 30, 3, 2, 1, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+            **make_sizes(66, 24, 30, 3, 2, 1, use_sliding_window=True, sliding_window=9, max_window_layers=1),
             rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
         ),
         torch.bfloat16,
@@ -169,24 +172,24 @@ MODELS = {
     ),
     "qwen3_moe": (
         Qwen3MoeConfig(
-            **sizes(70, 32, 40, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=20),
+            **make_sizes(70, 32, 40, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=20),
             mlp_only_layers=[1],
             norm_topk_prob=True,
         ),
         torch.bfloat16,
         {},
     ),
-    "mixtral": (MixtralConfig(**sizes(66, 24, 36, 2, 3, 1, num_local_experts=5, num_experts_per_tok=3)), torch.float32, {}),
-    "qwen3": (Qwen3Config(**sizes(66, 32, 48, 2, 4, 2, head_dim=12)), torch.bfloat16, {}),
-    "granite": (GraniteConfig(**sizes(68, 24, 45, 3, 4, 2, tie_word_embeddings=True, **GRANITE)), torch.bfloat16, {}),
+    "mixtral": (MixtralConfig(**make_sizes(66, 24, 36, 2, 3, 1, num_local_experts=5, num_experts_per_tok=3)), torch.float32, {}),
+    "qwen3": (Qwen3Config(**make_sizes(66, 32, 48, 2, 4, 2, head_dim=12)), torch.bfloat16, {}),
+    "granite": (GraniteConfig(**make_sizes(68, 24, 45, 3, 4, 2, tie_word_embeddings=True, **GRANITE)), torch.bfloat16, {}),
     "granite_biases": (
-        GraniteConfig(**sizes(70, 20, 30, 2, 2, 1, attention_bias=True, mlp_bias=True, logits_scaling=0.5)),
+        GraniteConfig(**make_sizes(70, 20, 30, 2, 2, 1, attention_bias=True, mlp_bias=True, logits_scaling=0.5)),
         torch.float16,
         {},
     ),
     "granite_hybrid": (
         GraniteMoeHybridConfig(
-            **sizes(
+            **make_sizes(
                 64,
                 32,
                 40,
@@ -204,29 +207,31 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
-    "smollm3": (SmolLM3Config(**sizes(72, 24, 40, 5, 3, 1, pad_token_id=0)), torch.bfloat16, {}),
+    "smollm3": (SmolLM3Config(**make_sizes(72, 24, 40, 5, 3, 1, pad_token_id=0)), torch.bfloat16, {}),
     "smollm3_layers": (
         SmolLM3Config(
-            **sizes(65, 36, 30, 2, 2, 2, pad_token_id=0, no_rope_layers=[0, 1], tie_word_embeddings=False, attention_bias=True)
+            **make_sizes(
+                65, 36, 30, 2, 2, 2, pad_token_id=0, no_rope_layers=[0, 1], tie_word_embeddings=False, attention_bias=True
+            )
         ),
         torch.float32,
         {},
     ),
     "phi3": (
-        Phi3Config(**sizes(68, 32, 44, 2, 2, 1, tie_word_embeddings=True, partial_rotary_factor=0.75, **longrope(6))),
+        Phi3Config(**make_sizes(68, 32, 44, 2, 2, 1, tie_word_embeddings=True, partial_rotary_factor=0.75, **make_longrope(6))),
         torch.bfloat16,
         {},
     ),
-    "phi3_plain": (Phi3Config(**sizes(65, 20, 30, 2, 2, 2, pad_token_id=0, sliding_window=9)), torch.float32, {}),
+    "phi3_plain": (Phi3Config(**make_sizes(65, 20, 30, 2, 2, 2, pad_token_id=0, sliding_window=9)), torch.float32, {}),
     "phi3_factor": (
-        Phi3Config(**sizes(70, 40, 37, 2, 4, 2, partial_rotary_factor=0.4, **longrope(2, attention_factor=1.3))),
+        Phi3Config(**make_sizes(70, 40, 37, 2, 4, 2, partial_rotary_factor=0.4, **make_longrope(2, attention_factor=1.3))),
         torch.float16,
         {},
     ),
-    "gemma3": (Gemma3TextConfig(**gemma_sizes(70, 18, 21, 7, 3, 1, head_dim=6, sliding_window=9)), torch.bfloat16, {}),
+    "gemma3": (Gemma3TextConfig(**make_gemma_sizes(70, 18, 21, 7, 3, 1, head_dim=6, sliding_window=9)), torch.bfloat16, {}),
     "gemma3_scaled": (
         Gemma3TextConfig(
-            **gemma_sizes(65, 20, 26, 4, 2, 1, head_dim=14, sliding_window=17, query_pre_attn_scalar=11),
+            **make_gemma_sizes(65, 20, 26, 4, 2, 1, head_dim=14, sliding_window=17, query_pre_attn_scalar=11),
             layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
             rope_parameters=GEMMA3_ROPE,
             tie_word_embeddings=False,
@@ -235,20 +240,22 @@ MODELS = {
         {},
     ),
     "gemma3_half": (
-        Gemma3TextConfig(**gemma_sizes(77, 22, 30, 5, 2, 2, head_dim=8, sliding_window=5), sliding_window_pattern=3),
+        Gemma3TextConfig(**make_gemma_sizes(77, 22, 30, 5, 2, 2, head_dim=8, sliding_window=5), sliding_window_pattern=3),
         torch.float16,
         {},
     ),
     "ministral3": (
-        Ministral3Config(**sizes(70, 28, 44, 2, 4, 2, head_dim=16, **yarn(beta_fast=2.0, mscale=1.0, mscale_all_dim=1.0))),
+        Ministral3Config(
+            **make_sizes(70, 28, 44, 2, 4, 2, head_dim=16, **make_yarn(beta_fast=2.0, mscale=1.0, mscale_all_dim=1.0))
+        ),
         torch.bfloat16,
         {},
     ),
-    "ministral3_beside": (  # of a model that sees images too: nested in its config
+    "ministral3_vision": (  # a text model nested in the config of an image model
         Mistral3Config(
             text_config=Ministral3Config(
-                **sizes(66, 24, 37, 2, 3, 1, head_dim=20, tie_word_embeddings=True),
-                **yarn(8.0, 20, 0.4, beta_fast=4.0, beta_slow=0.5, truncate=False),
+                **make_sizes(66, 24, 37, 2, 3, 1, head_dim=20, tie_word_embeddings=True),
+                **make_yarn(8.0, 20, 0.4, beta_fast=4.0, beta_slow=0.5, truncate=False),
             ).to_dict(),
             vision_config=VISION,
         ),
@@ -256,19 +263,19 @@ MODELS = {
         {},
     ),
     "ministral3_scale": (
-        Ministral3Config(**sizes(64, 20, 30, 2, 2, 2, head_dim=12, **yarn(2.0, 7, 1.5, attention_factor=1.2))),
+        Ministral3Config(**make_sizes(64, 20, 30, 2, 2, 2, head_dim=12, **make_yarn(2.0, 7, 1.5, attention_factor=1.2))),
         torch.float32,
         {},
     ),
-    "phi3_long": (  # longer than the short ones from the middle of the tests' tokens, and of their continuation, on
-        Phi3Config(**sizes(66, 24, 40, 2, 2, 1, partial_rotary_factor=0.5, **longrope(3, original=17))),
+    "phi3_long": (  # the long factors apply from within the tests' tokens, and from within their continuation
+        Phi3Config(**make_sizes(66, 24, 40, 2, 2, 1, partial_rotary_factor=0.5, **make_longrope(3, original=17))),
         torch.bfloat16,
         {},
     ),
-    "olmo2": (Olmo2Config(**sizes(69, 40, 36, 3, 5, 1)), torch.bfloat16, {}),
+    "olmo2": (Olmo2Config(**make_sizes(69, 40, 36, 3, 5, 1)), torch.bfloat16, {}),
     "olmo3": (
         Olmo3Config(
-            **sizes(71, 40, 36, 4, 5, 1, sliding_window=9),
+            **make_sizes(71, 40, 36, 4, 5, 1, sliding_window=9),
             rope_parameters={
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {
@@ -284,28 +291,28 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
-    "glm4": (Glm4Config(**sizes(68, 36, 40, 2, 3, 1, head_dim=12, pad_token_id=0)), torch.bfloat16, {}),
-    "seed_oss": (SeedOssConfig(**sizes(67, 36, 44, 2, 3, 1, head_dim=10, pad_token_id=0)), torch.bfloat16, {}),
+    "glm4": (Glm4Config(**make_sizes(68, 36, 40, 2, 3, 1, head_dim=12, pad_token_id=0)), torch.bfloat16, {}),
+    "seed_oss": (SeedOssConfig(**make_sizes(67, 36, 44, 2, 3, 1, head_dim=10, pad_token_id=0)), torch.bfloat16, {}),
     "olmoe": (
-        OlmoeConfig(**sizes(67, 36, 20, 2, 3, 1, num_experts=7, num_experts_per_tok=3)),
+        OlmoeConfig(**make_sizes(67, 36, 20, 2, 3, 1, num_experts=7, num_experts_per_tok=3)),
         torch.bfloat16,
         {},
     ),
     "granitemoe": (
-        GraniteMoeConfig(**sizes(70, 32, 24, 2, 4, 2, num_local_experts=4, num_experts_per_tok=4, **GRANITE)),
+        GraniteMoeConfig(**make_sizes(70, 32, 24, 2, 4, 2, num_local_experts=4, num_experts_per_tok=4, **GRANITE)),
         torch.bfloat16,
         {},
     ),
     "granitemoe_shared": (
         GraniteMoeSharedConfig(
-            **sizes(65, 40, 20, 2, 5, 1, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=33, **GRANITE)
+            **make_sizes(65, 40, 20, 2, 5, 1, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=33, **GRANITE)
         ),
         torch.bfloat16,
         {},
     ),
     "lfm2_moe": (
         Lfm2MoeConfig(
-            **sizes(68, 32, 44, 4, 4, 2, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, num_dense_layers=1),
+            **make_sizes(68, 32, 44, 4, 4, 2, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, num_dense_layers=1),
             layer_types=["conv", "conv", "full_attention", "conv"],
         ),
         torch.bfloat16,
@@ -313,8 +320,8 @@ MODELS = {
     ),
     "qwen35_moe": (
         Qwen3_5MoeTextConfig(
-            **sizes(70, 32, 48, 4, 2, 1, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
-            **delta_net("ddda", 2, 2, 16, 16),
+            **make_sizes(70, 32, 48, 4, 2, 1, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+            **make_delta_net("ddda", 2, 2, 16, 16),
             shared_expert_intermediate_size=28,
         ),
         torch.bfloat16,
@@ -322,8 +329,8 @@ MODELS = {
     ),
     "qwen3_next": (
         Qwen3NextConfig(
-            **sizes(70, 32, 48, 4, 2, 1, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
-            **delta_net("ddda", 2, 4, 16, 16),
+            **make_sizes(70, 32, 48, 4, 2, 1, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+            **make_delta_net("ddda", 2, 4, 16, 16),
             shared_expert_intermediate_size=28,
         ),
         torch.bfloat16,
@@ -331,9 +338,9 @@ MODELS = {
     ),
     "qwen3_next_odd": (
         Qwen3NextConfig(
-            **sizes(65, 36, 40, 4, 3, 1, head_dim=20, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20),
-            **delta_net("dadd", 2, 6, 7, 5, linear_conv_kernel_dim=3),
-            rope_parameters=turned(1e5, 0.5),
+            **make_sizes(65, 36, 40, 4, 3, 1, head_dim=20, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20),
+            **make_delta_net("dadd", 2, 6, 7, 5, linear_conv_kernel_dim=3),
+            rope_parameters=make_partial_rope(1e5, 0.5),
             shared_expert_intermediate_size=9,
             decoder_sparse_step=2,
             mlp_only_layers=[1],
@@ -344,7 +351,7 @@ MODELS = {
     ),
     "gpt_oss": (
         GptOssConfig(
-            **sizes(70, 32, 32, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=11),
+            **make_sizes(70, 32, 32, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=11),
             rope_parameters={
                 "rope_type": "yarn",
                 "rope_theta": 100.0,
@@ -360,20 +367,22 @@ MODELS = {
     ),
     "gpt_oss_mxfp4": (
         GptOssConfig(
-            **sizes(70, 64, 32, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=11),
+            **make_sizes(70, 64, 32, 3, 4, 2, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=11),
             rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         ),
         torch.bfloat16,
         {"microscaled": True},
     ),
     "lfm2": (
-        Lfm2Config(**sizes(68, 32, 60, 4, 4, 2, block_multiple_of=16, layer_types=["conv", "conv", "full_attention", "conv"])),
+        Lfm2Config(
+            **make_sizes(68, 32, 60, 4, 4, 2, block_multiple_of=16, layer_types=["conv", "conv", "full_attention", "conv"])
+        ),
         torch.bfloat16,
         {},
     ),
     "lfm2_biases": (
         Lfm2Config(
-            **sizes(65, 20, 37, 3, 2, 1, tie_word_embeddings=False, block_auto_adjust_ff_dim=False, full_attn_idxs=[0, 2]),
+            **make_sizes(65, 20, 37, 3, 2, 1, tie_word_embeddings=False, block_auto_adjust_ff_dim=False, full_attn_idxs=[0, 2]),
             conv_bias=True,
             conv_L_cache=4,
         ),
@@ -382,7 +391,7 @@ MODELS = {
     ),
     "lfm2_odd": (
         Lfm2Config(
-            **sizes(70, 36, 62, 3, 3, 3, tie_word_embeddings=False, block_multiple_of=5, block_ffn_dim_multiplier=1.3),
+            **make_sizes(70, 36, 62, 3, 3, 3, tie_word_embeddings=False, block_multiple_of=5, block_ffn_dim_multiplier=1.3),
             full_attn_idxs=[1],
             conv_L_cache=2,
             norm_eps=1e-6,
@@ -393,7 +402,7 @@ MODELS = {
     ),
     "gemma4": (  # as E2B
         Gemma4TextConfig(
-            **gemma4_sizes(70, 20, 21, 6, 2, 1, layers="wawwaa", head_dim=6, global_head_dim=16, sliding_window=9),
+            **make_gemma4_sizes(70, 20, 21, 6, 2, 1, layers="wawwaa", head_dim=6, global_head_dim=16, sliding_window=9),
             hidden_size_per_layer_input=7,
             num_kv_shared_layers=3,
             use_double_wide_mlp=True,
@@ -402,10 +411,10 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
-    "gemma4_images": (  # as E4B, beside images
+    "gemma4_images": (  # as E4B, in an image model
         Gemma4Config(
             text_config=Gemma4TextConfig(
-                **gemma4_sizes(66, 32, 24, 5, 4, 2, layers="wwawa", head_dim=8, global_head_dim=12, sliding_window=5),
+                **make_gemma4_sizes(66, 32, 24, 5, 4, 2, layers="wwawa", head_dim=8, global_head_dim=12, sliding_window=5),
                 hidden_size_per_layer_input=32,
                 num_kv_shared_layers=2,
                 final_logit_softcapping=30.0,
@@ -420,7 +429,7 @@ MODELS = {
     ),
     "gemma4_dense": (  # as 31B
         Gemma4TextConfig(
-            **gemma4_sizes(75, 24, 30, 4, 4, 2, layers="wwwa", head_dim=8, global_head_dim=16, sliding_window=11),
+            **make_gemma4_sizes(75, 24, 30, 4, 4, 2, layers="wwwa", head_dim=8, global_head_dim=16, sliding_window=11),
             hidden_size_per_layer_input=0,
             attention_k_eq_v=True,
             num_global_key_value_heads=1,
@@ -431,7 +440,7 @@ MODELS = {
     ),
     "gemma4_moe": (  # as 26B-A4B
         Gemma4TextConfig(
-            **gemma4_sizes(68, 28, 26, 4, 4, 2, layers="wwwa", head_dim=8, global_head_dim=12, sliding_window=8),
+            **make_gemma4_sizes(68, 28, 26, 4, 4, 2, layers="wwwa", head_dim=8, global_head_dim=12, sliding_window=8),
             hidden_size_per_layer_input=0,
             attention_k_eq_v=True,
             num_global_key_value_heads=2,
@@ -444,21 +453,23 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
-    "gpt2": (GPT2Config(**gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
+    "gpt2": (GPT2Config(**make_gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
-        GPT2Config(**gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
+        GPT2Config(**make_gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
         torch.float16,
         {"as_base": True},
     ),
     "qwen35": (
-        Qwen3_5TextConfig(**sizes(70, 32, 48, 4, 2, 1, head_dim=16, tie_word_embeddings=True), **delta_net("ddda", 2, 4, 8, 16)),
+        Qwen3_5TextConfig(
+            **make_sizes(70, 32, 48, 4, 2, 1, head_dim=16, tie_word_embeddings=True), **make_delta_net("ddda", 2, 4, 8, 16)
+        ),
         torch.bfloat16,
         {},
     ),
     "qwen35_odd": (
         Qwen3_5TextConfig(
-            **sizes(65, 36, 40, 3, 3, 1, head_dim=20, rope_parameters=turned(1e5, 0.5)),
-            **delta_net("ada", 3, 3, 7, 5, linear_conv_kernel_dim=3),
+            **make_sizes(65, 36, 40, 3, 3, 1, head_dim=20, rope_parameters=make_partial_rope(1e5, 0.5)),
+            **make_delta_net("ada", 3, 3, 7, 5, linear_conv_kernel_dim=3),
         ),
         torch.float16,
         {},
@@ -466,9 +477,9 @@ MODELS = {
     "qwen35_images": (
         Qwen3_5Config(
             text_config={
-                **sizes(72, 64, 40, 2, 2, 2, head_dim=32, tie_word_embeddings=True),
-                **delta_net("da", 1, 2, 32, 40),
-                "rope_parameters": turned(1e7, 0.25, mrope_interleaved=True, mrope_section=[2, 1, 1]),
+                **make_sizes(72, 64, 40, 2, 2, 2, head_dim=32, tie_word_embeddings=True),
+                **make_delta_net("da", 1, 2, 32, 40),
+                "rope_parameters": make_partial_rope(1e7, 0.25, mrope_interleaved=True, mrope_section=[2, 1, 1]),
             },
             vision_config=dict.fromkeys(("hidden_size", "intermediate_size"), 8)
             | {"depth": 1, "num_heads": 1, "out_hidden_size": 64, "num_position_embeddings": 4, "patch_size": 2},
@@ -480,19 +491,19 @@ MODELS = {
 }
 
 
-def auto(config):
-    """What makes models of a config; of one beside images another class."""
+def get_auto_class(config):
+    """Return the class that makes models of a config; image models have another."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def random_model(config, dtype, seed):
-    """Norms near one, biases and matrices of a size that makes attention choose and logits differ."""
+    """Return a random model: norms near one, biases and matrices large enough for selective attention and distinct logits."""
     torch.manual_seed(seed)
-    return randomized(auto(config).from_config(config, dtype=torch.float32)).to(dtype).eval()
+    return randomize(get_auto_class(config).from_config(config, dtype=torch.float32)).to(dtype).eval()
 
 
-def randomized(model):
-    """The same model of other numbers, as `random_model` says."""
+def randomize(model):
+    """Replace the weights by those that `random_model` describes, and return the model."""
     config = model.config
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -500,10 +511,10 @@ def randomized(model):
             is_norm, is_gemma = "norm" in name or "ln_" in name or name.endswith("scale"), "gemma" in config.model_type
             if parameter.dim() > 1:
                 n_inputs = parameter.shape[0 if "c_" in name else 1]
-                spread = 0.12 if is_gemma else 0.7  # of what it scales; or a tied model says its last token again
+                spread = 0.12 if is_gemma else 0.7  # small embeddings, or a tied model repeats its last token
                 parameter.copy_(noise * (spread if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
             else:
-                one = 0 if "gemma3" in config.model_type else 1  # which transformers adds
+                one = 0 if "gemma3" in config.model_type else 1  # transformers adds 1 itself
                 parameter.copy_(one + 0.2 * noise if is_norm and name.endswith(("weight", "scale")) else 0.3 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
@@ -514,24 +525,24 @@ def randomized(model):
 
 
 class Mtp(torch.nn.Module):
-    """The head that a model brings along, and transformers leaves out, of its layer and norms; the rest as vLLM has it."""
+    """The MTP head of a model, which transformers leaves out: built from its layer and norms, the rest as in vLLM."""
 
     def __init__(self, config):
         super().__init__()
         config = copy.deepcopy(config)
         config.num_hidden_layers, config.layer_types, config._attn_implementation = 1, ["full_attention"], "eager"
-        n, norm, turning = config.hidden_size, qwen3_5.Qwen3_5RMSNorm, qwen3_5.Qwen3_5TextRotaryEmbedding
+        n, norm, rotary = config.hidden_size, qwen3_5.Qwen3_5RMSNorm, qwen3_5.Qwen3_5TextRotaryEmbedding
         layer = qwen3_5_moe.Qwen3_5MoeDecoderLayer if hasattr(config, "num_experts") else qwen3_5.Qwen3_5DecoderLayer
         if config.model_type == "qwen3_next":
-            norm, turning = qwen3_next.Qwen3NextRMSNorm, qwen3_next.Qwen3NextRotaryEmbedding
+            norm, rotary = qwen3_next.Qwen3NextRMSNorm, qwen3_next.Qwen3NextRotaryEmbedding
             layer = qwen3_next.Qwen3NextDecoderLayer
         self.fc = torch.nn.Linear(2 * n, n, bias=False)
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (norm(n, config.rms_norm_eps) for _ in range(3))
         self.layers = torch.nn.ModuleList([layer(config, 0)])
-        self.rotary = [turning(config)]  # without tensors of its own
+        self.rotary = [rotary(config)]  # in a list: its buffers are not part of the state dict
 
     def forward(self, embedded, states):
-        """Outputs (N, D), normed, of pairs of embeddings and of states behind the target's last norm, or of earlier outputs."""
+        """Return normed outputs (N, D) for pairs of an embedding and a state: the target's after its last norm, or an output."""
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)], -1))[None]
         n = x.shape[1]
         angles = self.rotary[0](x, torch.arange(n)[None])
@@ -540,7 +551,7 @@ class Mtp(torch.nn.Module):
 
 
 def add_mtp(folder, model, dtype, seed):
-    """A random head beside the model's own tensors."""
+    """Add a random MTP head to the tensors of a saved model."""
     torch.manual_seed(seed)
     head = Mtp(model.config.get_text_config())
     tensors = load_file(folder / "model.safetensors")
@@ -554,29 +565,29 @@ def add_mtp(folder, model, dtype, seed):
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def expected_of_mtp(folder, tokens):
-    """Logits (N_GUESSED + 1, N - 1, V) at [g, i] of pair i + g, where those behind pair i are run with the head's own output."""
-    kind = auto(AutoConfig.from_pretrained(folder))
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+def compute_expected_mtp(folder, tokens):
+    """Return logits (N_GUESSED + 1, N - 1, V): at [g, i] of pair i + g, where the pairs after i use the head's own output."""
+    auto_class = get_auto_class(AutoConfig.from_pretrained(folder))
+    model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     head = Mtp(model.config.get_text_config())
     stored = load_file(folder / "model.safetensors")
-    own = {name.removeprefix("mtp."): tensor.float() for name, tensor in stored.items() if name.startswith("mtp.")}
-    head.load_state_dict(own)
+    head_tensors = {name.removeprefix("mtp."): tensor.float() for name, tensor in stored.items() if name.startswith("mtp.")}
+    head.load_state_dict(head_tensors)
     with torch.no_grad():
-        text = getattr(model.model, "language_model", model.model)
-        states, embedded = text(tokens[None]).last_hidden_state[0], text.embed_tokens(tokens)
+        text_model = getattr(model.model, "language_model", model.model)
+        states, embedded = text_model(tokens[None]).last_hidden_state[0], text_model.embed_tokens(tokens)
         logits = torch.zeros(N_GUESSED + 1, len(tokens) - 1, model.config.get_text_config().vocab_size)
         for i in range(len(tokens) - 1):
-            taken = states[: i + 1]
+            inputs = states[: i + 1]
             for g in range(min(N_GUESSED + 1, len(tokens) - 1 - i)):
-                outputs = head(embedded[1 : i + g + 2], taken)
+                outputs = head(embedded[1 : i + g + 2], inputs)
                 logits[g, i] = model.lm_head(outputs[-1])
-                taken = torch.cat([taken, outputs[-1:]])
+                inputs = torch.cat([inputs, outputs[-1:]])
     return logits.numpy()
 
 
-def microscale(folder):
-    """Random blocks of MXFP4 in the place of experts' matrices, under the names and in the order of gpt-oss as published."""
+def quantize_mxfp4(folder):
+    """Replace the experts' matrices by random MXFP4 blocks, with the names and the order of the published gpt-oss."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         n_experts, n_inputs, n_outputs = tensors.pop(name).shape
@@ -596,7 +607,7 @@ def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=Fals
         model.generation_config.eos_token_id = ends
     model.save_pretrained(folder, max_shard_size=shards)
     if microscaled:
-        microscale(folder)
+        quantize_mxfp4(folder)
     if as_base:  # as openai-community/gpt2: no prefix, and the buffers of older versions
         path = folder / "model.safetensors"
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
@@ -607,28 +618,28 @@ def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=Fals
         save_file(tensors, path, {"format": "pt"})
 
 
-def expected(folder, seed):
-    """What transformers says of a folder in fp32, and by how much the likeliest tokens of its greedy text lead."""
+def compute_expected(folder, seed):
+    """Return transformers' fp32 tokens, logits and greedy continuation of a folder, and the smallest lead of a greedy token."""
     config = AutoConfig.from_pretrained(folder)
-    model = auto(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = get_auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.from_numpy(np.random.default_rng(seed).integers(3, config.get_text_config().vocab_size, N_TOKENS))
     with torch.no_grad():
-        # of each text by itself: those of LongRoPE's long ones are turned otherwise from their first token on
+        # each prefix by itself: LongRoPE rotates long sequences differently from their first token on
         logits = torch.stack([model(tokens[None, : i + 1], use_cache=False).logits[0, -1] for i in range(N_TOKENS)])
-        text = tokens[:N_PROMPT].tolist()
+        sequence = tokens[:N_PROMPT].tolist()
         leads = []
         for _ in range(N_CONTINUATION):
-            best = model(torch.tensor([text]), use_cache=False).logits[0, -1].topk(2)
+            best = model(torch.tensor([sequence]), use_cache=False).logits[0, -1].topk(2)
             leads.append(float(best.values[0] - best.values[1]))
-            text.append(int(best.indices[0]))
+            sequence.append(int(best.indices[0]))
         model.generation_config = GenerationConfig(max_new_tokens=N_CONTINUATION, do_sample=False)
         generated = model.generate(tokens[None, :N_PROMPT], attention_mask=torch.ones(1, N_PROMPT))[0].tolist()
-    assert generated == text, "generate and the pass over the whole text disagree"
-    return tokens.numpy(), logits.numpy(), np.array(text[N_PROMPT:]), min(leads)
+    assert generated == sequence, "generate and passes over the whole sequence disagree"
+    return tokens.numpy(), logits.numpy(), np.array(sequence[N_PROMPT:]), min(leads)
 
 
-def sums_of(folder):
-    """The CRC-32 of each tensor's bytes, by name."""
+def compute_checksums(folder):
+    """Return the CRC-32 of each tensor's bytes by name."""
     tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     return {name: zlib.crc32(tensor.flatten().view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
 
@@ -642,15 +653,15 @@ def make(name, folder):
         save(model, folder, **others)
         if has_mtp:
             add_mtp(folder, model, dtype, seed)
-        tokens, logits, continuation, lead = expected(folder, seed)
-        if lead > CLEAR and len(set(continuation.tolist())) > 8:
-            sums = sums_of(folder)
-            told = {"names": np.array(list(sums)), "sums": np.array(list(sums.values()))}
+        tokens, logits, continuation, lead = compute_expected(folder, seed)
+        if lead > MIN_LEAD and len(set(continuation.tolist())) > 8:
+            sums = compute_checksums(folder)
+            arrays = {"names": np.array(list(sums)), "sums": np.array(list(sums.values()))}
             if has_mtp:
-                told["mtp_logits"] = expected_of_mtp(folder, torch.from_numpy(tokens[:N_MTP]))
-            np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits, continuation=continuation, **told)
+                arrays["mtp_logits"] = compute_expected_mtp(folder, torch.from_numpy(tokens[:N_MTP]))
+            np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits, continuation=continuation, **arrays)
             return seed, lead
-    raise SystemExit(f"{name}: no seed gives a greedy text without near ties")
+    raise SystemExit(f"{name}: no seed gives a greedy output without near ties")
 
 
 def main():

@@ -1,7 +1,7 @@
-"""Makes tests/fixtures/gguf with the package gguf 0.19: `python -m tests.tools.make_gguf`. No test needs the package.
+"""Make tests/fixtures/gguf with the package gguf 0.19: `python -m tests.tools.make_gguf`. No test needs the package.
 
-blocks.npz: for each type random blocks (4, bytes), `TYPE`, and what the package makes of them, `TYPE_floats`. package.gguf: a
-file as the package writes it, and package.npz, the numbers in it.
+blocks.npz has for each type random blocks `TYPE` (4, bytes) and their values `TYPE_floats`. package.gguf is a file that the
+package wrote, and package.npz has its values.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.tools.gguf_files import BLOCK_SIZES, random_blocks
 FOLDER = Path(__file__).parents[1] / "fixtures" / "gguf"
 
 
-def blocks() -> None:
+def write_blocks() -> None:
     rng = np.random.default_rng(1)
     arrays = {}
     for kind, (n_weights, n_bytes) in BLOCK_SIZES.items():
@@ -24,7 +24,7 @@ def blocks() -> None:
     np.savez_compressed(FOLDER / "blocks.npz", **arrays)
 
 
-def package() -> None:
+def write_package_file() -> None:
     rng = np.random.default_rng(2)
     writer = gguf.GGUFWriter(FOLDER / "package.gguf", "llama")
     writer.add_block_count(3)
@@ -56,5 +56,5 @@ def package() -> None:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    blocks()
-    package()
+    write_blocks()
+    write_package_file()

@@ -1,9 +1,14 @@
-"""Makes tests/fixtures/heads with speculators 0.9: `python tests/tools/make_heads.py`. No test needs it.
+"""Make tests/fixtures/heads with speculators 0.9: `python tests/tools/make_heads.py`. No test needs it.
 
-Each file is a random head of a target of make_fixtures.py and what speculators says of it in fp32: `tokens` (N,), `states`
-(N - 1, 3 H) of the target before `layers`, as transformers says, `features` (N - 1, h), and `logits` (N_GUESSED + 1, N - 1, R),
-at [g, i] of pair i + g, where those up to i are run with the target's states and g behind them with the head's own output. The
-tensors have our names and order. What is not drawn (embedding, sizes) is the target's.
+Each file has a random head for a target of make_fixtures.py and the outputs of speculators in fp32:
+
+- `tokens` (N,)
+- `states` (N - 1, 3 H): the target's hidden states before `layers`, from transformers
+- `features` (N - 1, h)
+- `logits` (N_GUESSED + 1, N - 1, R): at [g, i] those of pair i + g, where the pairs up to i are run with the target's states and
+  the g pairs after them with the head's own output
+
+The tensors have our names and order. Embedding and sizes are the target's, all else is random.
 """
 
 import importlib.metadata
@@ -15,7 +20,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import torch
 
-# of speculators' training, which wants packages that nothing here runs
+# speculators imports its training code, which requires packages that nothing here runs
 sys.modules |= {name: MagicMock(__spec__=None) for name in ("speculators.train", "speculators.train.data", "loguru")}
 
 from speculators import SpeculatorsConfig, VerifierConfig  # noqa: E402
@@ -35,9 +40,9 @@ NAMES = {
     "layers.0.mlp.gate_proj.weight": "w1", "layers.0.mlp.up_proj.weight": "w3", "layers.0.mlp.down_proj.weight": "w2",
     "norm.weight": "rms_final", "lm_head.weight": "wcls",
 }  # fmt: skip
-OF_HEADS = {"wq", "wk", "bq", "bk", "q_norm", "k_norm"}  # whose rows are halves of heads, and pairs with us
+ROTATED = {"wq", "wk", "bq", "bk", "q_norm", "k_norm"}  # their rows are two halves per head, here interleaved pairs
 
-# target: the head's layer, before which layers of the target, rows of the classifier, dialect
+# target: config class and sizes of the head's layer, target layers, rows of the classifier, options of the format
 HEADS = {
     "llama_tied": (LlamaConfig, LLAMA, (0, 1, 2), 40, {}),
     "llama3": (LlamaConfig, LLAMA | {"attention_bias": True}, (2, 0, 1), 33, {"norm_before_fc": True, "norm_output": True}),
@@ -49,12 +54,12 @@ HEADS = {
 }  # fmt: skip
 
 
-def states_of(target, tokens, layers):
-    """The residual stream (N, H) before each of those layers, that behind the last not normed."""
+def get_hidden_states(target, tokens, layers):
+    """Return the residual stream before each of the layers, concatenated (N, 3 H); after the last layer it is not normed."""
     taken = {}
     target.model.norm.register_forward_pre_hook(lambda _, inputs: taken.update(last=inputs[0][0]))
-    told = target(tokens[None], output_hidden_states=True).hidden_states
-    return torch.cat([taken["last"] if layer == len(told) - 1 else told[layer][0] for layer in layers], dim=-1)
+    states = target(tokens[None], output_hidden_states=True).hidden_states
+    return torch.cat([taken["last"] if layer == len(states) - 1 else states[layer][0] for layer in layers], dim=-1)
 
 
 def random_head(config, embedding, seed):
@@ -71,8 +76,8 @@ def random_head(config, embedding, seed):
     return head.eval()
 
 
-def in_our_order(name, tensor, head_dim):
-    if name not in OF_HEADS:
+def to_our_order(name, tensor, head_dim):
+    if name not in ROTATED:
         return tensor
     return tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
@@ -102,10 +107,10 @@ def make(name, seed):
     head.fc.register_forward_hook(lambda _, inputs, output: features.append(output[0]))
     n = N_TOKENS - 1
     with torch.no_grad():
-        states = states_of(target, tokens, layers)[:n]
+        states = get_hidden_states(target, tokens, layers)[:n]
         head(states[None], tokens[None, 1:], torch.zeros(1, n, dtype=torch.long), ttt_steps=N_GUESSED + 1)
     tensors = {
-        NAMES[key]: in_our_order(NAMES[key], tensor.numpy(), layer.head_dim)
+        NAMES[key]: to_our_order(NAMES[key], tensor.numpy(), layer.head_dim)
         for key, tensor in head.state_dict().items()
         if key in NAMES
     }
@@ -121,10 +126,10 @@ def make(name, seed):
         "fc_norm": "each" if config.fc_norm else "whole" if config.norm_before_fc else "",
     }  # fmt: skip
     ids = np.sort(rng.permutation(c.vocab_size)[:n_rows])
-    told = {"tokens": tokens, "states": states, "features": features[0], "logits": torch.stack(logits)}
+    arrays = {"tokens": tokens, "states": states, "features": features[0], "logits": torch.stack(logits)}
     path = FIXTURES / "heads" / f"{name}.npz"
     path.parent.mkdir(exist_ok=True)
-    np.savez_compressed(path, numbers=json.dumps(numbers), ids=ids, **{k: v.numpy() for k, v in told.items()}, **tensors)
+    np.savez_compressed(path, numbers=json.dumps(numbers), ids=ids, **{k: v.numpy() for k, v in arrays.items()}, **tensors)
     return path.stat().st_size
 
 

@@ -1,7 +1,7 @@
-"""Runs a program as on a system that is not POSIX: `python tests/tools/non_posix.py PROGRAM ...`, on this one.
+"""Run a program as on a system that is not POSIX: `python tests/tools/non_posix.py PROGRAM ...`.
 
-What Windows' Python has not is taken away before anything is imported: modules, functions, signals, /proc and /sys; a file that
-is there cannot be replaced while somebody has it open, as there, which is played by refusing all.
+Removes what Windows' Python does not have before anything is imported: modules, functions, signals, /proc and /sys. Windows
+cannot replace a file that another process has open; here no existing file can be replaced.
 """
 
 import builtins
@@ -18,28 +18,28 @@ import types
 from pathlib import Path
 
 MODULES = ("termios", "tty", "fcntl", "resource", "pwd", "grp", "pty", "readline", "syslog")
-OF_OS = (
+OS_NAMES = (
     "fork", "forkpty", "register_at_fork", "getpgrp", "getpgid", "tcgetpgrp", "tcsetpgrp", "killpg", "setsid", "sysconf", "nice",
     "sched_getaffinity", "sched_setaffinity", "sched_yield", "getuid", "geteuid", "getloadavg", "mkfifo", "WNOHANG", "wait4",
     "O_NONBLOCK", "O_DIRECTORY", "O_NOFOLLOW", "pread", "preadv", "posix_fallocate", "fchmod", "chown", "statvfs",
 )  # fmt: skip
-OF_SIGNAL = (
+SIGNAL_NAMES = (
     "SIGHUP", "SIGQUIT", "SIGTSTP", "SIGCONT", "SIGWINCH", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGPIPE", "SIGCHLD",
     "SIGTTIN", "SIGTTOU", "SIGSTOP", "alarm", "setitimer", "pthread_kill", "pthread_sigmask", "sigwait", "siginterrupt",
 )  # fmt: skip
-OF_MMAP = ("MAP_PRIVATE", "MAP_SHARED", "MAP_ANONYMOUS", "MADV_NOHUGEPAGE", "MADV_DONTNEED", "PROT_READ", "PROT_WRITE")
+MMAP_NAMES = ("MAP_PRIVATE", "MAP_SHARED", "MAP_ANONYMOUS", "MADV_NOHUGEPAGE", "MADV_DONTNEED", "PROT_READ", "PROT_WRITE")
 
 
-class Missing(importlib.abc.MetaPathFinder):
-    """Finds nothing of what is not there."""
+class MissingModuleFinder(importlib.abc.MetaPathFinder):
+    """An import hook that raises an error for the modules that Windows does not have."""
 
     def find_spec(self, name, path=None, target=None):
         if name in MODULES:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def without_files(real):
-    """That function, for which /proc and /sys are not there."""
+def hide_system_files(real):
+    """Return the function with /proc and /sys hidden."""
 
     def guarded(path, *args, **kwargs):
         if str(path).startswith(("/proc/", "/sys/")):
@@ -49,8 +49,8 @@ def without_files(real):
     return guarded
 
 
-def in_use(real):
-    """That function, which replaces nothing that is there."""
+def refuse_replacing(real):
+    """Return the function such that it does not replace existing files."""
 
     def guarded(source, target, **more):
         if Path(target).exists():
@@ -62,32 +62,32 @@ def in_use(real):
     return guarded
 
 
-def msvcrt():
-    """Locks of bytes as Windows' Python has them."""
+def make_msvcrt():
+    """Return a module with the byte locks of Windows' Python."""
     module, lock = types.ModuleType("msvcrt"), fcntl.lockf
     module.LK_NBLCK, module.LK_UNLCK = 2, 0
-    kinds = {module.LK_NBLCK: fcntl.LOCK_EX | fcntl.LOCK_NB, module.LK_UNLCK: fcntl.LOCK_UN}
-    module.locking = lambda file, kind, n: lock(file, kinds[kind], n, os.lseek(file, 0, os.SEEK_CUR))
+    commands = {module.LK_NBLCK: fcntl.LOCK_EX | fcntl.LOCK_NB, module.LK_UNLCK: fcntl.LOCK_UN}
+    module.locking = lambda file, mode, n: lock(file, commands[mode], n, os.lseek(file, 0, os.SEEK_CUR))
     return module
 
 
-def take_away():
-    sys.modules["msvcrt"] = msvcrt()
+def remove_posix():
+    sys.modules["msvcrt"] = make_msvcrt()
     for name in MODULES:
         sys.modules.pop(name, None)
-    sys.meta_path.insert(0, Missing())
-    for module, names in ((os, OF_OS), (signal, OF_SIGNAL), (mmap, OF_MMAP)):
+    sys.meta_path.insert(0, MissingModuleFinder())
+    for module, names in ((os, OS_NAMES), (signal, SIGNAL_NAMES), (mmap, MMAP_NAMES)):
         for name in names:
             if hasattr(module, name):
                 delattr(module, name)
-    builtins.open = io.open = without_files(builtins.open)
-    os.replace = in_use(os.replace)
+    builtins.open = io.open = hide_system_files(builtins.open)
+    os.replace = refuse_replacing(os.replace)
 
 
 if __name__ == "__main__":
-    for name in ("asyncio", "multiprocessing", "subprocess", "tempfile"):  # others there, which need here what is taken away
+    for name in ("asyncio", "multiprocessing", "subprocess", "tempfile"):  # on Windows they do not need what is removed here
         importlib.import_module(name)
-    take_away()
+    remove_posix()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

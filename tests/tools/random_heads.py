@@ -1,64 +1,68 @@
-"""Heads for the tests: random weights for a target, and a head of them."""
+"""Draft heads for the tests: random weights for a target, and a head with them."""
 
 from typing import Any
 
 import numpy as np
 
-from specdec.config import Config, HeadConfig
 from specdec.heads.eagle3 import EAGLE3, shapes
 from specdec.heads.head import Head
 from specdec.model.transformer import Transformer
-from specdec.quant import FP32, Kind
+from specdec.model_config import HeadConfig, ModelConfig
+from specdec.quant import FP32, WeightFormat
 from specdec.runtime.simd import Int64
 from tests.tools import reference
-from tests.tools.configs import made
+from tests.tools.configs import make_config
 
 
-def random_head(target: Config, seed: int = 0, n_rows: int = 0, **numbers: Any) -> tuple[Config, dict[str, Any], Int64 | None]:
-    """Config, tensors and target_ids of a head for a target; n_rows: as many as the target by default, without target_ids.
+def random_head(
+    target: ModelConfig, seed: int = 0, draft_vocab_size: int = 0, **fields: Any
+) -> tuple[ModelConfig, dict[str, Any], Int64 | None]:
+    """Return config, tensors and target_ids of a head for a target.
 
-    numbers: of the Config or of the HeadConfig; by default a head of llama's, as wide as the target.
+    draft_vocab_size is the target's by default, without target_ids. fields are those of ModelConfig or HeadConfig; by default
+    the head is a llama as wide as the target.
     """
-    of_head = {name: numbers.pop(name) for name in HeadConfig.__dataclass_fields__ if name in numbers}
+    head_fields = {name: fields.pop(name) for name in HeadConfig.__dataclass_fields__ if name in fields}
     defaults = {
-        "target_dim": target.dim, "layers": (0, target.n_layers - 1, target.n_layers), "n_rows": n_rows or target.vocab_size,
-        "own_embedding": False, "own_classifier": bool(n_rows),
+        "target_dim": target.dim, "target_layers": (0, target.n_layers - 1, target.n_layers),
+        "draft_vocab_size": draft_vocab_size or target.vocab_size, "own_embedding": False,
+        "own_classifier": bool(draft_vocab_size),
     }  # fmt: skip
     sizes = {
         "dim": target.dim, "hidden_dim": target.hidden_dim, "n_layers": 1, "n_heads": target.n_heads,
         "n_kv_heads": target.n_kv_heads, "vocab_size": target.vocab_size, "seq_len": target.seq_len, "architecture": "eagle3",
     }  # fmt: skip
-    config = made(**{**sizes, **numbers}, head=HeadConfig(**{**defaults, **of_head}))
+    config = make_config(**{**sizes, **fields}, head=HeadConfig(**{**defaults, **head_fields}))
     rng = np.random.default_rng(seed)
     tensors = {
         name: (1 + 0.2 * noise if "norm" in name or name.startswith("rms") else noise / np.sqrt(shape[-1]) * 2).astype(np.float32)
         for name, shape in shapes(config).items()
         for noise in [rng.standard_normal(shape)]
     }
-    ids = np.sort(rng.permutation(target.vocab_size)[:n_rows]) if n_rows else None
+    ids = np.sort(rng.permutation(target.vocab_size)[:draft_vocab_size]) if draft_vocab_size else None
     return config, tensors, ids
 
 
-def head_of(target: Transformer, kind: Kind = FP32, n_threads: int = 1, **numbers: Any) -> Head:
-    """A random head for that target."""
-    config, tensors, ids = random_head(target.config, **numbers)
-    return Head(config, EAGLE3.pack(config, tensors, kind), target, ids, n_threads, target.n_positions)
+def make_head(target: Transformer, weight_format: WeightFormat = FP32, n_threads: int = 1, **fields: Any) -> Head:
+    """Return a random head for a target."""
+    config, tensors, ids = random_head(target.config, **fields)
+    return Head(config, EAGLE3.pack(config, tensors, weight_format), target, ids, n_threads, target.n_positions)
 
 
-def oracle(config: Config, tensors: dict[str, Any], states: Any, tokens: list[int]) -> Any:
-    """Logits (n - 1, R) of each pair of a text in float64; those that have no states run with the head's own output.
+def compute_oracle_logits(config: ModelConfig, tensors: dict[str, Any], states: Any, tokens: list[int]) -> Any:
+    """Return the logits (n - 1, R) of each pair in float64; pairs without states run with the head's own output.
 
-    tensors: the target's tok_emb and wcls among them where the head has none.
+    tensors include the target's tok_emb and wcls if the head has none.
     """
     t, head, eps = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}, config.head, config.norm_eps
     assert head is not None
-    angles, keys, values, logits = reference.frequencies(config), [], [], []
+    angles, keys, values, logits = reference.rope_frequencies(config), [], [], []
     for i, token in enumerate(tokens[1:]):
         if i < len(states):
-            taken = states[i].astype(np.float64)
+            feature = states[i].astype(np.float64)
             if head.fc_norm:
-                taken = reference.rms_norm(taken.reshape(t["fc_norm"].shape), t["fc_norm"], eps).reshape(-1)
-            x = t["fc"] @ taken
+                feature = reference.rms_norm(feature.reshape(t["fc_norm"].shape), t["fc_norm"], eps).reshape(-1)
+            x = t["fc"] @ feature
         elif head.norm_output:
             x = reference.rms_norm(x, t["rms_final"], eps)
         normed = reference.rms_norm(x, t["rms_hidden"], eps)
@@ -69,7 +73,7 @@ def oracle(config: Config, tensors: dict[str, Any], states: Any, tokens: list[in
         q = reference.rope(q, i * angles)
         keys.append(reference.rope(k, i * angles))
         values.append(v)
-        seen, mixed = slice(max(0, i + 1 - config.n_seen), i + 1), []
+        seen, mixed = slice(max(0, i + 1 - config.attention_window), i + 1), []
         for row, g in zip(q, np.arange(len(q)) // (len(q) // len(v)), strict=True):
             p = reference.softmax(np.array(keys)[seen, g] @ row / np.sqrt(config.head_dim))
             mixed.append(p @ np.array(values)[seen, g])

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.config import Config, ConvConfig, YarnScaling
+from specdec.model_config import ModelConfig, ShortConvConfig, YarnRopeScaling
 from specdec.runtime.simd import Float32
-from tests.tools.configs import changed
+from tests.tools.configs import replace_config
 
 
 def rms_norm(x, weight, eps=1e-5):
@@ -28,23 +28,23 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def frequencies(config):
-    """Radians a position (K / 2,): Llama 3.1's scaling pair by pair, by wavelengths, as its paper's code says it."""
+def rope_frequencies(config):
+    """Return radians per position (K / 2,), with Llama 3.1's scaling pair by pair, by wavelengths, as in its paper's code."""
     frequencies = []
-    for i in range(config.n_turned // 2):
-        frequency = config.rope.theta ** (-2 * i / config.n_turned)
-        if config.rope.divisors:
-            frequency /= config.rope.divisors[i]
+    for i in range(config.rotary_dim // 2):
+        frequency = config.rope.theta ** (-2 * i / config.rotary_dim)
+        if config.rope.freq_factors:
+            frequency /= config.rope.freq_factors[i]
         s = config.rope.scaling
-        if isinstance(s, YarnScaling):
+        if isinstance(s, YarnRopeScaling):
             at = [
-                config.n_turned * math.log(s.original_seq_len / turns / 2 / math.pi) / 2 / math.log(config.rope.theta)
-                for turns in (s.beta_fast, s.beta_slow)
+                config.rotary_dim * math.log(s.original_seq_len / rotations / 2 / math.pi) / 2 / math.log(config.rope.theta)
+                for rotations in (s.beta_fast, s.beta_slow)
             ]
-            first, last = (math.floor(at[0]), math.ceil(at[1])) if s.in_whole_pairs else at
-            first, last = max(first, 0), min(last, config.n_turned - 1)
-            kept = 1 - min(max((i - first) / (last - first if last != first else 0.001), 0), 1)
-            frequency = frequency * kept + frequency / s.factor * (1 - kept)
+            first, last = (math.floor(at[0]), math.ceil(at[1])) if s.truncate else at
+            first, last = max(first, 0), min(last, config.rotary_dim - 1)
+            ramp = 1 - min(max((i - first) / (last - first if last != first else 0.001), 0), 1)
+            frequency = frequency * ramp + frequency / s.factor * (1 - ramp)
         elif s:
             wavelength = 2 * math.pi / frequency
             if wavelength > s.original_seq_len / s.low_freq_factor:
@@ -57,7 +57,7 @@ def frequencies(config):
 
 
 def rope(x, angle, scale=1.0):
-    """x (..., K) whose first pairs are turned by angles, one a pair, and scaled."""
+    """Rotate the first pairs of x (..., K) by one angle each and scale them."""
     n = 2 * len(angle)
     even, odd = x[..., 0:n:2], x[..., 1:n:2]
     out = x.copy()
@@ -66,69 +66,73 @@ def rope(x, angle, scale=1.0):
     return out
 
 
-class Quantized(NamedTuple):
-    """A matrix (rows, k) of int8 values with a float32 scale for each `group` of them, in the order of a version 2 file."""
+class QuantizedMatrix(NamedTuple):
+    """A matrix (rows, k) of int8 values with a float32 scale for each group, in the order of a version 2 file."""
 
     values: np.ndarray
     scales: np.ndarray
     group: int
 
-    def floats(self) -> np.ndarray:
+    def to_floats(self) -> np.ndarray:
         return (self.values.reshape(-1, self.group) * self.scales.astype(np.float64)[:, None]).reshape(self.values.shape)
 
 
-class Seen(NamedTuple):
-    """A matrix (rows, k) of floats whose products see activations in int8, in groups of so many."""
+class Int8ActivationMatrix(NamedTuple):
+    """A matrix (rows, k) of floats that is multiplied by activations in int8, with a scale for each group."""
 
-    numbers: np.ndarray
+    values: np.ndarray
     group: int
 
-    def floats(self) -> np.ndarray:
-        return self.numbers.astype(np.float64)
+    def to_floats(self) -> np.ndarray:
+        return self.values.astype(np.float64)
 
 
-def quantized(matrix: Float32, group: int) -> Quantized:
-    """Symmetric: the largest of a group becomes 127 (llama2.c's export.py)."""
+def quantize(matrix: Float32, group: int) -> QuantizedMatrix:
+    """Quantize symmetrically: the largest of a group becomes 127 (llama2.c's export.py)."""
     parts = matrix.reshape(-1, group)
     scales = np.abs(parts).max(1) / np.float32(127)
     values = np.rint(parts / np.where(scales > 0, scales, 1)[:, None])
-    return Quantized(values.astype(np.int8).reshape(matrix.shape), scales, group)
+    return QuantizedMatrix(values.astype(np.int8).reshape(matrix.shape), scales, group)
 
 
-def quantized_activations(x: Float32, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (k,) and scales (groups,) of x (k,): runq.c's rule, which rounds halves away from zero."""
+def quantize_activations(x: Float32, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes (k,) and scales (groups,) of x (k,) by runq.c's rule, which rounds halves away from zero."""
     parts = np.concatenate([x, np.zeros(-len(x) % group, np.float32)]).reshape(-1, group)
     scales = np.abs(parts).max(1) / np.float32(127)
     ratio = parts / np.where(scales > 0, scales, np.float32(1))[:, None]
     return (np.sign(ratio) * np.floor(np.abs(ratio.astype(np.float64)) + 0.5)).reshape(-1)[: len(x)].astype(np.int64), scales
 
 
-def product(x: np.ndarray, w: np.ndarray | Quantized | Seen) -> np.ndarray:
-    """x (T, k) times w (rows, k); with int8 weights x is quantized first, in the largest groups that do not cross rows of w."""
+def matmul(x: np.ndarray, w: np.ndarray | QuantizedMatrix | Int8ActivationMatrix) -> np.ndarray:
+    """Return x (T, k) times w (rows, k).
+
+    With int8 weights x is quantized first, in the largest groups that do not cross rows of w.
+    """
     if isinstance(w, np.ndarray):
         return x @ w.T
-    group = math.gcd(w.group, x.shape[1]) if isinstance(w, Quantized) else w.group
-    seen = np.empty(x.shape)
+    group = math.gcd(w.group, x.shape[1]) if isinstance(w, QuantizedMatrix) else w.group
+    quantized = np.empty(x.shape)
     for t, row in enumerate(x.astype(np.float32)):
-        codes, scales = quantized_activations(row, group)
-        seen[t] = codes * np.repeat(scales.astype(np.float64), group)[: len(row)]
-    return seen @ w.floats().T
+        codes, scales = quantize_activations(row, group)
+        quantized[t] = codes * np.repeat(scales.astype(np.float64), group)[: len(row)]
+    return quantized @ w.to_floats().T
 
 
-def bytes_of(x):
-    """Numbers (..., K) as bytes with a scale each K say them: its largest is 127."""
+def round_to_q8(x):
+    """Return numbers (..., K) after rounding to bytes with a scale for each K: the largest becomes 127."""
     x = x.astype(np.float32)
     scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     codes = np.where(scale > 0, x / np.where(scale > 0, scale, 1), 0)
     return np.sign(codes) * np.floor(np.abs(codes) + 0.5) * scale
 
 
-def attention(q, keys, values, window=None, kept=np.float64, scale=None, sinks=None):
-    """softmax(scale q keys) values, (T, H, K) of q and (T, G, K) of the others, each token over `window` up to its own.
+def attention(q, keys, values, window=None, round_kv=np.float64, scale=None, sinks=None):
+    """Return softmax(scale q keys) values, where each token sees `window` positions up to its own.
 
-    kept: what keys and values are rounded to; scale: by default 1 / sqrt(K); sinks (H,): a score more, of no value.
+    q (T, H, K); keys and values (T, G, K), rounded by round_kv. scale is 1 / sqrt(K) by default. sinks (H,): an additional
+    score without a value.
     """
-    keys, values = (kept(x).astype(np.float64) for x in (keys, values))
+    keys, values = (round_kv(x).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
     mixed = np.zeros((n, heads, k))
     for i in range(n):
@@ -142,40 +146,42 @@ def attention(q, keys, values, window=None, kept=np.float64, scale=None, sinks=N
 
 
 def forward(
-    config: Config, tensors: dict, tokens: list[int], window: int | None = None, kept: Callable = np.float64
+    config: ModelConfig, tensors: dict, tokens: list[int], window: int | None = None, round_kv: Callable = np.float64
 ) -> np.ndarray:
-    """Logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own; kept: as in `attention`.
+    """Return the logits (T, V) of a whole sequence, each token seeing the last `window` positions up to its own.
 
-    Matrices may be `Quantized` (a list of them where layers have one each): then it is runq.c's forward. A bias or a norm of
-    heads is there where its tensor is. Of a family that turns long texts otherwise, each row is of the text up to it.
+    Matrices may be `QuantizedMatrix`, or a list of them for layers: then it is runq.c's forward. Biases and head norms apply if
+    their tensors exist. With LongRoPE, each row is of the sequence up to it. round_kv: as in `attention`.
     """
-    if config.rope.n_short:
-        short = changed(config, n_short=0, long_divisors=())
-        long = changed(short, rope_divisors=config.rope.long_divisors)
-        texts = [(long if n > config.rope.n_short else short, tokens[:n]) for n in range(1, len(tokens) + 1)]
-        return np.stack([forward(turned, tensors, text, window, kept)[-1] for turned, text in texts])
+    if config.rope.longrope_threshold:
+        short_config = replace_config(config, longrope_threshold=0, long_freq_factors=())
+        long_config = replace_config(short_config, rope_divisors=config.rope.long_freq_factors)
+        prefixes = [
+            (long_config if n > config.rope.longrope_threshold else short_config, tokens[:n]) for n in range(1, len(tokens) + 1)
+        ]
+        return np.stack([forward(prefix_config, tensors, prefix, window, round_kv)[-1] for prefix_config, prefix in prefixes])
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
     if config.architecture == "gpt2":
-        return gpt2_forward(config, t, tokens, kept)
-    t, n, eps = ByLayer(t), len(tokens), config.norm_eps
+        return gpt2_forward(config, t, tokens, round_kv)
+    t, n, eps = LayerTensors(t), len(tokens), config.norm_eps
 
-    def projected(x, c, i):
-        return product(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
+    def project(x, c, i):
+        return matmul(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
 
-    def mixed(x, i):
-        own = config.of_layer(i)
-        if isinstance(own.mixer, ConvConfig):
-            return convolved(x, t, i, own.mixer)
+    def mix(x, i):
+        own = config.layer_config(i)
+        if isinstance(own.mixer, ShortConvConfig):
+            return short_conv(x, t, i, own.mixer)
         seen = (window or own.attention.window) if own.attention.window == config.attention.window else own.attention.window
         sinks = t["sinks"][i] if config.attention.sinks else None
         if own.attention.kv_layer is None:
             cached[i] = heads(x, "k", i), heads(x, "v", i)
         keys, values = cached[i if own.attention.kv_layer is None else own.attention.kv_layer]
-        return projected(attention(heads(x, "q", i), keys, values, seen, kept, own.score_scale, sinks), "o", i)
+        return project(attention(heads(x, "q", i), keys, values, seen, round_kv, own.softmax_scale, sinks), "o", i)
 
     def heads(x, c, i):
-        own = config.of_layer(i)
-        x = product(x, t["wk_as_v"][i]) if c == "v" and own.attention.values_are_keys else projected(x, c, i)
+        own = config.layer_config(i)
+        x = matmul(x, t["wk_as_v"][i]) if c == "v" and own.attention.values_are_keys else project(x, c, i)
         if c != "v" and config.attention.qk_norm == "whole":
             x = rms_norm(x, t[f"{c}_norm"][i], eps)
         x = x.reshape(n, -1, own.head_dim)
@@ -183,8 +189,8 @@ def forward(
             x = rms_norm(x, 1, eps)
         if c != "v":
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.attention.qk_norm is True else x
-            angles = frequencies(own) * own.attention.is_turned
-            x = np.stack([rope(x[pos], pos * angles, config.rope.scale) for pos in range(n)])
+            angles = rope_frequencies(own) * own.attention.has_rope
+            x = np.stack([rope(x[pos], pos * angles, config.rope.attention_factor) for pos in range(n)])
         if c == "q" and config.rope.query_scale:
             x = x * (1 + config.rope.query_scale * np.log(1 + np.arange(n) // config.rope.query_span))[:, None, None]
         return x
@@ -193,37 +199,37 @@ def forward(
         return rms_norm(x, t[name][i], eps) if name in t else x
 
     embedding, cached = t["tok_emb"], {}
-    x = (embedding if isinstance(embedding, np.ndarray) else embedding.floats())[tokens] * config.embedding_scale
-    if config.inputs:
-        width = config.inputs.dim
-        inputs = product(x, t["inputs"]).reshape(n, config.n_layers, width) / math.sqrt(config.dim)
+    x = (embedding if isinstance(embedding, np.ndarray) else embedding.to_floats())[tokens] * config.embedding_scale
+    if config.per_layer_inputs:
+        width = config.per_layer_inputs.dim
+        inputs = matmul(x, t["inputs"]).reshape(n, config.n_layers, width) / math.sqrt(config.dim)
         rows = t["input_rows"][tokens].reshape(inputs.shape) * math.sqrt(width)
         inputs = (rms_norm(inputs, t["inputs_norm_in"], eps) + rows) / math.sqrt(2)
     for i in range(config.n_layers):
-        x = x + branch(mixed(branch(x, "rms_att", i), i), "rms_att_out", i)
+        x = x + branch(mix(branch(x, "rms_att", i), i), "rms_att_out", i)
         h = branch(x, "rms_ffn", i)
-        if config.experts and i not in config.experts.dense_layers and not config.experts.is_beside:
-            x = x + mixture(h, t, i, config.experts)
+        if config.experts and i not in config.experts.dense_layers and not config.experts.has_parallel_mlp:
+            x = x + moe(h, t, i, config.experts)
             continue
-        gate, up = projected(h, "1", i), projected(h, "3", i)
+        gate, up = project(h, "1", i), project(h, "3", i)
         gated = gelu(gate) if config.activation == "gelu" else gate / (1 + np.exp(-gate))
-        made = projected(gated * up, "2", i)
-        if config.experts and config.experts.is_beside:
+        made = project(gated * up, "2", i)
+        if config.experts and config.experts.has_parallel_mlp:
             routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
-            own = mixture(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
+            own = moe(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
             made = branch(made, "rms_mlp_out", i) + branch(own, "rms_experts_out", i)
         x = x + branch(made, "rms_ffn_out", i)
-        if config.inputs:
-            gated = gelu(product(x, t["inputs_gate"][i])) * inputs[:, i]
-            x = x + rms_norm(product(gated, t["inputs_back"][i]), t["inputs_norm"][i], eps)
+        if config.per_layer_inputs:
+            gated = gelu(matmul(x, t["inputs_gate"][i])) * inputs[:, i]
+            x = x + rms_norm(matmul(gated, t["inputs_back"][i]), t["inputs_norm"][i], eps)
         if config.layer_scale:
             x = x * t["layer_scale"][i]
-    logits = product(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
-    return config.logit_cap * np.tanh(logits / config.logit_cap) if config.logit_cap else logits
+    logits = matmul(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+    return config.logit_softcap * np.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
-class ByLayer(dict):
-    """Tensors, of which those that only some layers have are called by their layer's number, as of layers, by number."""
+class LayerTensors(dict):
+    """Tensors, where those with a layer's number in their name are also found by name, then number."""
 
     def __init__(self, tensors: dict) -> None:
         super().__init__(tensors)
@@ -237,69 +243,72 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def mixture(x, t, i, e, routed=None, activation=silu):
-    """The weighted sum over each token's experts, and the expert that all share; routed: what the router takes, if not x."""
+def moe(x, t, i, e, routed=None, activation=silu):
+    """Return the weighted sum over each token's experts, with the shared expert; routed: input of the router, if not x."""
 
     def mlp(x, w1, w2, w3):
-        return product(activation(product(x, w1)) * product(x, w3), w2)
+        return matmul(activation(matmul(x, w1)) * matmul(x, w3), w2)
 
-    def clamped(x, expert):
-        w, b = ([t[f"experts_{kind}{n}"][i][expert] for n in (1, 2, 3)] for kind in "wb")
-        gate, up = np.minimum(product(x, w[0]) + b[0], e.limit), np.clip(product(x, w[2]) + b[2], -e.limit, e.limit)
-        return product((up + 1) * gate / (1 + np.exp(-e.alpha * gate)), w[1]) + b[1]
+    def clamped_mlp(x, expert):
+        w, b = ([t[f"experts_{prefix}{n}"][i][expert] for n in (1, 2, 3)] for prefix in "wb")
+        gate, up = (
+            np.minimum(matmul(x, w[0]) + b[0], e.swiglu_limit),
+            np.clip(matmul(x, w[2]) + b[2], -e.swiglu_limit, e.swiglu_limit),
+        )
+        return matmul((up + 1) * gate / (1 + np.exp(-e.swiglu_alpha * gate)), w[1]) + b[1]
 
-    scores = product(x if routed is None else routed, t["router"][i]) + (t["router_b"][i] if e.limit else 0)
+    scores = matmul(x if routed is None else routed, t["router"][i]) + (t["router_b"][i] if e.swiglu_limit else 0)
     out = np.zeros(x.shape)
     for row, (h, score) in enumerate(zip(x, scores, strict=True)):
-        odds = 1 / (1 + np.exp(-score)) if e.is_sigmoid else np.exp(score - score.max()) / np.exp(score - score.max()).sum()
-        chosen = np.argsort(-(odds + (t["router_bias"][i] if e.is_biased else 0)), kind="stable")[: e.n_chosen]
-        weights = odds[chosen] * e.scale
-        weights = weights / (odds[chosen].sum() + (1e-6 if e.is_sigmoid else 0)) if e.is_normed else weights
-        weights = weights * t["expert_scale"][i][chosen] if e.is_beside else weights
+        probs = 1 / (1 + np.exp(-score)) if e.is_sigmoid else np.exp(score - score.max()) / np.exp(score - score.max()).sum()
+        chosen = np.argsort(-(probs + (t["router_bias"][i] if e.has_selection_bias else 0)), kind="stable")[: e.n_experts_used]
+        weights = probs[chosen] * e.routed_scaling_factor
+        weights = weights / (probs[chosen].sum() + (1e-6 if e.is_sigmoid else 0)) if e.norm_topk_prob else weights
+        weights = weights * t["expert_scale"][i][chosen] if e.has_parallel_mlp else weights
         for expert, weight in zip(chosen, weights, strict=True):
-            own = clamped(h, expert) if e.limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
-            out[row] += weight * own
-    if e.shared_dim:
-        gate = 1 / (1 + np.exp(-product(x, t["shared_gate"][i]))) if e.shared_gate else 1
+            output = clamped_mlp(h, expert) if e.swiglu_limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
+            out[row] += weight * output
+    if e.shared_hidden_dim:
+        gate = 1 / (1 + np.exp(-matmul(x, t["shared_gate"][i]))) if e.shared_gate else 1
         out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in (1, 2, 3)))
     return out
 
 
-def convolved(x, t, i, conv):
-    """c * conv(b * x), projected, of b, c, x = x projected; of the convolution's taps the last is that of the newest token."""
+def short_conv(x, t, i, conv):
+    """Return c * conv(b * x), projected, where b, c, x are projections of x; the last weight is the newest token's."""
 
-    def projected(x, name):
-        return product(x, t[name][i]) + (t[f"{name}_bias"][i] if conv.bias else 0)
+    def project(x, name):
+        return matmul(x, t[name][i]) + (t[f"{name}_bias"][i] if conv.bias else 0)
 
-    b, c, x = (projected(x, f"conv_{name}") for name in "bcx")
+    b, c, x = (project(x, f"conv_{name}") for name in "bcx")
     out = np.zeros(x.shape) + (t["conv_bias"][i] if conv.bias else 0)
     for pos in range(len(x)):
-        for j in range(conv.n_taps):
-            if (seen := pos - (conv.n_taps - 1) + j) >= 0:
-                out[pos] += t["conv"][i][j] * (b * x)[seen]
-    return projected(c * out, "conv_out")
+        for j in range(conv.kernel_size):
+            if (source := pos - (conv.kernel_size - 1) + j) >= 0:
+                out[pos] += t["conv"][i][j] * (b * x)[source]
+    return project(c * out, "conv_out")
 
 
-def gpt2_forward(config: Config, t: dict, tokens: list[int], kept: Callable) -> np.ndarray:
-    """`forward` of GPT-2: tensors of float64."""
+def gpt2_forward(config: ModelConfig, t: dict, tokens: list[int], round_kv: Callable) -> np.ndarray:
+    """Return the logits of `forward` for GPT-2; tensors in float64."""
     n, k = len(tokens), config.head_dim
     x = t["tok_emb"][tokens] + t["pos_emb"][:n]
 
     def norm(x, name, i=...):
         return layer_norm(x, t[f"ln_{name}"][i], t[f"ln_{name}_bias"][i], config.norm_eps)
 
-    def projected(x, c, i):
+    def project(x, c, i):
         return x @ t[f"w{c}"][i].T + t[f"b{c}"][i]
 
     for i in range(config.n_layers):
         h = norm(x, "att", i)
-        x = x + projected(attention(*(projected(h, c, i).reshape(n, -1, k) for c in "qkv"), kept=kept), "o", i)
-        x = x + projected(gelu(projected(norm(x, "ffn", i), "1", i)), "2", i)
+        x = x + project(attention(*(project(h, c, i).reshape(n, -1, k) for c in "qkv"), round_kv=round_kv), "o", i)
+        x = x + project(gelu(project(norm(x, "ffn", i), "1", i)), "2", i)
     return norm(x, "final") @ (t["tok_emb"] if config.shared_classifier else t["wcls"]).T
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, softmax, top-k, the smallest set of those whose mass exceeds top_p; run.c's meaning, by a full sort."""
+    """Return probabilities after temperature, softmax, top-k and top-p as run.c defines them, by a full sort."""
     n = len(logits)
     if temperature == 0:
         return np.eye(n)[int(np.argmax(logits))]
@@ -320,27 +329,30 @@ def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
     return out / out.sum()
 
 
-def mixed_bits(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer, of uint64."""
+def mix_bits(x: np.ndarray) -> np.ndarray:
+    """Apply SplitMix64's finalizer to uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def drawn(probs: np.ndarray, seed: int, stream: int, positions: np.ndarray) -> list[int]:
-    """The token of each position: the least -log(u) / p of all, the first of equals; every u computed (see `sampling.race`)."""
+def draw_tokens(probs: np.ndarray, seed: int, stream: int, positions: np.ndarray) -> list[int]:
+    """Return the token of each position: the least -log(u) / p of all, the first of equals; every u is computed.
+
+    See `sampling.draw_gumbel_top_k`.
+    """
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        stream_key = mixed_bits(np.array([seed], np.uint64) + golden * np.uint64(stream + 1))
-        keys = mixed_bits(stream_key + golden * (positions.astype(np.uint64) + np.uint64(1)))
-        bits = mixed_bits(keys[:, None] + golden * np.arange(1, len(probs) + 1, dtype=np.uint64))
+        stream_key = mix_bits(np.array([seed], np.uint64) + golden * np.uint64(stream + 1))
+        keys = mix_bits(stream_key + golden * (positions.astype(np.uint64) + np.uint64(1)))
+        bits = mix_bits(keys[:, None] + golden * np.arange(1, len(probs) + 1, dtype=np.uint64))
     u = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     times = np.where(probs > 0, -np.log(u) / np.where(probs > 0, probs, 1).astype(np.float64), np.inf)
     return times.argmin(1).tolist() if (probs > 0).any() else [-1] * len(positions)
 
 
-def kept(probs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """float32 probs after top_k and top_p, by a full sort; bit for bit, since no sum here rounds before the last division."""
+def truncate_probs(probs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Return float32 probs after top_k and top_p, by a full sort; exact, since no sum here rounds before the last division."""
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or None]
     if 0 < top_p < 1:
         mass = np.cumsum(probs[order].astype(np.float64))
@@ -354,6 +366,6 @@ def kept(probs: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
 
 
 def chi_square_limit(degrees: int, sigmas: float) -> float:
-    """The value that chi-square passes with the odds of a normal variable passing `sigmas` (Wilson and Hilferty 1931)."""
+    """Return the value that chi-square exceeds as rarely as a normal variable exceeds `sigmas` (Wilson and Hilferty 1931)."""
     a = 2 / (9 * degrees)
     return degrees * (1 - a + sigmas * math.sqrt(a)) ** 3

@@ -1,6 +1,7 @@
-"""Small languages by hand (Brzozowski 1964): what may follow, byte by byte, for tests of shapes; nothing of the product's.
+"""Regular languages by derivatives (Brzozowski 1964): an oracle for constraints that shares no code with the package.
 
-A language is NOTHING, EMPTY (the empty text) or a tuple; as they are put together no other one is without a text.
+A language is EMPTY_LANGUAGE, EMPTY_STRING (only the empty string) or another tuple. The functions below simplify, so that every
+language except EMPTY_LANGUAGE has a string.
 """
 
 import functools
@@ -13,128 +14,132 @@ from specdec.runtime.simd import Float32
 from specdec.verification import Draft
 
 Language = tuple[Any, ...]
-NOTHING, EMPTY = ("nothing",), ("empty",)
+EMPTY_LANGUAGE, EMPTY_STRING = ("nothing",), ("empty",)
 
 
-def one_of(characters: str) -> Language:
-    """A byte of those."""
+def byte_class(characters: str) -> Language:
+    """Return the language of one byte of the characters."""
     return "byte", frozenset(characters.encode())
 
 
-def either(*languages: Language) -> Language:
-    parts = frozenset().union(*(each[1] if each[0] == "either" else {each} for each in languages)) - {NOTHING}
-    return ("either", parts) if len(parts) > 1 else next(iter(parts), NOTHING)
+def union(*languages: Language) -> Language:
+    parts = frozenset().union(*(each[1] if each[0] == "either" else {each} for each in languages)) - {EMPTY_LANGUAGE}
+    return ("either", parts) if len(parts) > 1 else next(iter(parts), EMPTY_LANGUAGE)
 
 
-def then(first: Language, second: Language) -> Language:
-    if NOTHING in (first, second):
-        return NOTHING
-    if EMPTY in (first, second):
-        return second if first == EMPTY else first
+def concatenate(first: Language, second: Language) -> Language:
+    if EMPTY_LANGUAGE in (first, second):
+        return EMPTY_LANGUAGE
+    if EMPTY_STRING in (first, second):
+        return second if first == EMPTY_STRING else first
     return "then", first, second
 
 
-def text(words: str) -> Language:
-    return functools.reduce(lambda later, byte: then(("byte", frozenset([byte])), later), reversed(words.encode()), EMPTY)
+def literal(string: str) -> Language:
+    return functools.reduce(
+        lambda later, byte: concatenate(("byte", frozenset([byte])), later), reversed(string.encode()), EMPTY_STRING
+    )
 
 
-def any_number(language: Language) -> Language:
-    return EMPTY if language in (NOTHING, EMPTY) else ("any number", language)
+def repeat(language: Language) -> Language:
+    return EMPTY_STRING if language in (EMPTY_LANGUAGE, EMPTY_STRING) else ("any number", language)
 
 
-def is_complete(language: Language) -> bool:
-    """Whether the empty text is of it."""
+def is_nullable(language: Language) -> bool:
+    """Return whether the language has the empty string."""
     kind = language[0]
     if kind == "either":
-        return any(map(is_complete, language[1]))
-    return is_complete(language[1]) and is_complete(language[2]) if kind == "then" else kind in ("empty", "any number")
+        return any(map(is_nullable, language[1]))
+    return is_nullable(language[1]) and is_nullable(language[2]) if kind == "then" else kind in ("empty", "any number")
 
 
 @functools.lru_cache(None)
-def behind(language: Language, byte: int) -> Language:
-    """What may follow that byte."""
+def derive(language: Language, byte: int) -> Language:
+    """Return what may follow a byte (the derivative)."""
     match language:
         case ("byte", known):
-            return EMPTY if byte in known else NOTHING
+            return EMPTY_STRING if byte in known else EMPTY_LANGUAGE
         case ("either", parts):
-            return either(*(behind(part, byte) for part in parts))
+            return union(*(derive(part, byte) for part in parts))
         case ("any number", part):
-            return then(behind(part, byte), language)
+            return concatenate(derive(part, byte), language)
         case ("then", first, second):
-            later = behind(second, byte) if is_complete(first) else NOTHING
-            return either(then(behind(first, byte), second), later)
-    return NOTHING
+            later = derive(second, byte) if is_nullable(first) else EMPTY_LANGUAGE
+            return union(concatenate(derive(first, byte), second), later)
+    return EMPTY_LANGUAGE
 
 
-def after(language: Language, data: bytes) -> Language:
+def derive_all(language: Language, data: bytes) -> Language:
     for byte in data:
-        language = behind(language, byte)
+        language = derive(language, byte)
     return language
 
 
-def allowed(language: Language, vocabulary: Sequence[bytes], end_marks: Mapping[int, str]) -> list[bool]:
-    """Of each token whether it may follow: by its bytes, one after the other; an end mark where the text is complete."""
+def get_allowed(language: Language, vocabulary: Sequence[bytes], end_marks: Mapping[int, str]) -> list[bool]:
+    """Return for each token whether it may follow, byte by byte; an end-of-sequence token may follow a complete string."""
     return [
-        is_complete(language) if token in end_marks else bool(said) and after(language, said) != NOTHING
-        for token, said in enumerate(vocabulary)
+        is_nullable(language) if token in end_marks else bool(piece) and derive_all(language, piece) != EMPTY_LANGUAGE
+        for token, piece in enumerate(vocabulary)
     ]
 
 
-class LanguageShape:
-    """A language as `decoding.Shape`: forced is a token that alone may follow."""
+class LanguageConstraint:
+    """A language as a `Constraint`: a token is forced if only it may follow."""
 
     def __init__(self, language: Language, vocabulary: Sequence[bytes], end_marks: Mapping[int, str]) -> None:
         self.language, self.vocabulary, self.end_marks = language, vocabulary, end_marks
 
-    def begin(self, prompt: list[int]) -> "LanguageWalk":
-        return LanguageWalk(self, self.language)
+    def begin(self, prompt: list[int]) -> "LanguageState":
+        return LanguageState(self, self.language)
 
 
-class LanguageWalk:
-    def __init__(self, shape: LanguageShape, language: Language) -> None:
-        self._shape, self.language, self.trouble = shape, language, None
+class LanguageState:
+    """The `ConstraintState` of a `LanguageConstraint`."""
 
-    def _allowed(self, language: Language) -> list[int]:
-        return [*np.flatnonzero(allowed(language, self._shape.vocabulary, self._shape.end_marks))]
+    def __init__(self, constraint: LanguageConstraint, language: Language) -> None:
+        self._constraint, self.language, self.error = constraint, language, None
+
+    def _get_allowed(self, language: Language) -> list[int]:
+        return [*np.flatnonzero(get_allowed(language, self._constraint.vocabulary, self._constraint.end_marks))]
 
     @property
-    def is_over(self) -> bool:
-        return self.language == EMPTY
+    def is_complete(self) -> bool:
+        return self.language == EMPTY_STRING
 
-    def forced(self, most: int) -> list[int]:
+    def get_forced_tokens(self, max_n: int) -> list[int]:
         tokens, language = list[int](), self.language
-        while len(tokens) < most and len(only := self._allowed(language)) == 1 and only[0] not in self._shape.end_marks:
+        while len(tokens) < max_n and len(only := self._get_allowed(language)) == 1 and only[0] not in self._constraint.end_marks:
             tokens.append(int(only[0]))
-            language = after(language, self._shape.vocabulary[tokens[-1]])
+            language = derive_all(language, self._constraint.vocabulary[tokens[-1]])
         return tokens
 
-    def n_allowed(self, tokens: list[int]) -> int:
+    def count_allowed(self, tokens: list[int]) -> int:
         language = self.language
         for n, token in enumerate(tokens):
-            if not allowed(language, self._shape.vocabulary, self._shape.end_marks)[token]:
+            if not get_allowed(language, self._constraint.vocabulary, self._constraint.end_marks)[token]:
                 return n
-            language = after(language, self._shape.vocabulary[token])
+            language = derive_all(language, self._constraint.vocabulary[token])
         return len(tokens)
 
     def find_end(self, tokens: list[int]) -> int | None:
         language = self.language
         for n, token in enumerate([*tokens, -1]):
-            if language == EMPTY:
+            if language == EMPTY_STRING:
                 return n
-            language = after(language, self._shape.vocabulary[token])
+            language = derive_all(language, self._constraint.vocabulary[token])
         return None
 
-    def mask(self, logits: Float32, draft: Draft) -> None:
-        self._mask_behind(logits, draft, -1, self.language)
+    def mask_logits(self, logits: Float32, draft: Draft) -> None:
+        self._mask_subtree(logits, draft, -1, self.language)
 
-    def _mask_behind(self, logits: Float32, draft: Draft, node: int, language: Language) -> None:
-        fits = allowed(language, self._shape.vocabulary, self._shape.end_marks)
-        logits[node + 1, np.logical_not(fits[: logits.shape[1]])] = -np.inf
+    def _mask_subtree(self, logits: Float32, draft: Draft, node: int, language: Language) -> None:
+        allowed = get_allowed(language, self._constraint.vocabulary, self._constraint.end_marks)
+        logits[node + 1, np.logical_not(allowed[: logits.shape[1]])] = -np.inf
         for child in draft.children(node):
             token = draft.tokens[child]
-            if child + 1 < len(logits) and fits[token] and token not in self._shape.end_marks:
-                self._mask_behind(logits, draft, child, after(language, self._shape.vocabulary[token]))
+            if child + 1 < len(logits) and allowed[token] and token not in self._constraint.end_marks:
+                self._mask_subtree(logits, draft, child, derive_all(language, self._constraint.vocabulary[token]))
 
-    def takes(self, tokens: list[int]) -> None:
+    def commit(self, tokens: list[int]) -> None:
         for token in tokens:
-            self.language = after(self.language, self._shape.vocabulary[token])
+            self.language = derive_all(self.language, self._constraint.vocabulary[token])

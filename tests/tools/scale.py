@@ -13,28 +13,28 @@ from pathlib import Path
 
 import numpy as np
 
-from specdec.config import Config
-from specdec.loaders.loader import load_model
+from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
-from specdec.runtime.memory import all_finite, zeros
+from specdec.model_config import ModelConfig
+from specdec.runtime.aligned_memory import all_finite, zeros
 from tests.tools.checkpoint_files import FIELDS, V1_HEADER, V1_NAMES
-from tests.tools.configs import made
+from tests.tools.configs import make_config
 
-LLAMA2_7B = Config(4096, 11008, 32, 32, 32, 32000, 4096, shared_classifier=False)
-SMOLLM2_17B = made(2048, 8192, 24, 32, 32, 49152, 8192, rope_theta=130000.0)
-GROUP = 64
-BLOCK = 1 << 24  # bytes of random weights, which repeat
+LLAMA2_7B = ModelConfig(4096, 11008, 32, 32, 32, 32000, 4096, shared_classifier=False)
+SMOLLM2_17B = make_config(2048, 8192, 24, 32, 32, 49152, 8192, rope_theta=130000.0)
+GROUP_SIZE = 64
+BLOCK = 1 << 24  # bytes of random weights, which are repeated
 MIB = 2**20
 
 
-def int8_file(path: Path, config: Config) -> None:
-    """A version 2 checkpoint; weights of deviation 0.02."""
+def write_int8_file(path: Path, config: ModelConfig) -> None:
+    """Write a version 2 checkpoint whose weights have a standard deviation of 0.02."""
     rng = np.random.default_rng(0)
     codes = rng.integers(-127, 128, BLOCK, np.int8).tobytes()
     scale = struct.pack("<f", 0.02 / 73)
     numbers = [getattr(config, field) for field in FIELDS]
     with path.open("wb") as file:
-        file.write(struct.pack("<4si7iBi", b"24ka", 2, *numbers, config.shared_classifier, GROUP).ljust(V1_HEADER, b"\0"))
+        file.write(struct.pack("<4si7iBi", b"24ka", 2, *numbers, config.shared_classifier, GROUP_SIZE).ljust(V1_HEADER, b"\0"))
         shapes = LLAMA.shapes(config)
         for name in (name for name in V1_NAMES if name in shapes):
             n = int(np.prod(shapes[name][-2:] if len(shapes[name]) == 3 else shapes[name]))
@@ -42,12 +42,12 @@ def int8_file(path: Path, config: Config) -> None:
                 if name.startswith("rms"):
                     file.write(np.ones(n, "<f4").tobytes())
                 else:
-                    file.writelines(pieces(codes, n))
-                    file.write(scale * (n // GROUP))
+                    file.writelines(repeat_block(codes, n))
+                    file.write(scale * (n // GROUP_SIZE))
 
 
-def pieces(block: bytes, n_bytes: int) -> Iterator[bytes]:
-    """A block over and over, n_bytes of it."""
+def repeat_block(block: bytes, n_bytes: int) -> Iterator[bytes]:
+    """Yield n_bytes of a repeated block."""
     yield from (block for _ in range(n_bytes // len(block)))
     yield block[: n_bytes % len(block)]
 
@@ -62,8 +62,8 @@ NAMES = {
 }
 
 
-def bf16_folder(folder: Path, config: Config, n_shards: int = 3) -> None:
-    """A Hugging Face folder of bf16 shards; no tokenizer."""
+def write_bf16_folder(folder: Path, config: ModelConfig, n_shards: int = 3) -> None:
+    """Write a Hugging Face folder of bf16 shards without a tokenizer."""
     folder.mkdir(exist_ok=True)
     numbers = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "tie_word_embeddings": True,
@@ -80,46 +80,46 @@ def bf16_folder(folder: Path, config: Config, n_shards: int = 3) -> None:
         else:
             tensors[{"tok_emb": "model.embed_tokens.weight", "rms_final": "model.norm.weight"}[name]] = shape
     weights = (np.random.default_rng(0).standard_normal(BLOCK // 2).astype(np.float32) * 0.02).view(np.uint32) >> 16
-    block, one = weights.astype("<u2").tobytes(), struct.pack("<H", 0x3F80)
-    names, where = list(tensors), {}
+    block, one_bytes = weights.astype("<u2").tobytes(), struct.pack("<H", 0x3F80)
+    names, shard_of = list(tensors), {}
     for shard in range(n_shards):
         file_name = f"model-{shard + 1:05}-of-{n_shards:05}.safetensors"
-        mine = names[shard * len(names) // n_shards : (shard + 1) * len(names) // n_shards]
+        shard_names = names[shard * len(names) // n_shards : (shard + 1) * len(names) // n_shards]
         header, at = {}, 0
-        for name in mine:
+        for name in shard_names:
             n_bytes = 2 * int(np.prod(tensors[name]))
             header[name] = {"dtype": "BF16", "shape": tensors[name], "data_offsets": [at, at + n_bytes]}
             at += n_bytes
-            where[name] = file_name
-        head = json.dumps(header).encode()
+            shard_of[name] = file_name
+        header_bytes = json.dumps(header).encode()
         with (folder / file_name).open("wb") as file:
-            file.write(struct.pack("<Q", len(head)) + head)
-            for name in mine:
-                file.writelines(pieces(one * 4096 if "norm" in name else block, 2 * int(np.prod(tensors[name]))))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+            file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
+            for name in shard_names:
+                file.writelines(repeat_block(one_bytes * 4096 if "norm" in name else block, 2 * int(np.prod(tensors[name]))))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shard_of}))
 
 
-def peak_mib() -> float:
-    """The most memory that this process has had resident."""
+def get_peak_mib() -> float:
+    """Return the peak resident memory of this process in MiB."""
     status = Path("/proc/self/status").read_text()
     return float(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) / 1024
 
 
 def measure(path: Path) -> None:
-    """Load and decode, in this process; prints the figures."""
+    """Load and decode in this process, and print the measurements."""
     n_bytes = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
-    before, begin = peak_mib(), time.perf_counter()
+    before, begin = get_peak_mib(), time.perf_counter()
     model = load_model(path)
     seconds = time.perf_counter() - begin
-    after = peak_mib()
+    after = get_peak_mib()
     block, tokens = zeros(BLOCK * 16 // 4), [1, 5, 9]
     block[:] = 1
     passes, reads = [], []
     model.forward(tokens)
     for _ in range(12):
         tokens.append(7)
-        passes.append(model.weights.n_bytes / timed(lambda: model.forward(tokens)) / 1e9)
-        reads.append(max(block.nbytes / timed(lambda: all_finite(block)) / 1e9 for _ in range(3)))
+        passes.append(model.weights.n_bytes / time_call(lambda: model.forward(tokens)) / 1e9)
+        reads.append(max(block.nbytes / time_call(lambda: all_finite(block)) / 1e9 for _ in range(3)))
     rate, read = np.median(passes), np.median(reads)
     print(
         f"{path.name}: {n_bytes / 1e9:.2f} GB in {seconds:.1f} s ({n_bytes / 1e9 / seconds:.2f} GB/s), "
@@ -129,9 +129,9 @@ def measure(path: Path) -> None:
     )
 
 
-def timed(job: Callable[[], object]) -> float:
+def time_call(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    job()
+    call()
     return time.perf_counter() - begin
 
 
@@ -142,8 +142,8 @@ if __name__ == "__main__":
     else:
         folder.mkdir(parents=True, exist_ok=True)
         for path, write, config in (
-            (folder / "llama2-7b.bin", int8_file, LLAMA2_7B),
-            (folder / "smollm2-1.7b", bf16_folder, SMOLLM2_17B),
+            (folder / "llama2-7b.bin", write_int8_file, LLAMA2_7B),
+            (folder / "smollm2-1.7b", write_bf16_folder, SMOLLM2_17B),
         ):
             if not path.exists():
                 write(path, config)

@@ -1,4 +1,4 @@
-"""progress.py: the line that says what is being done; and what compiling tells it."""
+"""Status lines, and the messages of compilation in them."""
 
 import fcntl
 import io
@@ -14,14 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.engine.decoding import Event, Prefill, Prompt, Statistics, Step
-from specdec.loaders import download
+from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
 from specdec.ui import progress
-from specdec.ui.output import PlainView, show
-from specdec.ui.progress import Bar, loading, read_in_a_line
+from specdec.ui.output import PlainView, run_view
+from specdec.ui.progress import ProgressBar, show_prefill_progress, show_status
 from specdec.ui.signals import signals
-from specdec.ui.text_layout import cells
+from specdec.ui.text_layout import cell_width
 from tests.fakes.terminal import wait_until
 
 
@@ -51,46 +51,44 @@ class Terminal:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Terminal]:
     if sys.platform == "win32":
         pytest.skip("has no pseudo-terminals")
-    monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "TICK_INTERVAL_S", 0.01)
     return lambda encoding="utf-8": Terminal(monkeypatch, encoding)
 
 
-def test_where_there_is_no_terminal_what_takes_long_says_so_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_task_logs_progress_without_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stderr", out)
-    monkeypatch.setattr(progress, "WORD_SECONDS", 0.2)
-    with loading("reading") as show:
+    monkeypatch.setattr(progress, "LOG_INTERVAL_S", 0.2)
+    with show_status("reading") as show:
         begin = time.monotonic()
         while (passed := time.monotonic() - begin) < 0.7:
             show("nothing that has a share")
-            show(Bar("reading", passed))
+            show(ProgressBar("reading", passed))
             time.sleep(0.01)
     lines = out.getvalue().splitlines()
     assert 1 <= len(lines) <= 3 and all(re.fullmatch(r"specdec: reading: +\d+%", line) for line in lines)
 
 
-def test_a_download_is_shown_with_its_size_and_the_time_that_is_left(
-    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "SHOW_SECONDS", -1.0)
+def test_download_shows_size_and_time_left(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "UPDATE_INTERVAL_S", -1.0)
     place = terminal()
-    with loading("looking for org/name"):
-        for n in (50, 75, 99):  # it goes on with 50 MB
-            download.on_progress[-1]("org/name", n * 10**6, 100 * 10**6)
+    with show_status("looking for org/name"):
+        for n in (50, 75, 99):  # resumes at 50 MB
+            resumable_download.progress_callbacks[-1]("org/name", n * 10**6, 100 * 10**6)
         for _ in range(2):
-            download.on_progress[-1]("tokenizer.bin", 3 * 10**6, 0)  # nobody knows how much it is
+            resumable_download.progress_callbacks[-1]("tokenizer.bin", 3 * 10**6, 0)  # unknown size
     place.close()
-    assert not download.on_progress
+    assert not resumable_download.progress_callbacks
     assert re.search(r"looking for org/name.*downloading org/name ━+ +75% of 100 MB, 0 s left", place.shown)
     assert re.search(r" 99% of 100 MB, 0 s left.*downloading tokenizer.bin +0%, 3 MB", place.shown)
 
 
-def test_nothing_is_shown_behind_a_sudden_end(terminal: Callable[..., Terminal]) -> None:
-    """The thread that hears a signal erases the line, while the main thread goes on loading until the process is gone."""
+def test_nothing_is_drawn_after_stop(terminal: Callable[..., Terminal]) -> None:
+    """The signal thread erases the line while the main thread goes on loading until the process ends."""
     place = terminal()
-    with loading("waiting") as show:
+    with show_status("waiting") as show:
         show("half of it")
-        signals._tidy()
+        signals._run_cleanups()
         show("more than half")
         time.sleep(0.05)
     place.close()
@@ -99,43 +97,43 @@ def test_nothing_is_shown_behind_a_sudden_end(terminal: Callable[..., Terminal])
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_line_moves_as_long_as_it_stands_and_leaves_nothing(terminal: Callable[..., Terminal], encoding: str) -> None:
+def test_line_is_animated_and_erased_at_the_end(terminal: Callable[..., Terminal], encoding: str) -> None:
     place = terminal(encoding)
-    with loading("waiting"):
+    with show_status("waiting"):
         wait_until(lambda: bool(select.select([place._parent], [], [], 0)[0]))
         time.sleep(0.3)
     place.close()
     looks = set(re.findall(r"(\S) waiting", place.shown))
     assert len(looks) > 2
-    assert looks <= set(progress.LOOKS if encoding == "utf-8" else progress.ASCII_LOOKS)
+    assert looks <= set(progress.SPINNER if encoding == "utf-8" else progress.ASCII_SPINNER)
     assert place.shown.endswith("\r" + " " * len("x waiting^C") + "\r")
 
 
-def test_what_is_over_at_once_has_no_line(terminal: Callable[..., Terminal]) -> None:
+def test_short_task_has_no_line(terminal: Callable[..., Terminal]) -> None:
     place = terminal()
-    with loading("reading", after=60.0) as show:
+    with show_status("reading", after=60.0) as show:
         show("reading on")
         time.sleep(0.05)
     place.close()
     assert place.shown.strip() == ""
 
 
-def test_a_name_brings_no_control_sequence_and_no_second_row_into_the_line(terminal: Callable[..., Terminal]) -> None:
+def test_line_is_one_row_without_control_sequences(terminal: Callable[..., Terminal]) -> None:
     place = terminal()
     place.resize(30)
-    with loading("loading \x1b[2J\x1b]0;title\x07a\nname \u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5"):
+    with show_status("loading \x1b[2J\x1b]0;title\x07a\nname \u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5\u65e5"):
         pass
     place.close()
     assert "\x1b" not in place.shown and "\n" not in place.shown and "\x07" not in place.shown
-    assert max(map(cells, place.shown.split("\r"))) <= 29
+    assert max(map(cell_width, place.shown.split("\r"))) <= 29
 
 
 @pytest.mark.parametrize("width", [10, 20, 38, 78, 200])
 @pytest.mark.parametrize("doing", ["reading", "loading a-model-with-a-long-name-Q4_K_M.gguf", "\u65e5" * 30])
-def test_a_bar_fits_and_its_figures_stay(width: int, doing: str) -> None:
+def test_bar_fits_and_keeps_percentage(width: int, doing: str) -> None:
     for share in (0.0, 0.004, 0.5, 1.0):
-        text = Bar(doing, share, ", 77 s left").text(width, is_utf=True)
-        assert cells(text) <= width
+        text = ProgressBar(doing, share, ", 77 s left").render(width, is_utf=True)
+        assert cell_width(text) <= width
         assert width < 30 or f"{share:.0%}, 77 s left" in text
         assert width < 38 or share < 0.5 or "\u2501" in text
 
@@ -143,47 +141,45 @@ def test_a_bar_fits_and_its_figures_stay(width: int, doing: str) -> None:
 # Compiling
 
 
-def test_compiling_is_told_with_how_many_and_what_was_told_before_comes_back(
+def test_compilation_is_shown_and_previous_message_returns(
     terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A function is compiled in the middle of another one that calls it."""
+    """A function is compiled during the compilation of its caller."""
     place = terminal()
-    monkeypatch.setattr(code_cache, "_kept", lambda: ({"kernels.rope", "quant.fp32.product"}, False))
-    monkeypatch.setattr(code_cache, "folder", lambda: "somewhere")
-    monkeypatch.setattr(code_cache, "_n_begun", 0)
-    asked = [compiled_function(name) for name in ("quant.int8.product", "quant.int8.quantize", "kernels.mix")]
+    monkeypatch.setattr(code_cache, "_scan_cache", lambda: ({"kernels.rope", "quant.fp32.matmul"}, False))
+    monkeypatch.setattr(code_cache, "get_cache_dir", lambda: "somewhere")
+    monkeypatch.setattr(code_cache, "_n_started", 0)
+    caches = [compiled_function(name) for name in ("quant.int8.matmul", "quant.int8.quantize_activations", "kernels.mix")]
     codegen = SimpleNamespace(codegen=lambda: None)
-    monkeypatch.setattr(code_cache.MachineCode, "_load", lambda *_: None)
-    monkeypatch.setattr(code_cache.MachineCode, "_path", lambda *_: "path")
-    monkeypatch.setattr(code_cache.claims, "take", lambda _: False)
-    with loading("timing"):
-        asked[0].load_overload(None, codegen)
-        asked[1].load_overload(None, codegen)
-        asked[1].save_overload(None, Uncompiled)
-        asked[0].save_overload(None, Uncompiled)
-        asked[2].load_overload(None, codegen)
-        asked[2].save_overload(None, Uncompiled)
+    monkeypatch.setattr(code_cache.MachineCodeCache, "_load", lambda *_: None)
+    monkeypatch.setattr(code_cache.MachineCodeCache, "_path", lambda *_: "path")
+    monkeypatch.setattr(code_cache.compile_locks, "acquire", lambda _: False)
+    with show_status("timing"):
+        caches[0].load_overload(None, codegen)
+        caches[1].load_overload(None, codegen)
+        caches[1].save_overload(None, Uncompiled)
+        caches[0].save_overload(None, Uncompiled)
+        caches[2].load_overload(None, codegen)
+        caches[2].save_overload(None, Uncompiled)
     place.close()
-    told = [row[2:].strip() for row in place.shown.split("\r") if row.strip()]
-    told = [row for row, before in zip(told, ["", *told], strict=False) if row != before]
-    new = "a new kind of weights: quant.int8"
-    assert told == [
-        "timing", f"compiling 1, {new}.product", f"compiling 2, {new}.quantize", f"compiling 2, {new}.product",
+    messages = [row[2:].strip() for row in place.shown.split("\r") if row.strip()]
+    messages = [row for row, before in zip(messages, ["", *messages], strict=False) if row != before]
+    new = "a new weight format: quant.int8"
+    assert messages == [
+        "timing", f"compiling 1, {new}.matmul", f"compiling 2, {new}.quantize_activations", f"compiling 2, {new}.matmul",
         "timing", "compiling 3, for the first time: kernels.mix", "timing",
     ]  # fmt: skip
 
 
 class Uncompiled:
-    """What has nothing that could be kept."""
+    """An object without anything to cache."""
 
     codegen = None
-
-    class library:
-        has_dynamic_globals = True
+    library = SimpleNamespace(has_dynamic_globals=True)
 
 
-def compiled_function(name: str) -> code_cache.MachineCode:
-    code = code_cache.MachineCode.__new__(code_cache.MachineCode)
+def compiled_function(name: str) -> code_cache.MachineCodeCache:
+    code = code_cache.MachineCodeCache.__new__(code_cache.MachineCodeCache)
     code._name = name
     return code
 
@@ -193,32 +189,32 @@ def compiled_function(name: str) -> code_cache.MachineCode:
     [
         (set(), False, "there", "a first run"),
         (set(), True, "there", "the first run of this version"),
-        ({"quant.int8x.product"}, False, "there", "a new kind of weights"),
+        ({"quant.int8x.matmul"}, False, "there", "a new weight format"),
         ({"quant.int8.embed"}, False, "there", "for the first time"),
-        ({"quant.int8.embed"}, False, "", "as in every run: there is no folder for machine code"),
+        ({"quant.int8.embed"}, False, "", "as in every run: no cache folder is writable"),
     ],
 )
-def test_why_something_is_compiled_is_told(
+def test_reason_of_compilation_is_shown(
     monkeypatch: pytest.MonkeyPatch, kept: set[str], is_changed: bool, folder: str, reason: str
 ) -> None:
-    monkeypatch.setattr(code_cache, "_kept", lambda: (kept, is_changed))
-    monkeypatch.setattr(code_cache, "folder", lambda: folder)
-    assert code_cache.why("quant.int8.product") == reason
+    monkeypatch.setattr(code_cache, "_scan_cache", lambda: (kept, is_changed))
+    monkeypatch.setattr(code_cache, "get_cache_dir", lambda: folder)
+    assert code_cache.get_compile_reason("quant.int8.matmul") == reason
 
 
-# A prompt, and a text that nobody sees
+# Prefill, and hidden output
 
 
 @pytest.mark.parametrize("n_unseen", [0, 8])
-def test_the_line_of_a_reading_is_gone_before_the_text_comes_and_stays_where_nobody_sees_that(
+def test_prefill_line_is_removed_before_shown_output_and_stays_for_hidden_output(
     terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch, n_unseen: int
 ) -> None:
     place, steps = terminal(), [Step([5, 6], [], 0, 0.1, 0.0) for _ in range(3)]
-    events: list[Event | Prefill] = [Prefill([1], 0.0), Prefill([1], 0.5), Prompt([1], 0.1), *steps]
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "SHOW_SECONDS", -1.0)
+    events: list[Event | PrefillProgress] = [PrefillProgress([1], 0.0), PrefillProgress([1], 0.5), Prompt([1], 0.1), *steps]
+    monkeypatch.setattr(progress, "STATUS_DELAY_S", 0.0)
+    monkeypatch.setattr(progress, "UPDATE_INTERVAL_S", -1.0)
     given = []
-    for event in read_in_a_line(iter(events), n_unseen):
+    for event in show_prefill_progress(iter(events), n_unseen):
         given.append(event)
         if isinstance(event, Prompt | Step):
             print("TEXT", end="", flush=True, file=sys.stderr)
@@ -234,40 +230,36 @@ def test_the_line_of_a_reading_is_gone_before_the_text_comes_and_stays_where_nob
         assert not "".join(behind).strip()
 
 
-def test_a_text_that_is_ended_while_it_is_read_anew_is_what_it_was(
-    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def events() -> Iterator[Event | Prefill]:
+def test_interrupt_during_later_prefill_keeps_output(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    def events() -> Iterator[Event | PrefillProgress]:
         yield Prompt([1, 2], 0.0, "Once upon")
         yield Step([5], [], 0, 0.1, 0.0, pieces=[" a"])
-        yield Prefill([1, 2, 5], 0.0)
-        monkeypatch.setattr(signals, "asked", 2)
-        yield Prefill([1, 2, 5], 0.5)
+        yield PrefillProgress([1, 2, 5], 0.0)
+        monkeypatch.setattr(signals, "end_signal", 2)
+        yield PrefillProgress([1, 2, 5], 0.5)
         raise AssertionError("nobody asks for more")
 
     place, out, statistics = terminal(), io.StringIO(), Statistics(n_prompt=2)
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(signals, "text_begins", lambda: None)
-    show(PlainView(out), read_in_a_line(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
+    monkeypatch.setattr(progress, "STATUS_DELAY_S", 0.0)
+    monkeypatch.setattr(signals, "begin_output", lambda: None)
+    run_view(PlainView(out), show_prefill_progress(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
     assert out.getvalue() == "Once upon a\n"
     assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 1)
     place.close()
     assert "reading" in place.shown and place.shown.split("\r")[-2].strip() == ""
 
 
-def test_a_text_that_is_ended_while_its_prompt_is_read_is_its_prompt(
-    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def events() -> Iterator[Event | Prefill]:
-        yield Prefill([1, 2], 0.0)
-        monkeypatch.setattr(signals, "asked", 2)
-        yield Prefill([1, 2], 0.5)
+def test_interrupt_during_prefill_outputs_the_prompt(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    def events() -> Iterator[Event | PrefillProgress]:
+        yield PrefillProgress([1, 2], 0.0)
+        monkeypatch.setattr(signals, "end_signal", 2)
+        yield PrefillProgress([1, 2], 0.5)
         raise AssertionError("nobody asks for more")
 
     place, out, statistics = terminal(), io.StringIO(), Statistics(n_prompt=2)
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(signals, "text_begins", lambda: None)
-    show(PlainView(out), read_in_a_line(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
+    monkeypatch.setattr(progress, "STATUS_DELAY_S", 0.0)
+    monkeypatch.setattr(signals, "begin_output", lambda: None)
+    run_view(PlainView(out), show_prefill_progress(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
     assert out.getvalue() == "Once upon\n"
     assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 0)
     place.close()

@@ -1,0 +1,1 @@
+"""Tool-call formats: their parsers, and grammars that make calls valid."""

@@ -1,238 +1,272 @@
-"""The ways in which models write calls of tools, and who reads them; a template's words tell which is its model's. Knows no
-requests."""
+"""The formats in which models write tool calls, recognized by their chat templates, with their parsers. Knows no requests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from specdec.server.tool_parsers.incremental import (
-    CLOSE,
-    MARK,
-    OPEN,
-    SPACE,
-    Alone,
-    Blocks,
-    Call,
-    Calls,
-    InTags,
-    Json,
-    More,
-    Reading,
-    Said,
-    Thought,
-    n_begun,
+    SPECIAL_TOKEN_MARK,
+    TOOL_CALL_CLOSE,
+    TOOL_CALL_OPEN,
+    WHITESPACE,
+    ArgumentsDelta,
+    DelimitedToolParser,
+    Delta,
+    IncrementalToolParser,
+    JsonScanner,
+    Llama3JsonParser,
+    Reasoning,
+    TaggedJsonParser,
+    ToolCall,
+    ToolParser,
+    get_partial_match_length,
 )
-from specdec.server.tool_parsers.non_json import GEMMA, PYTHON, QUOTES, XML, Tools, Xml, gemma_calls, python_calls
+from specdec.server.tool_parsers.non_json import (
+    FUNCTION_OPEN,
+    GEMMA_MARKS,
+    GEMMA_QUOTES,
+    PYTHON_MARKS,
+    ToolSchemas,
+    XmlToolParser,
+    make_gemma_parser,
+    make_python_parser,
+)
 
-TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral's marks
-LONGEST_NAME = 100  # of a tool, with what may stand beside it
-CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"  # harmony's
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
-LONGEST_HEAD = 200  # letters, of a message's names
-RECIPIENT = "to=functions."
-BY_IDS = ("harmony", "gemma", "python")  # ways whose marks are special tokens, where a tokenizer has them all
+MISTRAL_TOOL_CALLS, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
+MAX_NAME_CHARS = 100  # of a tool's name with its marks
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"  # of Harmony
+END_MARKS = ("<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER_CHARS = 200  # of a message
+RECIPIENT_PREFIX = "to=functions."
+SPECIAL_TOKEN_FORMATS = ("harmony", "gemma", "python")  # only special tokens are marks, if the tokenizer has them all
 
 
-class Marked(Blocks):
-    """Mistral's: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` as often as there are
-    calls. What comes behind the mark and is no call is text."""
+class MistralParser(DelimitedToolParser):
+    """A parser of Mistral's calls.
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__((TOOL_CALLS, ""), lambda _: [])
+    Formats: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` once per call. What follows
+    the mark and is not a call is text.
+    """
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__((MISTRAL_TOOL_CALLS, ""), lambda _: [])
         self._tools = tools
-        self._reading: Reading | Json = Json()
+        self._parser: IncrementalToolParser | JsonScanner = JsonScanner()
 
-    def end(self) -> list[Said]:
-        """What was held and is no call; of a JSON list also the object that is cut before its arguments."""
-        reading = self._reading
-        inner = reading.held if isinstance(reading, Reading) and not reading.is_call and self._read == self._in_object else ""
-        before = TOOL_CALLS if self._read == self._inside and not self._held else self._space
-        said, self._held, self._space = before + self._held + inner, "", ""
-        return [said] if said.strip() or (said and not self._has_called) else []
+    def end(self) -> list[Delta]:
+        """Return the pending text that is not a call, also an object in a list that ends before its arguments."""
+        parser = self._parser
+        object_text = (
+            parser.pending
+            if isinstance(parser, IncrementalToolParser) and not parser.is_call and self._handler == self._read_object
+            else ""
+        )
+        prefix = MISTRAL_TOOL_CALLS if self._handler == self._read_call and not self._pending else self._pending_space
+        text, self._pending, self._pending_space = prefix + self._pending + object_text, "", ""
+        return [text] if text.strip() or (text and not self._has_called) else []
 
-    def _inside(self, letter: str) -> list[Said]:
-        """Behind the mark: a list, or a name."""
-        self._space, self._held = "", (self._held or TOOL_CALLS) + letter
-        if letter == "[" and self._held.rstrip(SPACE + "[") + "[" == TOOL_CALLS + "[":
-            self._reading, self._read = Reading(self._tools), self._in_object
-        elif letter not in SPACE:
-            self._read = self._in_name
+    def _read_call(self, char: str) -> list[Delta]:
+        """Handle a character after the mark: a list or a name follows."""
+        self._pending_space, self._pending = "", (self._pending or MISTRAL_TOOL_CALLS) + char
+        if char == "[" and self._pending.rstrip(WHITESPACE + "[") + "[" == MISTRAL_TOOL_CALLS + "[":
+            self._parser, self._handler = IncrementalToolParser(self._tools), self._read_object
+        elif char not in WHITESPACE:
+            self._handler = self._read_name
         return []
 
-    def _in_name(self, letter: str) -> list[Said]:
-        self._held += letter
-        if self._held.endswith(ARGS):
-            name = self._held.removeprefix(TOOL_CALLS).removesuffix(ARGS).partition("[")[0].strip()
+    def _read_name(self, char: str) -> list[Delta]:
+        self._pending += char
+        if self._pending.endswith(MISTRAL_ARGS):
+            name = self._pending.removeprefix(MISTRAL_TOOL_CALLS).removesuffix(MISTRAL_ARGS).partition("[")[0].strip()
             if name in self._tools:
-                self._reading, self._read = Json(), self._in_arguments
-                return self._begins(Call(name))
-        return self._fails() if len(self._held) > LONGEST_NAME or letter == "{" else []
+                self._parser, self._handler = JsonScanner(), self._read_arguments
+                return self._start_call(ToolCall(name))
+        return self._abandon_call() if len(self._pending) > MAX_NAME_CHARS or char == "{" else []
 
-    def _in_arguments(self, letter: str) -> list[Said]:
-        assert isinstance(self._reading, Json)
-        if self._reading.is_over and letter not in SPACE:
-            self._read = self._outside
-            return self._outside(letter)
-        self._reading.takes(letter)
-        return [More(letter)] if letter not in SPACE or not self._reading.is_over else []
+    def _read_arguments(self, char: str) -> list[Delta]:
+        assert isinstance(self._parser, JsonScanner)
+        if self._parser.is_complete and char not in WHITESPACE:
+            self._handler = self._read_text
+            return self._read_text(char)
+        self._parser.accept(char)
+        return [ArgumentsDelta(char)] if char not in WHITESPACE or not self._parser.is_complete else []
 
-    def _in_object(self, letter: str) -> list[Said]:
-        assert isinstance(self._reading, Reading)
-        if self._reading.is_over:
-            return self._between(letter)
-        said = self._reading.push(letter)
-        if said and isinstance(said[0], Call):
-            self._begins(said[0])
-        if self._reading.is_text:
-            self._held += self._reading.held
-            return self._fails()
-        return said
+    def _read_object(self, char: str) -> list[Delta]:
+        assert isinstance(self._parser, IncrementalToolParser)
+        if self._parser.is_complete:
+            return self._read_separator(char)
+        deltas = self._parser.push(char)
+        if deltas and isinstance(deltas[0], ToolCall):
+            self._start_call(deltas[0])
+        if self._parser.is_text:
+            self._pending += self._parser.pending
+            return self._abandon_call()
+        return deltas
 
-    def _between(self, letter: str) -> list[Said]:
-        """Objects of a list."""
-        if letter == ",":
-            self._reading, self._held = Reading(self._tools), ""
-        elif letter == "]":
-            self._read = self._outside
-        elif letter not in SPACE:
-            self._held = letter
-            return self._fails()
+    def _read_separator(self, char: str) -> list[Delta]:
+        """Handle a character between the objects of a list."""
+        if char == ",":
+            self._parser, self._pending = IncrementalToolParser(self._tools), ""
+        elif char == "]":
+            self._handler = self._read_text
+        elif char not in WHITESPACE:
+            self._pending = char
+            return self._abandon_call()
         return []
 
-    def _begins(self, call: Call) -> list[Said]:
-        self._held, self._has_called = "", True
+    def _start_call(self, call: ToolCall) -> list[Delta]:
+        self._pending, self._has_called = "", True
         return [call]
 
-    def _fails(self) -> list[Said]:
-        """It is no call."""
-        said, self._held, self._read = self._held, "", self._outside
-        return [said]
+    def _abandon_call(self) -> list[Delta]:
+        """Return the pending text, which is not a call, as text."""
+        text, self._pending, self._handler = self._pending, "", self._read_text
+        return [text]
 
 
-class Channels(Calls):
-    """Harmony's messages: `<|channel|>NAME<|message|>words<|end|>`, of which analysis is thought and one to a function a call. A
-    mark is none within a string of a call's arguments."""
+class HarmonyParser(ToolParser):
+    """A parser of Harmony's messages, `<|channel|>NAME<|message|>text<|end|>`.
 
-    def __init__(self, tools: Tools) -> None:
+    The analysis channel is reasoning; a message to a function is a call. A mark in a string of a call's arguments is not one.
+    """
+
+    def __init__(self, tools: ToolSchemas) -> None:
         super().__init__()
-        self._tools, self._head = tools, ""  # the mark of a message, before whose words it stands
-        self._says: Callable[[str], Said] = str
-        self._arguments: Json | None = None  # of the call that goes on, as long as they are JSON
+        self._tools, self._header = tools, ""  # the mark of the current message's header
+        self._make_delta: Callable[[str], Delta] = str
+        self._arguments_scanner: JsonScanner | None = None  # of the current call, as long as they are JSON
 
-    def _outside(self, letter: str) -> list[Said]:
-        if self._arguments and self._arguments.in_string:
-            return self._words(letter)
-        self._held += letter
-        marks = (MESSAGE,) if self._head else (CHANNEL, START, *ENDS)
-        mark = next((mark for mark in marks if self._held.endswith(mark)), "")
-        if self._head and not mark:
-            if len(self._held) <= LONGEST_HEAD:
+    def _read_text(self, char: str) -> list[Delta]:
+        if self._arguments_scanner and self._arguments_scanner.is_in_string:
+            return self._emit(char)
+        self._pending += char
+        marks = (MESSAGE,) if self._header else (CHANNEL, START, *END_MARKS)
+        mark = next((mark for mark in marks if self._pending.endswith(mark)), "")
+        if self._header and not mark:
+            if len(self._pending) <= MAX_HEADER_CHARS:
                 return []
-            words, self._head, self._held = self._head + self._held, "", ""
-            return self._words(words)
-        n = len(self._held) - (len(mark) or max(n_begun(self._held, mark) for mark in marks))
-        words, self._held = self._held[:n], self._held[n:] if not mark else ""
-        said = self._begins(words) if self._head else self._words(words)
+            text, self._header, self._pending = self._header + self._pending, "", ""
+            return self._emit(text)
+        n = len(self._pending) - (len(mark) or max(get_partial_match_length(self._pending, mark) for mark in marks))
+        text, self._pending = self._pending[:n], self._pending[n:] if not mark else ""
+        deltas = self._start_message(text) if self._header else self._emit(text)
         if mark:
-            self._head = mark if mark in (CHANNEL, START) else ""
-        return said
+            self._header = mark if mark in (CHANNEL, START) else ""
+        return deltas
 
-    def end(self) -> list[Said]:
-        """A head that is cut is no answer, and not dropped."""
-        return [self._head + self._held] if self._head else self._words(self._held)
+    def end(self) -> list[Delta]:
+        """Return the pending text, also an unfinished header."""
+        return [self._header + self._pending] if self._header else self._emit(self._pending)
 
-    def _begins(self, head: str) -> list[Said]:
-        channel, _, rest = head.partition(RECIPIENT)
+    def _start_message(self, header: str) -> list[Delta]:
+        channel, _, rest = header.partition(RECIPIENT_PREFIX)
         channel = channel.rpartition(CHANNEL)[2]
         name = rest.split(maxsplit=1)[0].partition("<")[0] if rest.strip() else ""
-        self._arguments = Json() if name in self._tools else None
-        if self._arguments:
-            self._says = More
-            return [Call(name)]
-        self._says = Thought if channel.strip().startswith("analysis") and not rest else str
+        self._arguments_scanner = JsonScanner() if name in self._tools else None
+        if self._arguments_scanner:
+            self._make_delta = ArgumentsDelta
+            return [ToolCall(name)]
+        self._make_delta = Reasoning if channel.strip().startswith("analysis") and not rest else str
         return []
 
-    def _words(self, words: str) -> list[Said]:
-        if self._arguments and not all(map(self._arguments.takes, words)):
-            self._arguments = None
-        return [self._says(words)] if words else []
+    def _emit(self, text: str) -> list[Delta]:
+        if self._arguments_scanner and not all(map(self._arguments_scanner.accept, text)):
+            self._arguments_scanner = None
+        return [self._make_delta(text)] if text else []
 
 
-class ByIds(Calls):
-    """What another one reads of a text whose marks are special tokens, and none is what spells one: of that it is handed a `MARK`
-    for a "<"."""
+class SpecialTokenParser(ToolParser):
+    """A parser for text in which special tokens are marks, but not text that spells one.
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls, self._is_mark = calls, False
+    A `SPECIAL_TOKEN_MARK` precedes special tokens. The inner parser gets it in the place of every other "<".
+    """
 
-    def push(self, piece: str) -> list[Said]:
-        said = list[Said]()
-        for letter in piece:
-            is_mark, self._is_mark = self._is_mark, letter == MARK
-            if letter != MARK:
-                said += self._calls.push(MARK if letter == "<" and not is_mark else letter)
-        return [_spelled(each) for each in said]
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser, self._is_mark = parser, False
 
-    def end(self) -> list[Said]:
-        return [_spelled(each) for each in self._calls.end()]
+    def push(self, text: str) -> list[Delta]:
+        """Take more text and return the deltas."""
+        deltas = list[Delta]()
+        for char in text:
+            is_mark, self._is_mark = self._is_mark, char == SPECIAL_TOKEN_MARK
+            if char != SPECIAL_TOKEN_MARK:
+                deltas += self._parser.push(SPECIAL_TOKEN_MARK if char == "<" and not is_mark else char)
+        return [_restore_marks(each) for each in deltas]
+
+    def end(self) -> list[Delta]:
+        """Return the last deltas."""
+        return [_restore_marks(each) for each in self._parser.end()]
 
 
-def _spelled(said: Said) -> Said:
-    if isinstance(said, str):
-        return said.replace(MARK, "<")
-    return type(said)(*[words.replace(MARK, "<") for words in vars(said).values()])
+def _restore_marks(delta: Delta) -> Delta:
+    if isinstance(delta, str):
+        return delta.replace(SPECIAL_TOKEN_MARK, "<")
+    return type(delta)(*[text.replace(SPECIAL_TOKEN_MARK, "<") for text in vars(delta).values()])
 
 
 @dataclass(frozen=True)
-class Way:
-    """How models of some templates write calls. signs: words of a template, all of which tell of it; reads: who finds the calls.
+class ToolFormat:
+    """A format of tool calls.
 
-    opens, closes: the marks of a call; marks: what else a text is to show, though it be special tokens.
+    Attributes:
+        template_signs: Strings that a chat template has if its model uses the format.
+        parser_factory: Makes a parser for the calls.
+        open_mark: Mark before a call.
+        close_mark: Mark after a call.
+        extra_marks: Other marks that the output must show even if they are special tokens.
     """
 
     name: str
-    signs: tuple[str, ...]
-    reads: Callable[[Tools], Calls]
-    opens: str = ""
-    closes: str = ""
-    marks: tuple[str, ...] = ()
+    template_signs: tuple[str, ...]
+    parser_factory: Callable[[ToolSchemas], ToolParser]
+    open_mark: str = ""
+    close_mark: str = ""
+    extra_marks: tuple[str, ...] = ()
 
     @property
-    def is_always_read(self) -> bool:
-        """Also without tools: all that a model says stands in messages."""
-        return self.reads is Channels
+    def is_always_parsed(self) -> bool:
+        """Whether outputs are parsed also without tools: in Harmony all output is in messages."""
+        return self.parser_factory is HarmonyParser
 
     @property
-    def shown(self) -> tuple[str, ...]:
-        """The marks that a text is to show."""
-        return (*filter(None, (self.opens, self.closes)), *self.marks)
+    def visible_marks(self) -> tuple[str, ...]:
+        """The marks that the output must show."""
+        return (*filter(None, (self.open_mark, self.close_mark)), *self.extra_marks)
 
-    def shows(self, specials: Mapping[str, int]) -> dict[int, str]:
-        """The special tokens that a text is to show, by what they are there; behind a `MARK` where no others can be marks."""
-        mark = MARK * (self.name in BY_IDS and specials.keys() >= {*self.shown})
-        return {specials[name]: mark + name for name in self.shown if name in specials}
+    def get_visible_tokens(self, specials: Mapping[str, int]) -> dict[int, str]:
+        """Return the special tokens that the output must show, with their text.
 
-    def finder(self, tools: Tools, shows: Mapping[int, str]) -> Calls:
-        """Who finds the calls of a text that shows those."""
-        calls = self.reads(tools)
-        return ByIds(calls) if any(name[0] == MARK for name in shows.values()) else calls
+        It starts with `SPECIAL_TOKEN_MARK` if only special tokens are marks.
+        """
+        mark = SPECIAL_TOKEN_MARK * (self.name in SPECIAL_TOKEN_FORMATS and specials.keys() >= {*self.visible_marks})
+        return {specials[name]: mark + name for name in self.visible_marks if name in specials}
+
+    def make_parser(self, tools: ToolSchemas, visible_tokens: Mapping[int, str]) -> ToolParser:
+        """Return a parser for the calls of an output that shows those tokens."""
+        parser = self.parser_factory(tools)
+        return SpecialTokenParser(parser) if any(name[0] == SPECIAL_TOKEN_MARK for name in visible_tokens.values()) else parser
 
 
-# of several, the first whose signs a template has
-WAYS = (
-    Way("harmony", (CHANNEL, MESSAGE), Channels, marks=(CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)),
-    *(Way("gemma", marks[:1], partial(gemma_calls, marks), *marks, (quote,)) for marks, quote in zip(GEMMA, QUOTES, strict=True)),
-    Way("python", ("<|tool_call_start|>",), python_calls, *PYTHON),
-    Way("python", ("<|tool_list_start|>",), python_calls, *PYTHON),
-    Way("named", (TOOL_CALLS, ARGS), Marked, TOOL_CALLS, marks=(ARGS,)),
-    Way("listed", (TOOL_CALLS,), Marked, TOOL_CALLS),
-    Way("xml", (OPEN, XML), Xml, OPEN, CLOSE),
-    Way("tags", (OPEN,), InTags, OPEN, CLOSE),
-    Way("alone", ("<|python_tag|>",), Alone),
-    Way("alone", ("ipython",), Alone),
+# in order of priority, if a template has the signs of several
+TOOL_FORMATS = (
+    ToolFormat("harmony", (CHANNEL, MESSAGE), HarmonyParser, extra_marks=(CHANNEL, MESSAGE, START, CONSTRAIN, *END_MARKS)),
+    *(
+        ToolFormat("gemma", marks[:1], partial(make_gemma_parser, marks), *marks, (quote,))
+        for marks, quote in zip(GEMMA_MARKS, GEMMA_QUOTES, strict=True)
+    ),
+    ToolFormat("python", ("<|tool_call_start|>",), make_python_parser, *PYTHON_MARKS),
+    ToolFormat("python", ("<|tool_list_start|>",), make_python_parser, *PYTHON_MARKS),
+    ToolFormat("named", (MISTRAL_TOOL_CALLS, MISTRAL_ARGS), MistralParser, MISTRAL_TOOL_CALLS, extra_marks=(MISTRAL_ARGS,)),
+    ToolFormat("listed", (MISTRAL_TOOL_CALLS,), MistralParser, MISTRAL_TOOL_CALLS),
+    ToolFormat("xml", (TOOL_CALL_OPEN, FUNCTION_OPEN), XmlToolParser, TOOL_CALL_OPEN, TOOL_CALL_CLOSE),
+    ToolFormat("tags", (TOOL_CALL_OPEN,), TaggedJsonParser, TOOL_CALL_OPEN, TOOL_CALL_CLOSE),
+    ToolFormat("alone", ("<|python_tag|>",), Llama3JsonParser),
+    ToolFormat("alone", ("ipython",), Llama3JsonParser),
 )
 
 
-def way_of(template: str) -> Way | None:
-    """How a model of that template writes calls; None where nobody knows: they are text then."""
-    return next((way for way in WAYS if all(sign in template for sign in way.signs)), None)
+def find_tool_format(template: str) -> ToolFormat | None:
+    """Return the format of a chat template's model; None if it is unknown, and calls are text."""
+    return next(
+        (tool_format for tool_format in TOOL_FORMATS if all(sign in template for sign in tool_format.template_signs)), None
+    )

@@ -1,280 +1,320 @@
-"""Calls of tools that cannot break: a grammar of the model's way to write them and of the tools' schemas. Knows no requests."""
+"""Grammars that make tool calls valid, from the model's tool-call format and the tools' schemas. Knows no requests."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.server.tool_parsers.formats import ARGS, CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, Way
-from specdec.server.tool_parsers.incremental import ARGUMENTS
-from specdec.server.tool_parsers.non_json import END_OF_FUNCTION, END_OF_PARAMETER, is_text, kinds_of, resolved, values_of
-from specdec.text.structured_output import Grammar, checked_schema
+from specdec.argument_checks import shorten
+from specdec.server.tool_parsers.formats import CHANNEL, CONSTRAIN, END_MARKS, MESSAGE, MISTRAL_ARGS, START, ToolFormat
+from specdec.server.tool_parsers.incremental import ARGUMENT_KEYS
+from specdec.server.tool_parsers.non_json import (
+    FUNCTION_CLOSE,
+    PARAMETER_CLOSE,
+    get_enum_values,
+    get_schema_types,
+    is_string_parameter,
+    resolve_ref,
+)
+from specdec.text.structured_output import Grammar, serialize_schema
 from specdec.tokenizer import AnyTokenizer
-from specdec.validation import short
 
-PLAIN_KEYS = {"type", "properties", "required", "description", "title", "$defs", "$schema", "definitions"}
-WORD = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)  # what Python's and Gemma's ways can write as a name
-ANYTHING = "/(?s:.+)/"
-NO_QUOTE = "/[^<]+/"  # where the quotes are no special tokens
-SAID = PLAIN_KEYS - {"properties", "required"} | {"default", "examples"}  # of a schema, which ask for a kind of value or nothing
-OF_OBJECTS = ("properties", "required", "additionalProperties")  # what is not named is never written
-MOST_LEVELS = 6  # of objects and lists whose schemas are followed where no schema of llguidance's does it
+PLAIN_SCHEMA_KEYS = {"type", "properties", "required", "description", "title", "$defs", "$schema", "definitions"}
+NAME_PATTERN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)  # names that Python's and Gemma's formats can express
+ANY_TEXT = "/(?s:.+)/"
+UNQUOTED_TEXT = "/[^<]+/"  # if the quotes are not special tokens
+# schema keys that only set a type, or nothing
+SUPPORTED_KEYS = PLAIN_SCHEMA_KEYS - {"properties", "required"} | {"default", "examples"}
+OBJECT_KEYS = ("properties", "required", "additionalProperties")  # additional properties are never generated
+MAX_SCHEMA_DEPTH = 6  # of objects and lists in Gemma's format, which llguidance's JSON schemas do not cover
 
 
-def grammar_of_calls(
+def make_tool_grammar(
     tokenizer: AnyTokenizer,
-    way: Way,
+    tool_format: ToolFormat,
     tools: Sequence[Mapping[str, Any]],
-    is_needed: bool,
-    one_call: bool,
-    answer: Mapping[str, Any] | None = None,
+    is_required: bool,
+    is_single_call: bool,
+    response_schema: Mapping[str, Any] | None = None,
 ) -> Grammar:
-    """Texts that are calls of those tools, written in that way; not built yet. Of schemas that are not `strict`, what llguidance
-    does not know is not held.
+    """Return a grammar, not built yet, of outputs that call the tools in a format.
 
-    is_needed: whether a text has to call one; else it may be any that begins no call, which may also stand before one. answer:
-    the schema of a text that calls none. Raises ValueError and TypeError for parameters that are no schema.
+    For schemas that are not `strict`, keywords that llguidance does not know are ignored.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        tool_format: The format of calls.
+        tools: The functions, with name, parameters and strict.
+        is_required: Whether an output must call a tool. Otherwise it may be any text, also before a call.
+        is_single_call: Whether at most one call is allowed.
+        response_schema: Schema of an output without calls; None for any text.
+
+    Raises:
+        ValueError: The parameters of a tool are not a valid schema; TypeError likewise.
     """
-    return _Rules(tokenizer, way, one_call).grammar(tools, is_needed, answer)
+    return _GrammarBuilder(tokenizer, tool_format, is_single_call).build(tools, is_required, response_schema)
 
 
-class _Rules:
-    """Lark's rules, a line each; of whom a line is, errors tell."""
+class _GrammarBuilder:
+    """Collects the rules of a Lark grammar, one per line, with a prefix for the errors of each line."""
 
-    def __init__(self, tokenizer: AnyTokenizer, way: Way, one_call: bool) -> None:
-        self._tokenizer, self._way, self._one_call = tokenizer, way, one_call
+    def __init__(self, tokenizer: AnyTokenizer, tool_format: ToolFormat, is_single_call: bool) -> None:
+        self._tokenizer, self._tool_format, self._is_single_call = tokenizer, tool_format, is_single_call
         self._specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
         self._lines = list[tuple[str, str]]()
-        self._tool, self._is_strict, self._has_any = "", False, False
+        self._error_prefix, self._is_strict, self._has_any_rules = "", False, False
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], is_needed: bool, answer: Mapping[str, Any] | None) -> Grammar:
-        several = []
+    def build(self, tools: Sequence[Mapping[str, Any]], is_required: bool, response_schema: Mapping[str, Any] | None) -> Grammar:
+        """Return the grammar."""
+        rules = []
         for tool in tools:
-            self._tool, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
+            self._error_prefix, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
             try:
-                several.append(self._rule(self._call(tool)))
+                rules.append(self._add_rule(self._format_call(tool)))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{self._tool}{error}") from None
-        self._tool, self._is_strict = "", True
-        call = self._rule(" | ".join(several))
-        if answer is not None:
-            start = f"{self._json(answer)} | {self._calls(call)}"
+                raise ValueError(f"{self._error_prefix}{error}") from None
+        self._error_prefix, self._is_strict = "", True
+        call = self._add_rule(" | ".join(rules))
+        if response_schema is not None:
+            start = f"{self._add_json_rule(response_schema)} | {self._format_calls(call)}"
         else:
-            start = self._calls(call) if is_needed else self._beside(call)
+            start = self._format_calls(call) if is_required else self._format_optional_calls(call)
         lines = [*(line for line, _ in self._lines), f"start: {start}"]
-        said = json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]}, ensure_ascii=False)
-        return Grammar(self._tokenizer, "tools", said, tuple(of for _, of in self._lines))
+        grammar = json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]}, ensure_ascii=False)
+        return Grammar(self._tokenizer, "tools", grammar, tuple(prefix for _, prefix in self._lines))
 
-    def _rule(self, said: str, more: str = "") -> str:
-        """The name of a rule of its own."""
+    def _add_rule(self, body: str, attributes: str = "") -> str:
+        """Add a rule and return its name."""
         name = f"r{len(self._lines)}"
-        self._lines.append((f"{name}{more}: {said}", self._tool))
+        self._lines.append((f"{name}{attributes}: {body}", self._error_prefix))
         return name
 
-    def _mark(self, name: str) -> str:
-        """A special token, or what spells it where the tokenizer has none."""
-        return f"<[{self._specials[name]}]>" if name in self._specials else _said(name)
+    def _format_mark(self, name: str) -> str:
+        """Return a special token, or its text if the tokenizer does not have it."""
+        return f"<[{self._specials[name]}]>" if name in self._specials else _quote(name)
 
-    def _calls(self, call: str, opens: str = "") -> str:
-        """One call or several. opens: a rule that ends with the first one's mark."""
-        way = self._way
-        mark, close = (self._mark(each) if each else "" for each in (way.opens, way.closes))
-        first = opens or mark
-        match way.name:
+    def _format_calls(self, call: str, opening: str = "") -> str:
+        """Return one or several calls. `opening` is a rule that ends with the first call's mark."""
+        tool_format = self._tool_format
+        mark, close = (self._format_mark(each) if each else "" for each in (tool_format.open_mark, tool_format.close_mark))
+        first = opening or mark
+        match tool_format.name:
             case "tags" | "xml":
-                more = f' ("\\n" {mark} "\\n" {call} "\\n" {close})*'
-                return f'{first} "\\n" {call} "\\n" {close}{self._several(more)}'
+                repeated = f' ("\\n" {mark} "\\n" {call} "\\n" {close})*'
+                return f'{first} "\\n" {call} "\\n" {close}{self._repeat_if_parallel(repeated)}'
             case "listed" | "python":
-                more = self._several(f' (", " {call})*')
-                return f'{first} "[" {call}{more} "]" {close}'
+                repeated = self._repeat_if_parallel(f' (", " {call})*')
+                return f'{first} "[" {call}{repeated} "]" {close}'
             case "named" | "gemma":
-                more = self._several(f" ({mark} {call} {close})*")
-                return f"{first} {call} {close}{more}"
+                repeated = self._repeat_if_parallel(f" ({mark} {call} {close})*")
+                return f"{first} {call} {close}{repeated}"
             case "harmony":
-                return f"{self._thought()}? {call}"
+                return f"{self._format_reasoning()}? {call}"
         return call
 
-    def _several(self, more: str) -> str:
-        return "" if self._one_call else more
+    def _repeat_if_parallel(self, repeated: str) -> str:
+        return "" if self._is_single_call else repeated
 
-    def _beside(self, call: str) -> str:
-        """Calls, and texts that begin none."""
-        way = self._way
-        if way.name == "harmony":
-            words, bare = self._rule(ANYTHING), CHANNEL in self._specials  # else it would be of any text
-            answer = f'{self._mark(CHANNEL)} ("final" | "commentary") {self._mark(MESSAGE)} {words}?'
-            return f"{self._thought()}? ({call} | {answer})" + f" | {words}" * bare
-        if not way.opens:
-            return f"{call} | {self._rule('/[^{](?s:.*)/')}"
-        if way.opens in self._specials:
-            words = self._rule(ANYTHING)
-            return f"{words} | {words}? {self._calls(call)}"
-        self._lines.append((f"OTHER: {ANYTHING} & ~/(?s:.*){re.escape(way.opens)}(?s:.*)/", ""))
-        opening = self._rule("/(?s:.*)/", f"[suffix={_said(way.opens)}]")
-        return f"OTHER | {self._calls(call, opening)}"
+    def _format_optional_calls(self, call: str) -> str:
+        """Return calls, and texts that contain none."""
+        tool_format = self._tool_format
+        if tool_format.name == "harmony":
+            text, has_mark = self._add_rule(ANY_TEXT), CHANNEL in self._specials  # otherwise the mark could be any text
+            message = f'{self._format_mark(CHANNEL)} ("final" | "commentary") {self._format_mark(MESSAGE)} {text}?'
+            return f"{self._format_reasoning()}? ({call} | {message})" + f" | {text}" * has_mark
+        if not tool_format.open_mark:
+            return f"{call} | {self._add_rule('/[^{](?s:.*)/')}"
+        if tool_format.open_mark in self._specials:
+            text = self._add_rule(ANY_TEXT)
+            return f"{text} | {text}? {self._format_calls(call)}"
+        self._lines.append((f"OTHER: {ANY_TEXT} & ~/(?s:.*){re.escape(tool_format.open_mark)}(?s:.*)/", ""))
+        opening = self._add_rule("/(?s:.*)/", f"[suffix={_quote(tool_format.open_mark)}]")
+        return f"OTHER | {self._format_calls(call, opening)}"
 
-    def _thought(self) -> str:
-        words, end = self._rule(ANYTHING), self._mark(ENDS[0])
-        start = f'{self._mark(START)} "assistant"'
-        return f'({self._mark(CHANNEL)} "analysis" {self._mark(MESSAGE)} {words} {end} {start})'
+    def _format_reasoning(self) -> str:
+        text, end = self._add_rule(ANY_TEXT), self._format_mark(END_MARKS[0])
+        start = f'{self._format_mark(START)} "assistant"'
+        return f'({self._format_mark(CHANNEL)} "analysis" {self._format_mark(MESSAGE)} {text} {end} {start})'
 
-    def _call(self, tool: Mapping[str, Any]) -> str:
-        """One of that tool, without the marks around it."""
-        way, name, schema = self._way, tool["name"], parameters_of(tool)
-        checked_schema(schema, not self._is_strict)
+    def _format_call(self, tool: Mapping[str, Any]) -> str:
+        """Return a call of a tool, without the marks around it."""
+        tool_format, name, schema = self._tool_format, tool["name"], get_parameters_schema(tool)
+        serialize_schema(schema, not self._is_strict)
         if schema.get("type") != "object":
-            raise ValueError(f"its parameters are of the type {short(schema.get('type'), repr)}; expected object")
-        if way.name in ("python", "gemma"):
-            self._check_words([name, *(key for key, *_ in _properties(schema))])
-        if way.name in ("python", "gemma", "xml"):
-            self._check_held("an object", schema, *OF_OBJECTS)
-        match way.name:
+            raise ValueError(f"its parameters have the type {shorten(schema.get('type'), repr)}; expected object")
+        if tool_format.name in ("python", "gemma"):
+            self._check_names([name, *(key for key, *_ in _get_properties(schema))])
+        if tool_format.name in ("python", "gemma", "xml"):
+            self._check_supported_keys("an object", schema, *OBJECT_KEYS)
+        match tool_format.name:
             case "tags" | "alone" | "listed":
-                begin = f'{{"name": "{name}", "{ARGUMENTS[way.name == "alone"]}": '
-                return f'{_said(begin)} {self._json(schema)} "}}"'
+                prefix = f'{{"name": "{name}", "{ARGUMENT_KEYS[tool_format.name == "alone"]}": '
+                return f'{_quote(prefix)} {self._add_json_rule(schema)} "}}"'
             case "named":
-                return f"{_said(name)} {self._mark(ARGS)} {self._json(schema)}"
+                return f"{_quote(name)} {self._format_mark(MISTRAL_ARGS)} {self._add_json_rule(schema)}"
             case "harmony":
-                head = _said(f"commentary to=functions.{name} ")
-                return f'{self._mark(CHANNEL)} {head} {self._mark(CONSTRAIN)} "json" {self._mark(MESSAGE)} {self._json(schema)}'
+                header = _quote(f"commentary to=functions.{name} ")
+                return (
+                    f'{self._format_mark(CHANNEL)} {header} {self._format_mark(CONSTRAIN)} "json" '
+                    f"{self._format_mark(MESSAGE)} {self._add_json_rule(schema)}"
+                )
             case "xml":
-                given = [(self._parameter(key, each, schema), is_needed) for key, each, is_needed in _properties(schema)]
-                told = " ".join(one if is_needed else f"({one})?" for one, is_needed in given)
-                return f"{_said(f'<function={name}>')} {told} {_said(chr(10) + END_OF_FUNCTION)}"
+                parameters = [
+                    (self._format_parameter(key, each, schema), is_required) for key, each, is_required in _get_properties(schema)
+                ]
+                body = " ".join(parameter if is_required else f"({parameter})?" for parameter, is_required in parameters)
+                return f"{_quote(f'<function={name}>')} {body} {_quote(chr(10) + FUNCTION_CLOSE)}"
             case "python":
-                items = [(f"{_said(f'{key}=')} {self._json(_whole(each, schema))}", is_needed)
-                         for key, each, is_needed in _properties(schema)]  # fmt: skip
-                return f'{_said(f"{name}(")} {self._listed(items, ", ")} ")"'
-        return f'{_said(f"call:{name}{{")} {self._fields(schema, schema, 0)} "}}"'
+                items = [(f"{_quote(f'{key}=')} {self._add_json_rule(_add_definitions(each, schema))}", is_required)
+                         for key, each, is_required in _get_properties(schema)]  # fmt: skip
+                return f'{_quote(f"{name}(")} {self._format_list(items, ", ")} ")"'
+        return f'{_quote(f"call:{name}{{")} {self._format_fields(schema, schema, 0)} "}}"'
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return self._rule("%json " + checked_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
+    def _add_json_rule(self, schema: Mapping[str, Any]) -> str:
+        return self._add_rule("%json " + serialize_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
 
-    def _check_held(self, what: str, schema: Mapping[str, Any], *held: str) -> None:
-        """Raises ValueError for what is asked of such a value beside what is held, as no way but JSON's can hold all."""
-        if self._is_strict and (more := [key for key in schema if key not in SAID and key not in held]):
-            raise ValueError(f"it uses {', '.join(map(short, more))} of {what}, which this model's calls cannot hold")
+    def _check_supported_keys(self, value_name: str, schema: Mapping[str, Any], *supported: str) -> None:
+        """Raise ValueError for unsupported keys of a strict schema; only JSON formats support all."""
+        if self._is_strict and (unsupported := [key for key in schema if key not in SUPPORTED_KEYS and key not in supported]):
+            raise ValueError(
+                f"it uses {', '.join(map(shorten, unsupported))} of {value_name}, which this model's calls do not support"
+            )
 
-    def _constant(self, value: Any, *marks: str) -> str:
-        """A value that may be no other: as JSON has it, but for a string, which holds none of those marks."""
+    def _format_constant(self, value: Any, *marks: str) -> str:
+        """Return a constant as JSON, or a string as it is, which must not contain any of the marks."""
         if isinstance(value, str) and any(mark in value for mark in marks):
-            raise ValueError(f"{short(value, repr)} is no text that this model's calls can hold")
-        return _said(value if isinstance(value, str) else json.dumps(value))
+            raise ValueError(f"{shorten(value, repr)} cannot be written in this model's calls")
+        return _quote(value if isinstance(value, str) else json.dumps(value))
 
-    def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """One of XML: a string as it is, anything else as JSON."""
+    def _format_parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """Return a parameter in XML: a string as it is, anything else as JSON."""
         if ">" in key or "\n" in key:
-            raise ValueError(f"{short(key, repr)} is no name that this model's calls can hold")
-        begin, end = _said(f"\n<parameter={key}>\n"), _said(f"\n{END_OF_PARAMETER}")
-        if not is_text(schema, root):
-            return f"{begin} {self._json(_whole(schema, root))} {end}"
-        if values := _words(resolved(schema, root)):
-            return f"{begin} ({' | '.join(self._constant(value, END_OF_PARAMETER) for value in values)}) {end}"
-        self._check_held("a string", resolved(schema, root))
-        # whoever reads it takes the first tag for the end, wherever in a line it stands
-        return f"{begin} {self._rule('/(?s:.*)/', f'[suffix={_said(END_OF_PARAMETER)}]')}"
+            raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
+        prefix, suffix = _quote(f"\n<parameter={key}>\n"), _quote(f"\n{PARAMETER_CLOSE}")
+        if not is_string_parameter(schema, root):
+            return f"{prefix} {self._add_json_rule(_add_definitions(schema, root))} {suffix}"
+        if values := _get_enum_strings(resolve_ref(schema, root)):
+            return f"{prefix} ({' | '.join(self._format_constant(value, PARAMETER_CLOSE) for value in values)}) {suffix}"
+        self._check_supported_keys("a string", resolve_ref(schema, root))
+        # parsers end the value at the first close tag, even within a line
+        return f"{prefix} {self._add_rule('/(?s:.*)/', f'[suffix={_quote(PARAMETER_CLOSE)}]')}"
 
-    def _listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Items in their order, separated; those that are not needed may be missing."""
-        tail, head = self._rule('""'), self._rule('""')
-        for item, is_needed in reversed(items):
-            one = self._rule(item)
-            behind = f"{_said(separator)} {one} {tail}"
-            head = self._rule(f"{one} {tail}" + ("" if is_needed else f" | {head}"))
-            tail = self._rule(behind if is_needed else f"{behind} | {tail}")
+    def _format_list(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Return items in their order, with separators; optional ones may be missing."""
+        tail, head = self._add_rule('""'), self._add_rule('""')
+        for item, is_required in reversed(items):
+            rule = self._add_rule(item)
+            rest = f"{_quote(separator)} {rule} {tail}"
+            head = self._add_rule(f"{rule} {tail}" + ("" if is_required else f" | {head}"))
+            tail = self._add_rule(rest if is_required else f"{rest} | {tail}")
         return head
 
-    def _fields(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """Keys and values of an object as Gemma writes it."""
-        given = _properties(schema)
-        self._check_words([key for key, *_ in given])
-        items = [(f"{_said(f'{key}:')} {self._value(each, root, depth)}", is_needed) for key, each, is_needed in given]
-        return self._listed(items, ",")
+    def _format_fields(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """Return the keys and values of an object in Gemma's format."""
+        properties = _get_properties(schema)
+        self._check_names([key for key, *_ in properties])
+        items = [
+            (f"{_quote(f'{key}:')} {self._format_value(each, root, depth)}", is_required) for key, each, is_required in properties
+        ]
+        return self._format_list(items, ",")
 
-    def _value(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """A value as Gemma writes it: strings in its own quotes, keys without. Of what refers to itself, a few levels."""
-        schema = resolved(schema, root)
-        several = schema.get("anyOf")
-        if values := values_of(schema):
-            told = [self._quoted(value) if isinstance(value, str) else self._constant(value) for value in values]
-        elif isinstance(several, list) and "type" not in schema and depth < MOST_LEVELS:
-            self._check_held("a value", schema, "anyOf")
-            told = [self._value(each, root, depth + 1) for each in several if isinstance(each, Mapping)] or [self._any("any")]
+    def _format_value(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """Return a value in Gemma's format: strings in its own quotes, keys without. Recursion is limited to a few levels."""
+        schema = resolve_ref(schema, root)
+        choices = schema.get("anyOf")
+        if values := get_enum_values(schema):
+            alternatives = [
+                self._format_string(value) if isinstance(value, str) else self._format_constant(value) for value in values
+            ]
+        elif isinstance(choices, list) and "type" not in schema and depth < MAX_SCHEMA_DEPTH:
+            self._check_supported_keys("a value", schema, "anyOf")
+            alternatives = [self._format_value(each, root, depth + 1) for each in choices if isinstance(each, Mapping)] or [
+                self._get_any_rule("any")
+            ]
         else:
-            told = [self._of_kind(kind, schema, root, depth) for kind in sorted(kinds_of(schema, root)) or ["any"]]
-        return f"({' | '.join(told)})"
+            alternatives = [
+                self._format_type(type_name, schema, root, depth)
+                for type_name in sorted(get_schema_types(schema, root)) or ["any"]
+            ]
+        return f"({' | '.join(alternatives)})"
 
-    def _quoted(self, value: str) -> str:
-        quote = self._way.marks[0]
-        return f"{self._mark(quote)} {self._constant(value, quote, self._way.closes)} {self._mark(quote)}"
+    def _format_string(self, value: str) -> str:
+        quote = self._tool_format.extra_marks[0]
+        constant = self._format_constant(value, quote, self._tool_format.close_mark)
+        return f"{self._format_mark(quote)} {constant} {self._format_mark(quote)}"
 
-    def _of_kind(self, kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """A value of one of the types that it may have."""
-        match kind:
+    def _format_type(self, type_name: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        """Return a value of one of its possible types."""
+        match type_name:
             case "integer" | "number" | "boolean" | "null":
-                return self._json(_whole({**schema, "type": kind}, root))
+                return self._add_json_rule(_add_definitions({**schema, "type": type_name}, root))
             case "array":
-                self._check_held("a list", schema, "items")
-                if not isinstance(items := schema.get("items"), Mapping) or depth == MOST_LEVELS:
-                    return self._any("any_list")
-                item = self._rule(self._value(items, root, depth + 1))
+                self._check_supported_keys("a list", schema, "items")
+                if not isinstance(items := schema.get("items"), Mapping) or depth == MAX_SCHEMA_DEPTH:
+                    return self._get_any_rule("any_list")
+                item = self._add_rule(self._format_value(items, root, depth + 1))
                 return f'"[" ({item} ("," {item})*)? "]"'
             case "object":
-                self._check_held("an object", schema, *OF_OBJECTS)
-                is_open = not _properties(schema) or depth == MOST_LEVELS
-                return self._any("any_object") if is_open else f'"{{" {self._fields(schema, root, depth + 1)} "}}"'
-        self._check_held("a string" if kind == "string" else "a value", schema)
-        return self._any("any_string" if kind == "string" else "any")
+                self._check_supported_keys("an object", schema, *OBJECT_KEYS)
+                is_open = not _get_properties(schema) or depth == MAX_SCHEMA_DEPTH
+                return (
+                    self._get_any_rule("any_object") if is_open else f'"{{" {self._format_fields(schema, root, depth + 1)} "}}"'
+                )
+        self._check_supported_keys("a string" if type_name == "string" else "a value", schema)
+        return self._get_any_rule("any_string" if type_name == "string" else "any")
 
-    def _any(self, rule: str) -> str:
-        """What holds any string, list, object or value, as Gemma writes it."""
-        if not self._has_any:
-            quote = self._mark(self._way.marks[0])
-            self._has_any = True
-            simple = self._json({"type": ["number", "boolean", "null"]})
-            several = (
-                f"any_string: {quote} {self._rule(ANYTHING if quote[0] == '<' else NO_QUOTE)}? {quote}",
+    def _get_any_rule(self, rule: str) -> str:
+        """Return a rule for any string, list, object or value in Gemma's format."""
+        if not self._has_any_rules:
+            quote = self._format_mark(self._tool_format.extra_marks[0])
+            self._has_any_rules = True
+            simple = self._add_json_rule({"type": ["number", "boolean", "null"]})
+            rules = (
+                f"any_string: {quote} {self._add_rule(ANY_TEXT if quote[0] == '<' else UNQUOTED_TEXT)}? {quote}",
                 "KEY: /[A-Za-z_][A-Za-z0-9_.-]*/",
                 'any_list: "[" (any ("," any)*)? "]"',
                 'any_object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
                 f"any: any_string | any_list | any_object | {simple}",
             )
-            self._lines += [(line, "") for line in several]
+            self._lines += [(line, "") for line in rules]
         return rule
 
-    def _check_words(self, names: Sequence[str]) -> None:
+    def _check_names(self, names: Sequence[str]) -> None:
         for name in names:
-            if not WORD.fullmatch(name):
-                raise ValueError(f"{short(name, repr)} is no word; this model's calls hold no other names")
+            if not NAME_PATTERN.fullmatch(name):
+                raise ValueError(f"{shorten(name, repr)} is not an identifier, which names in this model's calls must be")
 
 
-def parameters_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema of arguments: an object, of no others than are named where some are or none is, unless it says so."""
+def get_parameters_schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments.
+
+    It is an object, and if it has plain keys only, one without additional properties unless it allows them.
+    """
     parameters = tool.get("parameters") or {"type": "object"}
-    if parameters.keys() <= PLAIN_KEYS:
+    if parameters.keys() <= PLAIN_SCHEMA_KEYS:
         return {"type": "object", "properties": {}, "additionalProperties": False, **parameters}
     return parameters
 
 
-def _said(text: str) -> str:
-    """As Lark writes a string."""
+def _quote(text: str) -> str:
+    """Return a Lark string."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Names, schemas, and whether they are needed."""
-    properties, needed = schema.get("properties"), schema.get("required")
+def _get_properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Return the names and schemas of properties, and whether they are required."""
+    properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         return []
-    needed = needed if isinstance(needed, list) else []
-    return [(key, each if isinstance(each, Mapping) else {}, key in needed) for key, each in properties.items()]
+    required = required if isinstance(required, list) else []
+    return [(key, each if isinstance(each, Mapping) else {}, key in required) for key, each in properties.items()]
 
 
-def _whole(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a schema with what it may refer to."""
+def _add_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of a schema with the definitions it may refer to."""
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
-def _words(schema: Mapping[str, Any]) -> list[str]:
-    """The strings that one may be, where they are told."""
-    return [value for value in values_of(schema) if isinstance(value, str)]
+def _get_enum_strings(schema: Mapping[str, Any]) -> list[str]:
+    """Return the strings that a schema allows, if it lists them."""
+    return [value for value in get_enum_values(schema) if isinstance(value, str)]

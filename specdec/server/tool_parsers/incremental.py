@@ -1,5 +1,4 @@
-"""Calls of tools in a text that comes letter by letter: JSON in tags, as of Qwen and SmolLM, or alone, as of Llama 3. Knows no
-requests."""
+"""Incremental parsers for JSON tool calls: in tags, as of Qwen and SmolLM, or bare, as of Llama 3. Knows no requests."""
 
 import json
 import re
@@ -9,346 +8,375 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-ARGUMENTS = ("arguments", "parameters")  # what they are called
-KEYS = ("name", *ARGUMENTS, "id", "type")  # an object that has others is no call
-SPACE = " \t\n\r"  # of JSON
-CLOSES = {"{": "}", "[": "]"}
-OPENS = {closes: opens for opens, closes in CLOSES.items()}
-WORD = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.ASCII)
-LONGEST_NUMBER = 400
-LARGEST = sys.float_info.max
-DEEPEST = 500  # values within values: some Pythons read more than they can write again
-FIRST_ESCAPED = 9  # what follows a backslash; of \\u, four digits do
-MARK = "\udc3c"  # stands before the name of a special token, where that alone is a mark: no text holds half a character
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = ("name", *ARGUMENT_KEYS, "id", "type")  # an object with other keys is not a call
+WHITESPACE = " \t\n\r"  # of JSON
+CLOSING_BRACKETS = {"{": "}", "[": "]"}
+OPENING_BRACKETS = {closes: opens for opens, closes in CLOSING_BRACKETS.items()}
+SCALAR_PATTERN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.ASCII)
+MAX_NUMBER_CHARS = 400
+MAX_FLOAT = sys.float_info.max
+MAX_JSON_DEPTH = 500  # levels of nesting: some Python versions can parse more than they can serialize
+AFTER_BACKSLASH = 9  # the state after a backslash; states 4 to 1 count the digits left after \\u
+# precedes the name of a special token where only special tokens are marks; a lone surrogate, which no text contains
+SPECIAL_TOKEN_MARK = "\udc3c"
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call begins. arguments: of a JSON object, as it is written, as far as it has come."""
+class ToolCall:
+    """The start of a tool call.
+
+    Attributes:
+        arguments: The JSON of the arguments as far as it has come.
+    """
 
     name: str
     arguments: str = ""
 
 
 @dataclass(frozen=True)
-class More:
-    """What the arguments of the last call go on with."""
+class ArgumentsDelta:
+    """More of the arguments of the last tool call."""
 
     arguments: str
 
 
 @dataclass(frozen=True)
-class Thought:
-    """What a model thinks before it answers, where its way to write tells that apart."""
+class Reasoning:
+    """Text that the model thinks before it answers, where its format marks that."""
 
-    words: str
-
-
-Said = str | Thought | Call | More
+    text: str
 
 
-def finite(digits: str) -> float:
-    """A number of JSON, which has no infinity: one beyond all floats is the largest."""
-    return max(-LARGEST, min(float(digits), LARGEST))
+Delta = str | Reasoning | ToolCall | ArgumentsDelta
 
 
-def value_of(text: str) -> Any:
-    """What JSON stands for, as JSON can say it again; what is no number is a text. Raises ValueError."""
+def parse_finite_float(digits: str) -> float:
+    """Parse a JSON number; one beyond the range of floats becomes the largest float, since JSON has no infinity."""
+    return max(-MAX_FLOAT, min(float(digits), MAX_FLOAT))
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON into a value that can be serialized again; constants such as NaN become strings.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested too deeply.
+    """
     with suppress(RecursionError):
-        value = json.loads(text, parse_float=finite, parse_constant=str)
+        value = json.loads(text, parse_float=parse_finite_float, parse_constant=str)
         level: list[Any] = [[value]]
-        for _ in range(DEEPEST + 1):
-            level = [each for held in level for each in _held(held) if isinstance(each, dict | list)]
+        for _ in range(MAX_JSON_DEPTH + 1):
+            level = [each for container in level for each in _get_children(container) if isinstance(each, dict | list)]
             if not level:
                 return value
-    raise ValueError("nested too deep")
+    raise ValueError("nested too deeply")
 
 
-def _held(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+def _get_children(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def call_of(text: str, tools: Collection[str]) -> Call | None:
-    """The call that a text is: a JSON object of a name and arguments; None for any other."""
+def parse_call(text: str, tools: Collection[str]) -> ToolCall | None:
+    """Return the call that a text is, a JSON object with a name and arguments; None for any other text."""
     try:
-        value = value_of(text)
+        value = parse_json(text)
     except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in tools:
         return None
-    arguments: Any = next((value[key] for key in ARGUMENTS if key in value), {})
-    return Call(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-def n_begun(text: str, mark: str) -> int:
-    """How much of a text's end may become the mark."""
+def get_partial_match_length(text: str, mark: str) -> int:
+    """Return the length of the longest end of a text that a mark starts with."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-class Json:
-    """Reads JSON (RFC 8259) letter by letter. is_over: whether a value has ended.
+class JsonScanner:
+    """Validates JSON (RFC 8259) character by character.
 
-    inside: what opened the lists and objects that have not ended; awaits: what comes next, beside space: "value", "key", ":" or
-    "," where the list or object may also end.
+    Attributes:
+        stack: Opening brackets of the unfinished lists and objects.
+        expected: What comes next, apart from white space: "value", "key", ":", "," (or the end of the list or object), or
+            "first }" or "first ]" after an opening bracket.
+        is_complete: Whether a value has ended.
     """
 
     def __init__(self) -> None:
-        self.inside, self.awaits, self._escaped = list[str](), "value", 0
-        self._word = ""  # a number or a name that has begun
-        self.in_string = self.is_over = False
+        self.stack, self.expected, self._escape_state = list[str](), "value", 0
+        self._scalar = ""  # an unfinished number or constant
+        self.is_in_string = self.is_complete = False
 
-    def takes(self, letter: str) -> bool:
-        """Whether it may stand there."""
-        if self.in_string:
-            return self._in_string(letter)
-        if self._word and letter not in SPACE + ",]}":
-            self._word += letter
-            return len(self._word) <= LONGEST_NUMBER
-        if self._word and not WORD.fullmatch(self._word):
+    def accept(self, char: str) -> bool:
+        """Take the next character, and return whether it is valid there."""
+        if self.is_in_string:
+            return self._accept_in_string(char)
+        if self._scalar and char not in WHITESPACE + ",]}":
+            self._scalar += char
+            return len(self._scalar) <= MAX_NUMBER_CHARS
+        if self._scalar and not SCALAR_PATTERN.fullmatch(self._scalar):
             return False
-        if self._word:
-            self._word = ""
-            self._ends()
-        if letter in SPACE:
+        if self._scalar:
+            self._scalar = ""
+            self._end_value()
+        if char in WHITESPACE:
             return True
-        if self.is_over:
+        if self.is_complete:
             return False
-        match letter:
-            case "}" | "]" if self.inside and self.inside[-1] == OPENS[letter] and self.awaits in (",", f"first {letter}"):
-                self.inside.pop()
-                self._ends()
-            case "," if self.awaits == "," and self.inside:
-                self.awaits = "key" if self.inside[-1] == "{" else "value"
-            case ":" if self.awaits == ":":
-                self.awaits = "value"
-            case '"' if self.awaits in ("key", "value", "first }", "first ]"):
-                self.in_string = True
-            case "{" | "[" if self.awaits in ("value", "first ]"):
-                self.inside.append(letter)
-                self.awaits = f"first {CLOSES[letter]}"
-            case _ if self.awaits in ("value", "first ]") and letter in "-0123456789tfn":
-                self._word = letter
+        match char:
+            case "}" | "]" if self.stack and self.stack[-1] == OPENING_BRACKETS[char] and self.expected in (",", f"first {char}"):
+                self.stack.pop()
+                self._end_value()
+            case "," if self.expected == "," and self.stack:
+                self.expected = "key" if self.stack[-1] == "{" else "value"
+            case ":" if self.expected == ":":
+                self.expected = "value"
+            case '"' if self.expected in ("key", "value", "first }", "first ]"):
+                self.is_in_string = True
+            case "{" | "[" if self.expected in ("value", "first ]"):
+                self.stack.append(char)
+                self.expected = f"first {CLOSING_BRACKETS[char]}"
+            case _ if self.expected in ("value", "first ]") and char in "-0123456789tfn":
+                self._scalar = char
             case _:
                 return False
         return True
 
-    def _in_string(self, letter: str) -> bool:
-        if self._escaped:
-            is_first = self._escaped == FIRST_ESCAPED
-            self._escaped = 4 if is_first and letter == "u" else 0 if is_first else self._escaped - 1
-            return letter in '"\\/bfnrtu' if is_first else letter in "0123456789abcdefABCDEF"
-        if letter == "\\":
-            self._escaped = FIRST_ESCAPED
-        elif letter == '"':
-            self.in_string = False
-            if self.awaits in ("key", "first }"):
-                self.awaits = ":"
+    def _accept_in_string(self, char: str) -> bool:
+        if self._escape_state:
+            is_first = self._escape_state == AFTER_BACKSLASH
+            self._escape_state = 4 if is_first and char == "u" else 0 if is_first else self._escape_state - 1
+            return char in '"\\/bfnrtu' if is_first else char in "0123456789abcdefABCDEF"
+        if char == "\\":
+            self._escape_state = AFTER_BACKSLASH
+        elif char == '"':
+            self.is_in_string = False
+            if self.expected in ("key", "first }"):
+                self.expected = ":"
             else:
-                self._ends()
-        return letter >= " "
+                self._end_value()
+        return char >= " "
 
-    def _ends(self) -> None:
-        """A value has."""
-        self.awaits, self.is_over = ",", not self.inside
+    def _end_value(self) -> None:
+        """Update the state after the end of a value."""
+        self.expected, self.is_complete = ",", not self.stack
 
 
-class Reading(Json):
-    """A text that may be a call: a JSON object of a name and arguments. What it says is what can be nothing else.
+class IncrementalToolParser(JsonScanner):
+    """A parser of a text that may be a tool call, a JSON object with a name and arguments.
 
-    is_text: whether it is none; held: what has come and is not said; is_call: whether it is one.
+    It emits what cannot be anything else.
+
+    Attributes:
+        is_text: Whether the text is not a call.
+        is_call: Whether it is one.
+        pending: The text that was received and not emitted.
     """
 
     def __init__(self, tools: Collection[str]) -> None:
         super().__init__()
         self._tools = tools
-        self.held, self._name, self._key, self._string = "", "", "", ""
-        self.is_text = self.is_call = self._is_within = False
+        self.pending, self._name, self._key, self._string = "", "", "", ""
+        self.is_text = self.is_call = self._is_in_arguments = False
 
-    def push(self, letter: str) -> list[Said]:
-        """Of text, nothing: `held` has it."""
-        was, awaited, depth = self.in_string, self.awaits, len(self.inside)
-        is_taken = self.takes(letter)
+    def push(self, char: str) -> list[Delta]:
+        """Take a character and return the deltas of a call. Text is not returned; it is in `pending`."""
+        was_in_string, expected, depth = self.is_in_string, self.expected, len(self.stack)
+        is_valid = self.accept(char)
         if not self.is_call:
-            self.held += letter
-        if not is_taken:
+            self.pending += char
+        if not is_valid:
             self.is_text = not self.is_call
-            return [More(letter)] if self._is_within else []
-        if self._is_within:
-            self._is_within = len(self.inside) > 1
-            return [More(letter)]
-        if depth == 0 and letter not in SPACE and letter != "{":
+            return [ArgumentsDelta(char)] if self._is_in_arguments else []
+        if self._is_in_arguments:
+            self._is_in_arguments = len(self.stack) > 1
+            return [ArgumentsDelta(char)]
+        if depth == 0 and char not in WHITESPACE and char != "{":
             self.is_text = True
         elif depth == 1 and not self.is_call:
-            return self._at_top(letter, was, awaited)
-        elif self.is_over and not self.is_call:
-            return self._whole()
+            return self._read_top_level(char, was_in_string, expected)
+        elif self.is_complete and not self.is_call:
+            return self._parse_complete()
         return []
 
-    def _at_top(self, letter: str, was_string: bool, awaited: str) -> list[Said]:
-        """A letter right within the object, of a key or a value."""
-        if self.is_over:
-            return self._whole()
-        if self.in_string:
-            self._string = self._string + letter if was_string else '"'
-        elif was_string:
-            said, self._string = json.loads(self._string + letter), ""
-            if awaited in ("key", "first }"):
-                self._key = said
-                self.is_text = said not in KEYS
+    def _read_top_level(self, char: str, was_in_string: bool, expected: str) -> list[Delta]:
+        """Handle a character of a key or a value of the object itself."""
+        if self.is_complete:
+            return self._parse_complete()
+        if self.is_in_string:
+            self._string = self._string + char if was_in_string else '"'
+        elif was_in_string:
+            string, self._string = json.loads(self._string + char), ""
+            if expected in ("key", "first }"):
+                self._key = string
+                self.is_text = string not in CALL_KEYS
             elif self._key == "name":
-                self._name = said
-                self.is_text = said not in self._tools
-        elif self._key in ARGUMENTS and awaited == "value" and letter == "{" and self._name:
-            self.is_call = self._is_within = True
-            self.held = ""
-            return [Call(self._name, "{")]
+                self._name = string
+                self.is_text = string not in self._tools
+        elif self._key in ARGUMENT_KEYS and expected == "value" and char == "{" and self._name:
+            self.is_call = self._is_in_arguments = True
+            self.pending = ""
+            return [ToolCall(self._name, "{")]
         return []
 
-    def _whole(self) -> list[Said]:
-        """The object has ended, and it was not seen on the way that it is a call: the name came last, or no arguments."""
-        call = call_of(self.held, self._tools)
+    def _parse_complete(self) -> list[Delta]:
+        """Parse an object that has ended before it was known to be a call: the name came last, or without arguments."""
+        call = parse_call(self.pending, self._tools)
         self.is_call, self.is_text = call is not None, call is None
         return [call] if call else []
 
 
-class Calls:
-    """A text that comes in pieces becomes text and calls, in their order, each as soon as it cannot become anything else.
+class ToolParser:
+    """Base class of parsers that split streamed text into text and tool calls.
 
-    Letters are read one by one, each by what `_read` is by then; `_held` is what has come and is not said.
+    Each delta is emitted as soon as it cannot become anything else. `_handler` reads the next character; `_pending` is the text
+    that was received and not emitted.
     """
 
     def __init__(self) -> None:
-        self._held, self._read = "", self._outside
+        self._pending, self._handler = "", self._read_text
 
-    def push(self, piece: str) -> list[Said]:
-        said = list[Said]()
-        for letter in piece:
-            said += self._read(letter)
-        return said
+    def push(self, text: str) -> list[Delta]:
+        """Take more text and return the deltas."""
+        deltas = list[Delta]()
+        for char in text:
+            deltas += self._handler(char)
+        return deltas
 
-    def end(self) -> list[Said]:
+    def end(self) -> list[Delta]:
+        """Return the last deltas."""
         raise NotImplementedError
 
-    def _outside(self, letter: str) -> list[Said]:
-        """A letter that is in no call."""
+    def _read_text(self, char: str) -> list[Delta]:
+        """Handle a character outside of calls."""
         raise NotImplementedError
 
 
-class Blocks(Calls):
-    """Text, and between two marks calls. The space around them is dropped; what is no call is text, marks and all.
+class DelimitedToolParser(ToolParser):
+    """A parser of calls between two marks.
 
-    reads: the calls of what stands between the marks; none where it is something else.
+    White space around calls is dropped. What is not a call is text, with its marks.
+
+    Args:
+        marks: The open and close marks.
+        parse_calls: Returns the calls of the text between the marks, or none if it is something else.
     """
 
-    def __init__(self, marks: tuple[str, str], reads: Callable[[str], list[Call]]) -> None:
+    def __init__(self, marks: tuple[str, str], parse_calls: Callable[[str], list[ToolCall]]) -> None:
         super().__init__()
-        self._open, self._close, self._reads = *marks, reads
-        self._space, self._has_called = "", False
-        self._inner, self._tail = list[str](), ""  # letters that wait for a mark, and the last of them
+        self._open_mark, self._close_mark, self._parse_calls = *marks, parse_calls
+        self._pending_space, self._has_called = "", False
+        self._buffer, self._tail = list[str](), ""  # characters before the next mark, and the last of them
 
-    def end(self) -> list[Said]:
-        said = self._text(("" if self._read == self._outside else self._open) + self._held + "".join(self._inner))
-        return said if self._has_called or not self._space else [*said, self._space]
+    def end(self) -> list[Delta]:
+        """Return the pending text."""
+        deltas = self._emit_text(
+            ("" if self._handler == self._read_text else self._open_mark) + self._pending + "".join(self._buffer)
+        )
+        return deltas if self._has_called or not self._pending_space else [*deltas, self._pending_space]
 
-    def _outside(self, letter: str) -> list[Said]:
-        self._held += letter
-        is_open = self._held.endswith(self._open)
-        n = len(self._held) - (len(self._open) if is_open else n_begun(self._held, self._open))
-        words, self._held = self._held[:n], self._held[n:]
+    def _read_text(self, char: str) -> list[Delta]:
+        self._pending += char
+        is_open = self._pending.endswith(self._open_mark)
+        n = len(self._pending) - (len(self._open_mark) if is_open else get_partial_match_length(self._pending, self._open_mark))
+        text, self._pending = self._pending[:n], self._pending[n:]
         if is_open:
-            self._held, self._read = "", self._inside
-        return self._text(words)
+            self._pending, self._handler = "", self._read_call
+        return self._emit_text(text)
 
-    def _inside(self, letter: str) -> list[Said]:
-        if (inner := self._until(self._close, letter)) is None:
+    def _read_call(self, char: str) -> list[Delta]:
+        if (inner := self._read_until(self._close_mark, char)) is None:
             return []
-        self._read = self._outside
-        if calls := self._reads(inner):
-            return self._calls(*calls)
-        return self._text(self._open + inner + self._close)
+        self._handler = self._read_text
+        if calls := self._parse_calls(inner):
+            return self._emit_calls(*calls)
+        return self._emit_text(self._open_mark + inner + self._close_mark)
 
-    def _until(self, mark: str, letter: str) -> str | None:
-        """What came before the mark, once it has."""
-        self._inner.append(letter)
-        self._tail = (self._tail + letter)[-len(mark) :]
+    def _read_until(self, mark: str, char: str) -> str | None:
+        """Return the text before a mark once that is complete, and None before."""
+        self._buffer.append(char)
+        self._tail = (self._tail + char)[-len(mark) :]
         if self._tail != mark:
             return None
-        inner = "".join(self._inner)[: -len(mark)]
-        self._inner, self._tail = [], ""
+        inner = "".join(self._buffer)[: -len(mark)]
+        self._buffer, self._tail = [], ""
         return inner
 
-    def _calls(self, *calls: Call) -> list[Said]:
-        self._space, self._has_called = "", True
+    def _emit_calls(self, *calls: ToolCall) -> list[Delta]:
+        self._pending_space, self._has_called = "", True
         return [*calls]
 
-    def _text(self, text: str) -> list[Said]:
-        """Without the space at its end, which may stand before a call."""
-        text = self._space + text
-        words = text.rstrip()
-        self._space = text[len(words) :]
-        return [words] if words else []
+    def _emit_text(self, text: str) -> list[Delta]:
+        """Return the text without the white space at its end, which may precede a call."""
+        text = self._pending_space + text
+        stripped = text.rstrip()
+        self._pending_space = text[len(stripped) :]
+        return [stripped] if stripped else []
 
 
-class InTags(Blocks):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls, each as soon as it is one."""
+class TaggedJsonParser(DelimitedToolParser):
+    """A parser of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once per call."""
 
     def __init__(self, tools: Collection[str]) -> None:
-        super().__init__((OPEN, CLOSE), lambda _: [])
-        self._tools, self._reading = tools, Reading(tools)
+        super().__init__((TOOL_CALL_OPEN, TOOL_CALL_CLOSE), lambda _: [])
+        self._tools, self._parser = tools, IncrementalToolParser(tools)
 
-    def end(self) -> list[Said]:
-        if self._read == self._inside:
-            if self._reading.is_call:
+    def end(self) -> list[Delta]:
+        """Return the pending text, unless a call is open."""
+        if self._handler == self._read_call:
+            if self._parser.is_call:
                 return []
-            self._held = self._reading.held + self._held
+            self._pending = self._parser.pending + self._pending
         return super().end()
 
-    def _inside(self, letter: str) -> list[Said]:
-        """The tag that closes is none within a string."""
-        reading = self._reading
-        if not reading.in_string and (self._held or letter == CLOSE[0]):
-            self._held += letter
-            if self._held == CLOSE:
-                return self._is_over("" if reading.is_call else CLOSE)
-            if CLOSE.startswith(self._held):
+    def _read_call(self, char: str) -> list[Delta]:
+        """Handle a character after the open tag. A close tag in a JSON string is not one."""
+        parser = self._parser
+        if not parser.is_in_string and (self._pending or char == TOOL_CALL_CLOSE[0]):
+            self._pending += char
+            if self._pending == TOOL_CALL_CLOSE:
+                return self._end_call("" if parser.is_call else TOOL_CALL_CLOSE)
+            if TOOL_CALL_CLOSE.startswith(self._pending):
                 return []
-        letters, self._held = self._held or letter, ""
-        said = list[Said]()
-        for i, each in enumerate(letters):
-            if reading.is_over and each not in SPACE:
-                return [*said, *self._is_over(letters[i:])]
-            said += reading.push(each)
-            if reading.is_text:
-                return [*said, *self._is_over(letters[i + 1 :])]
-        if any(isinstance(each, Call) for each in said):
-            self._space, self._has_called = "", True
-        return said
+        chars, self._pending = self._pending or char, ""
+        deltas = list[Delta]()
+        for i, each in enumerate(chars):
+            if parser.is_complete and each not in WHITESPACE:
+                return [*deltas, *self._end_call(chars[i:])]
+            deltas += parser.push(each)
+            if parser.is_text:
+                return [*deltas, *self._end_call(chars[i + 1 :])]
+        if any(isinstance(each, ToolCall) for each in deltas):
+            self._pending_space, self._has_called = "", True
+        return deltas
 
-    def _is_over(self, rest: str) -> list[Said]:
-        """The reading is; if it was of no call, it was text, and so is the rest."""
-        before = "" if self._reading.is_call else OPEN + self._reading.held
-        self._held, self._read, self._reading = "", self._outside, Reading(self._tools)
-        return self._text(before + rest)
+    def _end_call(self, rest: str) -> list[Delta]:
+        """End the JSON. If it was not a call, return it as text, with the rest."""
+        text = "" if self._parser.is_call else TOOL_CALL_OPEN + self._parser.pending
+        self._pending, self._handler, self._parser = "", self._read_text, IncrementalToolParser(self._tools)
+        return self._emit_text(text + rest)
 
 
-class Alone(Calls):
-    """An answer that is one JSON object of a name and parameters."""
+class Llama3JsonParser(ToolParser):
+    """A parser of an output that is one JSON object with a name and parameters."""
 
     def __init__(self, tools: Collection[str]) -> None:
         super().__init__()
-        self._reading = Reading(tools)
+        self._parser = IncrementalToolParser(tools)
 
-    def _outside(self, letter: str) -> list[Said]:
-        reading = self._reading
-        if reading.is_text or (reading.is_over and letter not in SPACE):
-            reading.is_text = True
-            return [letter]
-        if reading.is_over:
+    def _read_text(self, char: str) -> list[Delta]:
+        parser = self._parser
+        if parser.is_text or (parser.is_complete and char not in WHITESPACE):
+            parser.is_text = True
+            return [char]
+        if parser.is_complete:
             return []
-        said = reading.push(letter)
-        return [*said, reading.held] if reading.is_text else said
+        deltas = parser.push(char)
+        return [*deltas, parser.pending] if parser.is_text else deltas
 
-    def end(self) -> list[Said]:
-        reading = self._reading
-        return [reading.held] if reading.held and not (reading.is_text or reading.is_call) else []
+    def end(self) -> list[Delta]:
+        """Return the pending text."""
+        parser = self._parser
+        return [parser.pending] if parser.pending and not (parser.is_text or parser.is_call) else []

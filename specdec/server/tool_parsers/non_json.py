@@ -1,4 +1,4 @@
-"""Calls of tools that are no JSON: XML, as Qwen3-Coder writes them, Python's syntax, as LFM2, and Gemma's. Knows no requests."""
+"""Parsers for tool calls that are not JSON: XML (Qwen3-Coder), Python syntax (LFM2) and Gemma's. Knows no requests."""
 
 import ast
 import json
@@ -6,260 +6,284 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from specdec.server.tool_parsers.incremental import CLOSE, MARK, OPEN, Blocks, Call, Json, More, Said, value_of
+from specdec.server.tool_parsers.incremental import (
+    SPECIAL_TOKEN_MARK,
+    TOOL_CALL_CLOSE,
+    TOOL_CALL_OPEN,
+    ArgumentsDelta,
+    DelimitedToolParser,
+    Delta,
+    JsonScanner,
+    ToolCall,
+    parse_json,
+)
 
-Tools = Mapping[str, Mapping[str, Any]]  # the schemas of arguments, by the tools' names
-XML = "<function="
-END_OF_PARAMETER, END_OF_FUNCTION = "</parameter>", "</function>"
-FUNCTION, PARAMETER = re.compile(r"\s*<function=([^>]*)>"), re.compile(r"\s*<parameter=([^>]*)>")
-LONGEST_TAG = 200  # letters
-PYTHON = ("<|tool_call_start|>", "<|tool_call_end|>")
-GEMMA = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
-QUOTES = ('<|"|>', "<escape>")  # Gemma's, which end with what they begin with
-WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-DEEPEST = 64  # values within values
-# of Python's and Gemma's values: a string, a number, a word, or a letter that stands for itself
-PIECE = re.compile(
+ToolSchemas = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by tool name
+FUNCTION_OPEN = "<function="
+PARAMETER_CLOSE, FUNCTION_CLOSE = "</parameter>", "</function>"
+FUNCTION_PATTERN, PARAMETER_PATTERN = re.compile(r"\s*<function=([^>]*)>"), re.compile(r"\s*<parameter=([^>]*)>")
+MAX_TAG_CHARS = 200
+PYTHON_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
+GEMMA_MARKS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
+GEMMA_QUOTES = ('<|"|>', "<escape>")  # of Gemma; opening and closing quotes are the same
+CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+MAX_VALUE_DEPTH = 64  # levels of nesting
+# of Python's and Gemma's values: 1 quoted string, 2 Gemma string, 3 number, 4 name, 5 any other character
+LEXEME_PATTERN = re.compile(
     r"""\s*(?:("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(<\|"\|>.*?<\|"\|>|<escape>.*?<escape>)"""
     r"""|(-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.-]))|([A-Za-z_][\w.-]*)|(.))\s*""",
     re.DOTALL | re.ASCII,
 )
 
 
-class Xml(Blocks):
-    """`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`, each parameter once it is whole. The
-    tag that closes one is none within a string of JSON."""
+class XmlToolParser(DelimitedToolParser):
+    """A parser of XML calls, which emits each parameter once it is complete. A close tag in a JSON string is not one.
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__((OPEN, CLOSE), lambda _: [])
+    Format: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`.
+    """
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        super().__init__((TOOL_CALL_OPEN, TOOL_CALL_CLOSE), lambda _: [])
         self._tools = tools
         self._name = self._key = ""
-        self._n = 0  # parameters of the call that has begun
-        self._schema: Mapping[str, Any] = {}  # of the parameter that goes on
-        self._json: Json | None = None  # its value, as long as it is JSON
+        self._n_parameters = 0  # of the current call
+        self._schema: Mapping[str, Any] = {}  # of the current parameter
+        self._scanner: JsonScanner | None = None  # of its value, as long as that is JSON
 
-    def _inside(self, letter: str) -> list[Said]:
-        self._held += letter
-        found = FUNCTION.fullmatch(self._held)
-        if found and found[1] in self._tools:
-            self._name, self._n, self._held, self._read = found[1], 0, "", self._between
-            return self._calls(Call(self._name, "{"))
-        return [] if not found and _begins(self._held, XML) else self._fails(OPEN)
+    def _read_call(self, char: str) -> list[Delta]:
+        self._pending += char
+        match = FUNCTION_PATTERN.fullmatch(self._pending)
+        if match and match[1] in self._tools:
+            self._name, self._n_parameters, self._pending, self._handler = match[1], 0, "", self._read_parameter_tag
+            return self._emit_calls(ToolCall(self._name, "{"))
+        return [] if not match and _can_start_with(self._pending, FUNCTION_OPEN) else self._abandon_call(TOOL_CALL_OPEN)
 
-    def _between(self, letter: str) -> list[Said]:
-        """Parameters."""
-        self._held += letter
-        if found := PARAMETER.fullmatch(self._held):
-            self._key, self._held, self._read = found[1], "", self._value
+    def _read_parameter_tag(self, char: str) -> list[Delta]:
+        """Handle a character between parameters."""
+        self._pending += char
+        if match := PARAMETER_PATTERN.fullmatch(self._pending):
+            self._key, self._pending, self._handler = match[1], "", self._read_value
             properties = self._tools[self._name].get("properties")
             schema = properties.get(self._key) if isinstance(properties, Mapping) else None
             self._schema = schema if isinstance(schema, Mapping) else {}
-            self._json = None if is_text(self._schema, self._tools[self._name]) else Json()
+            self._scanner = None if is_string_parameter(self._schema, self._tools[self._name]) else JsonScanner()
             return []
-        if self._held.lstrip() == END_OF_FUNCTION:
-            self._held, self._read = "", self._behind
-            return [More("}")]
-        return [] if _begins(self._held, "<parameter=", END_OF_FUNCTION) else [More("}"), *self._fails("")]
+        if self._pending.lstrip() == FUNCTION_CLOSE:
+            self._pending, self._handler = "", self._read_closing_tag
+            return [ArgumentsDelta("}")]
+        return (
+            []
+            if _can_start_with(self._pending, "<parameter=", FUNCTION_CLOSE)
+            else [ArgumentsDelta("}"), *self._abandon_call("")]
+        )
 
-    def _value(self, letter: str) -> list[Said]:
-        if self._json and not self._json.takes(letter):
-            self._json = None
-        if self._json and self._json.in_string:
-            self._inner.append(letter)
+    def _read_value(self, char: str) -> list[Delta]:
+        if self._scanner and not self._scanner.accept(char):
+            self._scanner = None
+        if self._scanner and self._scanner.is_in_string:
+            self._buffer.append(char)
             self._tail = ""
             return []
-        if (text := self._until(END_OF_PARAMETER, letter)) is None:
+        if (text := self._read_until(PARAMETER_CLOSE, char)) is None:
             return []
-        value = written(text.removeprefix("\n").removesuffix("\n"), self._schema, self._tools[self._name])
-        self._n, self._read = self._n + 1, self._between
-        return [self._argument(json.dumps(value, ensure_ascii=False))]
+        value = parse_xml_value(text.removeprefix("\n").removesuffix("\n"), self._schema, self._tools[self._name])
+        self._n_parameters, self._handler = self._n_parameters + 1, self._read_parameter_tag
+        return [self._format_argument(json.dumps(value, ensure_ascii=False))]
 
-    def _argument(self, value: str) -> More:
-        return More(f"{', ' * (self._n > 1)}{json.dumps(self._key, ensure_ascii=False)}: {value}")
+    def _format_argument(self, value: str) -> ArgumentsDelta:
+        return ArgumentsDelta(f"{', ' * (self._n_parameters > 1)}{json.dumps(self._key, ensure_ascii=False)}: {value}")
 
-    def _behind(self, letter: str) -> list[Said]:
-        """The function: the tag that closes is no text."""
-        self._held += letter
-        if self._held.lstrip() == CLOSE:
-            self._held, self._read = "", self._outside
+    def _read_closing_tag(self, char: str) -> list[Delta]:
+        """Handle a character after the function, where the close tag is dropped."""
+        self._pending += char
+        if self._pending.lstrip() == TOOL_CALL_CLOSE:
+            self._pending, self._handler = "", self._read_text
             return []
-        return [] if _begins(self._held, CLOSE) else self._fails("")
+        return [] if _can_start_with(self._pending, TOOL_CALL_CLOSE) else self._abandon_call("")
 
-    def _fails(self, before: str) -> list[Said]:
-        """What is held is no part of a call, and may hold the beginning of one."""
-        said, letters = self._text(before), self._held
-        self._held, self._read = "", self._outside
-        return said + self.push(letters)
+    def _abandon_call(self, prefix: str) -> list[Delta]:
+        """Return the pending text as text. It is read again, since it may contain the start of a call."""
+        deltas, pending = self._emit_text(prefix), self._pending
+        self._pending, self._handler = "", self._read_text
+        return deltas + self.push(pending)
 
-    def end(self) -> list[Said]:
-        """A call that has begun is cut as it stands: of a parameter, as of a string that has no end, what has come is told."""
-        if self._read == self._value:
-            self._n += 1
-            text = "".join(self._inner).removeprefix("\n")
-            return [self._argument(json.dumps(text, ensure_ascii=False)[:-1])]
-        if self._read in (self._between, self._behind):
+    def end(self) -> list[Delta]:
+        """Return the last deltas. Of an unfinished parameter, the value so far is emitted as an unterminated string."""
+        if self._handler == self._read_value:
+            self._n_parameters += 1
+            text = "".join(self._buffer).removeprefix("\n")
+            return [self._format_argument(json.dumps(text, ensure_ascii=False)[:-1])]
+        if self._handler in (self._read_parameter_tag, self._read_closing_tag):
             return []
         return super().end()
 
 
-def _begins(text: str, *marks: str) -> bool:
-    """Whether it begins with one of them behind space, or may come to, within reason."""
+def _can_start_with(text: str, *marks: str) -> bool:
+    """Return whether a text starts, after white space, with a mark or a part of it. The length is limited."""
     text = text.lstrip()
-    return len(text) <= LONGEST_TAG and any(text.startswith(mark) or mark.startswith(text) for mark in marks)
+    return len(text) <= MAX_TAG_CHARS and any(text.startswith(mark) or mark.startswith(text) for mark in marks)
 
 
-def kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have; none where that is not plain."""
-    schema = resolved(schema, root)
-    kinds = schema.get("type")
-    if kinds is None and (values := values_of(schema)):
+def get_schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a value may have; empty if the schema does not list them."""
+    schema = resolve_ref(schema, root)
+    types = schema.get("type")
+    if types is None and (values := get_enum_values(schema)):
         return {"string"} if all(isinstance(value, str) for value in values) else {"any"}
-    return {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
+    return {types} if isinstance(types, str) else {str(name) for name in types} if isinstance(types, list) else set()
 
 
-def values_of(schema: Mapping[str, Any]) -> list[Any]:
-    """The values that one may be, where they are told."""
+def get_enum_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema allows, if it lists them."""
     values = schema.get("enum")
     return values if isinstance(values, list) else [schema["const"]] if "const" in schema else []
 
 
-def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a schema refers to within the whole, or itself."""
-    for _ in range(DEEPEST):
+def resolve_ref(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema that a reference within the root refers to; without a reference, the schema itself."""
+    for _ in range(MAX_VALUE_DEPTH):
         if not isinstance(name := schema.get("$ref"), str) or not name.startswith("#/"):
             return schema
-        found: Any = root
-        for part in name[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+        target: Any = root
+        for key in name[2:].split("/"):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
             return schema
-        schema = found
+        schema = target
     return schema
 
 
-def is_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Whether a parameter in XML is its own text, and not JSON: a string, or one of which nothing is said."""
-    return kinds_of(schema, root) == {"string"} or not schema
+def is_string_parameter(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Return whether a parameter in XML is plain text instead of JSON: a string, or one without a schema."""
+    return get_schema_types(schema, root) == {"string"} or not schema
 
 
-def written(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """The value that a parameter in XML stands for: JSON, unless it is a string."""
-    if is_text(schema, root):
+def parse_xml_value(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """Return the value of a parameter in XML: JSON, unless it is a string."""
+    if is_string_parameter(schema, root):
         return text
     try:
-        return value_of(text)
+        return parse_json(text)
     except ValueError:
-        return WORDS.get(text.strip(), text)
+        return CONSTANTS.get(text.strip(), text)
 
 
-class Values:
-    """Values as Python or Gemma write them. Raises ValueError for what is none. piece: what comes next, None at the end."""
+class LiteralParser:
+    """A parser of values in Python's or Gemma's syntax. Its methods raise ValueError for invalid input.
+
+    Attributes:
+        lexeme: The next lexeme; None at the end.
+    """
 
     def __init__(self, text: str) -> None:
-        self._pieces = PIECE.finditer(text)
-        self._next()
+        self._lexemes = LEXEME_PATTERN.finditer(text)
+        self._advance()
 
-    def _next(self) -> None:
-        self.piece = next(self._pieces, None)
+    def _advance(self) -> None:
+        self.lexeme = next(self._lexemes, None)
 
-    def takes(self, letter: str) -> bool:
-        """Whether that letter is next; it is then taken."""
-        is_next = self.piece is not None and self.piece[5] == letter
+    def accept(self, char: str) -> bool:
+        """Take a character if it is next, and return whether it was."""
+        is_next = self.lexeme is not None and self.lexeme[5] == char
         if is_next:
-            self._next()
+            self._advance()
         return is_next
 
-    def wants(self, letter: str) -> None:
-        if not self.takes(letter):
-            raise ValueError(f"expected {letter}")
+    def expect(self, char: str) -> None:
+        """Take a character; raises ValueError if another one is next."""
+        if not self.accept(char):
+            raise ValueError(f"expected {char}")
 
-    def up_to(self, close: str) -> Iterator[None]:
-        """Once for each of several, between which commas stand, until the letter that closes them."""
-        if self.takes(close):
+    def iter_until(self, close_char: str) -> Iterator[None]:
+        """Yield before each item of a list separated by commas, until the closing character."""
+        if self.accept(close_char):
             return
         yield
-        while not self.takes(close):
-            self.wants(",")
+        while not self.accept(close_char):
+            self.expect(",")
             yield
 
-    def word(self) -> str:
-        """A name."""
-        if not self.piece or not (word := self.piece[4]):
+    def read_name(self) -> str:
+        """Read a name."""
+        if not self.lexeme or not (name := self.lexeme[4]):
             raise ValueError("expected a name")
-        self._next()
-        return word
+        self._advance()
+        return name
 
-    def items(self, close: str, equals: str, depth: int = 0) -> dict[str, Any]:
-        """Names and values, up to the letter that closes them. Names may be in quotes."""
-        found = dict[str, Any]()
-        for _ in self.up_to(close):
-            key = self.value() if self.piece and (self.piece[1] or self.piece[2]) else self.word()
-            self.wants(equals)
-            found[str(key)] = self.value(depth)
-        return found
+    def read_items(self, close_char: str, separator: str, depth: int = 0) -> dict[str, Any]:
+        """Read names and values up to the closing character. Names may be quoted."""
+        items = dict[str, Any]()
+        for _ in self.iter_until(close_char):
+            key = self.read_value() if self.lexeme and (self.lexeme[1] or self.lexeme[2]) else self.read_name()
+            self.expect(separator)
+            items[str(key)] = self.read_value(depth)
+        return items
 
-    def value(self, depth: int = 0) -> Any:
-        piece = self.piece
-        if piece is None or depth > DEEPEST:
+    def read_value(self, depth: int = 0) -> Any:
+        """Read a value."""
+        lexeme = self.lexeme
+        if lexeme is None or depth > MAX_VALUE_DEPTH:
             raise ValueError("expected a value")
-        self._next()
-        if piece[1] or piece[2]:
-            return _string(piece[1] or piece[2])
-        if piece[3]:
-            return value_of(piece[3])
-        if piece[4] in WORDS:
-            return WORDS[piece[4]]
-        if piece[5] == "[":
-            return [self.value(depth + 1) for _ in self.up_to("]")]
-        if piece[5] == "{":
-            return self.items("}", ":", depth + 1)
+        self._advance()
+        if lexeme[1] or lexeme[2]:
+            return _parse_string(lexeme[1] or lexeme[2])
+        if lexeme[3]:
+            return parse_json(lexeme[3])
+        if lexeme[4] in CONSTANTS:
+            return CONSTANTS[lexeme[4]]
+        if lexeme[5] == "[":
+            return [self.read_value(depth + 1) for _ in self.iter_until("]")]
+        if lexeme[5] == "{":
+            return self.read_items("}", ":", depth + 1)
         raise ValueError("expected a value")
 
 
-def _string(piece: str) -> str:
-    """What a string in quotes says; where it is not written as JSON or Python do, what stands between them."""
-    for quote in QUOTES:
-        if piece.startswith(quote):
-            return piece[len(quote) : -len(quote)]
-    piece = piece.replace(MARK, "<")
+def _parse_string(quoted: str) -> str:
+    """Return the value of a quoted string; if it is neither valid JSON nor Python, the text between the quotes."""
+    for quote in GEMMA_QUOTES:
+        if quoted.startswith(quote):
+            return quoted[len(quote) : -len(quote)]
+    quoted = quoted.replace(SPECIAL_TOKEN_MARK, "<")
     try:
-        said = json.loads(piece) if piece[0] == '"' else ast.literal_eval(piece)
-        said.encode()  # half a character is none
+        value = json.loads(quoted) if quoted[0] == '"' else ast.literal_eval(quoted)
+        value.encode()  # rejects lone surrogates
     except (ValueError, SyntaxError, MemoryError):
-        return piece[1:-1]
-    return str(said)
+        return quoted[1:-1]
+    return str(value)
 
 
-def python_calls(tools: Tools) -> Blocks:
-    """`<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
+def make_python_parser(tools: ToolSchemas) -> DelimitedToolParser:
+    """Return a parser of `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
 
-    def reads(values: Values) -> Iterator[tuple[str, dict[str, Any]]]:
-        values.wants("[")
-        for _ in values.up_to("]"):
-            name = values.word()
-            values.wants("(")
-            yield name, values.items(")", "=")
+    def iter_calls(parser: LiteralParser) -> Iterator[tuple[str, dict[str, Any]]]:
+        parser.expect("[")
+        for _ in parser.iter_until("]"):
+            name = parser.read_name()
+            parser.expect("(")
+            yield name, parser.read_items(")", "=")
 
-    return Blocks(PYTHON, lambda text: _calls(text, reads, tools))
-
-
-def gemma_calls(marks: tuple[str, str], tools: Tools) -> Blocks:
-    """`<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`."""
-
-    def reads(values: Values) -> Iterator[tuple[str, dict[str, Any]]]:
-        name = values.word()
-        values.wants("{")
-        yield name, values.items("}", ":")
-
-    return Blocks(marks, lambda text: _calls(text.removeprefix("call:"), reads, tools))
+    return DelimitedToolParser(PYTHON_MARKS, lambda text: _parse_calls(text, iter_calls, tools))
 
 
-def _calls(text: str, reads: Callable[[Values], Iterator[tuple[str, dict[str, Any]]]], tools: Tools) -> list[Call]:
-    """The calls that a text is, all of them of tools that there are; none where it is something else."""
-    values = Values(text)
+def make_gemma_parser(marks: tuple[str, str], tools: ToolSchemas) -> DelimitedToolParser:
+    """Return a parser of `<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`."""
+
+    def iter_calls(parser: LiteralParser) -> Iterator[tuple[str, dict[str, Any]]]:
+        name = parser.read_name()
+        parser.expect("{")
+        yield name, parser.read_items("}", ":")
+
+    return DelimitedToolParser(marks, lambda text: _parse_calls(text.removeprefix("call:"), iter_calls, tools))
+
+
+def _parse_calls(
+    text: str, iter_calls: Callable[[LiteralParser], Iterator[tuple[str, dict[str, Any]]]], tools: ToolSchemas
+) -> list[ToolCall]:
+    """Return the calls that a text consists of; empty if it is something else or a tool is unknown."""
+    parser = LiteralParser(text)
     try:
-        found = [*reads(values)]
+        calls = [*iter_calls(parser)]
     except (ValueError, RecursionError):
         return []
-    is_right = values.piece is None and all(name in tools for name, _ in found)
-    return [Call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found] if is_right else []
+    is_valid = parser.lexeme is None and all(name in tools for name, _ in calls)
+    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls] if is_valid else []

@@ -1,4 +1,4 @@
-"""The ways in which models write calls of tools: each is found however its text comes, and what is no call stays text."""
+"""The tool-call formats: calls are found for any chunk size, and anything else stays text."""
 
 import json
 import random
@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from specdec.server.tool_parsers.formats import WAYS, way_of
-from specdec.server.tool_parsers.incremental import Call, More, Thought
+from specdec.server.tool_parsers.formats import TOOL_FORMATS, find_tool_format
+from specdec.server.tool_parsers.incremental import ArgumentsDelta, Reasoning, ToolCall
 from tests.tools.hf_folders import FIXTURES
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}}
@@ -17,29 +17,29 @@ LARGEST = sys.float_info.max
 OSLO = {"city": 'O"s\nlo</x>', "days": 3}
 
 
-def merged(said):
-    """Calls with their arguments whole, and words that follow each other as one."""
-    found = []
-    for each in said:
-        if isinstance(each, More):
-            found[-1] = Call(found[-1].name, found[-1].arguments + each.arguments)
-        elif found and type(found[-1]) is type(each) and isinstance(each, str):
-            found[-1] += each
-        elif found and isinstance(each, Thought) and isinstance(found[-1], Thought):
-            found[-1] = Thought(found[-1].words + each.words)
+def merge_deltas(deltas):
+    """Return calls with complete arguments, and consecutive texts as one."""
+    merged = []
+    for delta in deltas:
+        if isinstance(delta, ArgumentsDelta):
+            merged[-1] = ToolCall(merged[-1].name, merged[-1].arguments + delta.arguments)
+        elif merged and type(merged[-1]) is type(delta) and isinstance(delta, str):
+            merged[-1] += delta
+        elif merged and isinstance(delta, Reasoning) and isinstance(merged[-1], Reasoning):
+            merged[-1] = Reasoning(merged[-1].text + delta.text)
         else:
-            found.append(each)
-    return [(each.name, json.loads(each.arguments)) if isinstance(each, Call) else each for each in found]
+            merged.append(delta)
+    return [(delta.name, json.loads(delta.arguments)) if isinstance(delta, ToolCall) else delta for delta in merged]
 
 
-def read(way, text, size):
-    calls = way.reads(TOOLS)
-    return [each for at in range(0, len(text), size) for each in calls.push(text[at : at + size])] + calls.end()
+def parse(tool_format, text, size):
+    parser = tool_format.parser_factory(TOOLS)
+    return [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
 
 
 DAYS = "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n" + DAYS
-OF = {way.name: way for way in reversed(WAYS)}
+FORMATS = {tool_format.name: tool_format for tool_format in reversed(TOOL_FORMATS)}
 LISTED = json.dumps([{"name": "weather", "arguments": OSLO}, {"name": "get.time-1", "arguments": {}, "id": "123456789"}])
 CASES = [
     ("xml", f"Let me see.\n{XML % OSLO['city']}\n{XML % 'Rom'} Done.",
@@ -85,9 +85,9 @@ CASES = [
      [("weather", {"tags": ["a", {"b": None, "c d": True}]}), "."]),
     ("gemma", "<|tool_call>call:rain{}<tool_call|>", ["<|tool_call>call:rain{}<tool_call|>"]),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
-     f"<|constrain|>json<|message|>{json.dumps(OSLO)}<|call|>", [Thought("Hm."), ("weather", OSLO)]),
+     f"<|constrain|>json<|message|>{json.dumps(OSLO)}<|call|>", [Reasoning("Hm."), ("weather", OSLO)]),
     ("harmony", "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Oslo < Rom.<|return|>",
-     [Thought("Hm"), "Oslo < Rom."]),
+     [Reasoning("Hm"), "Oslo < Rom."]),
     ("harmony", "<|start|>assistant to=functions.get.time-1<|channel|>commentary json<|message|>{}", [("get.time-1", {})]),
     ("harmony", "<|channel|>commentary to=functions.rain<|message|>{}<|call|>", ["{}"]),
     ("harmony", '<|channel|>commentary to=functions.weather<|message|>{"city": "<|end|>\\"<|call|>"}<|end|><|start|>assistant'
@@ -98,84 +98,99 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_calls_are_found_however_the_text_comes(case):
-    name, text, said = CASES[case]
+def test_calls_are_found_for_any_chunk_size(case):
+    name, text, expected = CASES[case]
     for size in (1, 2, 5, len(text)):
-        assert merged(read(OF[name], text, size)) == said, size
+        assert merge_deltas(parse(FORMATS[name], text, size)) == expected, size
 
 
-def test_functions_of_gemma_have_quotes_of_their_own():
-    way = way_of("<start_function_call>")
-    assert merged(read(way, "<start_function_call>call:weather{city:<escape>a, b}<escape>}<end_function_call>", 3)) == [
-        ("weather", {"city": "a, b}"})
-    ]
+def test_functiongemma_uses_other_quotes():
+    tool_format = find_tool_format("<start_function_call>")
+    assert merge_deltas(
+        parse(tool_format, "<start_function_call>call:weather{city:<escape>a, b}<escape>}<end_function_call>", 3)
+    ) == [("weather", {"city": "a, b}"})]
 
 
-def test_a_call_in_xml_that_is_cut_keeps_what_has_come():
-    whole = XML % "Rom and Oslo"
-    for n in range(len("<tool_call>\n<function=weather>\n"), whole.index("</function>")):
-        (call,) = [each for each in _joined(read(OF["xml"], whole[:n], 4)) if isinstance(each, Call)]
+def test_a_truncated_xml_call_keeps_its_parameters():
+    complete = XML % "Rom and Oslo"
+    for n in range(len("<tool_call>\n<function=weather>\n"), complete.index("</function>")):
+        (call,) = [each for each in join_arguments(parse(FORMATS["xml"], complete[:n], 4)) if isinstance(each, ToolCall)]
         assert call.name == "weather" and call.arguments.startswith("{")
-        if n > whole.index("Oslo"):
+        if n > complete.index("Oslo"):
             assert "Rom and" in call.arguments
-    assert merged(read(OF["xml"], whole[:20], 4)) == [whole[:20]]
+    assert merge_deltas(parse(FORMATS["xml"], complete[:20], 4)) == [complete[:20]]
 
 
-def _joined(said):
-    found = []
-    for each in said:
-        if isinstance(each, More):
-            found[-1] = Call(found[-1].name, found[-1].arguments + each.arguments)
+def join_arguments(deltas):
+    merged = []
+    for delta in deltas:
+        if isinstance(delta, ArgumentsDelta):
+            merged[-1] = ToolCall(merged[-1].name, merged[-1].arguments + delta.arguments)
         else:
-            found.append(each)
-    return found
+            merged.append(delta)
+    return merged
 
 
-@pytest.mark.parametrize("n_texts", [300, pytest.param(1500, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("name", sorted(OF))
-def test_whatever_a_model_writes_is_read_and_nothing_of_it_is_dropped(name, n_texts):
-    """Damaged calls, cut anywhere, in pieces of any size: the same is said, no error, and letters of text all come."""
-    rng, way = random.Random(name), OF[name]
+@pytest.mark.parametrize("n_cases", [300, pytest.param(1500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_damaged_calls_are_parsed_without_errors_or_lost_text(name, n_cases):
+    """Damaged and truncated calls give the same deltas for any chunk size, and all text of non-calls is returned."""
+    rng, tool_format = random.Random(name), FORMATS[name]
     texts = [text for other, text, _ in CASES if other == name and len(text) < 400] or [
         '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>', '{"name": "weather", "parameters": {}}',
     ]  # fmt: skip
-    for _ in range(n_texts):
+    for _ in range(n_cases):
         text = rng.choice(texts)
         for _ in range(rng.randrange(4)):
             at, n = rng.randrange(len(text) + 1), rng.randrange(8)
-            text = text[:at] + rng.choice([*way.shown, '"', "{", "}", "[", ")", "\\", "'", "\n", "\u00e9"]) + text[at + n :]
-        said = [_joined(read(way, text, size)) for size in (1, 3, len(text) or 1)]
-        flat = [[(type(each), vars(each)) if not isinstance(each, str) else each for each in _strung(each)] for each in said]
-        assert flat[0] == flat[1] == flat[2], text
-        if not any(isinstance(each, Call | Thought) for each in said[0]) and name != "harmony":
-            assert "".join("".join(said[0]).split()) == "".join(text.split())
+            text = (
+                text[:at]
+                + rng.choice([*tool_format.visible_marks, '"', "{", "}", "[", ")", "\\", "'", "\n", "\u00e9"])
+                + text[at + n :]
+            )
+        results = [join_arguments(parse(tool_format, text, size)) for size in (1, 3, len(text) or 1)]
+        plain = [
+            [(type(each), vars(each)) if not isinstance(each, str) else each for each in join_texts(each)] for each in results
+        ]
+        assert plain[0] == plain[1] == plain[2], text
+        if not any(isinstance(each, ToolCall | Reasoning) for each in results[0]) and name != "harmony":
+            assert "".join("".join(results[0]).split()) == "".join(text.split())
 
 
-def _strung(said):
-    found = []
-    for each in said:
-        if isinstance(each, str) and found and isinstance(found[-1], str):
-            found[-1] += each
+def join_texts(deltas):
+    merged = []
+    for delta in deltas:
+        if isinstance(delta, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += delta
         else:
-            found.append(each)
-    return found
+            merged.append(delta)
+    return merged
 
 
-def test_a_template_tells_its_way():
-    assert {way.name for way in WAYS} == {"harmony", "gemma", "python", "named", "listed", "xml", "tags", "alone"}
-    for way in WAYS:
-        assert way_of(f"a {' b '.join(way.signs)} c").name == way.name
-    assert way_of("{{ messages }}") is None
-    assert way_of((FIXTURES / "chat" / "qwen35.jinja").read_text()).name == "xml"
+def test_a_template_selects_its_tool_format():
+    assert {tool_format.name for tool_format in TOOL_FORMATS} == {
+        "harmony",
+        "gemma",
+        "python",
+        "named",
+        "listed",
+        "xml",
+        "tags",
+        "alone",
+    }
+    for tool_format in TOOL_FORMATS:
+        assert find_tool_format(f"a {' b '.join(tool_format.template_signs)} c").name == tool_format.name
+    assert find_tool_format("{{ messages }}") is None
+    assert find_tool_format((FIXTURES / "chat" / "qwen35.jinja").read_text()).name == "xml"
 
 
-def test_long_texts_are_read_in_time_that_grows_with_them():
-    """A letter at a time, where nothing closes: looked through once."""
+def test_parsing_takes_linear_time():
+    """Unterminated calls are read once, character by character."""
     xml = "<tool_call>\n<function=weather>\n<parameter=city>\n"
-    for name, begin in (("xml", xml), ("python", "<|tool_call_start|>["), ("harmony", "<|channel|>"), ("named", "[TOOL_CALLS]")):
+    for name, prefix in (("xml", xml), ("python", "<|tool_call_start|>["), ("harmony", "<|channel|>"), ("named", "[TOOL_CALLS]")):
         seconds = []
         for n in (20_000, 80_000):
-            since = time.process_time()
-            read(OF[name], begin + "ab" * n, 3)
-            seconds.append(time.process_time() - since)
+            start = time.process_time()
+            parse(FORMATS[name], prefix + "ab" * n, 3)
+            seconds.append(time.process_time() - start)
         assert seconds[1] < 12 * seconds[0] + 0.2, (name, seconds)

@@ -1,0 +1,142 @@
+"""Validation of caller-supplied values, with errors that name the parameter; independent of what the values are for."""
+
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
+
+Choice = TypeVar("Choice")
+
+
+def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
+    """Return an integer from `minimum` to `maximum`.
+
+    Raises TypeError for other types (bool included) and ValueError for a value out of range.
+    """
+    try:
+        n = None if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__") else operator.index(value)
+    except TypeError:  # an array or a class
+        n = None
+    if n is None:
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a whole number")
+    if n < minimum or (maximum is not None and n > maximum):
+        raise ValueError(f"{name} is {shorten(n)}; expected {minimum} {'or more' if maximum is None else f'to {maximum}'}")
+    return n
+
+
+def check_float(name: str, value: object, maximum: float, expected: str, minimum: float = 0.0) -> float:
+    """Return a finite number from `minimum` to `maximum`; `expected` describes the valid range in the error.
+
+    Raises TypeError for other types (bool included) and ValueError for a value out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a number")
+    try:
+        x = float(value)
+    except OverflowError:
+        x = math.inf
+    if not (minimum <= x <= maximum and math.isfinite(x)):
+        raise ValueError(f"{name} is {shorten(value)}; expected {expected}")
+    return x
+
+
+def check_choice(name: str, value: Choice, choices: Collection[Choice]) -> Choice:
+    """Return a value that must be one of the choices; raise ValueError for any other."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} is {shorten(value, repr)}; expected one of {', '.join(map(str, choices))}")
+    return value
+
+
+def check_string(name: str, value: object) -> str:
+    """Return a string that UTF-8 can encode; raise TypeError for other types, ValueError for a lone surrogate."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds {value[error.start]!r} at {error.start}: half a character, no valid UTF-8") from None
+    return value
+
+
+def check_ints(name: str, values: Iterable[object]) -> list[int]:
+    """Return the integers of an iterable as a list; raise TypeError for any other value."""
+    try:
+        return list(map(operator.index, values))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} are {shorten(values, repr)}; expected whole numbers") from None
+
+
+def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return a path of str or os.PathLike; raise TypeError for any other value, bytes included."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a path")
+    return value
+
+
+@contextmanager
+def wrap_read_errors(path: Path, error_type: type[ValueError], expected: str = "") -> Iterator[None]:
+    """Convert errors while reading a file into one-line errors of a given type.
+
+    Args:
+        path: The file.
+        error_type: The type of the raised errors.
+        expected: What the file should be; if given, it must be a regular file.
+    """
+    try:
+        if expected and path.is_dir():
+            raise error_type(f"{path} is a directory; expected {expected}")
+        if expected and path.exists() and not path.is_file():
+            raise error_type(f"{path} is not a regular file; expected {expected}")
+        yield
+    except error_type:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise error_type(f"cannot read {path}: {reason}") from None
+
+
+def shorten(value: object, to_string: Callable[[object], str] = str) -> str:
+    """Return a value as one line of at most 40 characters."""
+    try:
+        text = " ".join(to_string(value).split())
+    except ValueError:  # Python's limit for converting an int to a string
+        return "a number of more than 4300 digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def is_list(value: object) -> TypeGuard[Collection[Any]]:
+    """Return whether a value is a sized iterable (an array too) other than a string, bytes or a mapping."""
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
+
+
+def check_strings(name: str, value: object) -> list[str]:
+    """Return one string or several as a list of non-empty strings.
+
+    Raises TypeError for other types and ValueError for an empty string or a lone surrogate.
+    """
+    if not isinstance(value, str) and not is_list(value):
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a string or several")
+    strings = [check_string(name, each) for each in ([value] if isinstance(value, str) else value)]
+    if "" in strings:
+        raise ValueError(f"{name} contains ''; expected a string of at least one character")
+    return strings
+
+
+def replace_unknown_tokens(tokens: list[int], vocab_size: int) -> list[int]:
+    """Return the tokens for a model of a smaller vocabulary: ids that it does not have become 0."""
+    return [token if token < vocab_size else 0 for token in tokens]
+
+
+def count_common_prefix(a: list[Any], b: list[Any], limit: int) -> int:
+    """Return the length of the common prefix of two lists, at most `limit`."""
+    n = min(len(a), limit)
+    a = a if n == len(a) else a[:n]
+    if a == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

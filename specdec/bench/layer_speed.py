@@ -1,0 +1,232 @@
+"""Timing of passes over T tokens with random weights, compared with the limits of memory and arithmetic."""
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from rich.table import Table
+
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.model.llama import LLAMA
+from specdec.model.transformer import Transformer
+from specdec.model_config import ModelConfig
+from specdec.quant import INT8
+from specdec.quant.int8 import BYTES_PER_WORD, choose_dot4, get_dot4
+from specdec.runtime import peak_arithmetic
+from specdec.runtime.aligned_memory import all_finite, get_physical_memory_bytes, zeros
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.simd import CPU_FEATURES, F32, I32, Float32
+
+MODEL_SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
+    "15M": (288, 768, 6, 6, 6, 32000, 256),
+    "42M": (512, 1376, 8, 8, 8, 32000, 1024),
+    "110M": (768, 2048, 12, 12, 12, 32000, 1024),
+}
+PASS_TOKENS = (1, 2, 4, 8, 16, 64)
+PREFILL_TOKENS = 128
+ROUNDS = 15  # each with every T, so that a change of the machine's speed affects them all
+Task = Callable[[], object]
+MIN_TASK_RUNS, MIN_TASK_S = 3, 0.01  # consecutive runs of a task, as warm-up and again while it is timed
+
+
+@dataclass(frozen=True)
+class PassTiming:
+    """A timed pass.
+
+    Attributes:
+        tokens: Tokens of the pass.
+        seconds: Median time.
+        gb_per_s: Weight bytes read per second.
+        gflop_per_s: Arithmetic of the matrices per second.
+        share: Speed relative to the nearer limit, 0 to 1.
+        limit: The nearer limit, "memory" or "arithmetic".
+    """
+
+    tokens: int
+    seconds: float
+    gb_per_s: float
+    gflop_per_s: float
+    share: float
+    limit: str
+
+
+@dataclass(frozen=True)
+class PassBenchResult:
+    """The limits of the machine and the timed passes.
+
+    Attributes:
+        shape: Config of the model.
+        read_gb_per_s: Median speed of a plain read of as many bytes as the weights have, in the same run.
+        gflop_per_s: Median speed of the format's multiply-add on registers alone, in the same run.
+        rows: Passes that compute the logits of every token, as verification does.
+        prefill_seconds: Time of a prompt, which needs the last token's logits alone.
+    """
+
+    shape: ModelConfig
+    read_gb_per_s: float
+    gflop_per_s: float
+    threads: int
+    weights: str
+    rows: list[PassTiming]
+    prefill_tokens: int
+    prefill_seconds: float
+
+
+def parse_shape(text: str) -> ModelConfig:
+    """Return the config of one of MODEL_SHAPES or of seven numbers. Raises ValueError."""
+    if text.upper() in MODEL_SHAPES:
+        return ModelConfig(*MODEL_SHAPES[text.upper()])
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 7:
+        raise ValueError(f"shape is {text!r}; expected {', '.join(MODEL_SHAPES)} or dim,hidden,layers,heads,kv,vocab,seq")
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
+    config = ModelConfig(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
+    if error := config.find_error():
+        raise ValueError(f"shape is {text!r}: {error}")
+    if (needed := 8 * sum(map(math.prod, LLAMA.shapes(config).values()))) > get_physical_memory_bytes():
+        raise ValueError(f"shape is {text!r}: making and packing it needs {needed / 2**30:.0f} GiB, more than this machine has")
+    if config.seq_len < MAX_BATCH_TOKENS:
+        raise ValueError(f"shape is {text!r}: seq must be {MAX_BATCH_TOKENS} or more, the longest pass that is timed")
+    return config
+
+
+def random_tensors(config: ModelConfig, on_progress: Callable[[float], None]) -> dict[str, Float32]:
+    """Return every tensor of the config in fp32, with random values."""
+    rng = np.random.default_rng(0)
+    shapes, tensors = LLAMA.shapes(config), dict[str, Float32]()
+    for i, (name, shape) in enumerate(shapes.items()):
+        on_progress(i / len(shapes))
+        tensors[name] = rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+    return tensors
+
+
+def run(
+    config: ModelConfig, n_threads: int, is_int8: bool, make_progress: Callable[[str], Callable[[float], None]]
+) -> PassBenchResult:
+    """Time passes from an empty KV cache; medians of ROUNDS interleaved rounds.
+
+    Args:
+        config: Shape of the model.
+        n_threads: Number of threads.
+        is_int8: Whether to quantize the weights to int8; else they are fp32.
+        make_progress: Returns a progress callback for a task's name.
+    """
+    tensors = random_tensors(config, make_progress("making weights"))
+    n_weights = sum(tensor.size for tensor in tensors.values())
+    weights = LLAMA.pack(config, tensors, INT8 if is_int8 else None, make_progress("packing weights"))
+    model = Transformer(config, weights, n_threads)
+    del tensors
+    calculate, flops = _make_arithmetic_task(is_int8, model.n_threads)
+    n_prefill = min(PREFILL_TOKENS, config.seq_len)
+    passes = [_make_pass_task(model, n_prefill, 1), *(_make_pass_task(model, n, n) for n in PASS_TOKENS)]
+    medians = _measure_medians([_make_read_task(weights.n_bytes, model.n_threads), calculate, *passes], make_progress)
+    reads, calculations, prefills, *seconds = medians
+    flop_seconds = 2 * n_weights * calculations / flops  # lower bound of a token's arithmetic
+
+    def make_timing(n_tokens: int, seconds: float) -> PassTiming:
+        needed = {"memory": reads, "arithmetic": flop_seconds * n_tokens}
+        limit = max(needed, key=needed.__getitem__)
+        flop_per_s = 2 * n_weights * n_tokens / seconds
+        return PassTiming(n_tokens, seconds, weights.n_bytes / seconds / 1e9, flop_per_s / 1e9, needed[limit] / seconds, limit)
+
+    return PassBenchResult(
+        config,
+        weights.n_bytes / reads / 1e9,
+        flops / calculations / 1e9,
+        model.n_threads,
+        weights.format_names,
+        [make_timing(n, s) for n, s in zip(PASS_TOKENS, seconds, strict=True)],
+        n_prefill,
+        prefills,
+    )
+
+
+def _make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
+    """Return a task that runs the format's multiply-add on registers alone, and its number of operations."""
+    dot = get_dot4(choose_dot4(CPU_FEATURES))
+    instruction, lane, products, shape = (
+        (dot.multiply_add, I32, BYTES_PER_WORD, dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens))
+        if is_int8
+        else (peak_arithmetic.fma, F32, 1, peak_arithmetic.FLOAT_TILE_SHAPE)
+    )
+    n = 2 * products * shape.rows * shape.n_tokens * peak_arithmetic.N_STEPS * n_threads
+    return peak_arithmetic.make_peak_run(instruction, lane, shape, n_threads), n
+
+
+def _make_read_task(n_bytes: int, n_threads: int) -> Task:
+    """Return a task that reads that many bytes."""
+    block = zeros(n_bytes // 4)
+    block[:] = 1.0
+    return lambda: all_finite(block, n_threads)
+
+
+def _make_pass_task(model: Transformer, n_tokens: int, n_logits: int) -> Task:
+    """Return a task that runs a pass from an empty cache."""
+
+    def run_pass() -> object:
+        model.forward([], 0)
+        return model.forward([1] * n_tokens, n_logits)
+
+    return run_pass
+
+
+def _measure_medians(tasks: list[Task], make_progress: Callable[[str], Callable[[float], None]]) -> list[float]:
+    """Return the median seconds of each task, after a warm-up."""
+    on_progress = make_progress("warming up")
+    for i, task in enumerate(tasks):
+        on_progress(i / len(tasks))
+        task()
+    on_progress = make_progress("measuring")
+    times: list[list[float]] = [[] for _ in range(ROUNDS)]
+    for i, (round_times, task) in enumerate(itertools.product(times, tasks)):
+        on_progress(i / (ROUNDS * len(tasks)))
+        round_times.append(_time_task(task))
+    return [statistics.median(task) for task in zip(*times, strict=True)]
+
+
+def _time_task(task: Task) -> float:
+    """Return the mean seconds of a run in a series; an equal series before it fills the caches with the task's data."""
+    begin, n = time.perf_counter(), 0
+    while n < MIN_TASK_RUNS or time.perf_counter() < begin + MIN_TASK_S:
+        task()
+        n += 1
+    begin = time.perf_counter()
+    for _ in range(n):
+        task()
+    return (time.perf_counter() - begin) / n
+
+
+def to_json(result: PassBenchResult) -> str:
+    """Return the result as JSON."""
+    return json.dumps(asdict(result))
+
+
+def to_table(result: PassBenchResult, shape: str) -> Table:
+    """Return a table of the passes, captioned with the limits."""
+    title = f"{shape}, {result.weights}, {result.threads} threads"
+    speed = result.prefill_tokens / result.prefill_seconds
+    caption = (
+        f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s\n"
+        f"limits: a plain read {result.read_gb_per_s:.1f} GB/s, in registers {result.gflop_per_s:.0f} GFLOP/s"
+    )
+    table = Table("tokens", "ms", "x one", "GB/s", "GFLOP/s", "of the nearer limit", title=title, caption=caption)
+    for column in table.columns:
+        column.justify = "right"
+    for row in result.rows:
+        table.add_row(
+            f"{row.tokens}",
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.seconds / result.rows[0].seconds:.2f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.gflop_per_s:.0f}",
+            f"{row.limit} {row.share:.0%}",
+        )
+    return table

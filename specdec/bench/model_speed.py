@@ -1,0 +1,160 @@
+"""Timing of a model as in llama-bench: prompts, and single tokens, at given depths.
+
+Tokens are random, and only the last token of each pass has its logits computed. All cases take turns, round by round, so that a
+change of the machine's speed affects them all. A prompt at a depth is timed without the tokens before it.
+"""
+
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from specdec.model.transformer import Transformer
+from specdec.quant.int8 import choose_dot4
+from specdec.runtime.cpu_topology import get_topology
+from specdec.runtime.simd import CPU_FEATURES
+
+ROUNDS, WARM_UP_TOKENS = 5, 4
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """A timed workload: a prompt of `tokens` tokens, or `tokens` single tokens, after `depth` tokens."""
+
+    threads: int
+    depth: int
+    tokens: int
+    is_prompt: bool
+
+    @property
+    def name(self) -> str:
+        """The name that llama-bench gives it."""
+        return f"{'pp' if self.is_prompt else 'tg'}{self.tokens}" + f" @ d{self.depth}" * (self.depth > 0)
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """The tokens per second of a case: median, minimum and maximum of all rounds."""
+
+    threads: int
+    test: str
+    tokens_per_s: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The model, the machine and the results, ready to share."""
+
+    model: str
+    weights: str
+    gib: float
+    kv: str
+    cpu: str
+    cores: str
+    instructions: str
+    system: str
+    timed: list[BenchResult]
+
+
+def make_cases(
+    prompts: Sequence[int], counts: Sequence[int], depths: Sequence[int], threads: Sequence[int], n_positions: int
+) -> list[BenchCase]:
+    """Return all combinations of thread counts, depths and workloads.
+
+    Args:
+        prompts: Numbers of prompt tokens; 0 for none.
+        counts: Numbers of generated tokens; 0 for none.
+        depths: Numbers of tokens before the timed ones.
+        threads: Thread counts.
+        n_positions: Positions of the model.
+
+    Raises:
+        ValueError: A case does not fit the positions.
+    """
+    cases = [
+        BenchCase(n_threads, depth, n, is_prompt)
+        for n_threads, depth in itertools.product(threads, depths)
+        for is_prompt, sizes in ((True, prompts), (False, counts))
+        for n in sizes
+        if n
+    ]
+    if (needed := max(case.depth + case.tokens for case in cases)) > n_positions:
+        raise ValueError(f"sequences of {needed} tokens exceed the model's {n_positions}; choose smaller -p, -n or -d")
+    return cases
+
+
+def run(
+    name: str, model: Transformer, cases: Sequence[BenchCase], on_progress: Callable[[float], None] = lambda share: None
+) -> BenchReport:
+    """Time all cases in ROUNDS rounds.
+
+    Args:
+        name: Name of the model, for the report.
+        model: The model.
+        cases: The cases.
+        on_progress: Called with the completed fraction.
+    """
+    rates = [list[float]() for _ in cases]
+    for case in cases:
+        _time_case(model, BenchCase(case.threads, 0, min(case.tokens, WARM_UP_TOKENS), case.is_prompt))
+    for i, (_, (case, case_rates)) in enumerate(itertools.product(range(ROUNDS), zip(cases, rates, strict=True))):
+        on_progress(i / (ROUNDS * len(cases)))
+        case_rates.append(case.tokens / _time_case(model, case))
+    timed = [
+        BenchResult(case.threads, case.name, statistics.median(case_rates), min(case_rates), max(case_rates))
+        for case, case_rates in zip(cases, rates, strict=True)
+    ]
+    fallback = platform.processor() or platform.machine()
+    return BenchReport(
+        name, model.weights.format_names, model.weights.n_bytes / 2**30, model.kv, read_cpu_name() or fallback,
+        get_topology().description,
+        choose_dot4(CPU_FEATURES), platform.platform(), timed,
+    )  # fmt: skip
+
+
+def read_cpu_name() -> str:
+    """Return the CPU's name by /proc/cpuinfo; "" if there is none."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return ""
+
+
+def _time_case(model: Transformer, case: BenchCase) -> float:
+    """Return the seconds of one run of a case."""
+    rng = np.random.default_rng(case.depth)
+    tokens: list[int] = rng.integers(0, model.config.vocab_size, case.depth + case.tokens).tolist()
+    model.n_threads = case.threads
+    model.forward([], 0)
+    model.forward(tokens[: case.depth], 0)
+    begin = time.perf_counter()
+    for end in [len(tokens)] if case.is_prompt else range(case.depth + 1, len(tokens) + 1):
+        model.forward(tokens[:end])
+    return time.perf_counter() - begin
+
+
+def to_json(report: BenchReport) -> str:
+    """Return the report as one line of JSON."""
+    return json.dumps(asdict(report))
+
+
+def to_table(report: BenchReport) -> Table:
+    """Return a table of tokens per second, captioned with the machine."""
+    title = f"{Path(report.model).name}: {report.weights}, {report.gib:.2f} GiB, keys and values {report.kv}"
+    caption = f"{report.cpu}; {report.cores}; {report.instructions}; {report.system}"
+    table = Table(title=title, caption=f"{caption}. Medians of {ROUNDS} rounds, by turns.")
+    for column in ("threads", "test", "tokens/s", "least to most"):
+        table.add_column(column, justify="right")
+    for each in report.timed:
+        table.add_row(str(each.threads), each.test, f"{each.tokens_per_s:.2f}", f"{each.least:.2f} to {each.most:.2f}")
+    return table

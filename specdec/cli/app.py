@@ -1,0 +1,92 @@
+"""The Typer app with all commands, and the mapping of errors to exit codes."""
+
+import io
+import os
+import re
+import sys
+import warnings
+from typing import Any, cast
+
+import typer
+
+from specdec.cli import bench, chat, generate, models, race, serve, sweep
+from specdec.cli.exits import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
+from specdec.cli.options import translate_parameters
+from specdec.cli.suggestions import explain_invalid_number, explain_unknown_option
+from specdec.cli.typer_commands import CommandGroup, Subcommand, make_command
+from specdec.loaders import CheckpointError, CheckpointWarning
+from specdec.tokenizer import TokenizerError
+from specdec.ui.signals import exit_code, signals
+
+app = typer.Typer(
+    cls=CommandGroup,
+    subcommand_metavar="[PROMPT] | COMMAND ...",
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.callback(invoke_without_command=True)(make_command(generate.TextRequest, generate.run))
+app.command("race", cls=Subcommand)(make_command(race.RaceRequest, race.run))
+app.command("chat", cls=Subcommand)(make_command(chat.ChatRequest, chat.run))
+app.command("serve", cls=Subcommand)(make_command(serve.ServeRequest, serve.run))
+app.command("sweep", cls=Subcommand)(make_command(sweep.SweepRequest, sweep.run))
+app.command("models", cls=Subcommand)(make_command(models.ModelsRequest, models.run))
+app.command("bench", cls=Subcommand)(make_command(bench.BenchRequest, bench.run))
+COMPLETION_VARIABLE = "_COMPLETE"  # suffix of the variable that a shell's completion sets; the program's name comes first
+# Overrides of the terminal's size. POSIX treats anything but a number from 1 on as unset; Rich and Typer fail on it.
+SIZE_VARIABLES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
+NO_THREAD_MESSAGE = "can't start new thread"  # Python's own message
+UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"))
+
+
+def main() -> None:
+    """Run the command line and exit; errors that the user can fix print one line on stderr and exit with code 2."""
+    # A closed stream is None; its output is dropped. Undecodable file names and non-ASCII output still print on any terminal.
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    for name in SIZE_VARIABLES:
+        if not re.fullmatch("0*[1-9][0-9]{0,3}", os.environ.get(name, "1")):
+            del os.environ[name]
+    warnings.showwarning = _show_warning
+    warnings.filterwarnings("always", category=CheckpointWarning)
+    try:
+        with guard_output():
+            code = app(prog_name="specdec", standalone_mode=False)
+    except typer.Exit as done:
+        code = done.exit_code
+    except UsageError as error:
+        code = report_error(format_usage_error(error))
+    except (CheckpointError, TokenizerError, ValueError) as error:
+        code = report_error(translate_parameters(str(error)))
+    except MemoryError as error:
+        reason = f"not enough memory{f' ({error})' if str(error) else ''}"
+        code = report_error(f"{reason}; use a smaller model or a shorter output (--max-tokens)")
+    except RuntimeError as error:
+        if NO_THREAD_MESSAGE not in str(error):
+            raise
+        code = report_error(f"{error}: the limit on memory or processes is reached (ulimit -v, ulimit -u); raise it, or use -j 1")
+    except SystemExit as end:
+        # Typer exits with 1 for shell completion; Rich exits with 1 when the reader of its output has closed the pipe.
+        code = BROKEN_PIPE_EXIT_CODE if end.code == 1 and COMPLETION_VARIABLE not in " ".join(os.environ) else end.code
+    sys.exit(exit_code(signals.end_signal) if signals.end_signal else code or 0)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
+    """Print our own warnings as one line; pass all others to Python's default."""
+    if issubclass(category, CheckpointWarning):
+        print_message(str(message))
+    else:
+        _default_show_warning(message, category, *location, **options)
+
+
+_default_show_warning = warnings.showwarning
+
+
+def format_usage_error(error: Exception) -> str:
+    """Return what is wrong with a command line and how to fix it."""
+    if name := getattr(error, "option_name", "") if hasattr(error, "possibilities") else "":
+        return explain_unknown_option(name, list(getattr(error, "possibilities", None) or []), error.ctx)  # type: ignore[attr-defined]
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    return explain_invalid_number(error) or message.removeprefix("Invalid value: ")

@@ -1,0 +1,226 @@
+"""The installed models, in the models/ folders and the hub's cache; reads headers, and no weights."""
+
+import functools
+import json
+import math
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.draft.resolver import MTP
+from specdec.draft.self_copy import can_self_draft
+from specdec.loaders import CheckpointError, hf_hub, load_checkpoint
+from specdec.loaders.checkpoint_heads import has_builtin_head
+from specdec.loaders.gguf_shards import list_shard_names
+from specdec.loaders.head_checks import is_compatible
+from specdec.loaders.model_paths import get_model_folders, list_model_paths
+from specdec.model.registry import get_architecture
+from specdec.model_config import ModelConfig
+from specdec.text.vocabulary import MAX_PADDING_ROWS
+
+MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A model, or a head that drafts for some models.
+
+    Attributes:
+        name: Name for -m, or for -d if it is a head.
+        path: File or folder.
+        n_bytes: Size of its files.
+        config: Parsed config, None if it cannot be read.
+        token_texts: Text of each id, where the files have one.
+        error: Why it cannot be used; "" if it can.
+        family: Name of its family in its files.
+        has_builtin_head: Whether its files contain a head that drafts for it.
+        can_self_draft: Whether a quantized copy of it can draft for it (-d self).
+    """
+
+    name: str
+    path: Path
+    n_bytes: int
+    config: ModelConfig | None = None
+    token_texts: dict[int, str] = field(default_factory=dict, repr=False)
+    error: str = ""
+    family: str = ""
+    has_builtin_head: bool = False
+    can_self_draft: bool = False
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a draft head rather than a model."""
+        return bool(self.config and self.config.head)
+
+    @property
+    def n_parameters(self) -> int:
+        """The number of parameters."""
+        return sum(self._get_tensor_sizes().values())
+
+    @property
+    def n_active_parameters(self) -> int:
+        """The number of parameters that a token uses: only the chosen experts count."""
+        experts = self.config and self.config.experts
+        sizes = self._get_tensor_sizes()
+        n_expert_parameters = sum(size for name, size in sizes.items() if ".experts_" in name) if experts else 0
+        return sum(sizes.values()) - (
+            n_expert_parameters // experts.n_experts * (experts.n_experts - experts.n_experts_used) if experts else 0
+        )
+
+    def _get_tensor_sizes(self) -> dict[str, int]:
+        """Return the number of elements of each tensor, by name."""
+        shapes = get_architecture(self.config).shapes(self.config) if self.config else {}
+        return {name: math.prod(shape) for name, shape in shapes.items()}
+
+
+def list_entries(folder: Path | None = None) -> list[CatalogEntry]:
+    """Return all models found, each once, those of models/ first.
+
+    Args:
+        folder: A folder or a single model to list instead.
+
+    Raises:
+        CheckpointError: The folder cannot be listed.
+    """
+    return [_read_entry(name, path) for path, name in _find_models(folder).items()]
+
+
+def get_model_sizes() -> dict[str, int]:
+    """Return the bytes of each loadable model, by name. A header is read again only if its files have changed."""
+    sizes = {name: _get_model_size(path, _get_fingerprint(path)) for path, name in _find_models().items()}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _find_models(folder: Path | None = None) -> dict[Path, str]:
+    """Return the installed models, or those of a folder, each once, with the name for -m."""
+    found: dict[Path, str] = {}
+    for name, path in _list_folder(folder) if folder else list_installed():
+        if name not in found.values():  # -m takes the first of a name
+            found.setdefault(path.resolve(), name)
+    return found
+
+
+@functools.lru_cache(4096)
+def _get_model_size(path: Path, _: tuple[object, ...]) -> int:
+    """Return the bytes of a model's files; 0 for a head, and for files that cannot be read."""
+    with suppress(CheckpointError, OSError):
+        return 0 if load_checkpoint(path).config.head else _count_bytes(path)
+    return 0
+
+
+def _get_fingerprint(path: Path) -> tuple[object, ...]:
+    """Return a value that changes when a model's files do."""
+    with suppress(OSError):
+        files = path.iterdir() if path.is_dir() else [path.with_name(name) for name in list_shard_names(path.name)]
+        stats = [(file.name, file.stat()) for file in files if file.exists()]
+        return tuple(sorted((name, one.st_mtime_ns, one.st_size) for name, one in stats))
+    return ()
+
+
+def _count_bytes(path: Path) -> int:
+    """Return the total size of a model's weight files."""
+    files = [path] if path.is_file() else [file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)]
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, Any]:
+    """Return the JSON record of a readable entry.
+
+    Args:
+        entry: The entry.
+        found: All entries, among which its drafts or targets are searched.
+    """
+    config = entry.config
+    assert config
+    head = config.head and {
+        "width": config.head.target_dim,
+        "layers": config.head.target_layers,
+        "targets": [other.name for other in found if _can_draft_for(entry, other)],
+    }
+    return {
+        "name": entry.name,
+        "path": str(entry.path),
+        "family": entry.family or config.architecture,
+        "architecture": config.architecture,
+        "layers": config.n_layers,
+        "dim": config.dim,
+        "parameters": entry.n_parameters,
+        "parameters_read": entry.n_active_parameters,
+        "bytes": entry.n_bytes,
+        "vocabulary": config.vocab_size,
+        "context": config.seq_len,
+        "drafts": [*[MTP][: entry.has_builtin_head], *(other.name for other in find_drafts(entry, found))],
+        "self": entry.can_self_draft,
+        "head": head,
+    }
+
+
+def find_drafts(target: CatalogEntry, others: Sequence[CatalogEntry]) -> list[CatalogEntry]:
+    """Return the heads and the much smaller models with the same vocabulary that can draft for a target.
+
+    Heads come first, then models from large to small. The decision uses the files' metadata alone.
+    """
+    drafts = [other for other in others if _can_draft_for(other, target)]
+    return sorted(drafts, key=lambda other: (not other.is_head, -other.n_parameters))
+
+
+def _can_draft_for(draft: CatalogEntry, target: CatalogEntry) -> bool:
+    if not draft.config or not target.config or target.is_head:
+        return False
+    if draft.is_head:
+        return is_compatible(draft.config, target.config)
+    return draft.n_parameters <= MAX_DRAFT_SIZE_RATIO * target.n_parameters and _have_same_vocabulary(draft, target)
+
+
+def _have_same_vocabulary(one: CatalogEntry, other: CatalogEntry) -> bool:
+    if not one.config or not other.config or bool(one.token_texts) != bool(other.token_texts):
+        return False
+    if not one.token_texts:
+        return one.config.vocab_size == other.config.vocab_size
+    is_near = abs(len(one.token_texts) - len(other.token_texts)) <= MAX_PADDING_ROWS
+    return is_near and all(
+        one.token_texts[token] == other.token_texts[token] for token in one.token_texts.keys() & other.token_texts.keys()
+    )
+
+
+def list_installed() -> Iterator[tuple[str, Path]]:
+    """Yield the name and path of each installed model; -m takes the first of a name."""
+    for folder in get_model_folders():
+        with suppress(OSError):
+            yield from ((path.name, path) for path in list_model_paths(folder))
+    yield from hf_hub.list_cached_models()
+
+
+def _list_folder(folder: Path) -> list[tuple[str, Path]]:
+    try:
+        is_model = (folder / "config.json").is_file() or not stat.S_ISDIR(folder.stat().st_mode)
+        return [(str(path), path) for path in ([folder] if is_model else list_model_paths(folder))]
+    except OSError as error:
+        raise CheckpointError(f"cannot list {folder}: {error.strerror}; expected a folder, a model, or pull, rm, name") from None
+
+
+def _read_entry(name: str, path: Path) -> CatalogEntry:
+    n_bytes = _count_bytes(path)
+    try:
+        checkpoint = load_checkpoint(path)
+    except CheckpointError as error:
+        return CatalogEntry(name, path, n_bytes, error=str(error))
+    token_texts = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _read_token_texts(path)
+    family, has_head = checkpoint.family, has_builtin_head(checkpoint)
+    has_copy = not checkpoint.config.head and can_self_draft(checkpoint.config, checkpoint.tensors)
+    return CatalogEntry(
+        name, path, n_bytes, checkpoint.config, token_texts, family=family, has_builtin_head=has_head, can_self_draft=has_copy
+    )
+
+
+def _read_token_texts(path: Path) -> dict[int, str]:
+    """Return the text of each id of a folder's tokenizer; empty if there is none."""
+    try:
+        vocabulary = json.loads((path / "tokenizer.json").read_bytes())["model"]["vocab"]
+        return {token: text for text, token in vocabulary.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

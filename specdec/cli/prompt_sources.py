@@ -1,0 +1,81 @@
+"""Reading of the prompt: from -i, a file, a word of the command line, or a pipe."""
+
+import os
+import select
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from specdec.cli.exits import print_message
+
+DEFAULT_PROMPT = "Once upon a time"
+STDIN = "-"  # names stdin as a prompt or a file
+STDIN_WAIT_S = 0.5  # silence of a pipe before a message says that we wait for it
+MAX_PROMPT_BYTES = 16 << 20
+
+
+def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> str:
+    """Return the prompt of an option, a file, a word or a pipe, else the default one, without a line break at its end."""
+    sources = {"-i": prompt, "-f": file or None, repr(word): word}
+    given = {source: value for source, value in sources.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are two prompts; leave one out")
+    if file or STDIN in given.values():
+        text = read_text_input(file)
+    elif given:
+        return "".join(given.values())
+    else:
+        text = (_is_piped() and read_text_input("")) or DEFAULT_PROMPT
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_first_message(prompt: str | None, file: str) -> str:
+    """Return the first message of a conversation: the given one, then a file's text, then a pipe's, separated by blank lines."""
+    parts = ["" if prompt == STDIN else prompt or "", read_text_input(file).strip() if file not in ("", STDIN) else ""]
+    if sys.stdin and not sys.stdin.isatty():
+        parts.append(read_text_input("", "it is appended to the first message").strip())
+    return "\n\n".join(filter(None, parts))
+
+
+def read_text_input(file: str, advice: str = "-i TEXT gives one") -> str:
+    """Return the text of a file, or of stdin if the name is "-" or empty.
+
+    Args:
+        file: The file's name.
+        advice: What to do instead of waiting for stdin.
+
+    Raises:
+        ValueError: The file cannot be read, is too large, or is not UTF-8 text.
+    """
+    file = "" if file == STDIN else file
+    source = file or "stdin"
+    if not file:
+        _warn_if_stdin_is_silent(advice)
+    try:
+        with Path(file).open("rb") if file else os.fdopen(0, "rb", closefd=False) as stream:
+            data = stream.read(MAX_PROMPT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_PROMPT_BYTES:
+        raise ValueError(f"{source} has more than {MAX_PROMPT_BYTES >> 20} MiB; expected a text")
+    if b"\0" in data:
+        raise ValueError(f"{source} is binary: it holds a zero byte; expected a text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not valid UTF-8 at byte {error.start}; expected a text") from None
+
+
+def _is_piped() -> bool:
+    with suppress(OSError):
+        mode = os.fstat(0).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    return False
+
+
+def _warn_if_stdin_is_silent(advice: str) -> None:
+    """Print a line on stderr if stdin is a pipe that sends nothing."""
+    with suppress(OSError, ValueError):  # Windows cannot select on a pipe
+        if not os.isatty(0) and not select.select([0], [], [], STDIN_WAIT_S)[0]:
+            print_message(f"waiting for a prompt from stdin; {advice}")

@@ -1,0 +1,152 @@
+"""Typer commands built from request dataclasses, and the parsing of words among options."""
+
+import re
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from specdec.cli.options import get_option_info
+from specdec.cli.request import RequestT
+from specdec.cli.suggestions import explain_extra_word, explain_foreign_option, explain_unknown_command
+from specdec.loaders.model_paths import is_model_name
+
+T = TypeVar("T")
+Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Command")
+NUMBER_PATTERNS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
+
+
+def build_request(request_class: type[RequestT], context: Any, values: dict[str, Any]) -> RequestT:
+    """Return the request of a parsed command line."""
+    given = {
+        param.name: max(param.opts, key=len)
+        for param in context.command.params
+        if getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
+    }
+    return request_class(**values, given=given, words=tuple(context.args), command=context.invoked_subcommand or "")
+
+
+def make_command(request_class: type[RequestT], run: Callable[[RequestT], None]) -> Callable[..., None]:
+    """Return the function that Typer calls: its parameters are the options of the request class."""
+
+    def command(context: typer.Context, **values: Any) -> None:
+        run(build_request(request_class, context, values))
+
+    fields: dict[str, Any] = {name: request_class.__dataclass_fields__[name] for name in request_class.option_names.split()}
+    hints: dict[str, Any] = {name: Annotated[field.type, get_option_info(request_class, name)] for name, field in fields.items()}
+    hints["context"] = typer.Context
+    defaults = {name: field.default for name, field in fields.items()} | {"context": Parameter.empty}
+    parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]) for name in hints]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__, command.__doc__ = hints, run.__doc__
+    return command
+
+
+class FastProcessValue:
+    """A replacement of a parameter's `process_value` that accepts defaults, strings and plain numbers within the limits itself.
+
+    Everything else goes to Typer, which imports pydantic for it: 0.1 s of every start.
+    """
+
+    def __init__(self, param: Any) -> None:
+        self._param, self.fallback = param, param.process_value
+
+    def __call__(self, context: Any, value: Any) -> Any:
+        """Return the parsed value of a parameter."""
+        param = self._param
+        value_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if value is None and not param.required:
+            value = () if param.multiple or param.nargs == -1 else None
+        elif isinstance(value, str) and value_type in NUMBER_PATTERNS and NUMBER_PATTERNS[value_type].fullmatch(value):
+            number = value_type(value)
+            if (limits.min is not None and number < limits.min) or (limits.max is not None and number > limits.max):
+                return self.fallback(context, value)
+            value = number
+        elif type(value) is not value_type or value_type not in (str, *NUMBER_PATTERNS):
+            return self.fallback(context, value)
+        return param.callback(context, param, value) if param.callback else value
+
+
+class Subcommand(TyperCommand):
+    """A named command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, and raise BadParameter for words that the command does not take."""
+        _parse_words(self, ctx, args)
+        ctx.allow_extra_args = True  # --help still works behind extra words
+        words = list(super().parse_args(ctx, args))
+        if words and not ctx.resilient_parsing:
+            raise typer.BadParameter(explain_extra_word(self, words[0], is_model_name(words[0])))
+        return words
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, patched by `_patch_params`."""
+        return _patch_params(super().get_params(ctx))
+
+
+class CommandGroup(TyperGroup):
+    """The commands; if the first word names none, the words are those of the unnamed command and go to the context's `args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse a command's name, or the prompt and options of the command without a name."""
+        words = _parse_words(self, ctx, args)
+        if words[:1] in (["help"], ["version"]) and args == words:
+            known = [word for word in words[1:2] if word in self.commands]
+            args = ["--version"] if words == ["version"] else [*known, "--help"]
+        elif words and words[0] not in self.commands:
+            is_word = not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing
+            if is_word and (error := explain_unknown_command(words, args, list(self.commands))):
+                raise typer.BadParameter(error)
+            ctx.allow_interspersed_args = True
+            return list(Command.parse_args(self, ctx, args))
+        return list(super().parse_args(ctx, args))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, patched by `_patch_params`."""
+        return _patch_params(super().get_params(ctx))
+
+
+def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
+    """Return the positional words of a command line; reject a second -d, since Typer would take the last one."""
+    if (error := explain_foreign_option(args)) and not ctx.resilient_parsing:
+        raise typer.BadParameter(error)
+    _, words, options = command.make_parser(ctx).parse_args(args=list(args))
+    if [option.name for option in options].count("draft") > 1:
+        raise typer.BadParameter("-d takes one draft; a second level is --stage NAME")
+    return list(words)
+
+
+def _patch_params(params: list[Any]) -> list[Any]:
+    """Move Typer's own flags to the output panel, which comes last, and install `FastProcessValue`."""
+    for param in params:
+        if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
+            param.rich_help_panel, param.metavar = "Output", ""
+        if hasattr(param, "type_descriptor") and not isinstance(
+            param.process_value, FastProcessValue
+        ):  # older Typers leave validation to Click
+            param.process_value = FastProcessValue(param)
+    return params
+
+
+def parse_list(option: str, text: str, parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> list[T]:
+    """Return the distinct values of a comma-separated list.
+
+    Args:
+        option: Name of the option, for the error.
+        text: The list.
+        parse: Converts one item; may raise ValueError.
+        is_valid: Whether a value is allowed.
+        expected: Description of the allowed values, for the error.
+
+    Raises:
+        ValueError: An item cannot be parsed or is not allowed.
+    """
+    try:
+        values = list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+        if all(map(is_valid, values)):
+            return values
+    except ValueError:
+        pass
+    raise ValueError(f"{option} is {text!r}; expected {expected}, separated by commas")

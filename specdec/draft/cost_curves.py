@@ -1,0 +1,120 @@
+"""Costs of target passes by their number of tokens, of drafts, and of reading experts, without any models."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from specdec.kernels import MAX_BATCH_TOKENS
+
+MAX_LOOKAHEAD_TOKENS = 32  # a speed that only a longer draft would reach is not attainable
+MIN_SECONDS = 1e-9
+CATCH_UP_RATIO = 0.1  # time that a draft takes to read a missed token of the sequence, relative to drafting a token
+
+
+class ExpertCosts:
+    """Extra time of passes over several tokens in a mixture of experts.
+
+    A pass reads every expert that any of its tokens chooses: u times the k experts of one token. Suppose that each choice falls
+    with probability r = `repeat_probability` on an expert that is read anyway, and else on any of all E. Then n tokens together
+    choose u(n) = E / k - (E / k - 1) (1 - (1 - r) k / E)^(n - 1) times k experts; r = 0 is the case of independent tokens
+    (MoESD, arXiv:2505.19645). The passes of a sequence show how much it repeats.
+
+    Args:
+        n_experts: E, experts of a layer.
+        experts_per_token: k, experts that one token chooses.
+        seconds: Time that reading the experts of one token takes in a pass.
+        repeat_probability: r, the probability above.
+        get_n_read: Returns the mean number of experts that a layer read in the last pass.
+    """
+
+    def __init__(
+        self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float, get_n_read: Callable[[], float]
+    ) -> None:
+        self.seconds, self.repeat_probability = seconds, repeat_probability
+        self._n_experts, self._experts_per_token, self.get_n_read = n_experts, experts_per_token, get_n_read
+        self.extra_seconds = [0.0] * (MAX_BATCH_TOKENS + 1)  # seconds by the number of tokens
+        self._update_table()
+
+    def copy(self) -> "ExpertCosts":
+        """Return the same costs, to be updated by other passes."""
+        return ExpertCosts(self._n_experts, self._experts_per_token, self.seconds, self.repeat_probability, self.get_n_read)
+
+    def compute_extra_seconds(self, n_read: float) -> float:
+        """Return the extra seconds of a pass in which a layer reads n_read experts."""
+        return max(n_read / self._experts_per_token - 1.0, 0.0) * self.seconds
+
+    def update(self, n_tokens: int, n_read: float) -> None:
+        """Learn how much tokens repeat experts, from a pass over n_tokens in which a layer read n_read experts."""
+        if n_tokens > 1 and self.seconds:
+            self.repeat_probability += 0.2 * (self.solve_repeat_probability(n_tokens, n_read) - self.repeat_probability)
+            self._update_table()
+
+    def solve_repeat_probability(self, n_tokens: int, n_read: float) -> float:
+        """Solve u(n_tokens) k = n_read for the `repeat_probability`."""
+        unread = max(self._n_experts - n_read, 0.0) / max(self._n_experts - self._experts_per_token, MIN_SECONDS)
+        new: float = (1.0 - unread ** (1 / (n_tokens - 1))) * self._n_experts / self._experts_per_token
+        return min(max(1.0 - new, 0.0), 1.0)
+
+    def _update_table(self) -> None:
+        max_ratio = self._n_experts / self._experts_per_token
+        remaining, ratio = max_ratio - 1.0, 1.0 - (1.0 - self.repeat_probability) / max_ratio
+        for n in range(1, MAX_BATCH_TOKENS + 1):
+            self.extra_seconds[n] = self.seconds * (max_ratio - 1.0 - remaining)
+            remaining *= ratio
+
+
+NO_EXPERTS = ExpertCosts(1, 1, 0.0, 0.0, lambda: 1.0)
+
+
+class CostCurve:
+    """Seconds of the target's passes over n tokens, and of drafting.
+
+    Args:
+        pass_seconds: The minimum measured seconds of passes by number of tokens, without `experts.extra_seconds` for a mixture
+            of experts. Noise only ever adds time, so a pass over fewer tokens is taken to cost no more than one over more.
+        draft_token: Seconds of one drafted token; 0 if proposing costs nothing.
+        draft_start: Seconds that the first drafted token of a round takes longer.
+        experts: Extra costs of a mixture of experts.
+        eviction: Seconds that a pass over one token takes longer after a draft; passes over more are measured after one.
+    """
+
+    def __init__(
+        self,
+        pass_seconds: Mapping[int, float],
+        draft_token: float = 0.0,
+        draft_start: float = 0.0,
+        experts: ExpertCosts = NO_EXPERTS,
+        eviction: float = 0.0,
+    ) -> None:
+        measured = sorted(pass_seconds)
+        curve = np.interp(np.arange(MAX_BATCH_TOKENS + 1), measured, [max(pass_seconds[n], MIN_SECONDS) for n in measured])
+        beyond = np.arange(measured[-1] + 1, MAX_BATCH_TOKENS + 1)
+        curve[beyond] *= beyond / measured[-1]  # compute-bound
+        self.pass_seconds: list[float] = np.minimum.accumulate(curve[::-1])[::-1].tolist()
+        self.draft_token, self.draft_start, self.experts, self.eviction = draft_token, draft_start, experts, eviction
+
+    def merge(self, other: "CostCurve") -> "CostCurve":
+        """Return the minimum of both costs, element by element."""
+        passes = {n: min(self.pass_seconds[n], other.pass_seconds[n]) for n in range(1, MAX_BATCH_TOKENS + 1)}
+        token, start = min(self.draft_token, other.draft_token), min(self.draft_start, other.draft_start)
+        return CostCurve(passes, token, start, self.experts, min(self.eviction, other.eviction))
+
+    def scale(self, pass_ratio: float, draft_ratio: float) -> "CostCurve":
+        """Return a curve with the time of passes over several tokens, and of drafts, multiplied by these ratios."""
+        passes = {1: self.pass_seconds[1]} | {n: pass_ratio * self.pass_seconds[n] for n in range(2, MAX_BATCH_TOKENS + 1)}
+        draft = draft_ratio * self.draft_token, draft_ratio * self.draft_start
+        return CostCurve(passes, *draft, self.experts, self.eviction)
+
+    def draft_cost(self, n: int, n_missed: int = 0) -> float:
+        """Return the seconds of drafting n tokens after reading n_missed tokens of the sequence."""
+        return self.draft_start + (n + CATCH_UP_RATIO * n_missed) * self.draft_token if n else 0.0
+
+    def is_profitable(self, acceptance: float) -> bool:
+        """Return whether some draft length is faster than no draft if each token is accepted with that probability."""
+        gain, power, plain = 1.0, 1.0, self.pass_seconds[1]
+        for n in range(1, MAX_LOOKAHEAD_TOKENS + 1):
+            power *= acceptance
+            gain += power
+            if gain * plain > self.pass_seconds[n + 1] + self.experts.extra_seconds[n + 1] + self.draft_cost(n):
+                return True
+        return False

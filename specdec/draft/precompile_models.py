@@ -1,0 +1,40 @@
+"""Compilation of the code that passes of models will run, in other processes, while their weights are loaded."""
+
+from collections.abc import Mapping, Sequence
+from subprocess import Popen
+from typing import Any
+
+from specdec.layers.base import BufferSizes
+from specdec.layers.kv_formats import KV_FORMATS
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import KVFormatName, get_kv_format
+from specdec.model_config import ModelConfig
+from specdec.quant import WeightFormat
+from specdec.runtime.compile_ahead import compile_ahead
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Kernel
+
+
+def compile_passes(
+    config: ModelConfig, tensors: Mapping[str, Any], weight_formats: Sequence[WeightFormat | None], kv: KVFormatName
+) -> list[Popen[bytes]]:
+    """Start processes that compile the code of passes and of sampling, while this one loads the weights.
+
+    Args:
+        config: The configuration of the models.
+        tensors: Their tensors.
+        weight_formats: The weight format of each model, the target's first; see `Architecture.pack`.
+        kv: The KV cache format.
+
+    Returns:
+        The processes.
+    """
+    architecture = get_architecture(config)
+    outlines = [architecture.make_placeholder_weights(config, tensors, weight_format) for weight_format in weight_formats]
+    kv = get_kv_format(outlines[0], kv)
+    sizes = BufferSizes(KV_FORMATS[kv], PANEL_ROWS, 1)
+    operations: dict[Kernel, None] = {}
+    for outline in outlines:
+        program = architecture.program(config, outline, architecture.allocate_buffers(config, outline, sizes)).assemble({})
+        operations |= dict.fromkeys(op.kernel for phase in program for op in phase)
+    return compile_ahead([*operations], [KV_FORMATS[kv].attention.name, "sampling.compile_draw"])

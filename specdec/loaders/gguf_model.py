@@ -1,0 +1,226 @@
+"""Open a GGUF file, or the shards of a split one, as a `Checkpoint`: map its metadata to a config, and its tensors to ours.
+
+Keys, names and defaults are llama.cpp's (gguf-py's constants.py, src/llama-model.cpp). A key that changes the arithmetic is
+either supported or rejected by name; other keys are ignored.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from specdec.argument_checks import wrap_read_errors
+from specdec.families import GGUF_FAMILIES, GGUFMetadata
+from specdec.families.config_values import MAX_DIM, CheckpointError, ConfigValues, check_neutral_values, format_json_value
+from specdec.families.family import select_tensor_specs
+from specdec.families.gguf_common import (
+    EMBEDDING,
+    EXPERT_DIM_KEY,
+    LM_HEAD,
+    MLP_DIM_KEY,
+    NEUTRAL_VALUES,
+    NEXTN_LAYERS_KEY,
+    PER_LAYER_KEYS,
+)
+from specdec.families.hf_common import MAX_LAYERS
+from specdec.families.pre_tokenizers import has_rstrip_special_tokens
+from specdec.loaders.checkpoint import Checkpoint, ModelFile, parse_default_sampling
+from specdec.loaders.gguf_file import MAGIC, GGUFFile
+from specdec.loaders.gguf_shards import list_shard_names
+from specdec.loaders.head_checks import check_id_map, check_target_ids
+from specdec.loaders.tensor_assembly import assemble_tensors, is_equal
+from specdec.loaders.tensor_index import TensorIndex
+from specdec.model_config import ModelConfig
+from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY
+
+ARCHITECTURE_KEY, TYPE_KEY = "general.architecture", "general.type"
+NON_MODEL_TYPES = {  # files that do not hold a language model
+    "adapter": "an adapter (LoRA) alone; merge it into its model with llama.cpp's llama-export-lora",
+    "mmproj": "the part of a model that reads images; name the GGUF file of the model itself",
+    "clip": "the part of a model that reads images; name the GGUF file of the model itself",
+    "imatrix": "an importance matrix, which is for quantizing; name the GGUF file of a model",
+}
+TOKENIZER_PREFIX, TOKENS_KEY, CHAT_TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
+SPLIT_NUMBER_KEY, SPLIT_COUNT_KEY, SPLIT_TENSORS_KEY = "split.no", "split.count", "split.tensors.count"
+MAX_SHARDS = 99999
+POOLING_TYPES = {"1": "mean", "2": "cls", "3": "last"}
+SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
+}  # fmt: skip
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file has GGUF's magic bytes or suffix. Raises CheckpointError if it cannot be read."""
+    file = ModelFile(path)
+    return path.suffix == ".gguf" or file.read(0, min(len(MAGIC), file.size)).tobytes() == MAGIC
+
+
+def read_vocabulary(path: Path) -> dict[str, Any]:
+    """Return the tokenizer's keys in a GGUF file, without their common prefix; {} for another file."""
+    return _get_vocabulary(GGUFFile(path)) if is_gguf(path) else {}
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Open a file and its shards, after checking everything that their headers show.
+
+    Raises:
+        CheckpointError: The model is not complete and consistent. Weights are checked when they are read.
+    """
+    model = GGUFModel(path)
+    if model.n_nextn and not any(name.startswith("blk.0.") for name in model):
+        raise CheckpointError(f"{path} holds an MTP head without its model; name a file that holds both")
+    config = read_config(model)
+    tensors = assemble_tensors(
+        config, select_tensor_specs(model.family.tensor_specs, model.family.alternatives, model, config.n_layers), model
+    )
+    ids = None
+    if config.head and (id_map := model.family.id_map_name) in model:
+        ids = check_target_ids(
+            model.read_integers(id_map, config.head.draft_vocab_size), config.vocab_size, model.describe(id_map)
+        )
+    prefixes = tuple(f"blk.{config.n_layers + i}." for i in range(model.n_nextn))
+    extra = [name for name in model if name.startswith(prefixes)]
+    if extra and not any(".nextn." in name for name in extra):
+        raise CheckpointError(f"{path}: {NEXTN_LAYERS_KEY} is {model.n_nextn}; the layer of {extra[0]} is one of the model's own")
+    model.ignore([*extra, *model.family.list_unused(config)])
+    model.check_all_used()
+    if config.head:  # it uses the target's tokenizer, even if the file has one
+        return Checkpoint(path, config, tensors, target_ids=ids)
+    template = model.metadata.get(CHAT_TEMPLATE_KEY)
+    return Checkpoint(
+        path, config, tensors, vocabulary=_get_vocabulary(model.first_file), family=model.family.architecture,
+        mtp_specs=model.family.mtp_specs,
+        chat_template=template if isinstance(template, str) else None,
+        default_sampling=parse_default_sampling(model.metadata, SAMPLING_KEYS),
+        pooling=POOLING_TYPES.get(str(model.metadata.get(f"{model.family.architecture}.pooling_type")), ""),
+    )  # fmt: skip
+
+
+class GGUFModel(TensorIndex[GGUFFile]):
+    """The metadata of a model's first file, and the tensors of all shards. Raises CheckpointError if shards do not match."""
+
+    need_phrase, shape_phrase, model_phrase = "its keys need", "the keys say", "the keys describe"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.first_file = GGUFFile(path)
+        self.metadata = self.first_file.metadata
+        for file in _open_shards(self.first_file):
+            for name in file.entries:
+                if name in self:
+                    raise CheckpointError(
+                        f"{file.path} holds the tensor {format_json_value(name)}, as {self._sources[name][0].path} does"
+                    )
+                self._sources[name] = file, name
+        n, expected = len(self._sources), self.metadata.get(SPLIT_TENSORS_KEY)
+        if expected is not None and expected != n:
+            raise CheckpointError(f"{path}: {SPLIT_TENSORS_KEY} is {format_json_value(expected)}; its shards hold {n} tensors")
+        architecture = self.metadata.get(ARCHITECTURE_KEY)
+        if other := NON_MODEL_TYPES.get(str(self.metadata.get(TYPE_KEY))) or NON_MODEL_TYPES.get(str(architecture)):
+            raise CheckpointError(f"{path} holds {other}")
+        if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
+            problem = (
+                f"{ARCHITECTURE_KEY} {format_json_value(architecture)} is not supported; supported: "
+                f"{', '.join(sorted(GGUF_FAMILIES))}"
+            )
+            raise CheckpointError(f"{path}: {problem}")
+        self.family = GGUF_FAMILIES[architecture]
+        # MTP layers, stored after those of the model
+        self.n_nextn = (
+            ConfigValues(path, self.metadata, prefix=f"{architecture}.").get_count(NEXTN_LAYERS_KEY)
+            if self.family.mtp_specs
+            else 0
+        )
+
+    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+        """Return a tensor; ggml's writers, its quantizer among them, drop an outermost dimension of 1."""
+        if shape[0] == 1 and self.get_shape(name) == shape[1:]:
+            return super().get_tensor(name, shape[1:], *types).flatten_matrices()
+        return super().get_tensor(name, shape, *types)
+
+    def is_duplicate(self, name: str, other: str) -> bool:
+        """Return whether two tensors are equal; if so, mark the second as used."""
+        a, b = (self._sources[each][0] for each in (name, other))
+        result = a.entries[name][:2] == b.entries[other][:2] and is_equal(a.get_raw_tensor(name), b.get_raw_tensor(other))
+        if result:
+            self._used.add(other)
+        return result
+
+
+def _open_shards(first: GGUFFile) -> list[GGUFFile]:
+    """Open all files of the model that begins with this one."""
+    count, number = (ConfigValues(first.path, first.metadata, {key: 0})[key] for key in (SPLIT_COUNT_KEY, SPLIT_NUMBER_KEY))
+    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
+        raise CheckpointError(f"{first.path}: {SPLIT_COUNT_KEY} is {format_json_value(count)}; expected 1 to {MAX_SHARDS}")
+    if count <= 1:
+        return [first]
+    paths = [first.path.with_name(name) for name in list_shard_names(first.path.name)]
+    if len(paths) != count:
+        raise CheckpointError(f"{first.path} is one of {count} shards; expected a name that ends in -00001-of-{count:05}.gguf")
+    if number != 0:
+        raise CheckpointError(f"{first.path} is a later shard of {count}; name the first, {paths[0]}")
+    files = [first]
+    for i, path in enumerate(paths[1:], 1):
+        with wrap_read_errors(path, CheckpointError):
+            if not path.exists():
+                raise CheckpointError(f"{path} is missing; it is a shard of {first.path.name}: download the whole model again")
+        files.append(GGUFFile(path))
+        if (shard_number := files[-1].metadata.get(SPLIT_NUMBER_KEY)) != i:
+            raise CheckpointError(f"{path}: {SPLIT_NUMBER_KEY} is {format_json_value(shard_number)}; expected {i}")
+    return files
+
+
+def _get_vocabulary(file: GGUFFile) -> dict[str, Any]:
+    """Return the tokenizer's keys, and whether its special tokens strip the white space after them."""
+    vocabulary = {
+        key.removeprefix(TOKENIZER_PREFIX): value for key, value in file.metadata.items() if key.startswith(TOKENIZER_PREFIX)
+    }
+    return (
+        vocabulary | {SPECIAL_TOKENS_STRIP_KEY: True} if vocabulary and has_rstrip_special_tokens(file.metadata) else vocabulary
+    )
+
+
+def read_config(model: GGUFModel) -> ModelConfig:
+    """Build the config from the metadata and from which tensors exist. Raises CheckpointError."""
+    family, prefix = model.family, f"{model.family.architecture}."
+    values = ConfigValues(model.path, model.metadata, prefix=prefix)
+    check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
+    vocab_size = _get_vocab_size(model, values, is_borrowed=family.is_head and EMBEDDING not in model)
+    n_blocks = values.get_int("block_count", max_value=MAX_LAYERS)
+    # A list that gives the same number for each layer stands for that number.
+    lists = {key: values[key] for key in PER_LAYER_KEYS if key not in family.per_layer_keys and isinstance(values[key], list)}
+    uniform = {prefix + key: numbers[0] for key, numbers in lists.items() if numbers and numbers == numbers[:1] * n_blocks}
+    given = model.metadata | uniform
+    values = ConfigValues(model.path, given, prefix=prefix)
+    # a placeholder where each layer has its own MLP width
+    mlp_dim = 1 if isinstance(values[MLP_DIM_KEY], list) and MLP_DIM_KEY in family.per_layer_keys else None
+    common: dict[str, Any] = {
+        "dim": values.get_int("embedding_length", max_value=MAX_DIM),
+        "hidden_dim": mlp_dim or values.get_int(MLP_DIM_KEY if MLP_DIM_KEY in values else EXPERT_DIM_KEY),
+        "n_layers": n_blocks - model.n_nextn,
+        "n_heads": values.get_int("attention.head_count"),
+        "seq_len": values.get_int("context_length"),
+        "vocab_size": vocab_size,
+        "shared_classifier": not family.is_head and (LM_HEAD not in model or model.is_duplicate(EMBEDDING, LM_HEAD)),
+    }
+    config = family.parse_config(GGUFMetadata(model.path, given, prefix, common, model))
+    if problem := config.find_error():
+        raise CheckpointError(f"{model.path} does not describe a valid model: {problem}")
+    if config.head:
+        check_id_map(config.head, vocab_size, model.family.id_map_name in model, f"{model.path}")
+    return config
+
+
+def _get_vocab_size(model: GGUFModel, values: ConfigValues, is_borrowed: bool) -> int:
+    """Return the number of token ids: the rows of the token embedding, which the keys must match.
+
+    A head that borrows the target's embedding has no such rows; its keys give the number.
+    """
+    tokens, key = model.metadata.get(TOKENS_KEY), "vocab_size"
+    if is_borrowed:
+        return values.get_int(key) if key in values or not isinstance(tokens, list) else len(tokens)
+    rows = model.get_shape(EMBEDDING)[0]
+    if key in values and values[key] != rows:
+        raise values.make_error(key, f"{rows}, the rows of {EMBEDDING}")
+    if isinstance(tokens, list) and len(tokens) != rows:
+        raise CheckpointError(f"{values.path}: {TOKENS_KEY} are {len(tokens)}; expected {rows}, the rows of {EMBEDDING}")
+    return rows

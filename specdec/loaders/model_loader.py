@@ -1,0 +1,158 @@
+"""Load a model by name: find its files, read and pack its weights, and compute how long a sequence fits into memory.
+
+Drafting is elsewhere (`specdec.draft`).
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from specdec.argument_checks import check_choice, check_int, check_path
+from specdec.families.config_values import CheckpointError, CheckpointWarning
+from specdec.layers.base import Weights
+from specdec.loaders import load_checkpoint
+from specdec.loaders.checkpoint import Checkpoint
+from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
+from specdec.loaders.model_paths import resolve_path
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import KVFormatName, Transformer
+from specdec.quant import INT8, PACKED_BF16, WeightFormat
+from specdec.runtime.aligned_memory import get_physical_memory_bytes
+from specdec.runtime.threads import get_available_threads
+
+PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: where that is faster, always, never
+ProgressCallback = Callable[[str, float], None]  # called with the name of a model and the loaded share of it, 0 to 1
+TARGET_MEMORY_SHARE = 0.75  # of the memory headroom, for the target's KV cache; the draft uses the rest
+
+
+def ignore_progress(name: str, share: float) -> None:
+    """Ignore the progress; the default `ProgressCallback`."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Settings by which checkpoints become models.
+
+    Attributes:
+        n_threads: Threads of a forward pass, as in `Transformer`.
+        kv: Number format of the KV cache, as in `Transformer`.
+        progress: Callback for the loading progress.
+        pack_mode: Whether bf16 weights are packed into 12 bits, see `PackMode`.
+    """
+
+    n_threads: int | None = None
+    kv: KVFormatName = "auto"
+    progress: ProgressCallback = ignore_progress
+    pack_mode: PackMode = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("kv", self.kv, get_args(KVFormatName))
+        check_choice("pack", self.pack_mode, get_args(PackMode))
+        if self.n_threads is not None:
+            check_int("n_threads", self.n_threads, 1, get_available_threads())
+
+    def load(self, checkpoint: Checkpoint, weight_format: WeightFormat | None, n_positions: int | None = None) -> Transformer:
+        """Build the model of a checkpoint; weight_format as in `pack`. Raises CheckpointError."""
+        return Transformer(checkpoint.config, self.pack(checkpoint, weight_format), self.n_threads, n_positions, self.kv)
+
+    def pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
+        """Read and pack the weights of a checkpoint. Raises CheckpointError.
+
+        Args:
+            checkpoint: The model's config and tensors.
+            weight_format: Format for weights that are floats in the file; None: as `pack_mode` says.
+        """
+        name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
+        architecture, formats = get_architecture(config), self.list_weight_formats(checkpoint, weight_format)
+        if len(formats) > 1 and not architecture.is_bf16_packing_faster(
+            config, tensors, self.n_threads or get_available_threads()
+        ):
+            formats.pop()
+        try:
+            return architecture.pack(config, tensors, formats[-1], lambda share: self.progress(name, share))
+        except MemoryError as error:
+            problem = f"{checkpoint.path} does not fit into memory: {error or 'there is none left for its weights'}"
+            raise CheckpointError(f"{problem}; use a smaller model, or a GGUF file of it with fewer bits per weight") from None
+
+    def list_weight_formats(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> list[WeightFormat | None]:
+        """List the formats that `pack` may choose for float weights.
+
+        The last one is used, unless a benchmark on this machine finds it slower than the first.
+        """
+        if weight_format is not None or self.pack_mode == "none":
+            return [weight_format]
+        if self.pack_mode == "on":
+            return [PACKED_BF16]
+        architecture = get_architecture(checkpoint.config)
+        return [None, PACKED_BF16] if architecture.is_bf16_packing_candidate(checkpoint.config, checkpoint.tensors) else [None]
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    int8: bool = False,
+    n_threads: int | None = None,
+    n_positions: int | None = None,
+    kv: KVFormatName = "auto",
+    pack: PackMode = "auto",
+) -> Transformer:
+    """Load the model of a path or a name.
+
+    Args:
+        path: A path, a bundled or published model, an alias, or a repository on the hub.
+        int8: Whether float weights are quantized to int8.
+        n_threads: Threads of a forward pass, as in `Transformer`.
+        n_positions: Capacity of the KV cache in tokens, as in `Transformer`.
+        kv: Number format of the KV cache, as in `Transformer`.
+        pack: Whether bf16 weights are packed into 12 bits, see `PackMode`.
+
+    Raises:
+        CheckpointError: There is no such model, or it cannot be loaded.
+    """
+    return Loader(n_threads, kv, pack_mode=pack).load(open_checkpoint("path", path), INT8 if int8 else None, n_positions)
+
+
+def open_checkpoint(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint of a path or a name, without reading its weights.
+
+    Warns if an adapter lies next to the weights. No file says whether they include it: some tools leave it there after merging.
+
+    Args:
+        parameter: The caller's parameter, such as "target", for errors. Only "draft" accepts a draft head.
+        name: The path or name.
+
+    Raises:
+        CheckpointError: There is no such model, or it is a draft head.
+    """
+    checkpoint = load_checkpoint(resolve_path(check_path(parameter, name)))
+    if checkpoint.config.head and parameter != "draft":
+        raise CheckpointError(f"{checkpoint.path} is a head that drafts for a model; name it with draft=...")
+    if (checkpoint.path / ADAPTER_CONFIG).exists():
+        warnings.warn(
+            f"{checkpoint.path} holds an adapter ({ADAPTER_CONFIG}), which is not applied: the model's weights run as they are; "
+            f"if they do not hold it yet, {MERGE_HINT}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    return checkpoint
+
+
+def get_memory_headroom(target: Transformer) -> float:
+    """Return the bytes of physical memory that a target's weights leave free."""
+    return get_physical_memory_bytes() - target.weights.n_bytes
+
+
+def compute_max_positions(target: Transformer) -> int:
+    """Return the longest sequence in tokens: the target's context, or what fits into its share of the memory headroom."""
+    return target.find_max_positions(TARGET_MEMORY_SHARE * get_memory_headroom(target), target.n_positions)
+
+
+def check_memory(target: Transformer, n_tokens: int) -> None:
+    """Raise ValueError if the KV cache of a sequence of n_tokens does not fit into memory."""
+    n = min(n_tokens, target.n_positions)
+    if n > (max_positions := compute_max_positions(target)):
+        raise ValueError(
+            f"a sequence of {n} tokens needs {target.get_sequence_bytes(n) / 2**30:.1f} GiB in addition to the weights; "
+            f"this machine's memory has room for {max_positions} tokens (max_tokens=...)"
+        )

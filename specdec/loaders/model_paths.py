@@ -1,0 +1,307 @@
+"""Resolve a model's name to a file or folder: a path, a name in models/, an alias, the bundled pair, or a model on the hub.
+
+The contents of the files are read elsewhere.
+"""
+
+import difflib
+import errno
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from specdec.argument_checks import wrap_read_errors
+from specdec.families.config_values import CheckpointError
+from specdec.families.pre_tokenizers import BYTE_BPE, CHAR_BPE, TOKENIZER_MODELS
+from specdec.loaders import hf_hub, is_head_folder, optional_dependencies
+from specdec.loaders.format_sniffing import is_text
+from specdec.loaders.gguf_model import read_vocabulary
+from specdec.loaders.model_aliases import read_aliases
+from specdec.tokenizer import TokenizerError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Bundled models: inside an installed package, next to it in a checkout.
+BUNDLED_MODELS_DIR = _PACKAGE / "models" if (_PACKAGE / "models").is_dir() else _PACKAGE.parent / "models"
+DEFAULT_TARGET, DEFAULT_DRAFT = BUNDLED_MODELS_DIR / "stories6M.bin", BUNDLED_MODELS_DIR / "stories650K.bin"
+DEFAULT_TOKENIZER = BUNDLED_MODELS_DIR / "tok1024.bin"
+TINYLLAMAS_URL, LLAMA2C_URL = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
+NAMING_HINT = "a model on the Hugging Face hub is named org/name, or org/name:Q4_K_M for a GGUF file of it"
+SEARCH_URL = "https://huggingface.co/models?search="
+DEFAULT_PAIR_HINT = "use the bundled small pair, stories6M.bin and stories650K.bin"
+# URL of a repository on the hub, or of a file in one: org/name, and the quant
+HUB_ADDRESS = re.compile(
+    r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/([\w.-]+/[\w.-]+)(:[\w.-]+)?(?:/.*)?", re.ASCII
+)
+BARE_NAME = re.compile(r"([\w.-]+)(:[\w.-]+)?", re.ASCII)  # the second part is a tag, as in ollama
+PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by vocabulary size
+MODEL_SUFFIXES = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx", ".llamafile")  # supported or not
+OPTIONAL_SUFFIXES = (".bin", ".gguf")  # may be left out of a name
+MAX_NAME_BYTES = 255
+MIN_NAME_SIMILARITY = 0.75  # difflib ratio from which a name is taken for a typo
+RESTORE_HINT = "restore it with 'git checkout models' or by installing again"
+
+
+def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = ()) -> Path:
+    """Return the file or folder of a path, a name in models/, an alias, a repository on the hub, or a published stories model.
+
+    Args:
+        name: A path or a name. The folder of a repository in the hub's cache stands for its snapshot.
+        source_hint: Where to get the file, for the error; by default how models are named.
+        candidates: Words that a misspelt name might stand for.
+
+    Raises:
+        CheckpointError: Nothing is found. The error suggests a similar name or the source.
+    """
+    if not os.fspath(name):
+        raise CheckpointError("the model name is empty; expected a path, or a name in models/")
+    path, name = Path(name), os.fspath(name)
+    if found := _find_local_path(path):
+        return found
+    if (model := read_aliases().get(name)) and model != name:
+        return resolve_path(model, source_hint, candidates)
+    if published := _find_published(name):
+        try:
+            return hf_hub.fetch_file(published)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_make_manual_download_hint(published)}") from None
+    if (address := HUB_ADDRESS.fullmatch(name)) or "://" in name:
+        advice = (
+            f"name the model as {address[1]}{address[2] or ''}"
+            if address
+            else f"download the file and give its path; {NAMING_HINT}"
+        )
+        raise CheckpointError(f"{name} is a URL; {advice}")
+    hint = _suggest_similar(path, candidates)
+    if hf_hub.is_repository_name(name):
+        try:
+            return hf_hub.fetch(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{hint}") from None
+    if path.is_absolute():
+        raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
+    folders = " or ".join(map(str, get_model_folders()))
+    raise CheckpointError(f"there is no {path} here or in {folders}{hint or f'; {source_hint or _make_naming_hint(name)}'}")
+
+
+def _make_naming_hint(name: str) -> str:
+    """Return how to name a model, for the error about a name that was not found."""
+    if name.endswith(MODEL_SUFFIXES) or not (bare := BARE_NAME.fullmatch(name)):
+        return NAMING_HINT
+    ollama_note = f"{name} is an ollama name, which is not supported: " if bare[2] else ""
+    return f"{ollama_note}{NAMING_HINT}; {SEARCH_URL}{bare[1]} lists some"
+
+
+def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
+    """Return the optional packages that models need, with their purposes, without downloading anything.
+
+    Args:
+        names: Names of models, the target first.
+        tokenizer: The target's tokenizer, if one was given.
+
+    Raises:
+        CheckpointError: A GGUF file cannot be read.
+    """
+    needed = dict[str, str]()
+    for name in filter(None, [*names, tokenizer]):
+        model = _read_valid_aliases().get(name, name)
+        if not find_local(name) and (_find_published(model) or hf_hub.is_repository_name(model)):
+            hint = f" ({_make_manual_download_hint(published)})" if (published := _find_published(model)) else ""
+            needed.setdefault(optional_dependencies.HUB, hf_hub.format_fetch_purpose(name) + hint)
+    if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):  # checked first: the loop reads files
+        for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
+            needed.setdefault(optional_dependencies.TOKENIZERS, f"to read the tokenizer of {name}")
+    return needed
+
+
+def list_model_paths(folder: Path) -> list[Path]:
+    """List what looks like a model in a folder by its name: model files, and folders with a config. Raises OSError."""
+
+    def is_model(path: Path) -> bool:
+        is_tokenizer = path.name.startswith("tok") and path.suffix == ".bin"
+        is_file = path.suffix in OPTIONAL_SUFFIXES and hf_hub.is_model_file_name(path.name) and not is_tokenizer
+        return is_file or (path / "config.json").is_file()
+
+    return sorted(filter(is_model, folder.iterdir()))
+
+
+def is_model_name(word: str) -> bool:
+    """Return whether a word is a model's name and not a prompt: an existing model, or a name that only a model can have."""
+    if not _is_possible_name(word):
+        return False
+    if found := _find_local_path(Path(word)):
+        return found.is_file() or (found / "config.json").exists()
+    is_name = (
+        word in hf_hub.PUBLISHED_FILES
+        or word in _read_valid_aliases()
+        or word.endswith(MODEL_SUFFIXES)
+        or hf_hub.is_repository_name(word)
+    )
+    return is_name and not any(map(str.isspace, word))
+
+
+def is_text_file(word: str) -> bool:
+    """Return whether a word names an existing text file, and not a model."""
+    found = _find_local_path(Path(word)) if _is_possible_name(word) and not word.endswith(MODEL_SUFFIXES) else None
+    return bool(found and found.is_file() and is_text(found))
+
+
+def _is_possible_name(word: str) -> bool:
+    return word != "" and len(word.encode(errors="replace")) <= MAX_NAME_BYTES
+
+
+def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
+    """Return the tokenizer's path.
+
+    It is the given one, else a target that is a folder, else tok<vocab_size>.bin or tokenizer.bin next to the target, in models/
+    or on the hub. Raises TokenizerError or CheckpointError if there is none.
+    """
+    if given is not None:
+        return resolve_path(given, f"llama2.c's tokenizer.bin is at {LLAMA2C_URL}")
+    if target and target.is_dir():
+        return target
+    folders = [*([target.parent] if target else []), *get_model_folders()]
+    names = [f"tok{vocab_size}.bin", "tokenizer.bin"]
+    found = _find_first_existing([folder / name for folder in folders for name in names])
+    if not found:
+        where = ", ".join(str(folder) for folder in folders)
+        problem = f"no {' or '.join(names)} in any of {where}"
+        if vocab_size not in PUBLISHED_TOKENIZERS:
+            raise TokenizerError(f"{problem}; name it with tokenizer=...")
+        try:
+            return hf_hub.fetch_file(PUBLISHED_TOKENIZERS[vocab_size])
+        except CheckpointError as error:
+            raise TokenizerError(f"{problem}, so name it with tokenizer=...; {error}") from None
+    return found
+
+
+def get_default_pair() -> tuple[Path, Path]:
+    """Return the paths of the bundled target and draft. Raises CheckpointError if they are missing."""
+    missing = [str(path) for path in _get_default_paths() if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"no model is given, and the default pair lacks {' and '.join(missing)}; {RESTORE_HINT}, "
+            f"or get stories15M.bin from {TINYLLAMAS_URL} and tokenizer.bin from {LLAMA2C_URL}, and name it with "
+            f"target='stories15M.bin'"
+        )
+    return DEFAULT_TARGET, DEFAULT_DRAFT
+
+
+@contextmanager
+def add_restore_hint() -> Iterator[None]:
+    """Add to errors about bundled files how to restore them, unless memory is short or the file may not be read."""
+    try:
+        yield
+    except (CheckpointError, TokenizerError) as error:
+        cause = error.__context__
+        is_file_error = not isinstance(cause, MemoryError | OSError) or isinstance(cause, FileNotFoundError)
+        is_bundled = is_file_error and any(str(path) in str(error) for path in _get_default_paths())
+        raise type(error)(f"{error}; {RESTORE_HINT}" if is_bundled else str(error)) from None
+
+
+def _get_default_paths() -> tuple[Path, Path, Path]:
+    return DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER
+
+
+def get_model_folders() -> tuple[Path, Path]:
+    """Return the folders that names are looked up in: models/ in the current folder, then the bundled one."""
+    return Path("models"), BUNDLED_MODELS_DIR
+
+
+def _read_valid_aliases() -> dict[str, str]:
+    """Return the aliases, {} if their file cannot be read."""
+    with suppress(CheckpointError):
+        return read_aliases()
+    return {}
+
+
+def _make_manual_download_hint(published: str) -> str:
+    """Return what to do if one of `hub.PUBLISHED_FILES` cannot be downloaded."""
+    pair_hint = f", or {DEFAULT_PAIR_HINT}" if published.startswith("stories") else ""
+    path_or_url, _ = hf_hub.PUBLISHED_FILES[published]
+    return f"put {published} here or in models/, from {path_or_url if '://' in path_or_url else TINYLLAMAS_URL}{pair_hint}"
+
+
+def _find_published(name: str) -> str:
+    """Return which of `hub.PUBLISHED_FILES` has this name, with or without its suffix; "" for none."""
+    return next((file for file in (name, f"{name}.bin") if file in hf_hub.PUBLISHED_FILES), "")
+
+
+def find_local(name: str) -> Path | None:
+    """Return what `resolve_path` finds without the network, or None."""
+    if found := _find_local_path(Path(name)):
+        return found
+    if model := _read_valid_aliases().get(name):
+        return _find_local_path(Path(model)) or (hf_hub.find_cached(model) if hf_hub.is_repository_name(model) else None)
+    if published := _find_published(name):
+        return hf_hub.find_cached_file(published)
+    return hf_hub.find_cached(name) if hf_hub.is_repository_name(name) else None
+
+
+def _has_json_tokenizer(name: str) -> bool:
+    """Return whether a model needs the package `tokenizers`, or may need it if it is not downloaded yet."""
+    path = find_local(name)
+    if not path:
+        return hf_hub.is_repository_name(name)
+    if path.is_dir():
+        return not is_head_folder(path)
+    return path.suffix == ".json" or TOKENIZER_MODELS.get(str(read_vocabulary(path).get("model"))) in (BYTE_BPE, CHAR_BPE)
+
+
+def _suggest_similar(path: Path, candidates: Sequence[str]) -> str:
+    """Return a hint at the known name most similar to one that was not found, a file, alias or candidate; "" for none."""
+    folders = [path.parent] if len(path.parts) > 1 else [Path(), *get_model_folders()]
+    cached = [name if ":" in path.name else name.partition(":")[0] for name, _ in hf_hub.list_cached_models()]
+    known = [*candidates, *_read_valid_aliases(), *(hf_hub.PUBLISHED_FILES if len(path.parts) == 1 else cached)]
+    for folder in folders:
+        with suppress(OSError):
+            known += [str(path.parent / model.name) for model in list_model_paths(folder)]
+
+    def normalize(name: str) -> str:
+        name = name.lower()
+        return next((name.removesuffix(ending) for ending in OPTIONAL_SUFFIXES if name.endswith(ending)), name)
+
+    names = {normalize(name): name for name in reversed(known)}
+    close = difflib.get_close_matches(normalize(str(path)), names, 1, MIN_NAME_SIMILARITY)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
+
+
+def _find_local_path(path: Path) -> Path | None:
+    """Return what exists at a path or under a name in models/; for a repository in the hub's cache, its snapshot."""
+    found = _find_first_existing(_list_candidate_paths(path))
+    is_repository = found and (found / "snapshots").is_dir() and not (found / "config.json").exists()
+    return _find_snapshot(found) if found and is_repository else found
+
+
+def _find_snapshot(repository: Path) -> Path:
+    """Return the latest snapshot of a repository, or its only one. Raises CheckpointError if neither is known."""
+    with wrap_read_errors(repository, CheckpointError):
+        snapshots = sorted(each for each in (repository / "snapshots").iterdir() if each.is_dir())
+    commit = ""
+    with suppress(OSError, ValueError):
+        commit = (repository / "refs" / "main").read_text().strip()
+    found = [each for each in snapshots if each.name == commit] or snapshots
+    if len(found) != 1:
+        advice = f"name one of them: {', '.join(map(str, found[:3]))}" if found else "download the model again"
+        raise CheckpointError(f"{repository} is a folder of the hub's cache with {len(found)} snapshots; {advice}")
+    return found[0]
+
+
+def _list_candidate_paths(path: Path) -> list[Path]:
+    """List the paths that a path or a name may stand for, with or without its suffix."""
+    path = Path(os.path.expanduser(path))  # shells do not expand --model=~/x.gguf
+    names = [path, *(path.with_name(path.name + ending) for ending in OPTIONAL_SUFFIXES if path.name and not path.suffix)]
+    return [folder / name for folder in (Path(), *get_model_folders()) for name in names]
+
+
+def _find_first_existing(paths: list[Path]) -> Path | None:
+    """Return the first path that exists, or None. Raises CheckpointError if a path cannot be checked."""
+    for path in paths:
+        try:
+            path.stat()  # since Python 3.14, `exists` hides errors such as a lack of permission
+            return path
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            continue
+        except OSError as error:
+            raise CheckpointError(f"cannot access {path}: {error.strerror}") from None
+    return None

@@ -1,0 +1,581 @@
+"""Model configuration: sizes and options of every architecture, with their validation."""
+
+import functools
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import numpy as np
+
+MAX_CONV_KERNEL_SIZE = 16
+MIN_SCALE = 1e-6  # scales lie between this and its inverse, so that their squares are finite in float32, too
+ASSISTANT, TARGET_KV_LAYER = (
+    "gemma4_assistant",
+    -1,
+)  # a draft head that reads its target's KV cache, and the kv_layer of its layers
+HEAD_ARCHITECTURES = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
+# If a head's file does not name the target's layers: one low, one in the middle, one high
+DEFAULT_N_TARGET_STATES = 3
+ErrorMessages = Iterator[str]  # one message for each invalid field; callers report the first
+ConfigPart = TypeVar("ConfigPart")
+
+
+def check_positive(config: object, *names: str) -> ErrorMessages:
+    """Yield an error for each named field that is not a finite number above 0."""
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            yield f"{name} is {getattr(config, name)}; expected a positive number"
+
+
+def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> ErrorMessages:
+    """Yield an error for each named field that lies outside min_value..1 / MIN_SCALE."""
+    for name in names:
+        if not min_value <= getattr(config, name) <= 1 / MIN_SCALE:
+            yield f"{name} is {getattr(config, name)}; expected {min_value:g} to {1 / MIN_SCALE:g}"
+
+
+def prefix_errors(name: str, errors: ErrorMessages) -> ErrorMessages:
+    """Return the errors of a nested config, each with the config's name in front."""
+    owner = f"{name}'" if name.endswith("s") else f"{name}'s"
+    return (f"{owner} {error}" for error in errors)
+
+
+def require_type(part: object, expected_type: type[ConfigPart]) -> ConfigPart:
+    """Return a part of a config after asserting its type.
+
+    The type always fits: the caller was chosen by it, or `ModelConfig.find_error` has checked it.
+    """
+    assert isinstance(part, expected_type)
+    return part
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """RoPE scaling of Llama 3.1 ("llama3").
+
+    Let n be the number of full rotations of a pair in original_seq_len positions. The angle of a pair is divided by factor if
+    n is below low_freq_factor, and stays as it is if n is above high_freq_factor. In between, the two are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+    def find_errors(self) -> ErrorMessages:
+        """Yield an error for each invalid field."""
+        yield from check_positive(self, "factor", "low_freq_factor", "original_seq_len")
+        if self.factor < 1:
+            yield f"factor is {self.factor}; expected 1 or more"
+        if not self.low_freq_factor < self.high_freq_factor < math.inf:
+            yield f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
+
+
+@dataclass(frozen=True)
+class YarnRopeScaling:
+    """RoPE scaling of YaRN (Peng et al. 2023, arXiv:2309.00071).
+
+    Let n be the number of full rotations of a pair in original_seq_len positions. The angle of a pair stays as it is if n is
+    beta_fast or more, and is divided by factor if n is beta_slow or less. In between, the two are interpolated.
+
+    Attributes:
+        truncate: Interpolate between whole pairs, the next ones beyond the two limits.
+    """
+
+    factor: float
+    original_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def find_errors(self) -> ErrorMessages:
+        """Yield an error for each invalid field."""
+        yield from check_positive(self, "factor", "original_seq_len", "beta_fast", "beta_slow")
+        if self.factor < 1:
+            yield f"factor is {self.factor}; expected 1 or more"
+        if self.beta_fast < self.beta_slow:
+            yield f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """Short convolutions, which replace attention in some layers (LFM2: Liquid AI 2025, arXiv:2511.23404).
+
+    Attributes:
+        kernel_size: Number of tokens that a token sees, itself the last.
+        bias: Add a bias in the convolution and in the matmuls around it.
+    """
+
+    kernel_size: int = 3
+    bias: bool = False
+
+    def find_errors(self) -> ErrorMessages:
+        """Yield an error for each invalid field."""
+        if not 0 < self.kernel_size <= MAX_CONV_KERNEL_SIZE:
+            yield f"kernel_size is {self.kernel_size}; expected 1 to {MAX_CONV_KERNEL_SIZE}"
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net, which replaces attention in some layers (Yang et al. 2025, arXiv:2412.06464).
+
+    Attributes:
+        n_key_heads: Number of query heads, and of key heads.
+        key_head_dim: Rows of a query head and of a key head.
+        kernel_size: Kernel size of the convolution.
+        tiled_heads: Value head h uses key head h % n_key_heads; else consecutive value heads share one.
+    """
+
+    n_key_heads: int
+    n_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int = 4
+    tiled_heads: bool = False
+
+    @property
+    def total_value_dim(self) -> int:
+        """Rows of all value heads."""
+        return self.n_value_heads * self.value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.n_key_heads * self.key_head_dim + self.total_value_dim
+
+    def find_errors(self) -> ErrorMessages:
+        """Yield an error for each invalid field."""
+        yield from check_positive(self, "n_key_heads", "n_value_heads", "key_head_dim", "value_head_dim", "kernel_size")
+        if self.n_value_heads % self.n_key_heads:
+            yield f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
+        if self.kernel_size > MAX_CONV_KERNEL_SIZE:
+            yield f"kernel_size is {self.kernel_size}; expected at most {MAX_CONV_KERNEL_SIZE}"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Settings of a draft head, next to the ModelConfig of its layers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+
+    Attributes:
+        target_dim: Width of the target's hidden states.
+        target_layers: Layers of the target whose inputs the head reads; n_layers stands for the output of the last one. Empty if
+            the head's file does not name them (see `get_target_layers`).
+        draft_vocab_size: Rows of the head's classifier.
+        own_embedding: The head has an embedding; else it uses its target's.
+        own_classifier: The head has a classifier; else it uses its target's.
+        norm_before_residual: The residual stream takes the normed feature.
+        fc_norm: What is normed before fc: nothing, "each" hidden state, or the "whole" row.
+        norm_output: Norm outputs before they are fed back.
+        target_architecture: Architecture of the target that the head was trained for; empty if unknown.
+    """
+
+    target_dim: int
+    target_layers: tuple[int, ...]
+    draft_vocab_size: int
+    own_embedding: bool
+    own_classifier: bool
+    norm_before_residual: bool = False
+    fc_norm: Literal["", "each", "whole"] = ""
+    norm_output: bool = False
+    target_architecture: str = ""
+
+    @property
+    def n_target_states(self) -> int:
+        """Number of the target's hidden states that make a feature."""
+        return len(self.target_layers) or DEFAULT_N_TARGET_STATES
+
+    def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Return the layers, of a target with n_layers, before which the hidden states are taken."""
+        return self.target_layers or (2, n_layers // 2, n_layers - 3)
+
+    def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
+        """Yield an error for each setting that does not fit a head with this dim and vocabulary."""
+        yield from check_positive(self, "target_dim")
+        if not 0 < self.draft_vocab_size <= vocab_size:
+            yield f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size, {vocab_size}"
+        if dim != self.target_dim and not (self.own_embedding and self.own_classifier):
+            yield f"dim is {dim}; expected target_dim, {self.target_dim}, for a head with the target's embedding or classifier"
+        if self.draft_vocab_size != vocab_size and not self.own_classifier:
+            yield f"draft_vocab_size is {self.draft_vocab_size}; the target's classifier has {vocab_size}"
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture-of-experts MLPs.
+
+    Attributes:
+        n_experts_used: Number of experts per token.
+        hidden_dim: Rows of the first matrix of an expert.
+        norm_topk_prob: Divide the weights of the chosen experts by their sum.
+        dense_layers: Layers with a plain MLP instead.
+        is_sigmoid: Score experts by sigmoid; else by softmax.
+        has_selection_bias: Add a bias to the scores that choose experts, but not to their weights.
+        swiglu_limit: Limit of `clamped_swiglu`; its experts and router have biases. 0: neither.
+        swiglu_alpha: Alpha of `clamped_swiglu`.
+        routed_scaling_factor: Factor of the weights of the chosen experts.
+        shared_hidden_dim: Rows of the first matrix of an expert that all tokens use. 0: there is none.
+        shared_gate: Gate the shared expert by a matmul.
+        has_parallel_mlp: Run an MLP in parallel. Both have norms of their own, and each expert has a factor for its weight.
+    """
+
+    n_experts: int
+    n_experts_used: int
+    hidden_dim: int
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+    is_sigmoid: bool = False
+    has_selection_bias: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 0.0
+    routed_scaling_factor: float = 1.0
+    shared_hidden_dim: int = 0
+    shared_gate: bool = False
+    has_parallel_mlp: bool = False
+
+    def find_errors(self, n_layers: int) -> ErrorMessages:
+        """Yield an error for each invalid field."""
+        if self.n_experts < 1 or self.hidden_dim < 1:
+            yield f"n_experts and hidden_dim are {self.n_experts} and {self.hidden_dim}; expected positive numbers"
+        if not 1 <= self.n_experts_used <= self.n_experts:
+            yield f"n_experts_used is {self.n_experts_used}; expected 1 to {self.n_experts}"
+        if not all(0 <= layer < n_layers for layer in self.dense_layers) or len({*self.dense_layers}) == n_layers:
+            yield f"dense_layers are {self.dense_layers}; expected some, but not all, of {n_layers} layers"
+        yield from check_scale(self, "routed_scaling_factor")
+        if self.shared_hidden_dim < 0 or (self.shared_gate and not self.shared_hidden_dim):
+            yield f"shared_hidden_dim is {self.shared_hidden_dim}; expected a number of rows, or 0 and no shared_gate"
+        if not 0 <= self.swiglu_limit <= 1 / MIN_SCALE or not 0 <= self.swiglu_alpha <= 1 / MIN_SCALE:
+            values = f"{self.swiglu_limit} and {self.swiglu_alpha}"
+            yield f"swiglu_limit and swiglu_alpha are {values}; expected 0 to {1 / MIN_SCALE:g}"
+        if self.has_parallel_mlp and (
+            self.swiglu_limit or self.is_sigmoid or self.shared_hidden_dim or self.dense_layers or not self.norm_topk_prob
+        ):
+            yield "has_parallel_mlp is true; expected a softmax of the chosen experts in all layers, and no shared expert"
+        if self.has_selection_bias and not self.is_sigmoid:
+            yield "has_selection_bias is true; expected is_sigmoid to be true, too"
+
+
+@dataclass(frozen=True)
+class PerLayerInputsConfig:
+    """Per-layer inputs: dim numbers of each token that a layer reads next to the residual stream (Gemma 4).
+
+    They come from a table with vocab_size rows and from the embedding.
+    """
+
+    dim: int
+    vocab_size: int
+
+    def find_errors(self, vocab_size: int) -> ErrorMessages:
+        """Yield an error for each invalid field."""
+        yield from check_positive(self, "dim")
+        if self.vocab_size < vocab_size:
+            yield f"vocab_size is {self.vocab_size}; expected a row for each of {vocab_size} tokens"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+
+    Attributes:
+        theta: Base of the angles.
+        dim: Number of rows, the first of a head, that are rotated. 0: all.
+        freq_factors: Divisors of the pairs' angles. Empty: 1.
+        attention_factor: Factor of the rotated rows.
+        long_freq_factors: Divisors for sequences longer than longrope_threshold, from their first token on (LongRoPE).
+        longrope_threshold: Length in tokens. 0: no LongRoPE.
+        query_scale: Multiply a query at position p by 1 + query_scale log(1 + p // query_span) (Llama 4). 0: do not.
+        query_span: See query_scale.
+    """
+
+    theta: float = 10000.0
+    dim: int = 0
+    scaling: Llama3RopeScaling | YarnRopeScaling | None = None
+    freq_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    long_freq_factors: tuple[float, ...] = ()
+    longrope_threshold: int = 0
+    query_scale: float = 0.0
+    query_span: int = 0
+
+    def find_errors(self, head_dim: int) -> ErrorMessages:
+        """Yield an error for each field that is invalid with heads of this size."""
+        if not 1 <= self.theta < math.inf:  # no pair rotates by more than a radian per position
+            yield f"theta is {self.theta}; expected 1 or more"
+        if self.scaling:
+            yield from prefix_errors("scaling", self.scaling.find_errors())
+        if isinstance(self.scaling, YarnRopeScaling) and self.theta == 1:
+            yield "theta is 1.0; expected more: YaRN needs pairs that rotate at different speeds"
+        if self.dim % 2 or not 0 <= self.dim <= head_dim:
+            yield f"dim is {self.dim}; expected an even number of a head's {head_dim} rows"
+        n_pairs = (self.dim or head_dim) // 2
+        for name, factors in (("freq_factors", self.freq_factors), ("long_freq_factors", self.long_freq_factors)):
+            if factors and len(factors) != n_pairs:
+                yield f"{name} are {len(factors)}; expected one for each of {n_pairs} pairs"
+            if not all(0 < divisor < math.inf for divisor in factors):
+                yield f"{name} are not all positive numbers"
+        if (
+            self.longrope_threshold < 0
+            or (self.longrope_threshold > 0) != bool(self.long_freq_factors)
+            or (self.longrope_threshold and self.query_scale)
+        ):
+            yield (
+                f"longrope_threshold is {self.longrope_threshold}; expected a number of tokens if there are "
+                f"long_freq_factors, else 0; query_scale is not supported with it"
+            )
+        yield from check_scale(self, "attention_factor")
+        if not 0 <= self.query_scale <= 1 / MIN_SCALE or (self.query_scale and self.query_span < 1):
+            span = f"query_span is {self.query_span}"
+            yield f"query_scale is {self.query_scale} and {span}; expected 0, or a scale and a span of 1 or more"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Options of attention; the defaults are Llama's.
+
+    Attributes:
+        window: Number of positions that a token sees, its own the last. 0: all.
+        has_rope: Rotate queries and keys by RoPE.
+        qkv_bias: Add a bias to queries, keys and values.
+        wo_bias: Add a bias to the output projection.
+        qk_norm: Apply an RMSNorm to each head of queries and keys, or to the "whole" row of a token.
+        value_norm: Norm each head of the values, without weights.
+        scale: Factor of attention scores. 0: 1 / sqrt(head_dim).
+        gate: Gate the attention output.
+        sinks: Add a score to each head's softmax that belongs to no position.
+        values_are_keys: Values are the keys before norm and RoPE.
+        kv_layer: Earlier layer to read keys and values from, or TARGET_KV_LAYER. None: the layer has its own.
+    """
+
+    rope: RopeConfig = RopeConfig()
+    window: int = 0
+    has_rope: bool = True
+    qkv_bias: bool = False
+    wo_bias: bool = False
+    qk_norm: bool | Literal["whole"] = False
+    value_norm: bool = False
+    scale: float = 0.0
+    gate: bool = False
+    sinks: bool = False
+    values_are_keys: bool = False
+    kv_layer: int | None = None
+
+    def find_errors(self) -> ErrorMessages:
+        """Yield an error for each invalid field, except those of rope."""
+        if self.window < 0:
+            yield f"window is {self.window}; expected a number of positions, or 0 for all"
+        yield from check_scale(self, "scale", min_value=0)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Settings in which a layer differs from its `ModelConfig`; None: it does not.
+
+    Attributes:
+        mixer: What replaces attention in this layer.
+    """
+
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_dim: int | None = None
+    attention: AttentionConfig | None = None
+    mixer: ShortConvConfig | DeltaNetConfig | None = None
+
+
+def make_layer_configs(layer_config: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
+    """Return `ModelConfig.layers` if the given layers, of n_layers, have this config; empty if there are none."""
+    return tuple(layer_config if i in layers else LayerConfig() for i in range(n_layers)) if layers else ()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's sizes and the options of its architecture.
+
+    The first seven attributes are those of a llama2.c header.
+
+    Attributes:
+        shared_classifier: The classifier is the embedding.
+        architecture: A name in `ARCHITECTURES`.
+        norm_eps: Term in the denominator of a norm that avoids a division by 0.
+        head_dim: Rows of a head. 0: dim / n_heads.
+        attention: Options of attention.
+        layers: Settings of each layer that differ (see `layer_config`). Empty: all layers are alike.
+        mixer: What replaces attention; set only in the config that `layer_config` returns.
+        mlp_bias: MLPs have biases.
+        activation: Activation of the gate.
+        experts: Mixture of experts in the place of MLPs.
+        norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
+        embedding_scale: Factor of embeddings.
+        residual_scale: Factor of what layers add to the residual stream.
+        layer_scale: Each layer multiplies the residual stream by a factor of its own at its end.
+        logit_divisor: Divisor of logits.
+        logit_softcap: Bound of logits: logits become softcap tanh(logits / softcap), as the last step. 0: no bound.
+        per_layer_inputs: Inputs of layers next to the residual stream.
+        head: Settings of a draft head; vocab_size is then the target's.
+    """
+
+    dim: int
+    hidden_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    vocab_size: int
+    seq_len: int
+    shared_classifier: bool = True
+    architecture: str = "llama"
+    norm_eps: float = 1e-5
+    head_dim: int = 0
+    attention: AttentionConfig = AttentionConfig()
+    layers: tuple[LayerConfig, ...] = ()
+    mixer: ShortConvConfig | DeltaNetConfig | None = None
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu"] = "silu"
+    experts: ExpertsConfig | None = None
+    norm_placement: Literal["before", "behind", "around"] = "before"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    layer_scale: bool = False
+    logit_divisor: float = 1.0
+    logit_softcap: float = 0.0
+    per_layer_inputs: PerLayerInputsConfig | None = None
+    head: HeadConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim == 0 and self.n_heads > 0:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+
+    def find_error(self) -> str:
+        """Return the first error of this config, or an empty string."""
+        return next(self._find_errors(), "")
+
+    def _find_errors(self) -> ErrorMessages:
+        yield from check_positive(self, "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
+        if self.head_dim == self.dim // self.n_heads and self.dim % self.n_heads:
+            yield f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
+        if self.n_heads % self.n_kv_heads:
+            yield f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+        yield from check_positive(self, "head_dim")
+        if self.head_dim % 2 and self.architecture != "gpt2":
+            yield f"head_dim {self.head_dim} is odd; RoPE rotates pairs"
+        if not 0 <= self.norm_eps < math.inf:
+            yield f"norm_eps is {self.norm_eps}; expected 0 or more"
+        yield from prefix_errors("rope", self.rope.find_errors(self.head_dim))
+        yield from prefix_errors("attention", self.attention.find_errors())
+        yield from check_scale(self, "embedding_scale", "residual_scale", "logit_divisor")
+        yield from self._find_layer_errors()
+        if (self.architecture in HEAD_ARCHITECTURES) != (self.head is not None):
+            yield f"architecture is {self.architecture} and head is {self.head}; expected head for draft heads only"
+        if self.experts:
+            yield from prefix_errors("experts", self.experts.find_errors(self.n_layers))
+        yield from self._find_norm_and_input_errors()
+        if self.head:
+            yield from prefix_errors("head", self.head.find_errors(self.dim, self.vocab_size))
+        if self.vocab_size < 3:
+            yield f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
+
+    def _find_norm_and_input_errors(self) -> ErrorMessages:
+        """Yield the errors of norms, per-layer inputs and logits."""
+        if self.per_layer_inputs:
+            yield from prefix_errors("per_layer_inputs", self.per_layer_inputs.find_errors(self.vocab_size))
+        if not (self.logit_softcap == 0 or MIN_SCALE <= self.logit_softcap <= 1 / MIN_SCALE):
+            yield f"logit_softcap is {self.logit_softcap}; expected {MIN_SCALE:g} to {1 / MIN_SCALE:g}, or 0"
+        if (self.per_layer_inputs or self.layer_scale) and (
+            self.norm_placement != "around" or self.architecture not in ("llama", ASSISTANT)
+        ):
+            yield f"norm_placement is {self.norm_placement}; expected around with per_layer_inputs or layer_scale"
+        if self.experts and self.experts.has_parallel_mlp != (self.norm_placement == "around"):
+            yield (
+                f"norm_placement is {self.norm_placement}; "
+                f"expected around if experts run in parallel to an MLP, else before or behind"
+            )
+        if self.norm_placement != "before" and self.residual_scale != 1:
+            yield f"norm_placement is {self.norm_placement}; expected before if residual_scale is not 1"
+
+    def _find_layer_errors(self) -> ErrorMessages:
+        """Yield the errors of the layers' own settings."""
+        if len(self.layers) not in (0, self.n_layers):
+            yield f"layers has {len(self.layers)} entries; expected one for each of {self.n_layers} layers, or none"
+        ropes = {self.rope, *(overrides.attention.rope for overrides in self.layers if overrides.attention)}
+        has_several_ropes = len(ropes) > 1 or any(overrides.head_dim for overrides in self.layers)
+        if has_several_ropes and any(rope.longrope_threshold or rope.query_scale for rope in ropes):
+            yield "layers have different RoPE settings; expected no longrope_threshold and no query_scale"
+        mixers = {overrides.mixer for overrides in self.layers if overrides.mixer}
+        if len(mixers) > 1:
+            yield f"layers have {len(mixers)} kinds of mixers; expected one, next to attention"
+        if self.mixer or (mixers and all(overrides.mixer for overrides in self.layers)):
+            yield "all layers have mixers; expected attention in some"
+        for mixer in mixers:
+            yield from prefix_errors("mixer", mixer.find_errors())
+        checked = set[LayerConfig]()
+        for i, overrides in enumerate(self.layers):
+            layer = self.layer_config(i)
+            if overrides not in checked:
+                yield from prefix_errors(f"layer {i}", replace(layer, mixer=None)._find_errors())
+            checked.add(overrides)
+            source = layer.attention.kv_layer
+            if self.architecture == ASSISTANT and source != TARGET_KV_LAYER:
+                yield f"layer {i}'s kv_layer is {source}; expected {TARGET_KV_LAYER}, a layer of its target"
+            if self.architecture == ASSISTANT or source is None:
+                continue
+            expected = replace(layer, hidden_dim=self.hidden_dim, attention=replace(layer.attention, kv_layer=None))
+            if not 0 <= source < i or expected != replace(self.layer_config(source), hidden_dim=self.hidden_dim):
+                yield f"layer {i}'s kv_layer is {source}; expected an earlier layer like it that has its own keys and values"
+
+    def layer_config(self, i: int) -> "ModelConfig":
+        """Return the config of a model in which every layer is like layer i."""
+        return self._layer_configs[i] if self.layers else self
+
+    @functools.cached_property
+    def _layer_configs(self) -> "tuple[ModelConfig, ...]":
+        """The config of each layer; layers that are alike share one."""
+        changes = {
+            overrides: {name: value for name, value in vars(overrides).items() if value is not None}
+            for overrides in {*self.layers}
+        }
+        configs = {overrides: replace(self, layers=(), **fields) for overrides, fields in changes.items()}
+        return tuple(configs[overrides] for overrides in self.layers)
+
+    def find_mixer_layers(self, mixer_type: type) -> list[int]:
+        """Return the indexes of the layers with a mixer of this type."""
+        return [i for i, overrides in enumerate(self.layers) if isinstance(overrides.mixer, mixer_type)]
+
+    @property
+    def rope(self) -> RopeConfig:
+        """RoPE settings of attention."""
+        return self.attention.rope
+
+    @property
+    def q_dim(self) -> int:
+        """Rows of all query heads."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def has_own_kv(self) -> bool:
+        """Whether an attention layer has keys and values of its own."""
+        return self.attention.kv_layer is None
+
+    @property
+    def kv_dim(self) -> int:
+        """Rows of all key heads."""
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rows of a head that RoPE rotates."""
+        return self.rope.dim or self.head_dim
+
+    def has_long_rope(self, n_tokens: int) -> bool:
+        """Return whether a sequence of n_tokens uses long_freq_factors."""
+        return 0 < self.rope.longrope_threshold < n_tokens
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the products of queries and keys, rounded to float32."""
+        return float(self.attention.scale or np.float32(1) / np.sqrt(np.float32(self.head_dim)))
+
+    @property
+    def attention_window(self) -> int:
+        """Number of positions that a token sees at most, its own the last.
+
+        A sequence beyond seq_len sees a sliding window of that size.
+        """
+        return min(self.attention.window or self.seq_len, self.seq_len)

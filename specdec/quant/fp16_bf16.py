@@ -1,0 +1,57 @@
+"""bf16 and fp16 weights: panels (P, n, R) of 16-bit values that the tile widens; results equal fp32's bit for bit."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from specdec.quant.fp32 import (
+    get_float_activations,
+    get_group_size,
+    get_scratch_words,
+    make_weight_getter,
+    pack_rows,
+    unpack_rows,
+)
+from specdec.quant.matmul_kernels import make_embed_kernel, make_matmul_kernels
+from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
+from specdec.runtime.matmul_tile import PANEL_ROWS, make_float_tile
+from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, Float32, StorageDtype, load_bf16, load_fp16
+
+ROW_DTYPES = {"bf16": np.uint16, "fp16": np.float16}
+
+
+def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
+    """Implement `WeightFormat.get_panel_shape`: two weights per word."""
+    return n, PANEL_ROWS // 2
+
+
+def view_bits(name: str, rows: Floats) -> Floats:
+    """Return the bits of rows as uint16. Raises ValueError if rows have another dtype than the format `name`."""
+    if rows.dtype != ROW_DTYPES[name]:
+        raise ValueError(f"{rows.dtype} does not become {name} without a loss")
+    return rows.view(np.uint16)
+
+
+def pack(name: str, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
+    """Implement `WeightFormat.pack`. Raises ValueError for rows of another dtype."""
+    pack_rows(panels.view(np.uint16), first, stride, view_bits(name, rows))
+
+
+def unpack(name: str, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+    """Implement `WeightFormat.unpack`: widened to float32."""
+    return to_float32(unpack_rows(panels[block].view(np.uint16), n).view(ROW_DTYPES[name]))
+
+
+def _make_weight_format(name: str, storage: StorageDtype, load_halves: Any) -> WeightFormat:
+    matmul, expert_matmul = make_matmul_kernels(
+        __name__, f"{name}_", *make_float_tile(f"{name}_tile", storage), get_float_activations
+    )
+    embed = make_embed_kernel(__name__, f"{name}_", make_weight_getter(load_halves))
+    pack_format, unpack_format = partial(pack, name), partial(unpack, name)
+    return WeightFormat(
+        name, matmul, embed, expert_matmul, get_group_size, get_panel_shape, pack_format, unpack_format, get_scratch_words
+    )
+
+
+BF16, FP16 = _make_weight_format("bf16", BF16_STORAGE, load_bf16), _make_weight_format("fp16", FP16_STORAGE, load_fp16)

@@ -1,0 +1,306 @@
+"""GGUF's block types as grouped weights: their own scales and minima bit for bit, their codes in as many bits.
+
+Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m are fp16, q is a code; a weight is
+
+    Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
+    Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
+    Q2_K  d sc q - dmin m, in groups of 16     Q3_K  d (sc - 32) (q - 4), in groups of 16
+    IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t is ggml's table
+    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number; here 2^(e - 128) is fp16, too
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.quant.groupwise import (
+    EACH_BYTE,
+    NIBBLE_MASK,
+    GroupedRows,
+    GroupLayout,
+    make_grouped_format,
+    pack_codes,
+    pack_grouped_rows,
+    unpack_codes,
+)
+from specdec.quant.int8 import BYTES_PER_WORD
+from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
+from specdec.runtime.code_cache import inlined
+from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, run_on_all_threads
+from specdec.runtime.simd import Float32
+from specdec.runtime.work_stealing import get_chunk_range
+
+UInt8 = npt.NDArray[np.uint8]
+TWO_BIT_MASK, SIGN_MASK = 3 * EACH_BYTE, 128 * EACH_BYTE
+
+
+@inlined
+def read_word(source, half):
+    """Return the 4 bytes of a row from 16-bit value `half` on."""
+    return np.int64(source[half]) | np.int64(source[half + 1]) << 16
+
+
+@inlined
+def read_byte(source, at):
+    """Return byte `at` of a row."""
+    return (np.int64(source[at // 2]) >> (8 * (at % 2))) & 255
+
+
+@inlined
+def gather_fifth_bits(bits):
+    """Return the fifth bits of 32 consecutive codes in a group's order: the bit of byte b of code word k is bit 8 b + k."""
+    word = np.int64(0)
+    for k in range(8):
+        word |= (((bits >> 4 * k & 15) * 0x00204081) & EACH_BYTE) << k  # the product has bits 0 to 3 at 0, 8, 16 and 24
+    return word
+
+
+@inlined
+def unpack_6_bit_scales(factors, source, at):
+    """Unpack the 6-bit scales and minima of the 8 groups of a K block: 12 bytes from 16-bit value `at` on."""
+    for g in range(4):
+        scale, minimum, both = read_byte(source, 2 * at + g), read_byte(source, 2 * at + 4 + g), read_byte(source, 2 * at + 8 + g)
+        factors[g], factors[8 + g] = scale & 63, minimum & 63
+        factors[4 + g], factors[12 + g] = (both & 15) | (scale >> 6) << 4, both >> 4 | (minimum >> 6) << 4
+
+
+@inlined
+def repack_nibbles(words, at, row_words, source, half):
+    """Repack the nibbles of two groups: 32 bytes from 16-bit value `half` on, each with a code of both groups.
+
+    The second group's words start row_words after the first's.
+    """
+    for k in range(4):
+        a, b = read_word(source, half + 2 * k), read_word(source, half + 8 + 2 * k)
+        words[at + k] = (a & NIBBLE_MASK) | (b & NIBBLE_MASK) << 4
+        words[at + row_words + k] = (a >> 4 & NIBBLE_MASK) | (b & NIBBLE_MASK << 4)
+
+
+@inlined
+def repack_group_of_16(words, at, source, lower, shift, high, bit):
+    """Repack the codes of a group of 16: 2 bits of each of 16 bytes from 16-bit value `lower` on.
+
+    high: the 16-bit value where 16 bytes with a third bit each start. Codes become q + 4, and 4 more where the bit is set. -1:
+    there are no third bits, and codes stay as they are.
+    """
+    for k in range(2):
+        word = np.int64(0)
+        for half in range(2):
+            offset = 2 * k + 4 * half
+            codes = read_word(source, lower + offset) >> shift & 3 * EACH_BYTE
+            if high >= 0:
+                codes += (read_word(source, high + offset) >> bit & EACH_BYTE) * 4 + 4 * EACH_BYTE
+            word |= codes << 4 * half
+        words[at + k] = word
+
+
+def make_block_reader(name: str, n_halves: int, n_params: int, repack: Any, scales_offset: int = 0) -> Kernel:
+    """Return the kernel `name` that reads rows (rows, 16-bit values) of blocks of n_halves 16-bit values.
+
+    repack writes the factors and words of one block from its data. n_params: fp16 numbers of a block; scales_offset: their
+    position.
+    """
+
+    def read(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
+        first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
+        n_blocks = params.shape[1] // n_params
+        block_factors, block_words = factors.shape[1] // n_blocks, words.shape[1] // n_blocks
+        for row in range(first, last):
+            for block in range(n_blocks):
+                block_source = source[row, n_halves * block :]
+                for i in range(n_params):
+                    minus = 0x8000 if i > 0 and block_factors > 0 else 0  # K types have - dmin
+                    params[row, n_params * block + i] = block_source[scales_offset + i] ^ minus
+                repack(factors[row, block_factors * block :], words[row, block_words * block :], block_source)
+
+    return Kernel(read).register(name)
+
+
+def make_codes_repacker(at: int, bits: int = 4) -> Any:
+    """Return a repack function for 32 codes of `bits` bits from 16-bit value `at` on; the fifth bits of 5 precede them."""
+
+    @inlined
+    def repack(factors, words, source):
+        for k in range(8 if bits == 8 else 4):
+            words[k] = read_word(source, at + 2 * k) ^ (SIGN_MASK if bits == 8 else 0)
+        if bits == 5:
+            words[4] = gather_fifth_bits(read_word(source, at - 2))
+
+    return repack
+
+
+def make_k_quant_repacker(at: int, row_words: int) -> Any:
+    """Return a repack function for 12 bytes of scales and minima, and codes from 16-bit value `at` on.
+
+    Each pair of the 8 groups has 32 bytes with a code of both. Codes of 5 bits have 32 bytes in front of these, each with one
+    fifth bit of every group.
+    """
+
+    @inlined
+    def repack(factors, words, source):
+        unpack_6_bit_scales(factors, source, 2)
+        for pair in range(4):
+            repack_nibbles(words, 2 * row_words * pair, row_words, source, at + 16 * pair)
+        if row_words > 4:
+            for g in range(8):
+                fifth = np.int64(0)
+                for k in range(8):
+                    fifth |= (read_word(source, at - 16 + 2 * k) >> g & EACH_BYTE) << k
+                words[row_words * g + 4] = fifth
+
+    return repack
+
+
+@inlined
+def repack_q6_k(factors, words, source):
+    """Repack 128 bytes of lower bits, 64 of upper bits, 16 signed scales, and d.
+
+    For each 128 codes there are 2 x 32 bytes with the lower bits of two codes, and 32 bytes with the upper bits of four.
+    """
+    for g in range(16):
+        factors[g] = read_byte(source, 2 * 96 + g)
+    for g in range(16):
+        half, quarter, first_word = g // 8, g % 8 // 2, g % 2 * 4  # first_word: among the quarter's 8 words
+        lower, upper = 32 * half + 16 * (quarter % 2) + 2 * first_word, 64 + 16 * half + 2 * first_word
+        for k in range(2):
+            a = read_word(source, lower + 2 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
+            b = read_word(source, lower + 4 + 2 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
+            words[3 * g + k] = a | b << 4
+        two_bits = np.int64(0)
+        for k in range(4):
+            two_bits |= (read_word(source, upper + 2 * k) >> 2 * quarter & TWO_BIT_MASK) << 2 * k
+        words[3 * g + 2] = two_bits
+
+
+@inlined
+def repack_q2_k(factors, words, source):
+    """Repack 16 scales and minima of 4 bits, 64 bytes of four codes (32 for each 128 codes), d, and dmin."""
+    for g in range(16):
+        both = read_byte(source, g)
+        factors[g], factors[16 + g] = both & 15, both >> 4
+        repack_group_of_16(words, 2 * g, source, 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), -1, 0)
+
+
+@inlined
+def repack_q3_k(factors, words, source):
+    """Repack 32 bytes of third bits, 64 bytes of four 2-bit codes, 12 bytes of 6-bit scales, and d."""
+    for g in range(16):
+        low = read_byte(source, 2 * 48 + g % 8) >> 4 * (g // 8) & 15
+        high = read_byte(source, 2 * 52 + g % 4) >> 2 * (g // 4) & 3
+        factors[g] = ((low | high << 4) - 32) & 255
+        repack_group_of_16(words, 2 * g, source, 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), 8 * (g % 2), g // 2)
+
+
+@inlined
+def repack_iq4_xs(factors, words, source):
+    """Repack d, the upper 2 bits of 8 scales, their lower 4 bits, and for each group 16 bytes of two codes."""
+    for g in range(8):
+        low = read_byte(source, 2 * 2 + g // 2) >> 4 * (g % 2) & 15
+        factors[g] = ((low | (source[1] >> 2 * g & 3) << 4) - 32) & 255
+        for k in range(4):
+            words[4 * g + k] = read_word(source, 4 + 8 * g + 2 * k)
+
+
+class BlockType(NamedTuple):
+    """A GGUF block type: bytes per block, its layout here, its reader, and a conversion to blocks that the reader can read."""
+
+    n_bytes: int
+    layout: GroupLayout
+    read: Kernel
+    convert: Callable[[UInt8], UInt8] | None = None
+
+
+def convert_mxfp4_scales(raw_bytes: UInt8) -> UInt8:
+    """Replace the exponents of MXFP4 blocks (rows, bytes) by fp16 scales, as in Q4_0."""
+    blocks = raw_bytes.reshape(len(raw_bytes), -1, 17)
+    scales = e8m0_to_fp32_half(blocks[..., :1]).astype(np.float16)
+    return np.concatenate([scales.view(np.uint8), blocks[..., 1:]], 2).reshape(len(raw_bytes), -1)
+
+
+def e8m0_to_fp32_half(exponents: UInt8) -> Float32:
+    """Return 2^(e - 128), and 0 for e of 0 and 1, which only blocks of zeros have here."""
+    bits = (np.maximum(exponents, np.uint8(1)) - np.uint8(1)).astype(np.uint32) << np.uint32(23)
+    return bits.view(np.float32)
+
+
+read_q4_0 = make_block_reader("read_q4_0", 9, 1, make_codes_repacker(1))
+Q4_LAYOUT, Q4_MIN_LAYOUT = GroupLayout(4, 32, 1, False), GroupLayout(4, 32, 1, True)
+Q8_MIN_LAYOUT = GroupLayout(8, 32, 1, True)  # can hold every type except the K types
+Q6_K_MIN_LAYOUT = GroupLayout(6, 16, 16, True)  # can hold every K type
+BLOCK_TYPES = {
+    "Q4_0": BlockType(18, Q4_LAYOUT, read_q4_0),
+    "Q4_1": BlockType(20, Q4_MIN_LAYOUT, make_block_reader("read_q4_1", 10, 2, make_codes_repacker(2))),
+    "Q5_0": BlockType(22, GroupLayout(5, 32, 1, False), make_block_reader("read_q5_0", 11, 1, make_codes_repacker(3, 5))),
+    "Q5_1": BlockType(24, GroupLayout(5, 32, 1, True), make_block_reader("read_q5_1", 12, 2, make_codes_repacker(4, 5))),
+    "Q8_0": BlockType(34, GroupLayout(8, 32, 1, False), make_block_reader("read_q8_0", 17, 1, make_codes_repacker(1, 8))),
+    "Q4_K": BlockType(144, GroupLayout(4, 32, 8, True), make_block_reader("read_q4_k", 72, 2, make_k_quant_repacker(8, 4))),
+    "Q5_K": BlockType(176, GroupLayout(5, 32, 8, True), make_block_reader("read_q5_k", 88, 2, make_k_quant_repacker(24, 5))),
+    "Q6_K": BlockType(210, GroupLayout(6, 16, 16, False), make_block_reader("read_q6_k", 105, 1, repack_q6_k, 104)),
+    "Q2_K": BlockType(84, GroupLayout(4, 16, 16, True), make_block_reader("read_q2_k", 42, 2, repack_q2_k, 40)),
+    "Q3_K": BlockType(110, GroupLayout(4, 16, 16, False), make_block_reader("read_q3_k", 55, 1, repack_q3_k, 54)),
+    "IQ4_NL": BlockType(18, GroupLayout(4, 32, 1, False, "nl"), read_q4_0),
+    "IQ4_XS": BlockType(136, GroupLayout(4, 32, 8, False, "nl"), make_block_reader("read_iq4_xs", 68, 1, repack_iq4_xs)),
+    "MXFP4": BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_q4_0, convert_mxfp4_scales),
+}
+
+
+def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
+    """Return the file's blocks as words of panels, row by row, in the type's layout."""
+    size, layout, read, convert = BLOCK_TYPES[blocks.type]
+    raw_bytes = convert(blocks.raw_bytes) if convert else blocks.raw_bytes
+    n, n_blocks = len(raw_bytes), blocks.raw_bytes.shape[1] // size
+    params = np.empty((n, n_blocks, layout.n_params), np.uint16)
+    factors = np.empty((n, n_blocks, layout.n_params, layout.n_groups * (layout.n_groups > 1)), np.int8)
+    words = np.empty((n, n_blocks, layout.n_groups, layout.row_words), np.uint32)
+    flat = params.reshape(n, -1), factors.view(np.uint8).reshape(n, -1), words.reshape(n, -1)
+    source = np.ascontiguousarray(raw_bytes).view(np.uint16)
+    run_on_all_threads(read(*flat, source))
+    return GroupedRows(params, factors, words)
+
+
+def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> GroupedRows:
+    """Convert rows to a wider layout, with as many bits or more and groups as large or half as large.
+
+    The wide layout has minima, or neither layout has.
+    """
+    params, factors, words = rows
+    code_words = unpack_codes(layout, words)
+    if not wide.has_minima:
+        code_words = code_words + np.uint32(EACH_BYTE * (wide.zero_point - layout.zero_point))
+    elif not layout.has_minima:  # d (q - zero_point) = d q + (-zero_point d)
+        minima = (np.float32(-layout.zero_point) * params.view(np.float16)).astype(np.float16).view(np.uint16)
+        params, factors = np.concatenate([params, minima], 2), np.concatenate([factors, factors], 2)
+    factors = np.repeat(factors, layout.group_size // wide.group_size, 3)
+    code_words = code_words.reshape(*code_words.shape[:2], wide.n_groups, wide.group_size // BYTES_PER_WORD)
+    return GroupedRows(params, factors, pack_codes(wide, code_words))
+
+
+def pack(layout: GroupLayout, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:
+    """Implement `WeightFormat.pack`."""
+    source_layout, grouped = BLOCK_TYPES[rows.type].layout, repack_blocks(rows)
+    pack_grouped_rows(panels, first, stride, grouped if source_layout == layout else widen_rows(grouped, source_layout, layout))
+
+
+def _make_weight_format(name: str, layout: GroupLayout) -> WeightFormat:
+    return replace(make_grouped_format(name, layout, functools.partial(pack, layout)), is_gguf_block=True)
+
+
+WEIGHT_FORMATS = {name: _make_weight_format(name, block.layout) for name, block in BLOCK_TYPES.items()}
+MIXED, MIXED_K = _make_weight_format("mixed", Q8_MIN_LAYOUT), _make_weight_format("mixed K", Q6_K_MIN_LAYOUT)
+
+
+def find_common_format(types: Collection[str]) -> WeightFormat | None:
+    """Return the format that holds matrices of all these types without loss, or None if only fp32 does; "" is for floats."""
+    if len(types) == 1:
+        return WEIGHT_FORMATS[next(iter(types))]
+    if all(name.endswith("_K") for name in types):
+        return MIXED_K
+    if not all(name.endswith(("_0", "_1")) for name in types):
+        return None
+    layouts = [BLOCK_TYPES[name].layout for name in types]
+    wide = GroupLayout(max(layout.bits for layout in layouts), 32, 1, any(layout.has_minima for layout in layouts))
+    return next((weight_format for name, weight_format in WEIGHT_FORMATS.items() if BLOCK_TYPES[name].layout == wide), MIXED)

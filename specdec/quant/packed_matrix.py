@@ -1,0 +1,270 @@
+"""`Matrix`, packed weights as the kernels read them, and `WeightFormat`, the interface that each weight format implements.
+
+Shapes: rows and n columns; P panels of R = PANEL_ROWS rows.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.runtime.aligned_memory import align_to_cache_line, flatten, zeros
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, Op, kernel, run_on_all_threads
+from specdec.runtime.simd import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
+from specdec.runtime.threads import get_available_threads
+from specdec.runtime.work_stealing import get_chunk_range
+
+Floats = npt.NDArray[Any]  # see `Tensor`
+MAX_BLOCK_PANELS = 64  # packed at a time: a 42M model loads in 0.13 s, with 16 panels in 0.17 s
+MAX_BLOCK_WEIGHTS = 1 << 23  # limits the weights that are read but not yet packed, if there are many columns
+ALL_PANELS = slice(None)
+HEAD_PANELS = 8  # blocks of a multiple of these end between heads of up to 256 rows, which some files store in another order
+
+
+class Tensor(Protocol):
+    """A matrix (rows, n) before it is packed: an array, or a view of a file. [first:last] returns rows.
+
+    Float tensors return an array (rows, n) of their `dtype`: float32, float16, or uint16, which holds the bits of bf16. A tensor
+    whose weights share scales has an attribute `group`, the group size, and returns `Int8Rows`. A tensor of a GGUF block type has
+    its name in `type`, and `read_blocks(first, last)` returns the bytes (rows, bytes) of rows, uint8; its rows are float32.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """Return some rows."""
+
+
+@kernel
+def widen(run: ForwardContext, thread: int, out: Floats1, bits: Halves1, are_fp16: int) -> None:
+    """out[i] = bits[i] as float32; bits (n,) of fp16 or bf16, n at least LANES. The last vector ends at the last element."""
+    first, last = get_chunk_range(ceil_div(bits.size, LANES), run.chunk, run.n_chunks)
+    for i in range(first, last):
+        at = min(i * LANES, bits.size - LANES)
+        store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
+
+
+def to_float32(rows: Floats) -> Float32:
+    """Return the same numbers in float32, exactly; a float32 array is not copied."""
+    if rows.dtype not in (np.float16, np.uint16):
+        return rows.astype(np.float32, copy=False)
+    bits = flatten(rows)
+    out = np.empty(bits.size, np.float32)
+    run_on_all_threads(widen(out, bits, rows.dtype == np.float16))
+    return out[: rows.size].reshape(rows.shape)
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """Rows of int8 weights: values (rows, groups, group size), and float32 scales (rows, groups)."""
+
+    values: npt.NDArray[np.int8]
+    scales: Float32
+
+
+@dataclass(frozen=True)
+class GGUFBlockRows:
+    """Rows of a GGUF block type, given by name, in the file's bytes: raw_bytes (rows, bytes)."""
+
+    type: str
+    raw_bytes: npt.NDArray[np.uint8]
+
+
+class PackingOverflowError(Exception):
+    """Raised when rows do not fit the space that their weight format reserves."""
+
+
+class ExpertRouting(NamedTuple):
+    """The slots of a pass sorted by expert, one copy per thread: see `moe_ops.route`."""
+
+    tokens: Int64
+    starts: Int64
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A weight format: how weights lie in panels, and the kernels that multiply them and look up embedding rows.
+
+    Attributes:
+        name: Name of the weights, for users.
+        matmul: Kernel of `Matrix.matmul`, over `MatmulArgs`.
+        embed: Kernel of `Matrix.embed`.
+        expert_matmul: Kernel of `Matrix.expert_matmul`, over `ExpertMatmulArgs`.
+        get_group_size: (columns, group size in the file) -> number of weights that share a scale; 0: none do.
+        get_panel_shape: (columns, group size) -> shape of a panel.
+        pack: Writes rows into every stride-th panel from `first` on.
+        unpack: Returns the floats of all panels or of a slice of them.
+        get_scratch_words: (columns, group size) -> words that a token's activations take in the format's own form.
+        is_gguf_block: Whether it is packed from `GGUFBlockRows`.
+        embedding_format: Format of the embedding and classifier, if another one.
+        expert_format: Format of the expert matrices, if another one.
+        fallback: Format of a matrix for which pack raises `PackingOverflowError`.
+    """
+
+    name: str
+    matmul: Kernel
+    embed: Kernel
+    expert_matmul: Kernel
+    get_group_size: Callable[[int, int], int]
+    get_panel_shape: Callable[[int, int], tuple[int, int]]
+    pack: Callable[[Float32, int, int, Any, int], None]
+    unpack: Callable[..., Float32]
+    get_scratch_words: Callable[[int, int], int]
+    is_gguf_block: bool = False
+    embedding_format: "WeightFormat | None" = None
+    expert_format: "WeightFormat | None" = None
+    fallback: "WeightFormat | None" = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix W (rows, n).
+
+    Attributes:
+        weight_format: The format of its panels.
+        panels: (P, ...) as the format lays them out.
+        n: Number of columns.
+        group_size: Number of weights that share a scale, or 0.
+        first_panel: Number of panels above it, for a shard of a matrix whose rows have several formats.
+        n_total_panels: Number of panels of that whole matrix; 0: this is not a shard.
+    """
+
+    weight_format: WeightFormat
+    panels: Float32
+    n: int
+    group_size: int
+    first_panel: int = 0
+    n_total_panels: int = 0
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows, including those that fill up panels."""
+        return len(self.panels) * PANEL_ROWS
+
+    @property
+    def n_total_rows(self) -> int:
+        """Number of rows of the whole matrix that this may be a shard of."""
+        return self.n_total_panels * PANEL_ROWS or self.n_rows
+
+    @property
+    def scratch_words(self) -> int:
+        """Words of scratch per token that `matmul` needs."""
+        return self.weight_format.get_scratch_words(self.n, self.group_size)
+
+    def matmul(
+        self, out: Float32, x: Float32, scratch: Float32, *, accumulate: bool = False, unit: int = 1, logits_only: bool = False
+    ) -> Op:
+        """Return the op out[t] (+)= W x[t]; each thread computes its share of the panels, `unit` panels at a time.
+
+        Args:
+            out: (T, rows).
+            x: (threads or 1, T, n or more): one copy per thread, or one for all threads.
+            scratch: (threads, T, words).
+            accumulate: Whether to add to out.
+            unit: Number of panels that the same thread computes together.
+            logits_only: Whether to use only the first n_logits tokens of out and x.
+        """
+        shard = self.first_panel, self.n_total_panels or len(self.panels)
+        op = self.weight_format.matmul(
+            out, self.panels, x, scratch, self.n, self.group_size, accumulate, unit, logits_only, *shard
+        )
+        return op._replace(bytes_per_token=self.panels.nbytes)
+
+    def expert_matmul(
+        self,
+        out: Float32,
+        x: Float32,
+        scratch: Float32,
+        gathered: Float32,
+        routing: ExpertRouting,
+        *,
+        per_token: int = 0,
+        unit: int = 1,
+    ) -> Op:
+        """Return the op out[slot] = W_e x[row of the slot], where e is the slot's expert; the experts' rows follow each other.
+
+        Each thread computes its share of every expert's panels, and reads each expert that a token chose once.
+
+        Args:
+            out: (T k, rows of an expert).
+            x: (threads or 1, T or T k, n or more).
+            scratch: As in `matmul`.
+            gathered: Scratch (threads, T, words or n) for the rows of one expert.
+            routing: The slots of each expert.
+            per_token: Rows of x per token, one for each of its slots, or 0: one row for all of its slots.
+            unit: As in `matmul`.
+        """
+        sizes = self.n, self.group_size, per_token, unit
+        op = self.weight_format.expert_matmul(out, self.panels, x, scratch, gathered, routing.tokens, routing.starts, *sizes)
+        # Bytes of one expert, since every expert is split into chunks.
+        return op._replace(bytes_per_token=self.panels.nbytes // (routing.starts.shape[1] - 1))
+
+    def embed(self, out: Float32, tokens: Int64) -> Op:
+        """Return the op out[t] = W[tokens[t]], padded with zeros."""
+        return self.weight_format.embed(out, self.panels, tokens, self.n, self.group_size)
+
+    def align_panels(self) -> "Matrix":
+        """Return the same matrix with panels that start at a cache line, as tiles need; unpickled panels may not."""
+        return replace(self, panels=align_to_cache_line(self.panels))
+
+
+def count_panels(rows: int) -> int:
+    """Return the number of panels that hold this many rows."""
+    return int(ceil_div(rows, PANEL_ROWS))
+
+
+def pack_matrix(
+    tensors: Sequence[Tensor], weight_format: WeightFormat, n_interleaved: int = 1, allocate: Callable[..., Float32] = zeros
+) -> Matrix:
+    """Pack tensors, each starting at a new panel, below each other as one matrix.
+
+    Args:
+        tensors: Tensors with the same number of columns.
+        weight_format: Format of the matrix.
+        n_interleaved: Number of consecutive tensors that take turns panel by panel; they must have as many rows.
+        allocate: Function that returns zeros of a shape.
+    """
+    sizes = [count_panels(tensor.shape[0]) for tensor in tensors]
+    n = tensors[0].shape[1]
+    group_size = weight_format.get_group_size(n, getattr(tensors[0], "group", 0))
+    panels = allocate(sum(sizes), *weight_format.get_panel_shape(n, group_size))
+    for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        first = sum(sizes[: i - i % n_interleaved]) + i % n_interleaved
+        for block in iter_panel_blocks(size, n):
+            begin, end = block.start * PANEL_ROWS, min(block.stop * PANEL_ROWS, tensor.shape[0])
+            weight_format.pack(
+                panels,
+                first + n_interleaved * block.start,
+                n_interleaved,
+                _get_source_rows(tensor, weight_format, begin, end),
+                group_size,
+            )
+    return Matrix(weight_format, panels, n, group_size)
+
+
+def _get_source_rows(tensor: Any, weight_format: WeightFormat, first: int, last: int) -> Any:
+    """Return the rows that the weight format packs."""
+    return GGUFBlockRows(tensor.type, tensor.read_blocks(first, last)) if weight_format.is_gguf_block else tensor[first:last]
+
+
+def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[..., Float32] = zeros) -> Matrix:
+    """Return a matrix in another weight format; allocate returns zeros of a shape."""
+    group_size = weight_format.get_group_size(matrix.n, 0)
+    panels = allocate(len(matrix.panels), *weight_format.get_panel_shape(matrix.n, group_size))
+    for block in iter_panel_blocks(len(panels), matrix.n):
+        weight_format.pack(
+            panels, block.start, 1, matrix.weight_format.unpack(matrix.panels, matrix.n, matrix.group_size, block), group_size
+        )
+    return replace(matrix, weight_format=weight_format, panels=panels, group_size=group_size)
+
+
+def iter_panel_blocks(size: int, n: int) -> Iterable[slice]:
+    """Iterate over slices of `size` panels of n columns, each as many as are packed at a time."""
+    max_panels = MAX_BLOCK_WEIGHTS // (PANEL_ROWS * n) // HEAD_PANELS * HEAD_PANELS
+    step = min(MAX_BLOCK_PANELS, max(max_panels, round_up(get_available_threads(), HEAD_PANELS)))
+    return (slice(first, min(first + step, size)) for first in range(0, size, step))

@@ -1,0 +1,197 @@
+"""Memory: aligned arrays, pages that become resident on demand, and fast checks for NaN and infinity."""
+
+import math
+import mmap
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.runtime.cpu_topology import get_topology
+from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
+from specdec.runtime.simd import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, round_up, splat
+from specdec.runtime.threads import get_available_threads
+from specdec.runtime.work_stealing import get_chunk_range
+
+SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the smallest page of any system, and the usual huge page
+CAN_RELEASE_PAGES = sys.platform.startswith("linux") and hasattr(mmap, "MADV_DONTNEED")  # it differs on other systems
+PAGE_WORDS = 4096 // 8  # words of 8 bytes
+TOUCH_AHEAD_WORDS = 1 << 23  # enough that each thread touches huge pages of its own
+
+
+def align_to_cache_line(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array, or a copy that starts at a cache line if it does not, for example after unpickling."""
+    if array.ctypes.data % 64 == 0 or array.dtype != np.float32:
+        return array
+    copy = zeros(*array.shape)
+    copy[...] = array
+    return copy
+
+
+def zeros(*shape: int) -> Float32:
+    """Return a float32 array of zeros that starts at a cache line, as a tile's loads need."""
+    n_bytes = math.prod(shape) * 4
+    buffer = np.zeros(n_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + n_bytes].view(np.float32).reshape(shape)
+
+
+@kernel
+def touch_words(run: ForwardContext, thread: int, words: Floats1, lead: int) -> None:
+    """Write a zero into each small page of words (n,), which are zeros; `lead` words of the first large page precede them."""
+    end = words.size + lead
+    first, last = get_chunk_range(ceil_div(end, LARGE_PAGE_WORDS), run.chunk, run.n_chunks)
+    for at in range(first * LARGE_PAGE_WORDS, min(last * LARGE_PAGE_WORDS, end), SMALL_PAGE_WORDS):
+        words[max(at - lead, 0)] = 0.0
+
+
+def touch_pages(words: Float32) -> None:
+    """Make words (n,) of zeros resident, one thread per large page: two threads in one page would both have it cleared."""
+    lead = words.ctypes.data // words.itemsize % LARGE_PAGE_WORDS
+    run_on_all_threads(touch_words(words, lead))
+
+
+class Arena:
+    """Contiguous memory for arrays of n floats in all: the system backs one large block with larger pages than many small ones.
+
+    Measured with 15M int8, one token: a pass takes 1.06 times as long if each matrix has its own allocation.
+    """
+
+    def __init__(self, n: int, headroom: int = 0) -> None:
+        """Reserve n floats, and `headroom` more, which become resident only when they are used."""
+        self._floats, self._n, self._used, self._touched = zeros(n + headroom), n, 0, 0
+
+    @property
+    def used_fraction(self) -> float:
+        """Fraction of the n floats that is in use."""
+        return self._used / max(self._n, self._used, 1)
+
+    def allocate(self, *shape: int) -> Float32:
+        """Return the next array of zeros; it starts at a cache line if the arrays before it fill theirs."""
+        start, self._used = self._used, self._used + math.prod(shape)
+        if self._used > self._touched:
+            # With several NUMA nodes, touch each array by itself, split as the threads will read it.
+            touch_ahead = TOUCH_AHEAD_WORDS if get_topology().n_nodes == 1 else 0
+            end = max(min(self._used + touch_ahead, self._n), self._used)
+            touch_pages(self._floats[self._touched : end])
+            self._touched = end
+        return self._floats[start : self._used].reshape(shape)
+
+    def release_from(self, start: int) -> None:
+        """Release the arrays allocated since n_used was `start`; that memory is zeros again."""
+        self._floats[start : self._used] = 0.0
+        self._used = start
+
+    @property
+    def n_used(self) -> int:
+        """Number of floats in use."""
+        return self._used
+
+
+def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
+    """Return zeros of which only written pages become resident; numpy would request pages of 2 MB. Raises MemoryError."""
+    # Private, because a forked process would write to shared memory.
+    private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        buffer = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, **private)
+    except OSError as error:
+        raise MemoryError(error.strerror) from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a system without huge pages
+            buffer.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def release_pages(rows: npt.NDArray[Any], first: int, last: int) -> None:
+    """Return the memory of elements first to last of each row of a view (N, n) of `lazy_zeros` to the system.
+
+    Releases only whole pages that hold nothing after these elements and nothing of another row; they read as zeros from then on.
+    Elements before `first` must not be needed any more either.
+    """
+    buffer: Any = rows
+    while isinstance(buffer, np.ndarray):
+        buffer = buffer.base
+    buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
+    if not CAN_RELEASE_PAGES or not isinstance(buffer, mmap.mmap):
+        return
+    start = rows.ctypes.data - np.frombuffer(buffer, np.uint8).ctypes.data
+    for row_start in range(start, start + rows.nbytes, rows.strides[0]):
+        page_start, page_end = (row_start + n * rows.itemsize for n in (first, last))
+        page_start, page_end = (
+            max(round_up(row_start, mmap.PAGESIZE), page_start // mmap.PAGESIZE * mmap.PAGESIZE),
+            page_end // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if page_start < page_end:
+            with suppress(OSError):  # locked memory
+                buffer.madvise(mmap.MADV_DONTNEED, page_start, page_end - page_start)
+
+
+def copy_nonzero_pages(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """Copy source to `to`, arrays of whole 8-byte words, without writing pages that are zeros in both.
+
+    So pages of `lazy_zeros` that were never written, or were released, take no memory in the copy either.
+    """
+    if not (to.flags.c_contiguous and source.flags.c_contiguous):
+        for a, b in zip(to, source, strict=True):
+            copy_nonzero_pages(a, b)
+        return
+    a, b = (array.reshape(-1).view(np.uint64) for array in (to, source))
+    n = a.size // PAGE_WORDS * PAGE_WORDS
+    pages, source_pages = (words[:n].reshape(-1, PAGE_WORDS) for words in (a, b))
+    are_empty = source_pages[:, 0] == 0
+    are_empty[are_empty] = ~source_pages[are_empty].any(axis=1)
+    a[n:] = b[n:]
+    if not are_empty.any():
+        pages[...] = source_pages
+        return
+    pages[~are_empty] = source_pages[~are_empty]
+    empty = np.flatnonzero(are_empty)
+    pages[empty[pages[empty].any(axis=1)]] = 0
+
+
+def get_physical_memory_bytes() -> float:
+    """Return the machine's memory, or infinity if the system does not report it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+
+
+def _make_finite_scan(name: str, load_floats: Any, **others: Any) -> Kernel:
+    """Return the kernel `name`: sums[thread] += the sum of 0 x over this chunk of an array (n,); load_floats loads LANES of them.
+
+    The sum is NaN if and only if an element is NaN or infinite. n is at least LANES: the last vector ends at the last element.
+    """
+
+    def scan(run: ForwardContext, thread: int, sums: Floats1, array: Floats1) -> None:
+        first, last = get_chunk_range(ceil_div(array.size, LANES), run.chunk, run.n_chunks)
+        a, b = splat(0.0), splat(0.0)
+        for i in range(first, last, 2):
+            at = min(i * LANES, array.size - LANES)
+            next_at = min(at + LANES, array.size - LANES)
+            a, b = fma(load_floats(array, at), splat(0.0), a), fma(load_floats(array, next_at), splat(0.0), b)
+        sums[thread] += reduce_add(add(a, b))
+
+    return Kernel(scan, **others).register(name)
+
+
+scan_fp32 = _make_finite_scan("scan_fp32", load)
+scan_fp16, scan_bf16 = (
+    _make_finite_scan(f"scan_{name}", load_floats, array=Halves1)
+    for name, load_floats in (("fp16", load_fp16), ("bf16", load_bf16))
+)
+
+
+def flatten(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the numbers (n,), padded with zeros to a vector; 16-bit types as bits, since compiled functions have no fp16."""
+    numbers = np.ascontiguousarray(array).reshape(-1)
+    numbers = numbers.view(np.uint16) if numbers.itemsize == 2 else numbers
+    return numbers if numbers.size >= LANES else np.pad(numbers, (0, LANES - numbers.size))
+
+
+def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
+    """Return whether no element of an array is NaN or infinite, at memory speed; uint16 holds the bits of bf16."""
+    sums = zeros(n_threads or get_available_threads())
+    scan = {"float32": scan_fp32, "float16": scan_fp16}.get(array.dtype.name, scan_bf16)
+    run_on_all_threads(scan(sums, flatten(array)), sums.size)
+    return not np.isnan(sums).any()

@@ -1,0 +1,106 @@
+"""Late linking: functions stay LLVM code that is linked into their callers, and only the callers become machine code.
+
+numba optimizes every function twice, the second time in each caller, and compiles all of them to machine code, although only
+those at the top are ever called by address. That takes two fifths of the time of a first run. Here a function that is only called
+stays unoptimized, and a function without reference counts is optimized once: the first pass is for those.
+"""
+
+from typing import Any
+
+from numba.core import codegen
+from numba.core.registry import cpu_target
+
+SERIALIZED_KIND = "specdec"  # numba's own kinds are "object" and "bitcode"
+
+
+class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
+    """A function and those that it calls; machine code is made when its address is needed."""
+
+    _is_linked = False
+    _bitcode = b""  # of a cached library: parsed as `_shared_module` when it is linked
+    _shared_module: Any
+
+    def add_linking_library(self, library: Any) -> None:
+        """Add a library that this one calls."""
+        self._linking_libraries.append(library)
+
+    def _link(self) -> None:
+        if not self._is_linked:
+            self._is_linked = True
+            for library in dict.fromkeys(self._linking_libraries):
+                self._reload_init.update(library._reload_init)
+                self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+
+    def _get_module_for_linking(self) -> Any:
+        if not self._finalized:
+            self._link()
+        if self._shared_module is None and self._bitcode:
+            self._shared_module = codegen.ll.parse_bitcode(self._bitcode)
+        if self._shared_module is None:
+            shared = self._final_module.clone()
+            for function in shared.functions:
+                if not function.is_declaration and function.linkage == codegen.ll.Linkage.external:
+                    function.linkage = "linkonce_odr"  # one copy for all callers, and none if it is inlined
+            self._shared_module = shared
+        return self._shared_module
+
+    def serialize_with_symbols(self) -> Any:
+        """Return the state that `_unserialize` takes, with the names of all symbols that it defines."""
+        name, _, (code, bitcode) = self.serialize_using_object_code()
+        shared = self._get_module_for_linking()
+        symbols = [
+            symbol.name for group in (shared.functions, shared.global_variables) for symbol in group if not symbol.is_declaration
+        ]
+        return name, SERIALIZED_KIND, (code, bitcode, symbols)
+
+    def find_undefined(self, prefix: str) -> set[str]:
+        """Return the names with this prefix of functions that it calls and does not define."""
+        names = (function.name for function in self._final_module.functions if function.is_declaration)
+        return {name for name in names if name.startswith(prefix)}
+
+    @classmethod
+    def _unserialize(cls, compiler: Any, state: Any) -> Any:
+        name, kind, data = state
+        if kind != SERIALIZED_KIND:  # from numba's own cache
+            return super()._unserialize(compiler, state)
+        code, bitcode, symbols = data
+        library = compiler.create_library(name)
+        library.enable_object_caching()
+        library._set_compiled_object(code)
+        library._bitcode = bitcode
+        library._finalize_final_module()
+        compiler._engine._defined_symbols.update(symbols)
+        return library
+
+    def finalize(self) -> None:
+        """Link, optimize and compile the library."""
+        self._link()
+        self._optimize_final_module()
+        self._final_module.verify()
+        self._finalize_final_module()
+
+    def _optimize_final_module(self) -> None:
+        if any(function.name.startswith("NRT_") for function in self._final_module.functions):
+            super()._optimize_final_module()
+        else:
+            manager, builder = self._codegen._module_pass_manager()
+            manager.run(self._final_module, builder)
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return the address of a function, or 0 if it does not exist."""
+        if not self._finalized and all(function.name != name for function in self._final_module.functions):
+            return 0  # the Python wrapper, which was not compiled
+        return int(super().get_pointer_to_function(name))
+
+
+def enable_late_linking() -> None:
+    """Make numba create a `LateLinkedLibrary` for all code that this process compiles from now on."""
+    compiler = cpu_target.target_context.codegen()
+    compiler._library_class = LateLinkedLibrary
+    set_environment = compiler.set_env
+
+    def set_env(name: str, environment: Any) -> None:
+        if compiler._engine.get_global_value_address(name):  # otherwise no machine code reads it
+            set_environment(name, environment)
+
+    compiler.set_env = set_env

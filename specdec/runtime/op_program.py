@@ -1,0 +1,489 @@
+"""Programs: a forward pass as a sequence of ops, each a kernel and its arguments, and the executor that runs them on threads.
+
+An op reaches the threads as numbers: the kernel's address, then the address and shape of each array, and each number. So one
+parallel region runs any program, and a kernel is compiled when a program with it first runs. A phase is split into chunks
+(`work_stealing`). Within a chunk its ops run one after another, and no thread starts the next phase before all chunks are done.
+
+A pass may hold the tokens of several sequences. Ops without arrays of one sequence run once, over all tokens. An op with such
+arrays, like attention with a KV cache, runs once for each sequence: with its arrays, from its first token on, as if it were
+alone.
+"""
+
+import bisect
+import copy
+import functools
+import itertools
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.extending import intrinsic
+from numba.np.numpy_support import as_dtype
+
+from specdec.runtime.code_cache import MachineCodeCache, compile_callback, inlined, jitable
+from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes, get_topology
+from specdec.runtime.simd import F32, I32, I64, Float32, Int64, UInt16, atomic_store, call_address, load_word
+from specdec.runtime.threads import get_available_threads, pause, run_on_threads
+from specdec.runtime.work_stealing import (
+    NOT_FOUND,
+    PHASE_SHIFT,
+    choose_victim,
+    count_chunks_per_thread,
+    is_phase_done,
+    take_chunk,
+)
+
+# Annotations of kernel parameters: C-contiguous arrays with a number of dimensions. A kernel also takes int and float.
+Floats1 = Annotated[Float32, types.float32, 1]
+Floats2 = Annotated[Float32, types.float32, 2]
+Floats3 = Annotated[Float32, types.float32, 3]
+Floats4 = Annotated[Float32, types.float32, 4]
+Halves1 = Annotated[UInt16, types.uint16, 1]  # the bits of fp16 or bf16
+Halves2 = Annotated[UInt16, types.uint16, 2]
+Halves3 = Annotated[UInt16, types.uint16, 3]
+Halves4 = Annotated[UInt16, types.uint16, 4]
+Words2 = Annotated[npt.NDArray[np.uint32], types.uint32, 2]
+Words3 = Annotated[npt.NDArray[np.uint32], types.uint32, 3]
+Words4 = Annotated[npt.NDArray[np.uint32], types.uint32, 4]
+Codes3 = Annotated[npt.NDArray[np.int8], types.int8, 3]
+Bytes2 = Annotated[npt.NDArray[np.uint8], types.uint8, 2]
+Bytes3 = Annotated[npt.NDArray[np.uint8], types.uint8, 3]
+Bytes4 = Annotated[npt.NDArray[np.int8], types.int8, 4]
+Ints1 = Annotated[Int64, types.int64, 1]
+Ints2 = Annotated[Int64, types.int64, 2]
+
+
+class ForwardContext(NamedTuple):
+    """What every kernel gets to know about the forward pass.
+
+    Attributes:
+        n_tokens: Tokens of the pass, or of the sequence that the kernel runs for.
+        pos: Cache slot of the first of them.
+        n_logits: Logits are computed for the last n_logits tokens.
+        n_threads: Threads of the pass.
+        seq_len: The first seq_len slots hold a sequence in order of position; the slots after it hold the nodes of a tree.
+        chunk: Chunk of the phase, which the kernel computes its share of.
+        n_chunks: Number of chunks.
+        is_first_chunk: 1 for a thread's first chunk of the phase, where it prepares its own copies of data.
+    """
+
+    n_tokens: int
+    pos: int
+    n_logits: int
+    n_threads: int
+    seq_len: int
+    chunk: int
+    n_chunks: int
+    is_first_chunk: int
+
+
+class Op(NamedTuple):
+    """A kernel and its arguments, which `Kernel.encode_arguments` turns into numbers.
+
+    Attributes:
+        kernel: The kernel.
+        arguments: Its arguments.
+        bytes_per_token: Bytes it reads per token, if it takes long enough to be split into chunks.
+        bytes_per_slot: Bytes it reads per slot of a sequence, likewise.
+    """
+
+    kernel: "Kernel"
+    arguments: tuple[Any, ...]
+    bytes_per_token: int = 0
+    bytes_per_slot: int = 0
+
+
+class BatchEntry(NamedTuple):
+    """The tokens of one sequence in a pass: n_tokens, the first in slot pos of its cache, run by the executor over its buffers.
+
+    n_logits: How many of the pass's logits are its own, which shows which tokens may be drafts.
+    """
+
+    executor: "Executor"
+    n_tokens: int
+    pos: int
+    n_logits: int
+
+
+Program = Sequence[Sequence[Op]]  # phases of ops
+
+bind_threads_to_numa_nodes()  # the threads start with the first region
+WORD_BYTES = 8
+POS_WORD, N_THREADS_WORD = (ForwardContext._fields.index(name) for name in ("pos", "n_threads"))
+N_CONTEXT_WORDS = ForwardContext._fields.index("chunk")  # fields that all chunks share
+# After the fields of a pass or of one sequence's entry: the address of its own ops, the number of sequences, and their address
+SEQUENCE_OPS_WORD, N_SEQUENCES_WORD, SEQUENCES_WORD, SEQUENCE_WORDS = range(N_CONTEXT_WORDS, N_CONTEXT_WORDS + 4)
+# After them, in cache lines of each thread: how many chunks of a phase it has done, and its queue of chunks
+CACHE_LINE_WORDS = 8
+N_NODES_WORD = 2 * CACHE_LINE_WORDS - 1  # before these: the number of NUMA nodes
+DONE_WORD, QUEUES_WORD, THREAD_STRIDE_WORDS = 2 * CACHE_LINE_WORDS, 3 * CACHE_LINE_WORDS, 2 * CACHE_LINE_WORDS
+CONTEXT_STRUCT = struct.Struct(f"={SEQUENCE_WORDS}q")  # numpy would take 1 us
+# Words of an op before its arguments. The first op of a phase holds the number of the phase's ops and their bytes; the last word
+# is its index among the ops with arrays of a sequence, or -1.
+KERNEL_WORD, N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD, SEQUENCE_OP_WORD, OP_HEADER_WORDS = range(6)
+OP_WORDS = 56
+
+
+@inlined
+def load_context(address, chunk, n_chunks, is_first_chunk):
+    """Return the `ForwardContext` at an address, for that chunk."""
+    return ForwardContext(
+        load_word(address),
+        load_word(address + WORD_BYTES),
+        load_word(address + 2 * WORD_BYTES),
+        load_word(address + 3 * WORD_BYTES),
+        load_word(address + 4 * WORD_BYTES),
+        chunk,
+        n_chunks,
+        is_first_chunk,
+    )
+
+
+def _make_unpack_intrinsic(args_type: Any) -> Any:
+    """Return the intrinsic (address of an op) -> its arguments, a tuple of that numba type; arrays are not copied."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from numba.np.arrayobj import populate_array  # imports most of numba, so only when compiling
+
+        words = builder.inttoptr(args[0], I64.as_pointer())
+        numbers = (builder.load(builder.gep(words, [I64(i)])) for i in range(OP_HEADER_WORDS, OP_WORDS))
+        values = []
+        for arg_type in args_type:
+            if arg_type is types.float32:
+                values.append(builder.bitcast(builder.trunc(next(numbers), I32), F32))
+            elif arg_type is types.int64:
+                values.append(next(numbers))
+            else:
+                address, *shape = [next(numbers) for _ in range(1 + arg_type.ndim)]
+                item_bytes = context.get_constant(types.intp, arg_type.dtype.bitwidth // 8)
+                strides = [item_bytes]
+                for size in reversed(shape[1:]):
+                    strides.insert(0, builder.mul(strides[0], size))
+                array = context.make_array(arg_type)(context, builder)
+                populate_array(array, builder.inttoptr(address, array.data.type), shape, strides, item_bytes, meminfo=None)
+                values.append(array._getvalue())
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return intrinsic(lambda typingctx, op: (args_type(types.int64), codegen))
+
+
+class Kernel:
+    """A kernel that ops refer to: function(run: ForwardContext, thread, ...), each further parameter annotated as above.
+
+    A kernel with many parameters takes one record instead: a NamedTuple with annotated fields.
+    """
+
+    def __init__(self, function: Callable[..., None], cache: bool = True, **others: Any) -> None:
+        """Wrap a function.
+
+        Args:
+            function: The kernel function.
+            cache: Whether its machine code is cached on disk, for functions in `code_cache.SOURCES`.
+            others: Annotations that replace those of the parameters with these names.
+        """
+        functools.update_wrapper(self, function)
+        self.function, self._is_cached = function, cache
+        self._annotations = others
+
+    def register(self, name: str, module: str = "") -> "Kernel":
+        """Return itself, cached and pickled under that name of a module, by default of its function's."""
+        self.__module__, self.__qualname__ = module or self.__module__, name
+        setattr(sys.modules[self.__module__], name, self)
+        return self
+
+    def specialize(self, name: str, module: str = "", **others: Any) -> "Kernel":
+        """Return a kernel of that name, in this or another module, with other annotations for some parameters."""
+        return Kernel(self.function, self._is_cached, **others).register(name, module)
+
+    @functools.cached_property
+    def _record(self) -> Any:
+        """The NamedTuple that holds its parameters, or None."""
+        hint = [*get_type_hints(self.function, include_extras=True).values()][2]
+        return hint if hasattr(hint, "_fields") else None
+
+    @functools.cached_property
+    def _arg_types(self) -> dict[str, Any]:
+        """The numba types of its parameters, computed on demand: a run uses only one kernel in four."""
+        hints = get_type_hints(self._record or self.function, include_extras=True) | self._annotations
+        return {name: _get_numba_type(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
+
+    @functools.cached_property
+    def _dtypes(self) -> list[Any]:
+        """The numpy dtypes of its parameters, which every op needs."""
+        return [as_dtype(getattr(arg_type, "dtype", arg_type)) for arg_type in self._arg_types.values()]
+
+    @property
+    def _renamed_function(self) -> Callable[..., None]:
+        """The function under the kernel's name.
+
+        Several functions of one factory have the same name. If two processes compiled them, a process that loads both would run
+        the first for either.
+        """
+        function = self.function
+        renamed = FunctionType(function.__code__, function.__globals__, self.name, function.__defaults__, function.__closure__)
+        renamed.__qualname__ = self.name
+        return renamed
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Address of its machine code, which is compiled on first use."""
+        body, arg_types = jitable(self._renamed_function), [*self._arg_types.values()]
+        unpack = _make_unpack_intrinsic(types.BaseTuple.from_types(arg_types, self._record))
+
+        def entry(run, op, thread, chunk, n_chunks, is_first_chunk):
+            body(load_context(run, chunk, n_chunks, is_first_chunk), thread, *unpack(op))
+
+        def entry_with_record(run, op, thread, chunk, n_chunks, is_first_chunk):
+            body(load_context(run, chunk, n_chunks, is_first_chunk), thread, unpack(op))
+
+        return compile_callback(KERNEL_SIGNATURE, entry_with_record if self._record else entry, self._code_cache)
+
+    @property
+    def _code_cache(self) -> MachineCodeCache | None:
+        """The cache of its machine code, or None."""
+        return MachineCodeCache(self.function, self.name) if self._is_cached else None
+
+    @property
+    def name(self) -> str:
+        """Its module and name, for example "kernels.rope"."""
+        return f"{self.__module__.partition('.')[2]}.{self.__qualname__}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its machine code is in the cache."""
+        return bool(self._code_cache and self._code_cache.is_stored(KERNEL_SIGNATURE))
+
+    def __call__(self, *arguments: Any) -> Op:
+        """Return an op with these arguments."""
+        return Op(self, arguments)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by name: machine code is not copied
+
+    def encode_arguments(self, arguments: Sequence[Any]) -> list[int]:
+        """Return the arguments as the words of an op; they must match the annotations."""
+        words: list[int] = []
+        for (name, arg_type), dtype, value in zip(self._arg_types.items(), self._dtypes, arguments, strict=True):
+            if isinstance(arg_type, types.Array):
+                is_valid = value.ndim == arg_type.ndim and value.dtype == dtype and value.flags.c_contiguous
+                assert is_valid, f"{self.__qualname__} takes {arg_type} for {name}, not {value.dtype} of {value.ndim} dimensions"
+                words += [value.ctypes.data, *value.shape]
+            else:
+                words.append(int(np.float32(value).view(np.int32)) if arg_type is types.float32 else int(value))
+        return words
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """Turn a kernel function of the package into a `Kernel`."""
+    return Kernel(function)
+
+
+def _get_numba_type(hint: Any) -> Any:
+    """Return the numba type of an annotation."""
+    if hint in (int, float):
+        return types.int64 if hint is int else types.float32
+    dtype, n_dimensions = hint.__metadata__
+    return types.Array(dtype, n_dimensions, "C")
+
+
+@jitable
+def get_phase_bytes(run, op):
+    """Return the bytes per token of the phase that starts with the op at this address."""
+    n_bytes, slot_bytes = load_word(op + TOKEN_BYTES_WORD * WORD_BYTES), load_word(op + SLOT_BYTES_WORD * WORD_BYTES)
+    if slot_bytes > 0:
+        sequences = load_word(run + SEQUENCES_WORD * WORD_BYTES)
+        for i in range(load_word(run + N_SEQUENCES_WORD * WORD_BYTES)):
+            sequence = sequences + i * SEQUENCE_WORDS * WORD_BYTES
+            n_bytes += slot_bytes * (load_word(sequence) + load_word(sequence + POS_WORD * WORD_BYTES))
+    return n_bytes
+
+
+@jitable
+def run_chunk(run, ops, first, last, thread, chunk, n_chunks, is_first_chunk):
+    """Run ops first to last of a program on that chunk of their phase."""
+    for i in range(first, last):
+        op = ops + i * OP_WORDS * WORD_BYTES
+        entry, sequence_op = load_word(op + KERNEL_WORD * WORD_BYTES), load_word(op + SEQUENCE_OP_WORD * WORD_BYTES)
+        if sequence_op < 0:
+            call_address(entry, (run, op, thread, chunk, n_chunks, is_first_chunk))
+        else:
+            sequences = load_word(run + SEQUENCES_WORD * WORD_BYTES)
+            for j in range(load_word(run + N_SEQUENCES_WORD * WORD_BYTES)):
+                sequence = sequences + j * SEQUENCE_WORDS * WORD_BYTES
+                own_op = load_word(sequence + SEQUENCE_OPS_WORD * WORD_BYTES) + sequence_op * OP_WORDS * WORD_BYTES
+                call_address(entry, (sequence, own_op, thread, chunk, n_chunks, is_first_chunk))
+
+
+@jitable
+def run_phase(run, ops, first, last, thread, n_threads):
+    """Run a phase as one of its threads: take chunks until all are done."""
+    phase, stride, done, queues = (
+        first + 1,
+        THREAD_STRIDE_WORDS * WORD_BYTES,
+        run + DONE_WORD * WORD_BYTES,
+        run + QUEUES_WORD * WORD_BYTES,
+    )
+    n = count_chunks_per_thread(get_phase_bytes(run, ops + first * OP_WORDS * WORD_BYTES), load_word(run), n_threads)
+    victim, n_done, n_waits = thread, 0, 0
+    while victim != NOT_FOUND:
+        chunk = take_chunk(queues + victim * stride, phase, n, victim == thread)
+        if chunk != NOT_FOUND:
+            run_chunk(run, ops, first, last, thread, victim * n + chunk, n * n_threads, 1 if n_done == 0 else 0)
+            n_done += 1
+            atomic_store(done + thread * stride, phase << PHASE_SHIFT | n_done)
+        if chunk == NOT_FOUND or victim != thread:
+            victim = choose_victim(queues, stride, phase, n, thread, n_threads, load_word(run + N_NODES_WORD * WORD_BYTES))
+    while not is_phase_done(done, stride, phase, n_threads, n * n_threads):
+        n_waits += 1
+        pause(n_waits)
+
+
+def run_ops(run, ops, first, last, thread):
+    """Run ops first to last of a program, whole phases, as one of its threads."""
+    n_threads = load_word(run + N_THREADS_WORD * WORD_BYTES)
+    while first < last:
+        end = first + load_word(ops + (first * OP_WORDS + N_OPS_WORD) * WORD_BYTES)
+        if n_threads > 1:
+            run_phase(run, ops, first, end, thread, n_threads)
+        else:
+            run_chunk(run, ops, first, end, 0, 0, 1, 1)
+        first = end
+
+
+KERNEL_SIGNATURE = types.void(*[types.int64] * 6)
+RUN_OPS_SIGNATURE = types.void(*[types.int64] * 5)
+
+
+@functools.cache
+def _get_run_ops_address() -> int:
+    """Return the address of `run_ops`, compiled once; numba would compile it again into each wrapper of a parallel region."""
+    return compile_callback(RUN_OPS_SIGNATURE, run_ops)
+
+
+def allocate_context() -> Int64:
+    """Allocate the context words, and cache lines for the counters of each thread."""
+    words = np.zeros(DONE_WORD + THREAD_STRIDE_WORDS * get_available_threads() + CACHE_LINE_WORDS, np.int64)
+    return words[-words.ctypes.data % (CACHE_LINE_WORDS * WORD_BYTES) // WORD_BYTES :]
+
+
+class Executor:
+    """A program encoded as numbers, ready to run."""
+
+    def __init__(
+        self, program: Program, sequence_arrays: Sequence[Any] = (), token_arrays: Sequence[tuple[Any, int]] = ()
+    ) -> None:
+        """Encode a program.
+
+        Args:
+            program: Phases of ops.
+            sequence_arrays: Arrays of one sequence, which several sequences do not share.
+            token_arrays: Arrays with one row per token of a pass, and the bytes of a row. An op may take a slice of one of these
+                arrays.
+        """
+        ops = [op for phase in program for op in phase]
+        self._ops = np.zeros((len(ops), OP_WORDS), np.int64)
+        for phase, end in zip(program, itertools.accumulate(map(len, program)), strict=True):
+            phase_bytes = sum(op.bytes_per_token for op in phase), sum(op.bytes_per_slot for op in phase)
+            self._ops[end - len(phase), [N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD]] = len(phase), *phase_bytes
+        self._references: list[Any] = [op.kernel for op in ops]  # keeps alive what ops refer to by address
+        sequence_map, token_map = (
+            _AddressMap([(array, i + 1) for i, array in enumerate(sequence_arrays)]),
+            _AddressMap(token_arrays),
+        )
+        sequence_ops = dict[int, list[int]]()
+        for i, (words, op) in enumerate(zip(self._ops, ops, strict=True)):
+            encoded = [
+                op.kernel.address,
+                *words[N_OPS_WORD:SEQUENCE_OP_WORD].tolist(),
+                -1,
+                *op.kernel.encode_arguments(op.arguments),
+            ]
+            array_words, at = list[int](), OP_HEADER_WORDS  # positions of array addresses
+            for argument in op.arguments:
+                if n_dimensions := getattr(argument, "ndim", 0):
+                    array_words.append(at)
+                    if not sequence_map.find(encoded[at]):
+                        self._references.append(argument)
+                at += 1 + n_dimensions
+            if any(sequence_map.find(encoded[word]) for word in array_words):
+                encoded[SEQUENCE_OP_WORD], sequence_ops[i] = len(sequence_ops), array_words
+            words[: len(encoded)] = encoded
+        self._sequence_ops = self._ops[[*sequence_ops]]
+        self._token_bytes = np.zeros(self._sequence_ops.shape, np.int64)  # step per token of each word
+        self._owners = np.zeros(self._sequence_ops.shape, np.int64)  # number of the sequence array it points into, from 1, or 0
+        for words, steps, owners, array_words in zip(
+            self._sequence_ops, self._token_bytes, self._owners, sequence_ops.values(), strict=True
+        ):
+            for word in array_words:
+                steps[word], owners[word] = token_map.find(int(words[word])), sequence_map.find(int(words[word]))
+        self._sequence_arrays, self._bases = sequence_arrays, np.array([0, *(array.ctypes.data for array in sequence_arrays)])
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Allocate the context, and store the addresses of all words."""
+        self._context = allocate_context()
+        self._context[N_NODES_WORD] = get_topology().n_nodes
+        self._addresses = self._context.ctypes.data, self._ops.ctypes.data
+        self._single_sequence = self._sequence_ops.ctypes.data, 1, self._context.ctypes.data
+
+    def with_sequence_arrays(self, sequence_arrays: Sequence[Any]) -> "Executor":
+        """Return the same program over other sequence arrays of the same shapes, at a fifth of the cost of encoding it again."""
+        other, bases = copy.copy(self), np.array([0, *(array.ctypes.data for array in sequence_arrays)])
+        other._sequence_arrays, other._bases = sequence_arrays, bases
+        other._sequence_ops = self._sequence_ops + (bases - self._bases)[self._owners]
+        other._prepare()
+        return other
+
+    def without_sequence_arrays(self) -> "Executor":
+        """Return a copy that holds no sequence arrays, to be used through `with_sequence_arrays`."""
+        other = copy.copy(self)
+        other._sequence_arrays = ()
+        return other
+
+    def __call__(self, n_tokens: int, pos: int, n_logits: int, n_threads: int, seq_len: int | None = None) -> None:
+        """Run the program; see `ForwardContext` for the arguments. By default the pass has no tree: seq_len is pos + n_tokens."""
+        seq_len = pos + n_tokens if seq_len is None else seq_len
+        self._run_phases(n_tokens, pos, n_logits, n_threads, seq_len, *self._single_sequence)
+
+    def run_batch(self, entries: Sequence[BatchEntry], n_logits: int, n_threads: int) -> None:
+        """Run the program over the tokens of several sequences, one after another, with logits at the last n_logits.
+
+        The entries' executors run the same program; only their sequence arrays differ.
+        """
+        records, references = np.zeros((len(entries), SEQUENCE_WORDS), np.int64), []
+        n_tokens = 0
+        for record, (executor, n, pos, n_own_logits) in zip(records, entries, strict=True):
+            assert executor._sequence_ops.shape == self._sequence_ops.shape
+            own_ops = executor._sequence_ops + n_tokens * executor._token_bytes if n_tokens else executor._sequence_ops
+            record[:N_SEQUENCES_WORD] = n, pos, n_own_logits, n_threads, pos + n, own_ops.ctypes.data
+            references.append(own_ops)
+            n_tokens += n
+        self._run_phases(n_tokens, 0, n_logits, n_threads, n_tokens, 0, len(entries), records.ctypes.data)
+
+    def _run_phases(self, *numbers: int) -> None:
+        CONTEXT_STRUCT.pack_into(self._context.data, 0, *numbers)
+        self._context[DONE_WORD:] = 0
+        run_on_threads(_get_run_ops_address(), *self._addresses, 0, len(self._ops), numbers[N_THREADS_WORD])
+
+
+class _AddressMap:
+    """Arrays, each with a number, that are found by an address in them."""
+
+    def __init__(self, arrays: Sequence[tuple[Any, int]]) -> None:
+        self._arrays = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
+        self._starts = [start for start, _, _ in self._arrays]
+
+    def find(self, address: int) -> int:
+        """Return the number of the array that holds this address, or 0."""
+        i = bisect.bisect_right(self._starts, address) - 1
+        return self._arrays[i][2] if i >= 0 and address < self._arrays[i][1] else 0
+
+
+def run_on_all_threads(op: Op, n_threads: int | None = None) -> None:
+    """Run one op by itself, without tokens; each thread computes its share. n_threads: by default all that are available."""
+    Executor([[op]])(0, 0, 0, n_threads or get_available_threads())

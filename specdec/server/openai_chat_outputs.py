@@ -1,0 +1,383 @@
+"""Formats generated events as responses of OpenAI's API, in chunks or complete. Knows no requests and no server."""
+
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specdec.engine.decode_loop import Event, Statistics, Step, TokenLogprob
+from specdec.server.field_validation import APIError
+from specdec.server.openai_chat_requests import ParsedRequest, ServedModel
+from specdec.server.tool_parsers.incremental import SPECIAL_TOKEN_MARK, ArgumentsDelta, Delta, Reasoning, ToolCall, parse_json
+
+# stop reasons that mean a truncated output
+TRUNCATING_STOP_REASONS = ("max_tokens", "seq_len", "interrupted")
+SSE_DONE = b"data: [DONE]\n\n"
+MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
+
+
+@dataclass
+class ChoiceDelta:
+    """The growth of a choice by a step.
+
+    Attributes:
+        deltas: Reasoning, text and tool calls, in their order.
+        logprobs: Log-probabilities of the new tokens.
+        finish_reason: None while the choice continues.
+        details: Which part of the text was drafted, if the request asks for it.
+    """
+
+    deltas: list[Delta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    details: dict[str, Any] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.deltas or self.logprobs or self.finish_reason or self.details)
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join([each for each in self.deltas if isinstance(each, str)])
+
+    @property
+    def reasoning(self) -> str:
+        """The new reasoning."""
+        return "".join([each.text for each in self.deltas if isinstance(each, Reasoning)])
+
+    @property
+    def tool_calls(self) -> list[ToolCall | ArgumentsDelta]:
+        """The new tool calls and arguments."""
+        return [each for each in self.deltas if isinstance(each, ToolCall | ArgumentsDelta)]
+
+    def add(self, other: "ChoiceDelta") -> None:
+        """Append the delta that follows."""
+        for each in other.deltas:
+            self.append(each)
+        self.logprobs += other.logprobs
+        self.finish_reason, self.details = other.finish_reason, other.details
+
+    def append(self, delta: Delta) -> None:
+        """Append a piece of output, merged with the last one if it continues it."""
+        last = self.deltas[-1] if self.deltas else None
+        if isinstance(delta, ArgumentsDelta) and isinstance(last, ToolCall | ArgumentsDelta):
+            self.deltas[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        elif isinstance(delta, str) and isinstance(last, str):
+            self.deltas[-1] = last + delta
+        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
+            self.deltas[-1] = Reasoning(last.text + delta.text)
+        else:
+            self.deltas.append(delta)
+
+
+class Choice:
+    """One output of a response, which turns its events into deltas."""
+
+    def __init__(self, request: ParsedRequest) -> None:
+        self._tool_parser, self._is_single_call, self._has_details = (
+            request.make_tool_parser and request.make_tool_parser(),
+            request.is_single_call,
+            request.has_details,
+        )
+        self.statistics, self.n_calls = Statistics(), 0
+        self._arguments = list[str]()  # of the last call that was returned
+        self.stop_string: str | None = None  # the one that ended the output
+
+    def process_event(self, event: Event) -> ChoiceDelta:
+        """Return the delta of an event."""
+        self.statistics.add(event)
+        if not isinstance(event, Step):
+            return ChoiceDelta()
+        self.stop_string = event.stop_string
+        deltas: list[Delta] = [event.text] if event.text else []
+        if self._tool_parser:
+            deltas = self._tool_parser.push(event.text)
+            if event.stop_reason:
+                deltas += self._tool_parser.end()
+        delta = ChoiceDelta(logprobs=list(event.logprobs or ()))
+        for piece in deltas:
+            self.n_calls += isinstance(piece, ToolCall)
+            if isinstance(piece, str | Reasoning) or not self._is_single_call or self.n_calls == 1:
+                delta.append(piece)
+                if isinstance(piece, ToolCall):
+                    self._arguments.clear()
+                if isinstance(piece, ToolCall | ArgumentsDelta):
+                    self._arguments.append(piece.arguments)
+        if event.stop_reason:
+            delta.finish_reason = (
+                "length" if event.stop_reason in TRUNCATING_STOP_REASONS else "tool_calls" if self._has_complete_call else "stop"
+            )
+        if self._has_details:
+            delta.details = format_draft_details(event)
+            if event.stop_reason:
+                delta.details |= format_statistics(self.statistics)
+        return delta
+
+    @property
+    def _has_complete_call(self) -> bool:
+        """Whether there is a call and the last one is complete: an end-of-sequence token or a stop string may cut it off."""
+        try:
+            return self.n_calls > 0 and isinstance(
+                parse_json("".join(self._arguments) or ("" if self.stop_string else "{}")), dict
+            )
+        except ValueError:
+            return False
+
+
+def format_statistics(statistics: Statistics) -> dict[str, Any]:
+    """Return the statistics of an output. The seconds are those of shared passes, so they do not measure the target alone."""
+    return {
+        "tokens": statistics.n_generated,
+        "passes": statistics.target_passes,
+        "drafted": statistics.n_drafted,
+        "accepted": statistics.n_accepted,
+        "seconds": round(statistics.decode_seconds, 4),
+    }
+
+
+def format_draft_details(step: Step) -> dict[str, Any]:
+    """Return `runs`, the step's text split by its source (guessed or own), and `wrong`, the rejected draft text."""
+    runs = ("guessed", step.pieces[: step.n_accepted]), ("own", step.pieces[step.n_accepted :])
+    merged = [[source, text] for source, pieces in runs if (text := "".join(pieces).replace(SPECIAL_TOKEN_MARK, ""))]
+    return {"runs": merged, "wrong": "".join(step.wrong).replace(SPECIAL_TOKEN_MARK, "")}
+
+
+class ResponseFormatter:
+    """Base class of the response formats; subclasses for other APIs are in files of their own.
+
+    Attributes:
+        choices: The outputs. Formats for a single output use the first one.
+    """
+
+    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
+        self.request, self.model, self.fingerprint = request, model, fingerprint
+        self.created = int(time.time())
+        self.choices = [Choice(request) for _ in request.generation_requests]
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of all prompts; a prompt that several outputs share counts once."""
+        return sum({id(request.prompt): len(request.prompt) for request in self.request.generation_requests}.values())
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens of all outputs."""
+        return sum(choice.statistics.n_generated for choice in self.choices)
+
+    def format_start(self) -> bytes:
+        """Return the first events of a stream."""
+        return b""
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the events for a delta of a choice."""
+        raise NotImplementedError
+
+    def format_end(self) -> bytes:
+        """Return the last events of a stream."""
+        raise NotImplementedError
+
+    def format_error(self, error: APIError) -> bytes:
+        """Return the events that end a stream after an error."""
+        return format_sse_event(error.format_body()) + SSE_DONE
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the complete response for the deltas of all choices."""
+        raise NotImplementedError
+
+
+def format_sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
+    """Return a server-sent event. A lone surrogate, which JSON escapes can produce, is escaped again."""
+    event = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return (f"event: {name}\n{event}" if name else event).encode(errors="backslashreplace")
+
+
+@dataclass
+class OutputPart:
+    """A part of a response: reasoning, text or a tool call.
+
+    Attributes:
+        part_type: Type of its deltas: str, Reasoning or ToolCall.
+        text: The text or arguments so far.
+    """
+
+    part_type: type
+    index: int
+    id: str
+    name: str = ""
+    text: str = ""
+
+
+class PartsFormatter(ResponseFormatter):
+    """Base class of formats with a single output that consists of parts in a row."""
+
+    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
+        super().__init__(request, model, fingerprint)
+        self._parts, self._finish_reason = list[OutputPart](), "stop"
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the events for a delta."""
+        return b"".join([self._format_part(*each) for each in self._update_parts(delta)])
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the complete response."""
+        for delta in deltas:
+            for _ in self._update_parts(delta):  # no events are needed
+                pass
+        return self._make_response()
+
+    def _update_parts(self, delta: ChoiceDelta) -> Iterator[tuple[str, OutputPart, str]]:
+        """Update the parts by a delta and yield the changes as arguments of `_format_part`."""
+        for piece in delta.deltas:
+            part_type = ToolCall if isinstance(piece, ArgumentsDelta) else type(piece)
+            if not self._parts or self._parts[-1].part_type is not part_type or isinstance(piece, ToolCall):
+                yield from (("end", part, "") for part in self._parts[-1:])
+                self._parts.append(
+                    OutputPart(part_type, len(self._parts), make_id(), piece.name if isinstance(piece, ToolCall) else "")
+                )
+                yield "start", self._parts[-1], ""
+            text = piece if isinstance(piece, str) else piece.text if isinstance(piece, Reasoning) else piece.arguments
+            self._parts[-1].text += text
+            if text:
+                yield "delta", self._parts[-1], text
+        self._finish_reason = delta.finish_reason or self._finish_reason
+
+    def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
+        """Return the events of a change of a part: its "start", a "delta" by some text, or its "end"."""
+        raise NotImplementedError
+
+    def _make_response(self) -> dict[str, Any]:
+        """Return the response for all parts."""
+        raise NotImplementedError
+
+    def _end_last_part(self) -> bytes:
+        """Return the events that end the last part."""
+        return b"".join([self._format_part("end", part, "") for part in self._parts[-1:]])
+
+
+def make_id() -> str:
+    """Return nine letters and digits, the only form that Mistral's templates accept for the id of a call."""
+    return secrets.token_hex(5)[:9]
+
+
+class CompletionFormatter(ResponseFormatter):
+    """Formats responses as OpenAI's chunks or completions."""
+
+    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
+        super().__init__(request, model, fingerprint)
+        self._id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._n_calls = [0] * len(self.choices)
+        self._offsets = [0] * len(self.choices)
+
+    def format_start(self) -> bytes:
+        """Return a chunk with the role of each choice, for a chat."""
+        n_roles = len(self.choices) * self.request.is_chat
+        first_delta = {"role": "assistant", "content": ""}
+        return b"".join(
+            format_sse_event(
+                self._make_chunk([{"index": i, "delta": first_delta, "logprobs": None, "finish_reason": None}], None)
+            )
+            for i in range(n_roles)
+        )
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the chunk of a delta."""
+        return format_sse_event(self._make_chunk([self._format_choice(index, delta, False)], delta.details))
+
+    def format_end(self) -> bytes:
+        """Return the usage, if requested, and the end mark."""
+        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.request.include_usage else b"") + SSE_DONE
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the complete response."""
+        choices = [self._format_choice(index, delta, True) for index, delta in enumerate(deltas)]
+        details = next((delta.details for delta in deltas if delta.details), None)
+        return self._make_chunk(choices, details, self.usage, "")
+
+    def _format_choice(self, index: int, delta: ChoiceDelta, is_complete: bool) -> dict[str, Any]:
+        """Return a delta of a choice, or the complete choice. The names of fields are those that most clients know."""
+        finish = {"logprobs": self._format_logprobs(index, delta), "finish_reason": delta.finish_reason}
+        if not self.request.is_chat:
+            return {"index": index, "text": delta.text, **finish}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
+        message |= {name: text for name, text in (("reasoning_content", delta.reasoning), ("content", delta.text)) if text}
+        if calls := [self._format_call(index, call, is_complete) for call in delta.tool_calls]:
+            message |= ({"content": delta.text or None} if is_complete else {}) | {"tool_calls": calls}
+        return {"index": index, "message" if is_complete else "delta": message, **finish}
+
+    def _format_call(self, index: int, call: ToolCall | ArgumentsDelta, is_complete: bool) -> dict[str, Any]:
+        if isinstance(call, ToolCall):
+            self._n_calls[index] += 1
+        position = {} if is_complete else {"index": self._n_calls[index] - 1}
+        if isinstance(call, ArgumentsDelta):
+            return position | {"function": {"arguments": call.arguments}}
+        return position | {"id": make_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts of all choices."""
+        parts = [choice.statistics for choice in self.choices]
+        accepted, drafted = sum(part.n_accepted for part in parts), sum(part.n_drafted for part in parts)
+        return {
+            "prompt_tokens": self.n_prompt,
+            "completion_tokens": self.n_generated,
+            "total_tokens": self.n_prompt + self.n_generated,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def _make_chunk(
+        self, choices: list[dict[str, Any]], details: dict[str, Any] | None, usage: Any = None, object_suffix: str = ".chunk"
+    ) -> dict[str, Any]:
+        """Return a chunk, or the complete response, whose object name has no suffix."""
+        chunk = {
+            "id": self._id,
+            "object": f"chat.completion{object_suffix}" if self.request.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+        chunk |= {"usage": usage} if usage or self.request.include_usage else {}
+        return chunk | ({"specdec": details} if details else {})
+
+    def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return log-probabilities in the format of the request's kind; None without any."""
+        if not delta.logprobs:
+            return None
+        if self.request.is_chat:
+            content = [
+                self._format_logprob(entry.token, entry.logprob)
+                | {"top_logprobs": [self._format_logprob(*top) for top in entry.top]}
+                for entry in delta.logprobs
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self._get_token_text(entry.token)[0] for entry in delta.logprobs]
+        *offsets, end = itertools.accumulate(map(len, texts), initial=self._offsets[index])
+        self._offsets[index] = end
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in delta.logprobs],
+            "top_logprobs": [
+                {self._get_token_text(token)[0]: max(logprob, MIN_LOGPROB) for token, logprob in entry.top}
+                for entry in delta.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _format_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text, token_bytes = self._get_token_text(token)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": token_bytes}
+
+    def _get_token_text(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text and bytes; for a token without text, its name in the vocabulary and None."""
+        tokenizer = self.model.decoder.tokenizer
+        token_bytes = tokenizer.token_to_bytes(token)
+        if token_bytes is not None:
+            return token_bytes.decode(errors="replace"), list(token_bytes)
+        specials = getattr(tokenizer, "specials", {})
+        return next((name for name, special_id in specials.items() if special_id == token), f"<{token}>"), None

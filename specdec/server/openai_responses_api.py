@@ -1,0 +1,283 @@
+"""OpenAI's Responses API, translated to and from chat requests. Knows no server."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from specdec.argument_checks import check_choice, check_string, shorten
+from specdec.server.field_validation import (
+    EMPTY_OBJECT,
+    UNSUPPORTED,
+    APIError,
+    Fields,
+    check_bool,
+    check_false,
+    check_list,
+    check_object,
+    iter_objects,
+    join_text_parts,
+    make_range_check,
+)
+from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
+from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
+from specdec.server.tool_parsers.incremental import Reasoning, ToolCall
+
+# fields that mean the same in a chat request
+CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
+IGNORED_FIELDS = ("stream_options", "client_metadata", "include", "max_tool_calls")  # accepted without effect
+STATEFUL_FIELDS = ("previous_response_id", "conversation", "prompt")  # would need stored conversations
+# tools hidden from the model: those that a server runs itself, and kinds of calls that no template supports
+IGNORED_TOOL_TYPES = (
+    "web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell", "namespace",
+    "custom",
+)  # fmt: skip
+# fields of a request that the response repeats
+ECHOED_FIELDS = ("metadata", "tools", "tool_choice", "text", "max_output_tokens", "reasoning")
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
+TEXT_PART_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+    """Parse a body of /v1/responses. Raises APIError."""
+    fields = Fields(body)
+    for name in STATEFUL_FIELDS:
+        if name in body and body[name] is not None:
+            raise APIError(
+                f"{name} is not supported, since the server stores nothing; send the whole conversation", name, UNSUPPORTED
+            )
+    if isinstance(include := body.get("include"), list) and LOGPROBS_INCLUDE in include:
+        raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
+    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
+    messages = fields.take("input", _parse_input, list[dict[str, Any]]())
+    if instructions := fields.take("instructions", check_string, ""):
+        messages.insert(0, {"role": "system", "content": instructions})
+    chat["messages"] = _merge_system_messages(messages) or None
+    chat["tools"] = fields.take("tools", _parse_tools, list[dict[str, Any]]()) or None
+    chat["tool_choice"] = fields.take("tool_choice", _parse_tool_choice, None)
+    chat["max_tokens"] = fields.take("max_output_tokens", make_range_check(1), None)
+    chat |= fields.take("text", _parse_text_format, EMPTY_OBJECT)
+    chat |= fields.take("reasoning", _parse_reasoning, EMPTY_OBJECT)
+    fields.take("store", check_bool, False)
+    fields.take("background", check_false, False)
+    fields.take("truncation", lambda name, value: check_choice(name, value, ["disabled", "auto"]), "disabled")
+    for name in IGNORED_FIELDS:
+        fields.take(name, lambda _, value: value, None)
+    fields.reject_remaining({"top_logprobs": (0,)})
+    echoed = {name: body[name] for name in ECHOED_FIELDS if body.get(name) is not None} | {"instructions": instructions or None}
+    return replace(parse_chat_request(chat, model), make_formatter=partial(ResponsesFormatter, echoed=echoed))
+
+
+def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the leading system messages into one, since many templates support only one."""
+    n = next((i for i, each in enumerate(messages) if each["role"] not in ("system", "developer")), len(messages))
+    system = "\n\n".join(each["content"] for each in messages[:n])
+    return [*([{"role": "system", "content": system}] if system else []), *messages[n:]]
+
+
+def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the messages in chat format; reasoning, text and calls in a row become one assistant message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": check_string(name, value)}]
+    messages = list[dict[str, Any]]()
+    for label, each in iter_objects(name, check_list(name, value)):
+        item_type = each.get("type") or "message"
+        match item_type:
+            case "message":
+                role = check_choice(f"role of {label}", each.get("role"), ["user", "assistant", "system", "developer"])
+                text = join_text_parts(f"content of {label}", each.get("content"), TEXT_PART_TYPES)
+                if role == "assistant":
+                    message = _get_assistant_message(messages)
+                    message["content"] += text
+                else:
+                    messages.append({"role": role, "content": text})
+            case "function_call":
+                function = {"name": each.get("name"), "arguments": each.get("arguments")}
+                _get_assistant_message(messages).setdefault("tool_calls", []).append(
+                    {"id": each.get("call_id"), "function": function}
+                )
+            case "function_call_output":
+                text = join_text_parts(f"output of {label}", each.get("output"), TEXT_PART_TYPES)
+                messages.append({"role": "tool", "tool_call_id": each.get("call_id"), "content": text})
+            case "reasoning":
+                reasoning = join_text_parts(
+                    f"content of {label}", each.get("content") or each.get("summary") or "", TEXT_PART_TYPES
+                )
+                if reasoning:
+                    message = _get_assistant_message(messages)
+                    message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+            case _:
+                raise APIError(f"{label} has the type {shorten(item_type, repr)}, which is not supported", name, UNSUPPORTED)
+    return messages
+
+
+def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last message if it is the assistant's, otherwise append a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the function tools; `IGNORED_TOOL_TYPES` are skipped."""
+    tools = list[dict[str, Any]]()
+    for label, tool in iter_objects(name, value):
+        tool_type = tool.get("type")
+        if tool_type in IGNORED_TOOL_TYPES:
+            continue
+        if tool_type != "function":
+            raise APIError(f"{label} has the type {shorten(tool_type, repr)}; expected function", name, UNSUPPORTED)
+        function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _parse_tool_choice(name: str, value: Any) -> Any:
+    if isinstance(value, dict) and "name" in value:
+        return {"type": value.get("type"), "function": {"name": value["name"]}}
+    return value
+
+
+def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
+    """Return the response format."""
+    fields = Fields(check_object(name, value))
+    fields.take("verbosity", check_string, "")
+    response_format = fields.take("format", check_object, EMPTY_OBJECT)
+    fields.reject_remaining({})
+    if response_format.get("type") == "json_schema":
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}}
+    return {"response_format": response_format} if response_format else {}
+
+
+def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
+    fields = Fields(check_object(name, value))
+    for each in ("summary", "generate_summary"):
+        fields.take(each, check_string, "")
+    effort = fields.take("effort", check_string, "")
+    fields.reject_remaining({})
+    return {"reasoning_effort": effort} if effort else {}
+
+
+class ResponsesFormatter(PartsFormatter):
+    """Formats responses as events or objects of the Responses API.
+
+    Args:
+        echoed: Fields of the request that the response repeats.
+    """
+
+    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str, echoed: Mapping[str, Any]) -> None:
+        super().__init__(request, model, fingerprint)
+        self._echoed, self._n_events, self._id = echoed, 0, f"resp_{secrets.token_hex(12)}"
+
+    def format_start(self) -> bytes:
+        """Return the events that start a response."""
+        response = self._make_response_object("in_progress", [])
+        return self._format_event("response.created", response=response) + self._format_event(
+            "response.in_progress", response=response
+        )
+
+    def format_end(self) -> bytes:
+        """Return the events that end a response."""
+        part_end, response = self._end_last_part(), self._make_response()
+        return part_end + self._format_event(f"response.{response['status']}", response=response)
+
+    def format_error(self, error: APIError) -> bytes:
+        """Return the event of an error."""
+        details = {"error": {"code": error.code or "server_error", "message": str(error)}}
+        return self._format_event(
+            "response.failed", response=self._make_response_object("failed", self._format_items()) | details
+        )
+
+    def _make_response(self) -> dict[str, Any]:
+        return self._make_response_object("incomplete" if self._finish_reason == "length" else "completed", self._format_items())
+
+    def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
+        position = {"item_id": _format_id(part), "output_index": part.index}
+        content_position = position | {"content_index": 0}
+        is_call, content_type = part.part_type is ToolCall, "output_text" if part.part_type is str else "reasoning_text"
+        event_type = "response.function_call_arguments" if is_call else f"response.{content_type}"
+        logprobs: dict[str, Any] = {"logprobs": []} if part.part_type is str else {}
+        if change == "start":
+            start = self._format_event(
+                "response.output_item.added", output_index=part.index, item=_make_item(part, "in_progress")
+            )
+            return (
+                start
+                if is_call
+                else start + self._format_event("response.content_part.added", **content_position, part=_format_content(part, ""))
+            )
+        if change == "delta":
+            return self._format_event(
+                f"{event_type}.delta", **(position if is_call else content_position), delta=text, **logprobs
+            )
+        if is_call:
+            end = self._format_event(f"{event_type}.done", **position, name=part.name, arguments=part.text)
+        else:
+            end = self._format_event(f"{event_type}.done", **content_position, text=part.text, **logprobs)
+            end += self._format_event("response.content_part.done", **content_position, part=_format_content(part, part.text))
+        return end + self._format_event("response.output_item.done", output_index=part.index, item=self._format_item(part))
+
+    def _format_items(self) -> list[dict[str, Any]]:
+        return [self._format_item(part) for part in self._parts]
+
+    def _format_item(self, part: OutputPart) -> dict[str, Any]:
+        """Return an output item that is complete, or that was cut off by the maximum length."""
+        return _make_item(part, "incomplete" if self._finish_reason == "length" and part is self._parts[-1] else "completed")
+
+    def _format_event(self, event_type: str, **fields: Any) -> bytes:
+        self._n_events += 1
+        return format_sse_event({"type": event_type, "sequence_number": self._n_events - 1, **fields}, event_type)
+
+    def _make_response_object(self, status: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        sampling = self.request.generation_requests[0].sampling
+        usage = {
+            "input_tokens": self.n_prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": self.n_generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.n_prompt + self.n_generated,
+        }
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model.name,
+            "output": [*items],
+            "parallel_tool_calls": not self.request.is_single_call,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "metadata": {},
+            "tools": [],
+            "tool_choice": "auto",
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "usage": usage if status != "in_progress" else None,
+            **self._echoed,
+        }
+
+
+def _format_id(part: OutputPart) -> str:
+    return f"{'fc' if part.part_type is ToolCall else 'rs' if part.part_type is Reasoning else 'msg'}_{part.id}"
+
+
+def _format_content(part: OutputPart, content: str) -> dict[str, Any]:
+    if part.part_type is str:
+        return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": content}
+
+
+def _make_item(part: OutputPart, status: str) -> dict[str, Any]:
+    """Return a part as an output item."""
+    if part.part_type is ToolCall:
+        call = {"call_id": part.id, "name": part.name, "arguments": part.text}
+        return {"id": _format_id(part), "type": "function_call", "status": status, **call}
+    content = [_format_content(part, part.text)] if part.text else []
+    if part.part_type is str:
+        return {"id": _format_id(part), "type": "message", "status": status, "role": "assistant", "content": content}
+    return {"id": _format_id(part), "type": "reasoning", "status": status, "summary": [], "content": content}

@@ -1,0 +1,334 @@
+"""The `SpeculativeDecoder`, the library's main class: a target, its draft and their tokenizer, without any terminal output."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as GenericSequence
+from contextlib import suppress
+from dataclasses import replace
+from threading import RLock
+from typing import TYPE_CHECKING, Any, cast
+
+from specdec.draft.autotuner import Autotuner
+from specdec.draft.draft_length import CostModel
+from specdec.draft.resolver import DraftSpec, ModelBundle, load_bundle
+from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
+from specdec.engine.decode_loop import (
+    Constraint,
+    Event,
+    GenerationKwargs,
+    GenerationRequest,
+    PrefillProgress,
+    Prompt,
+    Sequence,
+    Stop,
+    with_kwargs_signature,
+)
+from specdec.engine.prefix_cache import PromptCache
+from specdec.loaders.model_loader import Loader, PackMode, ProgressCallback, compute_max_positions, ignore_progress
+from specdec.model.transformer import KVFormatName, Transformer
+from specdec.runtime.threads import create_fork_safe_lock, rebuild
+from specdec.sampling import Sampling, override_sampling
+from specdec.text import structured_output
+from specdec.text.chat_template import (
+    NO_OPTIONS,
+    ChatTemplate,
+    Message,
+    Options,
+    TemplateError,
+    Tools,
+    check_roles,
+    load_chat_template,
+)
+from specdec.text.detokenizer import Generation, detokenize_events
+from specdec.tokenizer import AnyTokenizer
+from specdec.verification import VerifyMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+PromptInput = str | GenericSequence[int]
+DEFAULT_SAMPLING = Sampling()
+
+
+class SpeculativeDecoder:
+    """A target model, a draft that proposes tokens for it, and their tokenizer.
+
+    Threads may share a decoder: `generate` waits for its turn, streams may take turns. A decoder can be pickled, and so sent to
+    spawned processes. A process that was forked after a model ran on several threads has lost those threads, and a run in it
+    raises an error that says so.
+
+    Args:
+        target: A Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c
+            file, also searched in models/, or a loaded `Transformer`.
+        draft: The same, or a head; "mtp": the head in the target's own file or next to it; "ngram": the continuation of an
+            earlier match in the sequence; "auto", the default: "mtp" if there is one, else "ngram"; "self": an int8 or int4 copy
+            of the target; None: no draft. A model with another vocabulary drafts with the tokens that both have (`shared`).
+        tokenizer: A path or a tokenizer; by default the one in the target's folder or file, next to it or in models/.
+        stage: "ngram" or a smaller model, the second-level draft. The draft model verifies its tokens before the target does.
+        gamma: Draft tokens per step, 1 to 63, or "auto": as many as are profitable, none if none are.
+        verify: "coupled" (the output equals that of a plain run with the same seed), "rejection" (Leviathan et al. 2023) or
+            "block" (Sun et al. 2024), which keep the distribution of a plain run.
+        tree: Whether proposals are token trees with several candidates per position, gamma deep: "on", "off" or "auto", which
+            means off. Needs a draft model without a stage, and target and draft that can run trees. `gamma`, `verify` and `tree`
+            can also be set later.
+        n_threads: By default all cores, or fewer if a trial shows that they are faster.
+        quantize: Which models, if they are named and not loaded and have float weights, are quantized: "target", "draft" (and
+            its stage) or "both" become int8, "none" keeps them; "draft=int4" or "target=int8,draft=int4" chooses the format.
+        template: The file of a chat template, or "llama2" for llama2.c exports of Llama 2 chat; by default the model's own.
+        kv: KV cache format of named models, as in `Transformer`. Drafts use the format of their target by default.
+        pack: Whether bf16 weights of named models are kept in 12 bits, without loss: "auto" if a trial shows that it is faster,
+            "on" or "none".
+        prompt_cache: A `PromptCache`, which keeps prefilled prompts in a folder for later processes; by default none.
+        progress: Called with the name of a model and the fraction of it that is loaded.
+
+    Raises:
+        CheckpointError: If a model file cannot be used.
+        TokenizerError: If a tokenizer file cannot be used.
+        ValueError: If values or models do not fit together.
+
+    >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
+    >>> decoder.generate("Once upon a time", 20, temperature=0).continuation
+    ', there was a little girl named Lily. She loved to play with her toys and eat yummy'
+    >>> for event in decoder.stream("Once upon a time", 12, Sampling(temperature=0.8, seed=7)):
+    ...     if not isinstance(event, Proposal):
+    ...         print(event.text, end="")
+    Once upon a time, there was a little girl named Lily. She loved to
+    """
+
+    gamma: Gamma = settings_property("gamma")
+    verify: VerifyMode = settings_property("verify")
+    tree: TreeMode = settings_property("tree")
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | Transformer,
+        draft: DraftSpec | None = AUTO,
+        tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
+        *,
+        stage: DraftSpec | None = None,
+        gamma: Gamma = AUTO,
+        verify: VerifyMode = "coupled",
+        tree: TreeMode = "off",
+        n_threads: int | None = None,
+        quantize: str = "draft",
+        template: str | os.PathLike[str] | None = None,
+        kv: KVFormatName = AUTO,
+        pack: PackMode = AUTO,
+        progress: ProgressCallback = ignore_progress,
+        prompt_cache: PromptCache | None = None,
+    ) -> None:
+        self._settings = SpeculativeSettings(gamma, verify, tree)
+        loader = Loader(n_threads, kv, progress, pack)
+        self.bundle = bundle = replace(load_bundle(target, draft, stage, tokenizer, quantize, loader), prompt_cache=prompt_cache)
+        if tree == "on" and bundle.tree_incompatibility:
+            raise ValueError(bundle.tree_incompatibility)
+        self.target, self.tokenizer = bundle.target, bundle.tokenizer
+        self.draft, self.stage = bundle.draft.model, bundle.stage.model
+        self.has_draft, self.has_stage = bundle.draft.model_or_ngram is not None, bundle.stage.model_or_ngram is not None
+        self._template, self.autotuner = template, Autotuner(bundle)
+        self._lock: RLock
+        create_fork_safe_lock(self, "_lock")
+
+    def __repr__(self) -> str:
+        named = {"target": self.target, "draft": self.bundle.draft.model_or_ngram, "stage": self.bundle.stage.model_or_ngram}
+        parts = [f"{name}={source!r}" for name, source in named.items() if source]
+        return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state, settings = dict[str, Any](), vars(self._settings) | {"stage": self.bundle.stage if self.has_stage else None}
+        with suppress(TemplateError):  # a decoder without a chat template can be pickled too
+            state["chat_template"] = self.chat_template
+        return rebuild, (SpeculativeDecoder, (self.target, self.bundle.draft, self.tokenizer), settings), state
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template that was named, or else the model's own.
+
+        Raises:
+            TemplateError: If there is none.
+        """
+        return load_chat_template(self.bundle.checkpoint, self.tokenizer.path, self._template)
+
+    @property
+    def n_ids(self) -> int:
+        """The number of token ids that the target can generate; later rows of its vocabulary have no token."""
+        return self.bundle.n_ids
+
+    @property
+    def n_positions(self) -> int:
+        """The maximum sequence length: the target's context, or as much of it as fits into memory, with any draft."""
+        return compute_max_positions(self.target)
+
+    @property
+    def weights(self) -> str:
+        """The weight formats as text, such as "target fp32, draft int8", with the number of tokens that a draft shares."""
+        return self.bundle.weights
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """The number of tokens shared with the target, by model name, for models that lack some of its tokens."""
+        return self.bundle.shared
+
+    def encode(self, prompt: PromptInput) -> list[int]:
+        """Return the prompt's tokens, after BOS if the model has one; token ids are taken as they are.
+
+        Raises:
+            ValueError: If the prompt exceeds seq_len, contains half a character, or has ids that are not below n_ids.
+            TypeError: If the prompt is neither a string nor token ids.
+        """
+        return self.bundle.encode(prompt)
+
+    @with_kwargs_signature
+    def stream(
+        self,
+        prompt: PromptInput = "",
+        max_tokens: int = 256,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **kwargs: "Unpack[GenerationKwargs]",
+    ) -> Iterator[Event]:
+        """Yield events as they occur: the `Prompt`, then `Step`s, each after its `Proposal` if it has one.
+
+        The output ends at an end-of-sequence token, before a stop string, when its constraint is complete, after max_tokens, or
+        at the target's seq_len. Prompt and output are
+        `"".join(event.text for event in stream if not isinstance(event, Proposal))`, whole characters at any time.
+
+        Streams may take turns on one model, in one thread or several, and the output of each is the same as alone. The KV cache
+        holds one sequence, so each turn starts with a prefill of its tokens.
+
+        Args:
+            prompt: A string, or token ids (see `encode`).
+            max_tokens: The maximum number of tokens after the prompt.
+            sampling: The sampling parameters.
+            **kwargs: `shape`: the constraint of the output (`json_schema`, `json_object`, `regex`), by default none; `stop`:
+                strings before which the output ends; all others replace fields of `sampling`.
+
+        Raises:
+            ValueError: If a value is not valid, the prompt exceeds seq_len, the sequence exceeds the memory, or the target's
+                logits are not finite.
+            TypeError: If a value has the wrong type.
+        """
+        return cast(Iterator[Event], self._stream(prompt, max_tokens, sampling, **kwargs))
+
+    def _stream(
+        self,
+        prompt: PromptInput,
+        max_tokens: int,
+        sampling: Sampling,
+        prefiller: ModelBundle | None = None,
+        stop: Stop = (),
+        **kwargs: Any,
+    ) -> Iterator[Event | PrefillProgress]:
+        constraint, sampling = kwargs.pop("shape", None), override_sampling(sampling, **kwargs)
+        request = self.bundle.validate_request(
+            GenerationRequest(
+                self.encode(prompt), max_tokens, sampling, stop, constraint=constraint, include_draft_text=bool(prefiller)
+            )
+        )
+        self.warm_up()
+        return detokenize_events(self.autotuner.stream(request, self._settings, prefiller), self.bundle.make_detokenizer(request))
+
+    def make_sequence(self, bundle: ModelBundle, request: GenerationRequest, costs: CostModel) -> Sequence:
+        """Return the sequence of a request on a bundle that is warmed up; its output is that of `stream`.
+
+        Args:
+            bundle: The models, with KV caches for this sequence.
+            request: A validated request.
+            costs: The cost model of the sequence's batch.
+        """
+        return self.autotuner.make_sequence(bundle, request, self._settings, costs)
+
+    @with_kwargs_signature
+    def generate(
+        self,
+        prompt: PromptInput = "",
+        max_tokens: int = 256,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **kwargs: "Unpack[GenerationKwargs]",
+    ) -> Generation:
+        """Return the whole output of `stream` with its statistics; threads that call this on one decoder wait for each other."""
+        return self._collect(lambda: self.stream(prompt, max_tokens, sampling, **kwargs))
+
+    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
+        """Return a constraint to one JSON value of that schema, with the separators ", " and ": ".
+
+        Raises:
+            ValueError: If the schema is not valid, uses a feature that is not supported, or the package is not installed.
+        """
+        return structured_output.json_schema(self.tokenizer, schema)
+
+    def json_object(self) -> Constraint:
+        """Return a constraint to any one JSON object, formatted as in `json_schema`."""
+        return structured_output.json_object(self.tokenizer)
+
+    def regex(self, pattern: str) -> Constraint:
+        """Return a constraint to output that the pattern matches as a whole.
+
+        Args:
+            pattern: In the syntax of Rust's regex, without look-around.
+
+        Raises:
+            ValueError: If the pattern is not valid or the package is not installed.
+        """
+        return structured_output.regex(self.tokenizer, pattern)
+
+    def encode_chat(
+        self, messages: GenericSequence[Message], tools: Tools | None = None, options: Options = NO_OPTIONS
+    ) -> list[int]:
+        """Return a conversation's tokens in the model's chat template, up to the start of the answer.
+
+        Args:
+            messages: Objects with "role" ("system", "user", "assistant") and "content". The "tokens" of an answer, if present,
+                are taken as they are.
+            tools: Functions that the answer may call, in the form that the template expects.
+            options: Other variables of the template, such as {"enable_thinking": False}.
+
+        Raises:
+            TemplateError: If the model has no template, or the template refuses the messages.
+        """
+        check_roles(messages)
+        return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools, options)
+
+    @with_kwargs_signature
+    def chat(
+        self,
+        messages: GenericSequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **kwargs: "Unpack[GenerationKwargs]",
+    ) -> Iterator[Event]:
+        """Yield the events of the answer to a conversation: `stream` of `encode_chat`, with an empty text in the `Prompt`."""
+        events = self.stream(self.encode_chat(messages), max_tokens, sampling, **kwargs)
+        return (replace(event, text="") if isinstance(event, Prompt) else event for event in events)
+
+    @with_kwargs_signature
+    def answer(
+        self,
+        messages: GenericSequence[Message],
+        max_tokens: int = 1024,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        **kwargs: "Unpack[GenerationKwargs]",
+    ) -> Generation:
+        """Return the whole answer to a conversation as the generation's text; see `generate` and `encode_chat`."""
+        return self._collect(lambda: self.chat(messages, max_tokens, sampling, **kwargs))
+
+    @with_kwargs_signature
+    def read_and_stream(
+        self, prompt: PromptInput, max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, **kwargs: "Unpack[GenerationKwargs]"
+    ) -> Iterator[Event | PrefillProgress]:
+        """Yield the events of `stream`, with the progress of each prefill, also a repeated one, and the text of draft tokens."""
+        return self._stream(prompt, max_tokens, sampling, self.bundle, **kwargs)
+
+    def read(self, tokens: list[int]) -> Iterator[float]:
+        """Prefill the KV caches with a prompt; yield the fraction that is done, nothing if the caches hold the prompt already."""
+        return self.bundle.prefill(tokens)
+
+    def warm_up(self) -> None:
+        """Compile, or load, and measure what sequences of these settings need, and choose the threads, unless they were given."""
+        if self.autotuner.get_pending_tasks(self._settings):
+            with self._lock:
+                self.autotuner.warm_up(self._settings)
+
+    def _collect(self, start_stream: Callable[[], Iterator[Event]]) -> Generation:
+        with self._lock:
+            return Generation.from_events(start_stream())

@@ -1,0 +1,232 @@
+"""Encoding with a tokenizer.json through the tokenizers package. Independent of models.
+
+Names of special tokens in a text do not become special tokens.
+"""
+
+import base64
+import itertools
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from specdec.tokenizer import RenderedSegment
+
+MAX_NORMALIZED_BYTES = 256 << 20  # of a normalized text; the library uses 17 bytes of memory for each
+UNASSIGNED_CODEPOINTS = range(0x40000, 0xE0000)  # planes 4 to 13, in which Unicode defines no character
+UNASSIGNED_CHARACTER = re.compile(f"[{chr(UNASSIGNED_CODEPOINTS[0])}-{chr(UNASSIGNED_CODEPOINTS[-1])}]")
+# Maximum growth of a text in bytes, by the type of a normalizer or pre-tokenizer.
+MAX_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2, "BertNormalizer": 5, "ByteLevel": 3}
+
+SpecialTokenSpan = tuple[int, int, int]  # id of a special token; start and end of its name in a text
+
+
+class Encoder:
+    """An encoder for a tokenizer.json, without truncation or padding. Threads may share it.
+
+    Raises what the library raises for a file that it cannot read.
+
+    Attributes:
+        names: The names of all tokens by id.
+        specials: The names of the special tokens by id.
+        decoder: The decoder as written in the file.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        import tokenizers
+
+        _check_added_tokens(data)
+        self._package = tokenizers
+        self._hf_tokenizer = library = tokenizers.Tokenizer.from_buffer(data)
+        library.no_truncation()
+        library.no_padding()
+        self._added = library.get_added_tokens_decoder()
+        self.names: dict[int, str] = {token: name for name, token in library.get_vocab().items()}
+        self.names |= {token: added.content for token, added in self._added.items()}
+        self.specials = {token: added.content for token, added in self._added.items() if added.special}
+        self.decoder = _to_json(library.decoder)
+        self._max_growth = _get_max_growth(_to_json(library.normalizer)) * _get_max_growth(_to_json(library.pre_tokenizer))
+        self._prefix_ids = _get_prefix_ids(_to_json(library.post_processor))
+        self._unknown_ids = set[int]()  # what the model makes of an unknown character
+        with suppress(Exception):
+            self._unknown_ids = {token.id for token in library.model.tokenize(chr(UNASSIGNED_CODEPOINTS[0]))}
+        self._placeholder_tokenizer: _PlaceholderTokenizer | None = None
+        self.encode("a")  # raises now what any text would raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Encoder, (self._hf_tokenizer.to_str().encode(),)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, after those of the file's template."""
+        _check_growth(len(text.encode()), self._max_growth)
+        return [*self._prefix_ids, *self._encode_with_spans(text, [])]
+
+    def encode_segments(self, segments: Sequence[RenderedSegment]) -> list[int]:
+        """Return the ids of rendered segments, in which names of special tokens in messages are plain text.
+
+        The ids are the library's own for the whole text, if it finds the same special tokens with and without the messages.
+        """
+        texts = [segment.text for segment in segments]
+        text = "".join(texts)
+        _check_growth(len(text.encode()), self._max_growth)
+        # Find the template's special tokens in the text with one mask character per message.
+        mask = _find_unused_characters(text, 1, *self.specials.values())[0]
+        masked_texts = [mask if segment.is_message else segment.text for segment in segments]
+        starts, masked_starts = ([0, *itertools.accumulate(map(len, each))] for each in (texts, masked_texts))
+        masked, template_spans = "".join(masked_texts), list[SpecialTokenSpan]()
+        for token, start, end in self._encode_parse_special(masked)[1]:
+            if mask not in masked[start:end]:
+                i = bisect_right(masked_starts, start) - 1
+                shift = starts[i] - masked_starts[i]
+                template_spans.append((token, start + shift, end + shift))
+        ids, spans = self._encode_parse_special(text)
+        return ids if spans == template_spans else self._encode_with_spans(text, template_spans)
+
+    def _encode_parse_special(self, text: str) -> tuple[list[int], list[SpecialTokenSpan]]:
+        """Return the ids of a text with names of special tokens parsed, and the spans of those."""
+        encoding = _encode_one(self._hf_tokenizer, text)
+        ids, spans = encoding.ids, list[SpecialTokenSpan]()
+        for i in [i for i, token in enumerate(ids) if token in self.specials]:
+            name, (start, end) = self.specials[ids[i]], encoding.token_to_chars(i)
+            while start < end and text[start].isspace() and not name[:1].isspace():  # some tokens strip white space
+                start += 1
+            while start < end and text[end - 1].isspace() and not name[-1:].isspace():
+                end -= 1
+            if ids[i] not in self._unknown_ids or text[start:end] == name:
+                spans.append((ids[i], start, end))
+        return ids, spans
+
+    def _encode_with_spans(self, text: str, spans: list[SpecialTokenSpan]) -> list[int]:
+        """Return the ids of a text in which only the given spans are special tokens."""
+        placeholder_tokenizer = self._placeholder_tokenizer
+        if placeholder_tokenizer is None or any(
+            placeholder in text for placeholder in placeholder_tokenizer.placeholders.values()
+        ):
+            placeholder_tokenizer = self._placeholder_tokenizer = self._make_placeholder_tokenizer(text)
+        parts, at = list[str](), 0
+        for token, start, end in spans:
+            parts += text[at:start], placeholder_tokenizer.placeholders[_get_strip_flags(self._added[token])]
+            at = end
+        encoded: list[int] = _encode_one(placeholder_tokenizer.tokenizer, "".join([*parts, text[at:]])).ids
+        reachable = self.specials.keys() - self._unknown_ids  # names that are also pieces of the model
+        if (placeholder_tokenizer.ids.keys() | reachable).isdisjoint(encoded):
+            return encoded
+        remaining_spans, ids = iter(spans), list[int]()
+        for token in encoded:
+            if token in placeholder_tokenizer.ids:
+                ids.append(next(remaining_spans)[0] if (original := placeholder_tokenizer.ids[token]) is None else original)
+            else:
+                ids += self._encode_by_character(self.specials[token]) if token in reachable else [token]
+        return ids
+
+    def _encode_by_character(self, name: str) -> list[int]:
+        """Return the ids of a name's characters, one by one."""
+        ids = [token.id for character in name for token in self._hf_tokenizer.model.tokenize(character)]
+        return [token for token in ids if token not in self.specials]
+
+    def _make_placeholder_tokenizer(self, text: str) -> "_PlaceholderTokenizer":
+        """Return a placeholder tokenizer for texts with no other characters than this one."""
+        library: Any = self._hf_tokenizer
+        tokenizer: Any = self._package.Tokenizer(library.model)
+        if library.normalizer is not None:
+            tokenizer.normalizer = library.normalizer
+        if library.pre_tokenizer is not None:
+            tokenizer.pre_tokenizer = library.pre_tokenizer
+        n, last = library.get_vocab_size(with_added_tokens=False), max(self.names, default=-1)
+        if (
+            last >= n and library.model.token_to_id(name := self.names[last]) == last
+        ):  # else new ids could collide with the model's
+            tokenizer.add_special_tokens([name])
+            tokenizer.encode_special_tokens = True
+        strip_flags = {_get_strip_flags(self._added[token]) for token in self.specials}
+        placeholders = dict(zip(strip_flags, _find_unused_characters(text, len(strip_flags)), strict=True))
+        plain_ids = {added.content: token for token, added in self._added.items() if not added.special}
+        tokenizer.add_tokens([added for added in self._added.values() if not added.special])
+        for (left, right), placeholder in placeholders.items():
+            tokenizer.add_tokens([self._package.AddedToken(placeholder, lstrip=left, rstrip=right, normalized=False)])
+        ids = {name: plain_ids.get(name) for name in (*plain_ids, *placeholders.values())}
+        return _PlaceholderTokenizer(tokenizer, placeholders, {tokenizer.token_to_id(name): token for name, token in ids.items()})
+
+
+def _get_strip_flags(added: Any) -> tuple[bool, bool]:
+    """Return whether an added token strips the white space on its left, and on its right."""
+    return added.lstrip, added.rstrip
+
+
+class _PlaceholderTokenizer(NamedTuple):
+    """A tokenizer of the same model in which unused characters stand for the special tokens.
+
+    Attributes:
+        tokenizer: The library's tokenizer.
+        placeholders: The placeholder for each pair of strip flags (left, right).
+        ids: The ids in the file by the ids of added tokens here; None for placeholders.
+    """
+
+    tokenizer: Any
+    placeholders: Mapping[tuple[bool, bool], str]
+    ids: Mapping[int, int | None]
+
+
+def _encode_one(tokenizer: Any, text: str) -> Any:
+    """Return the library's encoding of a text without a prefix. Unlike `encode`, a batch lets other threads run."""
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _find_unused_characters(text: str, n: int, *names: str) -> list[str]:
+    """Return n characters that occur in none of the strings; raise ValueError if there are too few."""
+    used = set(UNASSIGNED_CHARACTER.findall("".join([text, *names])))
+    free = list(itertools.islice((chr(code) for code in UNASSIGNED_CODEPOINTS if chr(code) not in used), n))
+    if len(free) < n:
+        raise ValueError("the text uses nearly all characters")
+    return free
+
+
+def _to_json(part: Any) -> Any:
+    """Return one of the library's objects as written in the file."""
+    return None if part is None else json.loads(part.__getstate__())  # an empty Sequence is falsy
+
+
+def _check_added_tokens(data: bytes) -> None:
+    """Raise ValueError if added tokens could become too long when the library normalizes them while loading.
+
+    The file is parsed only if a token may be normalized; the name of that field can be written with escapes.
+    """
+    if re.search(rb'"normalized"\s*:\s*true', data) or re.search(rb"\\u00[2-7]", data):
+        content = json.loads(data)
+        n = sum(len(added["content"].encode()) for added in content.get("added_tokens") or [])
+        _check_growth(n, _get_max_growth(content.get("normalizer")))
+
+
+def _check_growth(n_bytes: int, growth: float) -> None:
+    """Raise ValueError for a text that normalizers and pre-tokenizers could make too long."""
+    if n_bytes * growth > MAX_NORMALIZED_BYTES:
+        raise ValueError(f"a text may grow beyond {MAX_NORMALIZED_BYTES >> 20} MiB")
+
+
+def _get_max_growth(part: Any) -> int:
+    """Return the maximum number of bytes that a normalizer or pre-tokenizer makes of one byte."""
+    if part is None:
+        return 1
+    if part["type"] == "Sequence":
+        return math.prod(map(_get_max_growth, part.get("normalizers") or part.get("pretokenizers") or []))
+    if part["type"] == "Precompiled":  # size of a trie, the trie, then its replacement strings
+        data = base64.b64decode(part["precompiled_charsmap"])
+        return max(map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")), default=1)
+    new: str = part.get("content") or part.get("prepend") or part.get("replacement") or ""
+    return (1 + len(new.encode())) * MAX_GROWTH.get(part["type"], 1)
+
+
+def _get_prefix_ids(processor: Any) -> list[int]:
+    """Return the ids that a post-processor puts before a text."""
+    match processor:
+        case {"type": "Sequence", "processors": list(processors)}:
+            return [token for each in reversed(processors) for token in _get_prefix_ids(each)]
+        case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(tokens)}:
+            names = itertools.takewhile(bool, (piece.get("SpecialToken") for piece in single))
+            return [token for name in names for token in tokens[name["id"]]["ids"]]
+        case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, int(token)]}:
+            return [token]
+    return []

@@ -1,0 +1,177 @@
+"""Calibration files: the next process reads what was written, and nothing from a file that is damaged or of another model."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.draft import cost_calibration
+from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
+from specdec.draft.cost_calibration import MAX_FILES, CalibrationFile, fingerprint_weights
+from specdec.draft.cost_curves import CostCurve, ExpertCosts
+from specdec.engine.decode_loop import Step
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.loaders.model_loader import load_model
+from specdec.model.transformer import Transformer
+from specdec.runtime.code_cache import write_cached
+from tests.tools.hf_folders import FIXTURES
+from tests.tools.random_models import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost_calibration, "get_cache_dir", lambda: str(tmp_path / "stamp"))
+    (tmp_path / "stamp").mkdir()
+    return tmp_path / "stamp"
+
+
+def make_models(kind=0):
+    return [tiny_model(kind), tiny_model(1)]
+
+
+def make_measurements():
+    acceptance = Acceptance()
+    for i in range(40):
+        acceptance.update([([i % 5] * 3, i % 3)])
+    return CostCurve({1: 1.0, 8: 2.0}, 0.1, 0.05), acceptance
+
+
+def test_stored_costs_and_acceptance_are_read_again(folder):
+    curve, acceptance = make_measurements()
+    CalibrationFile(make_models(), "").write(curve, acceptance)
+    known, reread = CalibrationFile(make_models(), "").read()
+    assert np.allclose(known.pass_seconds, curve.pass_seconds)
+    assert (known.draft_token, known.draft_start) == (curve.draft_token, curve.draft_start)
+    assert np.allclose(reread.probabilities, acceptance.probabilities)
+    assert reread.mean == pytest.approx(acceptance.mean) and reread.n_accepted == MAX_EARLIER_ACCEPTED
+
+
+def test_expert_costs_are_stored(folder):
+    target = load_model(FIXTURES / "qwen3_moe")
+    experts = target.config.experts
+    curve = CostCurve({1: 1.0, 64: 3.0}, 0.0, 0.0, ExpertCosts(experts.n_experts, experts.n_experts_used, 0.25, 0.5, lambda: 3.0))
+    CalibrationFile([target], "ngram").write(curve, Acceptance())
+    known, _ = CalibrationFile([target], "ngram").read()
+    assert (known.experts.seconds, known.experts.repeat_probability) == (0.25, 0.5) and known.pass_seconds == pytest.approx(
+        curve.pass_seconds
+    )
+    target.forward([1, 2, 3], 1)
+    assert known.experts.compute_extra_seconds(known.experts.get_n_read()) == 0.25 * (
+        target.experts_read[0] / target.experts_read[1] - 1
+    )
+
+
+def test_other_weights_threads_and_drafts_use_other_files(folder, monkeypatch):
+    CalibrationFile(make_models(), "").write(*make_measurements())
+    assert CalibrationFile(make_models(2), "").read() is None
+    assert CalibrationFile(make_models()[:1], "ngram").read() is None
+    model = tiny_model(0)
+    more = [Transformer(model.config, model.weights, 2), tiny_model(1)]
+    assert CalibrationFile(more, "").read() is None
+    assert CalibrationFile(make_models(), "").read()
+    monkeypatch.setattr(cost_calibration, "CPU_FEATURES", "another machine")
+    assert CalibrationFile(make_models(), "").read() is None
+
+
+def test_fingerprint_changes_with_a_sampled_weight_of_each_matrix():
+    weights = tiny_model(0).weights
+    name, matrix = next(iter(weights.matrices.items()))
+    panels = matrix.panels.copy()
+    panels.reshape(-1)[0] += 1
+    other = replace(weights, matrices=weights.matrices | {name: replace(matrix, panels=panels)})
+    assert fingerprint_weights(weights) == fingerprint_weights(tiny_model(0).weights) != fingerprint_weights(other)
+
+
+def damage(folder):
+    [path] = folder.glob("*.known")
+    data = path.read_bytes()
+    yield b""
+    yield data[:20]
+    yield data[:-1]
+    for i in range(0, len(data), 97):
+        yield data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
+
+
+def test_a_damaged_file_is_ignored(folder):
+    CalibrationFile(make_models(), "").write(*make_measurements())
+    [path] = folder.glob("*.known")
+    for data in [*damage(folder)]:
+        path.write_bytes(data)
+        assert CalibrationFile(make_models(), "").read() is None
+
+
+WRONG = {
+    "passes of no time": {"passes": [0.0] * (MAX_BATCH_TOKENS + 1)},
+    "too few passes": {"passes": [1.0] * MAX_BATCH_TOKENS},
+    "a word": {"passes": ["one"] * (MAX_BATCH_TOKENS + 1)},
+    "no number": {"passes": [float("nan")] * (MAX_BATCH_TOKENS + 1)},
+    "without end": {"draft": [float("inf"), 0.0, 1.0]},
+    "below nothing": {"draft": [-1.0, 0.0, 1.0]},
+    "a model that drafts for nothing": {"draft": [0.0, 0.0, 1.0]},
+    "more accepted than were seen": {"rates": [2.0] * (N_BUCKETS + 1)},
+    "too few rates": {"rates": [0.5] * N_BUCKETS},
+    "a number": {"rates": 1.0},
+    "nothing": {"rates": None},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG)
+def test_a_file_with_impossible_numbers_is_ignored(folder, changes):
+    """In an intact file, of another version for example."""
+    CalibrationFile(make_models(), "").write(*make_measurements())
+    [path] = folder.glob("*.known")
+    known = json.loads(path.read_bytes()[32:])
+    write_cached(str(path), json.dumps(known | WRONG[changes]).encode())
+    assert CalibrationFile(make_models(), "").read() is None
+    for content in (b"[]", b"{}", b"nonsense", b"[" * 10_000):
+        write_cached(str(path), content)
+        assert CalibrationFile(make_models(), "").read() is None
+
+
+def test_number_of_files_and_rate_of_writes_are_limited(folder, monkeypatch):
+    one = CalibrationFile(make_models(), "")
+    curve, acceptance = make_measurements()
+    one.write(curve, acceptance)
+    [path] = folder.glob("*.known")
+    path.unlink()
+    one.write(curve, acceptance)
+    assert not [*folder.glob("*.known")]
+    for i in range(MAX_FILES + 5):
+        (folder / f"{i}.known").write_bytes(b"")
+    CalibrationFile(make_models(), "").write(curve, acceptance)
+    assert path.exists() and len([*folder.glob("*.known")]) == MAX_FILES
+
+
+def test_an_unwritable_folder_is_no_error(folder, monkeypatch):
+    folder.rmdir()
+    folder.write_text("a file")
+    CalibrationFile(make_models(), "").write(*make_measurements())
+    assert CalibrationFile(make_models(), "").read() is None
+
+
+def test_output_does_not_depend_on_stored_measurements_and_updates_them(folder, pair, monkeypatch):
+    def write():
+        decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, n_threads=1)  # the choice may differ
+        events = [*decoder.stream("abc", 60)]
+        return [token for event in events if isinstance(event, Step) for token in event.tokens]
+
+    monkeypatch.setattr("specdec.draft.autotuner.MIN_STEPS", 1)  # their number depends on measured times
+    first = write()
+    [path] = folder.glob("*.known")
+    known = json.loads(path.read_bytes()[32:])
+    for draft in (known["draft"][0] / 1000, 1e3):
+        write_cached(str(path), json.dumps(known | {"draft": [draft, 0.0, 0.0]}).encode())
+        assert write() == first
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e3])
+def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
+    """The minimum of stored and new costs counts, since noise only ever adds time."""
+    decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, n_threads=1)
+    file = CalibrationFile([decoder.target, decoder.draft], "")
+    file.write(CostCurve({1: 1e-9, 64: 1e-9}, seconds), Acceptance())
+    decoder.warm_up()
+    assert decoder.autotuner.curve.pass_seconds[1] == 1e-9
+    assert decoder.autotuner.curve.draft_token < 1

@@ -1,0 +1,664 @@
+"""Loading of GGUF files: the result equals that of the package gguf and of the converted folder, or the file is rejected."""
+
+import math
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.layers.rope import compute_positions_per_radian
+from specdec.loaders import CheckpointError, load_checkpoint
+from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
+from specdec.loaders.gguf_file import GGUFFile
+from specdec.loaders.model_loader import load_model
+from specdec.loaders.mtp import load_mtp_head
+from specdec.model.registry import get_architecture
+from specdec.model.transformer import Transformer
+from specdec.model_config import Llama3RopeScaling
+from specdec.runtime.aligned_memory import all_finite
+from tests.tools import hf_folders
+from tests.tools.configs import replace_config
+from tests.tools.gguf_files import (
+    BLOCK_SIZES,
+    CONVERTED,
+    NAMES,
+    TYPE_IDS,
+    Keys,
+    RawTensor,
+    TypedValue,
+    encode_string,
+    encode_value,
+    gguf_bytes,
+    header_bytes,
+    make_model_keys,
+    make_model_tensors,
+    make_split_files,
+    random_blocks,
+    read_converted,
+    rope_divisors,
+    write_parts,
+)
+from tests.tools.hf_folders import CONFIGS, FIXTURES, get_error_message, make_gemma3_layers, read_all_tensors
+
+PACKAGE = FIXTURES / "gguf"
+
+
+# Models
+
+
+@pytest.mark.parametrize("type_name", BLOCK_SIZES)
+def test_dequantized_blocks_equal_those_of_the_package(type_name: str) -> None:
+    with np.load(PACKAGE / "blocks.npz") as file:
+        blocks, floats = file[type_name], file[f"{type_name}_floats"]
+    assert blocks.shape[1] == BLOCKS[type_name].n_bytes and floats.shape[1] == BLOCKS[type_name].n_weights
+    np.testing.assert_array_equal(dequantize(type_name, blocks), floats, strict=True)
+    np.testing.assert_array_equal(dequantize(type_name, blocks.reshape(2, -1)), floats.reshape(2, -1), strict=True)
+
+
+def test_a_file_written_by_the_package_is_read() -> None:
+    file = GGUFFile(PACKAGE / "package.gguf")
+    expected_keys = {
+        "general.architecture": "llama", "llama.block_count": 3, "llama.attention.layer_norm_rms_epsilon": 1e-5, "a.truth": True,
+        "a.number": -(2**40), "a.float": 0.1, "tokenizer.ggml.tokens": ["<unk>", "é", "\u2581the", ""],
+        "tokenizer.ggml.scores": [0.0, -1.5, -2.0, 0.25], "a.list": [1, 2, 3],
+    }  # fmt: skip
+    assert {key: file.metadata[key] for key in expected_keys} == expected_keys
+    with np.load(PACKAGE / "package.npz") as expected:
+        assert set(file.entries) == set(expected)
+        for name, floats in expected.items():
+            array = file.get_tensor(name)[:]
+            array = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+            np.testing.assert_array_equal(array.astype(np.float32), floats)
+
+
+def write_fixture(folder: Path, name: str, version: int = 3, **changes: Any) -> Path:
+    """Write a fixture as a GGUF file, with changes to its keys."""
+    path = folder / f"{name}.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys(name) | changes, make_model_tensors(name), version))
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_model_equals_its_folder_bit_by_bit(tmp_path: Path, name: str) -> None:
+    """Includes permuted and fused rows of heads, as each architecture stores them."""
+    checkpoint, folder = load_checkpoint(write_fixture(tmp_path, name)), load_checkpoint(FIXTURES / name)
+    expected, got = read_all_tensors(folder), read_all_tensors(checkpoint)
+    config = folder.config
+    if isinstance(config.rope.scaling, Llama3RopeScaling):
+        config = replace_config(config, rope_scaling=None, rope_divisors=tuple(map(float, rope_divisors(config))))
+    assert checkpoint.config == config
+    assert set(got) == set(expected)
+    for key, array in got.items():
+        wide = expected[key]
+        if array.dtype != wide.dtype:  # vectors are fp32 in GGUF
+            wide = (wide.astype(np.uint32) << 16).view(np.float32) if wide.dtype == np.uint16 else wide.astype(np.float32)
+        np.testing.assert_array_equal(array, wide, strict=True)
+
+
+def load_fp32_kv_model(path: Path) -> Transformer:
+    """Load a model with an fp32 KV cache, as in transformers."""
+    checkpoint = load_checkpoint(path)
+    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    return Transformer(checkpoint.config, weights, kv="f32")
+
+
+MODEL_NAMES = [
+    "llama3",
+    "qwen3",
+    "granite_hybrid",
+    "smollm3",
+    "phi3",
+    "ministral3",
+    "gemma3",
+    "gemma3_half",
+    "lfm2",
+    "lfm2_odd",
+    "qwen35",
+]
+
+
+@pytest.mark.parametrize("name", [*MODEL_NAMES, "qwen35_images", "gpt2"])
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """llama3 has frequency factors in the file instead of a formula."""
+    expected, model = hf_folders.load_expected(name), load_fp32_kv_model(write_fixture(tmp_path, name))
+    difference = np.abs(model.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
+    assert (difference / np.abs(expected.logits).max(1)).max() < 3e-5
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_both_versions_and_any_alignment_are_read(tmp_path: Path, version: int) -> None:
+    expected = read_all_tensors(load_checkpoint(write_fixture(tmp_path, "llama_tied", version)))
+    keys = make_model_keys("llama_tied") | {"general.alignment": 256}
+    path = tmp_path / "no-suffix"
+    path.write_bytes(gguf_bytes(keys, make_model_tensors("llama_tied"), version, 256))
+    for key, array in read_all_tensors(load_checkpoint(path)).items():
+        np.testing.assert_array_equal(array, expected[key])
+
+
+def test_per_layer_lists_of_equal_numbers_are_supported(tmp_path: Path) -> None:
+    """The converter writes a dense Granite 4 like this."""
+    keys, config = make_model_keys("granite_hybrid"), CONFIGS["granite_hybrid"]
+    for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
+        keys[f"granite.{key}"] = [keys[f"granite.{key}"]] * config.n_layers
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, make_model_tensors("granite_hybrid")))
+    assert load_checkpoint(path).config == config
+
+
+def test_an_mtp_head_without_its_model_is_rejected(tmp_path: Path) -> None:
+    tensors = {name: each for name, each in make_model_tensors("qwen35").items() if not name.startswith("blk.")}
+    path = tmp_path / "mtp-model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("qwen35") | {"qwen35.nextn_predict_layers": 1}, tensors))
+    with pytest.raises(CheckpointError, match="holds an MTP head without its model; name a file that holds both"):
+        load_checkpoint(path)
+
+
+def test_a_layer_of_the_model_is_not_taken_for_an_mtp_head(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(
+        gguf_bytes(make_model_keys("qwen35_odd") | {"qwen35.nextn_predict_layers": 1}, make_model_tensors("qwen35_odd"))
+    )
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.2\..* is one of the model's own"):
+        load_checkpoint(path)
+
+
+def test_missing_keys_have_defaults(tmp_path: Path) -> None:
+    keys = make_model_keys("llama")
+    for key in ("attention.head_count_kv", "rope.freq_base", "attention.key_length", "attention.value_length", "vocab_size"):
+        del keys[f"llama.{key}"]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, make_model_tensors("llama")))
+    assert load_checkpoint(path).config == CONFIGS["llama"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4),
+        ({"rope.scaling.factor": 4.0}, 4),
+        ({"rope.scale_linear": 2.0}, 2),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, 1),
+    ],
+)
+def test_linear_scaling_divides_all_angles_by_the_factor(tmp_path: Path, changes: Keys, factor: int) -> None:
+    config = load_checkpoint(write_fixture(tmp_path, "llama", **{f"llama.{key}": value for key, value in changes.items()})).config
+    np.testing.assert_array_equal(compute_positions_per_radian(config), factor * compute_positions_per_radian(CONFIGS["llama"]))
+
+
+def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
+    """Full-attention layers from a list or an interval, RoPE of the other layers, and the score scale of the largest model."""
+    config = CONFIGS["gemma3"]
+    for changes, others in (
+        (
+            {"attention.sliding_window_pattern": [True, False, True, True, True, False, True]},
+            {"layers": make_gemma3_layers((1, 5), 7)},
+        ),
+        ({"attention.sliding_window_pattern": 2}, {"layers": make_gemma3_layers((1, 3, 5), 7)}),
+        ({"attention.sliding_window": 0}, {"layers": make_gemma3_layers(range(7), 7), "window": 0}),
+        ({"rope.freq_base_swa": 500.0}, {"rope_theta": 500.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {"layers": make_gemma3_layers((5,), 7, (8.0,) * 3)}),
+    ):
+        keys = {f"gemma3.{key}": value for key, value in changes.items()}
+        assert load_checkpoint(write_fixture(tmp_path, "gemma3", **keys)).config == replace_config(config, **others), changes
+    tensors = make_model_tensors("gemma3_half")
+    for i in range(5, 62):
+        tensors |= {name.replace("blk.0.", f"blk.{i}."): each for name, each in tensors.items() if name.startswith("blk.0.")}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("gemma3_half") | {"gemma3.block_count": 62}, tensors))
+    assert load_checkpoint(path).config.attention.scale == pytest.approx((22 / 2) ** -0.5)
+    bias = {"blk.0.attn_output.bias": np.zeros(22, np.float32)}
+    path.write_bytes(gguf_bytes(make_model_keys("gemma3_half"), make_model_tensors("gemma3_half") | bias))
+    assert "blk.0.attn_output.bias" in get_refusal(path)
+    for words, change in (
+        ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
+        ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
+        ("freq_base_swa", {"gemma3.rope.freq_base_swa": 0.5}),
+        ("scaling.type", {"gemma3.rope.scaling.type": "yarn"}),
+        ("final_logit_softcapping", {"gemma3.final_logit_softcapping": 30.0}),
+    ):
+        assert words in get_refusal(write_fixture(tmp_path, "gemma3", **change))
+
+
+def test_a_classifier_equal_to_the_embedding_is_shared(tmp_path: Path) -> None:
+    tensors = make_model_tensors("gpt2")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"]}))
+    assert load_checkpoint(path).config.shared_classifier
+    path.write_bytes(gguf_bytes(make_model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"] * 2}))
+    checkpoint = load_checkpoint(path)
+    assert not checkpoint.config.shared_classifier
+    np.testing.assert_array_equal(checkpoint.tensors["wcls"][:], 2 * checkpoint.tensors["tok_emb"][:])
+
+
+# Blocks
+
+WIDE = {"embedding_length": 256, "feed_forward_length": 512, "attention.key_length": 64, "attention.value_length": 64}
+
+
+def block_model(a: str, rng: np.random.Generator) -> tuple[Keys, dict[str, Any]]:
+    """Return a model of width 256 with matrices of every quantized type."""
+    keys = make_model_keys({"llama": "llama_tied", "qwen2": "qwen2", "gpt2": "gpt2"}[a])
+    keys |= {f"{a}.{key}": value for key, value in WIDE.items() if a != "gpt2" or "length" in key}
+    keys[f"{a}.attention.head_count"] = 4
+    keys.pop(f"{a}.vocab_size", None)
+    shapes = {
+        "token_embd": (40, 256),
+        "blk.{}.attn_output": (256, 256),
+        "blk.{}.ffn_up": (512, 256),
+        "blk.{}.ffn_down": (256, 512),
+    }
+    vectors = {"output_norm.weight": 256, "blk.{}.attn_norm.weight": 256, "blk.{}.ffn_norm.weight": 256}
+    if a == "gpt2":
+        shapes |= {"blk.{}.attn_qkv": (768, 256)}
+        vectors |= {name.replace("weight", "bias"): n for name, n in vectors.items()}
+        vectors |= {"blk.{}.attn_qkv.bias": 768, "blk.{}.attn_output.bias": 256, "blk.{}.ffn_up.bias": 512}
+        vectors["blk.{}.ffn_down.bias"] = 256
+    else:
+        shapes |= {
+            "blk.{}.attn_q": (256, 256),
+            "blk.{}.attn_k": (128, 256),
+            "blk.{}.attn_v": (128, 256),
+            "blk.{}.ffn_gate": (512, 256),
+        }
+    if a == "qwen2":
+        vectors |= {"blk.{}.attn_q.bias": 256, "blk.{}.attn_k.bias": 128, "blk.{}.attn_v.bias": 128}
+    type_names = list(BLOCK_SIZES)
+    tensors: dict[str, Any] = {"position_embd.weight": rng.standard_normal((64, 256)).astype(np.float32)} if a == "gpt2" else {}
+    for name in [each.format(i) for each in shapes for i in range(2 if "{}" in each else 1)]:
+        shape = next(shape for each, shape in shapes.items() if name in (each.format(0), each.format(1)))
+        tensors[f"{name}.weight"] = random_blocks(rng, type_names[len(tensors) % len(type_names)], *shape)
+    for name in [each.format(i) for each in vectors for i in range(2 if "{}" in each else 1)]:
+        n = next(n for each, n in vectors.items() if name in (each.format(0), each.format(1)))
+        tensors[name] = (1 + 0.1 * rng.standard_normal(n)).astype(np.float32)
+    return keys, tensors
+
+
+def dequantize_all(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the same tensors, dequantized."""
+    return {
+        name: dequantize(tensor.type, np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0], -1))
+        if isinstance(tensor, RawTensor)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("a", ["llama", "qwen2", "gpt2"])
+def test_quantized_tensors_have_the_same_row_order_as_floats(tmp_path: Path, a: str) -> None:
+    keys, tensors = block_model(a, np.random.default_rng(3))
+    (tmp_path / "blocks.gguf").write_bytes(gguf_bytes(keys, tensors))
+    (tmp_path / "floats.gguf").write_bytes(gguf_bytes(keys, dequantize_all(tensors)))
+    blocks, floats = (load_checkpoint(tmp_path / f"{name}.gguf").tensors for name in ("blocks", "floats"))
+    type_names = set()
+    for name, whole in floats.items():
+        for tensor, expected in zip(*(each if isinstance(each, list) else [each] for each in (blocks[name], whole)), strict=True):
+            np.testing.assert_array_equal(tensor[:], expected[:], strict=True)
+            if isinstance(tensor, BlockTensor):
+                type_names.add(tensor.type)
+                n = tensor.shape[0]
+                blocks_slice = tensor.read_blocks(n // 3, n // 2)
+                assert blocks_slice.flags.c_contiguous and blocks_slice.dtype == np.uint8
+                np.testing.assert_array_equal(dequantize(tensor.type, blocks_slice), expected[n // 3 : n // 2])
+                np.testing.assert_array_equal(tensor[n // 3 : n // 2], expected[n // 3 : n // 2])
+    assert len(type_names) > 4
+
+
+def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero(tmp_path: Path) -> None:
+    path, keys, tensors = tmp_path / "model.gguf", make_model_keys("llama_tied"), make_model_tensors("llama_tied")
+    cases = (103, 1, False), (144, 1, False), (255, 7, False), (104, 1, True), (143, 9, True), (0, 0x88, True)
+    for exponent, codes, is_valid in cases:
+        data = bytearray(random_blocks(np.random.default_rng(0), "MXFP4", 72, 256).data)
+        data[-17:] = bytes([exponent] + [codes] * 16)
+        path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor("MXFP4", (72, 256), bytes(data))}))
+        tensor = GGUFFile(path).get_tensor("x")
+        if is_valid:
+            assert np.isfinite(tensor[:]).all()
+        else:
+            with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds scales below 2\^-24 or above 2\^15'):
+                tensor[:]
+
+
+def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    for type_name in BLOCK_SIZES:
+        for at in BLOCKS[type_name].scale_offsets:
+            for bits in (0x7C00, 0xFC00, 0x7E01):
+                keys, tensors = make_model_keys("llama_tied"), make_model_tensors("llama_tied")
+                blocks = random_blocks(rng, type_name, 72, 256)
+                data = bytearray(blocks.data)
+                offset = len(data) - BLOCK_SIZES[type_name][1] + at
+                data[offset : offset + 2] = struct.pack("<H", bits)
+                path = tmp_path / "model.gguf"
+                path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor(type_name, blocks.shape, bytes(data))}))
+                tensor = GGUFFile(path).get_tensor("x")
+                tensor[0:1]
+                with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds NaN or infinite scales'):
+                    tensor[:]
+
+
+# Shards
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_split_model_equals_the_whole_one(tmp_path: Path, n: int) -> None:
+    path = write_parts(tmp_path, make_split_files(make_model_keys("qwen3"), make_model_tensors("qwen3"), n))
+    expected = read_all_tensors(load_checkpoint(write_fixture(tmp_path, "qwen3")))
+    for key, array in read_all_tensors(load_checkpoint(path)).items():
+        np.testing.assert_array_equal(array, expected[key])
+
+
+def test_an_incomplete_split_is_rejected_with_the_shard(tmp_path: Path) -> None:
+    keys, tensors = make_model_keys("llama"), make_model_tensors("llama")
+    shards = make_split_files(keys, tensors, 3)
+    first = write_parts(tmp_path, shards)
+    second = first.with_name("model-00002-of-00003.gguf")
+    get_error_message(second, "later shard", "model-00001-of-00003.gguf")
+    second.write_bytes(shards[2])
+    assert "split.no is 2; expected 1" in get_refusal(first)
+    second.write_bytes(make_split_files(keys, tensors | {"output_norm.weight": tensors["output_norm.weight"]}, 2)[1])
+    assert "holds the tensor" in get_refusal(first)
+    second.unlink()
+    assert "model-00002-of-00003.gguf is missing" in get_refusal(first)
+    alone = tmp_path / "renamed.gguf"
+    alone.write_bytes(shards[0])
+    assert "-00001-of-00003.gguf" in get_refusal(alone)
+
+
+# Invalid files
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_finite_check() -> None:
+    """Compile the check for finite numbers first; it takes more memory than an error may."""
+    assert all(all_finite(np.zeros(1, dtype)) for dtype in (np.float32, np.float16, np.uint16))
+
+
+def get_refusal(path: Path) -> str:
+    """Return the error message: one short line that names the file's folder, raised quickly and with little memory."""
+    begin = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            read_all_tensors(load_checkpoint(path))
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - begin < 5
+    message = str(caught.value)
+    assert str(path.parent) in message and "\n" not in message and len(message) < 300 + 2 * len(str(path))
+    return message
+
+
+@pytest.fixture
+def small() -> tuple[Keys, dict[str, Any]]:
+    return make_model_keys("llama_tied"), make_model_tensors("llama_tied")
+
+
+def cuts(size: int, header: int) -> Iterator[int]:
+    yield from range(0, header, 7)
+    yield from range(header, size, 997)
+    yield size - 33
+
+
+def test_a_truncated_file_is_rejected(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    data, header = gguf_bytes(*small), len(header_bytes(*small))
+    path = tmp_path / "model.gguf"
+    for cut in cuts(len(data), header):
+        path.write_bytes(data[:cut])
+        message = get_refusal(path)
+        assert any(word in message for word in ("truncated", "damaged", "is empty", "not a GGUF file")), (cut, message)
+
+
+def test_unsupported_types_are_reported_by_name(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, name = tmp_path / "model.gguf", b"blk.1.attn_q.weight"
+    for number, type_name in {17: "IQ2_XS", 21: "IQ3_S", 40: "NVFP4", 28: "F64", 99: "number 99"}.items():
+        data = bytearray(gguf_bytes(*small))
+        at = data.index(name) + len(name) + 4 + 16
+        data[at : at + 4] = struct.pack("<I", number)
+        path.write_bytes(data)
+        assert f'tensor "blk.1.attn_q.weight" is of type {type_name}; supported: F32, F16, BF16, Q8_0' in get_refusal(path)
+
+
+def u64(n: int) -> bytes:
+    return struct.pack("<Q", n)
+
+
+HUGE = (2**60, 2**63, 2**64 - 1, 2**40)
+
+
+def test_huge_counts_are_rejected_quickly(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, data = tmp_path / "model.gguf", gguf_bytes(*small)
+    key, name = data.index(b"general.architecture"), data.index(b"blk.1.attn_q.weight")
+    offsets = {8: "tensors", 16: "keys", key - 8: "name", key + 24: "", name - 8: "name", name + 23: "", name + 31: ""}
+    for at, word in offsets.items():
+        for n in HUGE:
+            path.write_bytes(data[:at] + u64(n) + data[at + 8 :])
+            assert word in get_refusal(path)
+    for type_name in (8, 4, 7, 9, 77):
+        for n in HUGE:
+            array = struct.pack("<IIQ", 9, type_name, n)
+            path.write_bytes(data[:16] + u64(len(small[0]) + 1) + encode_string("a.list") + array + data[24:])
+            assert "a.list" in get_refusal(path)
+
+
+L = "llama."
+BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
+    "no architecture": ({"general.architecture": None}, ("general.architecture", "qwen3")),
+    "an unknown architecture": ({"general.architecture": "mamba"}, ("mamba", "qwen3")),
+    "an architecture that is a number": ({"general.architecture": 5}, ("general.architecture", "5")),
+    "no layers": ({L + "block_count": None}, ("llama.block_count",)),
+    "more layers": ({L + "block_count": 3}, ("blk.2.",)),
+    "fewer layers": ({L + "block_count": 1}, ("not part of",)),
+    "layers beyond bounds": ({L + "block_count": TypedValue(10, 2**60)}, ("llama.block_count",)),
+    "layers in words": ({L + "block_count": "two"}, ("llama.block_count", "two")),
+    "a boolean of layers": ({L + "block_count": True}, ("llama.block_count", "true")),
+    "heads by layer": ({L + "attention.head_count": [4, 2]}, ("llama.attention.head_count", "[4, 2]")),
+    "heads of no layer": ({L + "attention.head_count": TypedValue(9, [], 5)}, ("llama.attention.head_count", "[]")),
+    "too few heads": ({L + "attention.head_count_kv": [2]}, ("llama.attention.head_count_kv", "[2]")),
+    "no heads": ({L + "attention.head_count": 0}, ("llama.attention.head_count",)),
+    "odd heads": ({L + "attention.head_count_kv": 3}, ("n_kv_heads",)),
+    "a head beyond all": ({L + "attention.key_length": 2**31 - 2}, ("key_length", "1048576")),
+    "a width beyond all": ({L + "embedding_length": 2**31 - 2}, ("embedding_length", "1048576")),
+    "another width": ({L + "embedding_length": 64}, ("shape",)),
+    "an eps of NaN": ({L + "attention.layer_norm_rms_epsilon": math.nan}, ("epsilon", "NaN")),
+    "an eps in words": ({L + "attention.layer_norm_rms_epsilon": "1e-5"}, ("epsilon",)),
+    "an infinite base": ({L + "rope.freq_base": math.inf}, ("rope.freq_base",)),
+    "half a head rotated": ({L + "rope.dimension_count": 4}, ("rope.dimension_count", "8")),
+    "another scaling": ({L + "rope.scaling.type": "longrope"}, ("longrope", "linear")),
+    "yarn that shortens": ({L + "rope.scaling.type": "yarn", L + "rope.scaling.factor": 0.5}, ("rope.scaling.factor is 0.5",)),
+    "yarn by half": ({L + "rope.scaling.type": "yarn", L + "rope.scaling.yarn_ext_factor": 0.5}, ("yarn_ext_factor",)),
+    "a scale of queries": ({L + "attention.temperature_scale": 0.1}, ("temperature_scale",)),
+    "experts": ({L + "expert_count": 8}, ("llama.expert_used_count",)),
+    "more chosen than there are": ({L + "expert_count": 4, L + "expert_used_count": 5}, ("n_experts_used is 5",)),
+    "a window": ({L + "attention.sliding_window": 16}, ("sliding_window",)),
+    "another vocabulary": ({L + "vocab_size": 71}, ("vocab_size", "72")),
+    "fewer tokens": ({"tokenizer.ggml.tokens": ["a"] * 71}, ("71", "72")),
+    "an odd alignment": ({"general.alignment": 24}, ("general.alignment", "24")),
+    "no alignment": ({"general.alignment": 0}, ("general.alignment",)),
+    "an alignment in words": ({"general.alignment": "32"}, ("general.alignment",)),
+    "splits in words": ({"split.count": "3"}, ("split.count",)),
+    "splits beyond bounds": ({"split.count": TypedValue(10, 2**60)}, ("split.count",)),
+    "tensors of other shards": ({"split.tensors.count": 5}, ("split.tensors.count", "5")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_KEYS)
+def test_invalid_keys_are_reported_by_name(tmp_path: Path, small: tuple[Keys, dict[str, Any]], case: str) -> None:
+    changes, words = BAD_KEYS[case]
+    keys = {key: value for key, value in (small[0] | changes).items() if value is not None}
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, small[1]))
+    message = get_refusal(path)
+    assert all(word in message for word in words), message
+
+
+def without(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def with_other(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda tensors: tensors.update(changes)
+
+
+NAN = np.full(32, np.nan, np.float32)
+BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
+    "missing": (without("blk.1.ffn_up.weight"), ("blk.1.ffn_up.weight",)),
+    "no embedding": (without("token_embd.weight"), ("token_embd.weight",)),
+    "one too many": (with_other(**{"blk.0.extra.weight": NAN}), ("blk.0.extra.weight", "not part of")),
+    "a line in a name": (with_other(**{"a\nb": NAN}), ("a\\nb", "not part of")),
+    "half the biases": (with_other(**{"blk.0.attn_q.bias": NAN}), ("no tensor", "bias")),
+    "a shape": (with_other(**{"output_norm.weight": NAN[:31]}), ("(31,)", "(32,)")),
+    "transposed": (with_other(**{"blk.0.ffn_up.weight": np.zeros((32, 48), np.float16)}), ("(32, 48)",)),
+    "NaN": (with_other(**{"output_norm.weight": NAN}), ("output_norm.weight", "NaN")),
+    "a vector of blocks": (with_other(**{"output_norm.weight": RawTensor("Q8_0", (32,), bytes(34))}), ("vector", "Q8_0")),
+    "half a block": (with_other(**{"output_norm.weight": RawTensor("Q4_K", (2, 128), bytes(144))}), ("256",)),
+    "five dimensions": (with_other(x=np.zeros((1,) * 5, np.float32)), ("5 dimensions",)),
+    "no rows": (with_other(**{"token_embd.weight": np.zeros((0, 32), np.float32)}), ("(0, 32)", "no dimension of 0")),
+    "no columns": (
+        with_other(**dict.fromkeys(("token_embd.weight", "output.weight"), RawTensor("F32", (2**40, 0), b""))),
+        ("(1099511627776, 0)", "no dimension of 0"),
+    ),
+    "frequency factors of 0": (with_other(**{"rope_freqs.weight": np.zeros(4, np.float32)}), ("rope's freq_factors",)),
+    "frequency factors of another head": (with_other(**{"rope_freqs.weight": np.ones(5, np.float32)}), ("rope_freqs", "(5,)")),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("general.type", "adapter", "holds an adapter (LoRA) alone; merge it"),
+        ("general.type", "mmproj", "reads images; name the GGUF file of the model itself"),
+        ("general.type", "imatrix", "holds an importance matrix"),
+        ("general.architecture", "clip", "reads images; name the GGUF file of the model itself"),
+        ("general.architecture", "bloom", 'general.architecture "bloom" is not supported; supported: '),
+    ],
+)
+def test_the_error_about_a_file_without_a_model_says_what_it_contains(
+    tmp_path: Path, small: tuple[Keys, dict[str, Any]], key: str, value: str, word: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(small[0] | {key: value}, small[1]))
+    assert word in get_refusal(path)
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_invalid_tensors_are_reported_by_name(tmp_path: Path, small: tuple[Keys, dict[str, Any]], case: str) -> None:
+    change, words = BAD_TENSORS[case]
+    change(small[1])
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(*small))
+    message = get_refusal(path)
+    assert all(word in message for word in words), message
+
+
+def test_duplicate_overlapping_or_unaligned_entries_are_rejected(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, data = tmp_path / "model.gguf", gguf_bytes(*small)
+    path.write_bytes(data.replace(b"blk.1.attn_norm.weight", b"blk.0.attn_norm.weight"))
+    assert "twice" in get_refusal(path)
+    block = encode_string("llama.block_count") + encode_value(2)
+    path.write_bytes(data[:16] + u64(len(small[0]) + 1) + block + data[24:])
+    assert "twice" in get_refusal(path)
+    name = b"blk.1.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 16 + 4
+    (offset,) = struct.unpack_from("<Q", data, at)
+    for wrong_offset, word in ((offset + 4, "multiple"), (offset - 32, "overlaps"), (2**62, "truncated"), (0, "overlaps")):
+        path.write_bytes(data[:at] + u64(wrong_offset) + data[at + 8 :])
+        assert word in get_refusal(path)
+
+
+def test_other_formats_and_versions_are_identified(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    path, data = tmp_path / "model.gguf", gguf_bytes(*small)
+    for version, word in ((1, "version 1"), (4, "version 4"), (3 << 24, "big-endian")):
+        path.write_bytes(data[:4] + struct.pack("<I", version) + data[8:])
+        assert word in get_refusal(path)
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "is a Git LFS pointer in place of the file; run `git lfs pull`" in get_refusal(path)
+    path.write_bytes(data[:16] + u64(len(small[0]) + 1) + encode_string("a.flag") + struct.pack("<IB", 7, 2) + data[24:])
+    assert "a.flag" in get_refusal(path)
+    path.unlink()
+    path.mkdir()
+    assert "model.gguf" in get_refusal(path)
+
+
+def test_type_ids_match_the_format() -> None:
+    from specdec.loaders.gguf_file import TENSOR_TYPES
+
+    assert {TENSOR_TYPES[number]: number for number in TYPE_IDS.values()} == TYPE_IDS
+
+
+def test_a_dense_granite_4_of_the_real_converter_has_the_expected_logits() -> None:
+    path = FIXTURES / "gguf" / "granite4.gguf"
+    assert GGUFFile(path).metadata["granite.attention.head_count_kv"] == [2, 2]
+    expected, model = np.load(FIXTURES / "gguf" / "granite4.npz"), load_model(path)
+    logits = np.stack([model.forward(expected["tokens"][: i + 1].tolist())[0].copy() for i in range(len(expected["tokens"]))])
+    np.testing.assert_allclose(logits[:, : model.config.vocab_size], expected["logits"], atol=0.02)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_logits_of_converted_files_equal_those_of_the_folder(name: str) -> None:
+    """Bit by bit: matrices keep their format, and vectors are widened to fp32."""
+    tokens = hf_folders.load_expected(name).tokens
+    logits = [load_model(path).forward(tokens, 60).copy() for path in (FIXTURES / name, FIXTURES / "gguf" / f"{name}.gguf")]
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["qwen35_moe", "qwen3_next"])
+def test_a_dimension_of_1_may_be_dropped_as_llama_cpps_quantizer_does(tmp_path: Path, name: str) -> None:
+    (keys, tensors), path = read_converted(name), tmp_path / "model.gguf"
+    ones = {each: raw._replace(shape=raw.shape[1:]) for each, raw in tensors.items() if raw.shape[:1] == (1,)}
+    assert [*ones] == [each for each in tensors if each.endswith("ffn_gate_inp_shexp.weight")]
+    path.write_bytes(gguf_bytes(keys, tensors | ones))
+    got, expected = (load_checkpoint(each) for each in (path, FIXTURES / "gguf" / f"{name}.gguf"))
+    heads = (read_all_tensors(known) for each in (got, expected) if (known := load_mtp_head(each)))
+    for a, b in ((read_all_tensors(got), read_all_tensors(expected)), tuple(heads)):
+        assert {key: np.shape(array) for key, array in a.items()} == {key: np.shape(array) for key, array in b.items()}
+        for key, array in a.items():
+            np.testing.assert_array_equal(np.array(array), np.array(b[key]))
+    path.write_bytes(gguf_bytes(keys, tensors | {each: raw._replace(shape=(8, 4)) for each, raw in ones.items()}))
+    assert 'ffn_gate_inp_shexp.weight" has the shape (8, 4); the keys say (1, 32)' in get_refusal(path)
+
+
+def test_a_multimodal_glm_4_is_rejected_by_its_rope_sections(tmp_path: Path) -> None:
+    keys, tensors = read_converted("glm4")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys | {"glm4.rope.dimension_sections": [2, 1, 0, 0]}, tensors))
+    assert "glm4.rope.dimension_sections is [2, 1, 0, 0]" in get_refusal(path)
+
+
+def test_sliding_window_layers_of_olmo_3_match_llama_cpp(tmp_path: Path) -> None:
+    (keys, tensors), path, config = read_converted("olmo3"), tmp_path / "model.gguf", CONFIGS["olmo3"]
+    window, local, full = "olmo2.attention.sliding_window", config.layer_config(0), config.layer_config(3)
+    for changes, expected in (
+        ({window: None, f"{window}_pattern": None}, [full] * 4),
+        ({f"{window}_pattern": None}, [local] * 3 + [full]),
+        ({f"{window}_pattern": 2}, [local, full] * 2),
+        ({"olmo2.rope.freq_base_swa": None}, [local] * 3 + [full]),
+        ({"olmo2.rope.freq_base_swa": 50.0}, [replace_config(local, rope_theta=50.0)] * 3 + [full]),
+    ):
+        path.write_bytes(gguf_bytes({key: value for key, value in (keys | changes).items() if value is not None}, tensors))
+        found = load_checkpoint(path).config
+        assert [found.layer_config(i) for i in range(4)] == expected, changes
+
+
+def test_older_and_newer_qwen3_next_files_give_the_same_delta_nets(tmp_path: Path) -> None:
+    """The fused projection, grouped by key head as in the folder: in floats, and in quantized blocks."""
+    (keys, tensors), path = read_converted("qwen3_next"), tmp_path / "model.gguf"
+    older = {name: each for name, each in tensors.items() if "attn_qkv" not in name and "attn_gate" not in name}
+    for full, (_, array) in hf_folders.read_folder_tensors(FIXTURES / "qwen3_next").items():
+        if full.endswith("in_proj_qkvz.weight"):
+            older[f"blk.{full.split('.')[2]}.ssm_in.weight"] = array
+    path.write_bytes(gguf_bytes(keys, older))
+    got, expected = (read_all_tensors(load_checkpoint(each)) for each in (path, FIXTURES / "gguf" / "qwen3_next.gguf"))
+    assert got.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(got[key], array)
+    blocks = random_blocks(np.random.default_rng(0), "Q8_0", 192, 32)
+    path.write_bytes(gguf_bytes(keys, older | {"blk.1.ssm_in.weight": blocks}))
+    heads = dequantize("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
+    np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])
