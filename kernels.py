@@ -22,13 +22,13 @@ from specdec.layers import activations
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat
-from specdec.quant.gguf_formats import WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import WEIGHT_FORMATS
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.aligned_memory import lazy_zeros, zeros
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
+from specdec.runtime.memory import lazy_zeros, zeros
 from specdec.runtime.op_program import Executor, Op
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import LANES, round_up
-from specdec.runtime.threads import get_available_threads
 
 MIN_TIMED_S, MIN_RUNS = 0.05, 5
 EPS, THETA, SOFTCAP = 1e-5, 10_000.0, 30.0

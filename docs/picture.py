@@ -13,9 +13,9 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specdec import Sampling, SpeculativeDecoder, Statistics, Step
-from specdec.ui.live_window import Window
-from specdec.ui.output import ModelLabels
 from specdec.ui.panel import LivePanel
+from specdec.ui.plain_views import ModelLabels
+from specdec.ui.terminal_window import Window
 from specdec.ui.text_layout import Row
 
 SIZE = ConsoleDimensions(96, 24)

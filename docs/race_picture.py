@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specdec import Sampling, SpeculativeDecoder
 from specdec.bench.race import RecordedRun, format_seconds, measure
 from specdec.loaders.model_paths import get_default_pair
-from specdec.ui.output import ModelLabels
+from specdec.ui.plain_views import ModelLabels
 from specdec.ui.race import RunReplay
 from specdec.ui.text_layout import Row
 

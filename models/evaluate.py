@@ -15,7 +15,7 @@ import numpy.typing as npt
 from models.stories import Stories, encode_stories, pack_rows
 from specdec.bench.sweep import Setting, SweepCase, measure
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.engine.decode_loop import Step, decode
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model

@@ -190,7 +190,7 @@ class HeadConfig:
         return self.target_layers or (2, n_layers // 2, n_layers - 3)
 
     def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
-        """Yield an error for each setting that does not fit a head with this dim and vocabulary."""
+        """Yield an error for each setting that is invalid for a draft head of width `dim` whose ids are below `vocab_size`."""
         yield from check_positive(self, "target_dim")
         if not 0 < self.draft_vocab_size <= vocab_size:
             yield f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size, {vocab_size}"

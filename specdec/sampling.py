@@ -14,9 +14,9 @@ import numpy as np
 
 from specdec.argument_checks import check_float, check_int, shorten
 from specdec.kernels import softmax
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.code_cache import compiled, jitable
 from specdec.runtime.elementary import log
+from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, Float32, Float64, Int64, load, maximum, reduce_max, round_up, splat
 
 # Noise streams: of the target (a draft may share it), of independent drafts, of the acceptance of their tokens; from
@@ -25,7 +25,7 @@ TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, FIRST_ROUND_NOISE = range(4)
 
 
 def get_round_streams(position: int) -> tuple[int, int]:
-    """Return the draft and acceptance streams that only the round starting at this position uses."""
+    """Return the numbers of the draft and acceptance noise streams that only the round starting at this position uses."""
     return FIRST_ROUND_NOISE + 2 * position, FIRST_ROUND_NOISE + 2 * position + 1
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specdec.draft.autotuner import Autotuner
 from specdec.draft.draft_length import CostModel
-from specdec.draft.resolver import DraftSpec, ModelBundle, load_bundle
+from specdec.draft.model_bundle import DraftSpec, ModelBundle, load_bundle
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
 from specdec.engine.decode_loop import (
     Constraint,
@@ -24,10 +24,10 @@ from specdec.engine.decode_loop import (
     Stop,
     with_kwargs_signature,
 )
-from specdec.engine.prefix_cache import PromptCache
+from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders.model_loader import Loader, PackMode, ProgressCallback, compute_max_positions, ignore_progress
 from specdec.model.transformer import KVFormatName, Transformer
-from specdec.runtime.threads import create_fork_safe_lock, rebuild
+from specdec.runtime.parallel_region import create_fork_safe_lock, rebuild
 from specdec.sampling import Sampling, override_sampling
 from specdec.text import structured_output
 from specdec.text.chat_template import (
@@ -246,7 +246,29 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",
     ) -> Generation:
-        """Return the whole output of `stream` with its statistics; threads that call this on one decoder wait for each other."""
+        """Return the whole output for a prompt, with its statistics.
+
+        Threads that call this on one decoder wait for each other. `stream` yields the same output step by step.
+
+        Args:
+            prompt: A string, or token ids (see `encode`).
+            max_tokens: The maximum number of tokens after the prompt.
+            sampling: The sampling parameters; each keyword below replaces one of them.
+            **kwargs: `stop`: strings before which the output ends. `shape`: a constraint that the output must match, made by
+                `json_schema`, `json_object` or `regex`. `temperature`: 0 is greedy. `top_k`: the number of most probable tokens
+                to keep, 0 for all. `top_p`: the probability mass to keep, 0 or 1 for all. `min_p`: drops tokens below this
+                fraction of the highest probability. `seed`: the same seed gives the same output, with any draft.
+                `repetition_penalty`: above 1, tokens of the sequence become less likely. `presence_penalty` and
+                `frequency_penalty`: subtracted from the logits of generated tokens, once or per occurrence. `logit_bias`:
+                numbers added to logits, by token id.
+
+        Returns:
+            The prompt, the output and the statistics of the run.
+
+        Raises:
+            ValueError: If a value is not valid, the prompt exceeds the context length, or the sequence exceeds the memory.
+            TypeError: If a value has the wrong type.
+        """
         return self._collect(lambda: self.stream(prompt, max_tokens, sampling, **kwargs))
 
     def json_schema(self, schema: Mapping[str, Any]) -> Constraint:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.engine.decode_loop import Step, decode
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.memory import zeros
 from specdec.sampling import Sampler, Sampling, compute_block_acceptance, draw_residual
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, BlockVerifier, Draft

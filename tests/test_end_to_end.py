@@ -200,7 +200,9 @@ def test_the_shared_vocabulary_of_another_tokenizer_is_reported(run: Run, tmp_pa
     code, out, err = run("-m", target, "-d", draft, *options)
     shared = SpeculativeDecoder(target, draft).shared["draft"]
     assert code == 0 and json.loads(out)["settings"]["weights"].endswith(f"draft int8 ({shared} of 400 tokens)")
-    assert err == f"specdec: the draft has another vocabulary, with {shared} of the target's 400 tokens: it proposes only those\n"
+    assert (
+        err == f"specdec: the draft has another vocabulary, with {shared} of the target's 400 tokens, and proposes only those\n"
+    )
     assert json.loads(out)["tokens"] == json.loads(run("-m", target, "-d", "none", *options)[1])["tokens"]
     code, out, err = run("race", "-m", target, "-d", draft, *options)
     assert code == 0 and json.loads(out)["same_text"] and "another vocabulary" in err

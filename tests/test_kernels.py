@@ -14,8 +14,8 @@ from specdec.quant import FP32
 from specdec.quant.int8 import DOT4_NAME, get_dot4
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime import peak_arithmetic
-from specdec.runtime.aligned_memory import lazy_zeros, zeros
 from specdec.runtime.matmul_tile import TileShape
+from specdec.runtime.memory import lazy_zeros, zeros
 from specdec.runtime.op_program import Executor, Op
 from specdec.runtime.simd import F32, I32, LANES, round_up
 from specdec.sampling import mix_bits

@@ -59,3 +59,23 @@ def test_no_tracked_file_is_large_outside_the_models() -> None:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name and not name.startswith("models/")]
     assert {str(path) for path in paths if path.is_file() and path.stat().st_size > MAX_FILE_BYTES} == set()
+
+
+# Words of earlier prose; docs/glossary.md and plain English have better ones.
+RETIRED_PROSE = re.compile(r"\b(beside|told|tells|whoever|seats?|so many|not done here)\b", re.IGNORECASE)
+PROSE = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "models/*.md", "specdec/**/*.py", "models/*.py", "docs/*.py", "examples/*.py")
+    for path in ROOT.glob(pattern)
+)
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_sentence_has_a_retired_word(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    stories = "**Temperature"  # outputs of the embedded pair
+    assert [line for line in lines if RETIRED_PROSE.search(line) and not line.startswith(stories)] == []
+
+
+def test_a_retired_word_in_a_sentence_is_found() -> None:
+    assert RETIRED_PROSE.search("Beside it lies another.") and not RETIRED_PROSE.search("besides, a teller")

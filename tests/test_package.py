@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -201,6 +202,17 @@ def test_wheel_contains_package_and_embedded_models() -> None:
     assert all((ROOT / name).exists() for name in wheel["only-include"])
 
 
+def test_built_wheel_has_no_other_files(tmp_path: Path) -> None:
+    """Examples, documentation and tests stay in the repository."""
+    builder = pytest.importorskip("hatchling.builders.wheel", reason="the extra [test] is not installed").WheelBuilder
+    (wheel,) = builder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    models = {f"specdec/models/{name}" for name in ("README.md", "stories6M.bin", "stories650K.bin", "tok1024.bin")}
+    assert names == files | models
+
+
 def test_distribution_name_command_and_package() -> None:
     """The name `specdec` on PyPI belongs to another project."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -268,7 +280,7 @@ def test_every_entry_point_uses_same_module_names(entry_point: str, tmp_path: Pa
 
 
 SINGLE_COMMAND_MODULES = {
-    "bench.layer_speed",
+    "bench.pass_speed",
     "bench.sweep",
     "server.app",
     "ui.chat",

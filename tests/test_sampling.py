@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, round_up
 from specdec.sampling import accept_or_resample, compute_probabilities, draw, draw_gumbel_top_k
 from tests.tools import reference

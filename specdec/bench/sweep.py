@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from specdec.bench.race import RecordedRun
-from specdec.draft.resolver import NGRAM
+from specdec.draft.model_bundle import NGRAM
 from specdec.draft.settings import AUTO
 from specdec.engine.decode_loop import Event, Statistics
 from specdec.heads.head import Head
@@ -238,7 +238,7 @@ def make_cases(
     n_positions = pair.n_positions + 1  # the last token is never run
     fits = {n: [prompt for prompt in prompts if sizes[prompt] + n <= n_positions] for n in lengths}
     notes = [
-        f"{n} tokens fit the context of {pair.n_positions} after {len(fits[n]) or 'none'} of the {len(prompts)} prompts"
+        f"the context of {pair.n_positions} has room for {n} tokens after {len(fits[n]) or 'none'} of the {len(prompts)} prompts"
         for n in lengths
         if len(fits[n]) < len(prompts)
     ]

@@ -10,8 +10,8 @@ from typing import Any, cast
 import typer
 
 from specdec.cli import bench, chat, generate, models, race, serve, sweep
-from specdec.cli.exits import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
-from specdec.cli.options import translate_parameters
+from specdec.cli.option_fields import translate_parameters
+from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
 from specdec.cli.suggestions import explain_invalid_number, explain_unknown_option
 from specdec.cli.typer_commands import CommandGroup, Subcommand, make_command
 from specdec.loaders import CheckpointError, CheckpointWarning

@@ -5,15 +5,15 @@ from typing import cast
 
 from rich.console import Console
 
-from specdec.cli.exits import guard_output, print_message
-from specdec.cli.options import flag, machine_option, measuring_option, model_option
-from specdec.cli.request import Request
+from specdec.cli.common_options import Request
+from specdec.cli.option_fields import flag, machine_option, measuring_option, model_option
+from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.typer_commands import parse_list
 from specdec.loaders.model_loader import Loader, open_checkpoint
 from specdec.loaders.model_paths import add_restore_hint, resolve_path
 from specdec.model.transformer import KVFormatName
-from specdec.runtime.cpu_topology import get_thread_choices
-from specdec.runtime.threads import get_available_threads
+from specdec.runtime.cpu_topology import get_thread_choices, get_topology
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.ui.progress import LOADING, TIMING, ProgressBar, make_progress_callback, show_status
 
 MAX_BENCH_TOKENS = 1 << 20
@@ -25,30 +25,41 @@ class BenchRequest(Request):
     """The options of `specdec bench`."""
 
     option_names = "model prompts counts depths thread_counts kv shape int8 as_json"
-    prompts: str = measuring_option("512", "-p", "--n-prompt", metavar="LIST", help="Tokens of prompts to time; 0: none.")
-    counts: str = measuring_option("128", "-n", "--n-gen", metavar="LIST", help="Tokens to write one by one; 0: none.")
-    depths: str = measuring_option("0", "-d", "--depth", metavar="LIST", help="How many tokens stand before what is timed.")
+    prompts: str = measuring_option("512", "-p", "--n-prompt", metavar="LIST", help="Prompt lengths to time, in tokens. 0: none.")
+    counts: str = measuring_option(
+        "128", "-n", "--n-gen", metavar="LIST", help="Numbers of tokens to generate one by one. 0: none."
+    )
+    depths: str = measuring_option(
+        "0", "-d", "--depth", metavar="LIST", help="Numbers of tokens in the KV cache before the timed ones."
+    )
     thread_counts: str = machine_option(
         "0", "-j", "--threads", metavar="LIST",
-        help="Numbers of CPU threads. 0: one for each core, and others that may be faster.",
+        help="Numbers of CPU threads. 0: one per core, and the other numbers that may be faster.",
     )  # fmt: skip
     shape: str = model_option(
-        "42M", "--shape", metavar="SHAPE", help="Of the model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq."
+        "42M",
+        "--shape",
+        metavar="SHAPE",
+        help="Shape of the random model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
     )
-    int8: bool = flag("--int8", group="Model", help="Quantize the weights to int8, as --quantize does.")
+    int8: bool = flag("--int8", group="Random model", help="Quantize the weights to int8, as --quantize does.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.timed_thread_counts
         if not any((*self.parse_token_counts("--n-prompt", self.prompts), *self.parse_token_counts("--n-gen", self.counts))):
-            raise ValueError("-p and -n are 0: nothing is left to time")
+            raise ValueError("-p and -n are both 0; at least one must be more")
 
     @property
     def timed_thread_counts(self) -> list[int]:
         """The thread counts to time; those that may be the fastest if none is given."""
         n_available = get_available_threads()
         named = parse_list(
-            "threads", self.thread_counts, int, lambda n: 0 <= n <= n_available, f"numbers up to this machine's {n_available}"
+            "threads",
+            self.thread_counts,
+            int,
+            lambda n: 0 <= n <= n_available,
+            f"numbers up to {n_available} (this machine has {get_topology().description})",
         )
         return [*dict.fromkeys(n for each in named for n in ([each] if each else get_thread_choices()))]
 
@@ -58,25 +69,26 @@ class BenchRequest(Request):
 
 
 def run(request: BenchRequest) -> None:
-    """Time a model of your own, as llama-bench does, or passes of one with random weights.
+    """Time your own model as llama-bench does, or forward passes of a model with random weights.
 
     specdec bench -m model.gguf -p 512 -n 128
     """
     ineffective = [request.given[name] for name in (SHAPE_OPTIONS if request.model else FILE_OPTIONS) if name in request.given]
     if ineffective:
-        print_message(f"{', '.join(ineffective)}: no effect with{'' if request.model else 'out'} -m")
+        verb = "has" if len(ineffective) == 1 else "have"
+        print_message(f"{' and '.join(ineffective)} {verb} no effect with{'' if request.model else 'out'} -m")
     if request.model:
         _time_model(request, request.model)
         return
-    from specdec.bench import layer_speed  # imported here, since no other command needs it
+    from specdec.bench import pass_speed  # imported here, since no other command needs it
 
-    config = layer_speed.parse_shape(request.shape)
+    config = pass_speed.parse_shape(request.shape)
     with show_status("making weights") as show:
-        result = layer_speed.run(
+        result = pass_speed.run(
             config, request.timed_thread_counts[0], request.int8, lambda task: make_progress_callback(show, task)
         )
     with guard_output():
-        print(layer_speed.to_json(result)) if request.as_json else Console().print(layer_speed.to_table(result, request.shape))
+        print(pass_speed.to_json(result)) if request.as_json else Console().print(pass_speed.to_table(result, request.shape))
 
 
 def _time_model(request: BenchRequest, name: str) -> None:

@@ -29,7 +29,7 @@ def main() -> None:
     Signal handlers are installed first, since loading takes a second.
     """
     if sys.version_info < (3, 10):  # noqa: UP036  (a checkout runs without pip, which would refuse)
-        exit_with_error(f"needs Python 3.10 or newer; this is {sys.version.split()[0]}")
+        exit_with_error(f"Python must be 3.10 or newer, got {sys.version.split()[0]}")
     if sys.argv[1:] in (["--version"], ["version"]):
         print_version()
         sys.exit(0)
@@ -40,7 +40,7 @@ def main() -> None:
     for name, (pattern, expected) in _NUMBA_SETTINGS.items():
         value = os.environ.get(name)
         if value is not None and not re.fullmatch(pattern, value):
-            exit_with_error(f"{name} is {value!r} in the environment; it must be {expected}, or not set")
+            exit_with_error(f"the environment variable {name} is {value!r}; it must be {expected}, or not set")
     warnings.filterwarnings("error", "Environment variable 'NUMBA_", RuntimeWarning)
     warnings.filterwarnings("ignore", "Could not obtain multiprocessing lock")  # no /dev/shm; we never fork
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are unused, and each takes 30 MB
@@ -52,7 +52,7 @@ def main() -> None:
     except RuntimeWarning as rejected:
         exit_with_error(str(rejected).split(".\n")[0] + "; set a valid value, or unset it")
     except Exception as error:
-        exit_with_error(f"cannot load what it runs on: {_find_root_cause(error)}{_format_memory_limit()}")
+        exit_with_error(f"cannot load the packages that specdec needs: {_find_root_cause(error)}{_format_memory_limit()}")
     gc.freeze()
     gc.enable()
     command.main()
@@ -62,11 +62,11 @@ def _format_install_hint(missing: str) -> str:
     """Return the names of the missing packages, at least the given one, and the command that installs them."""
     packages = [name for name in _REQUIRED_PACKAGES if name == missing or find_spec(name) is None] or [missing]
     if missing in sys.stdlib_module_names:
-        return f"this Python was built without its own module {missing}; use another Python"
+        return f"this Python was built without its standard module {missing}; use another Python"
     is_checkout = (CHECKOUT / "pyproject.toml").exists()
     targets = [f"{CHECKOUT}[hub]"] if is_checkout else packages
     command = shlex.join([os.path.basename(sys.executable) or "python3", "-m", "pip", "install", *targets])
-    return f"{', '.join(packages)} {'is' if len(packages) == 1 else 'are'} missing; install with: {command}"
+    return f"package{'s' * (len(packages) > 1)} not found: {', '.join(packages)}; install with: {command}"
 
 
 def _find_root_cause(error: BaseException) -> str:
@@ -83,4 +83,8 @@ def _format_memory_limit() -> str:
     except ImportError:  # Windows
         return ""
     limit = getrlimit(RLIMIT_AS)[0]
-    return "" if limit == RLIM_INFINITY else f"; memory is limited to {limit // 10**6} MB (ulimit -v), and it needs about 600"
+    return (
+        ""
+        if limit == RLIM_INFINITY
+        else f"; memory is limited to {limit // 10**6} MB (ulimit -v), and specdec needs about 600 MB"
+    )

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from specdec.argument_checks import check_string
-from specdec.cli.exits import guard_output, print_message
+from specdec.cli.common_options import DRAFT_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_models
 from specdec.cli.model_loading import get_recommended_sampling, load_models, make_constraint_factory, resolve_model_paths
-from specdec.cli.options import common_option, decode_utf8, flag, text_option
+from specdec.cli.option_fields import common_option, decode_utf8, flag, text_option
+from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import STDIN, read_first_message
-from specdec.cli.request import DRAFT_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_models
 from specdec.draft.settings import AUTO
 from specdec.loaders import is_llama2c_file
 from specdec.text.chat_template import LLAMA2C_TEMPLATE, REQUIRED_PACKAGES
@@ -18,7 +18,9 @@ from specdec.text.chat_template import LLAMA2C_TEMPLATE, REQUIRED_PACKAGES
 def reject_steps(value: object) -> None:
     """Reject llama2.c's -n, which users may expect here."""
     if value is not None:
-        raise ValueError("-n counts the prompt too, and a conversation has many; --max-tokens N limits an answer")
+        raise ValueError(
+            "-n counts the prompt too, so it is not supported in a conversation; use --max-tokens N to limit an answer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +36,15 @@ class ChatRequest(Request):
     system: str = text_option("", "-y", "--system", metavar="TEXT", callback=decode_utf8, help="System prompt.")
     prompt: str = text_option("", "-i", "--prompt", metavar="TEXT", callback=decode_utf8, help="The first message.")
     file: str = text_option(
-        "", "-f", "--file", metavar="FILE", help="A file whose text follows that of -i; a pipe's follows both."
+        "", "-f", "--file", metavar="FILE", help="Append this file to the first message; piped input follows both."
     )
     steps: int | None = text_option(None, "-n", "--steps", help="", hidden=True, callback=reject_steps)
-    max_tokens: int = text_option(1024, "--max-tokens", metavar="N", min=1, help="Tokens of an answer at most.")
+    max_tokens: int = text_option(1024, "--max-tokens", metavar="N", min=1, help="Maximum number of tokens in an answer.")
     temperature: float = 0.7
-    plain: bool = flag("--plain", group="Output", help="No colours.")
-    no_history: bool = flag("--no-history", group="Output", help="Keep neither messages nor the talk after the session.")
+    plain: bool = flag("--plain", group="Output", help="Disable colors.")
+    no_history: bool = flag(
+        "--no-history", group="Output", help="Do not keep the messages and the conversation after the session."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,15 +59,15 @@ class ChatRequest(Request):
         """Return the request with its first message and models resolved."""
         self = replace(self, word=None) if self.word == STDIN else self  # stdin is read in any case
         if not (self.word or self.model):
-            raise ValueError("no model is given; name one with -m, such as HuggingFaceTB/SmolLM2-135M-Instruct")
+            raise ValueError("no model is given; name one, such as -m HuggingFaceTB/SmolLM2-135M-Instruct")
         request = with_models(replace(self, prompt=read_first_message(self.prompt, self.file)))
         if not (self.is_interactive or request.prompt):
-            raise ValueError("there is no message, and stdin is not a terminal; -i TEXT gives one")
+            raise ValueError("no message is given, and stdin is not a terminal; give one with -i TEXT")
         return request
 
 
 def run(request: ChatRequest) -> None:
-    """Talk to a model that was taught to; a pipe is answered once."""
+    """Chat with a model in the terminal; piped input gets one answer."""
     from specdec.text.conversation import USER, ChatSettings, Conversation
     from specdec.ui import chat as chat_ui  # imported here, since no other command needs it
     from specdec.ui.line_editor import get_state_folder

@@ -8,23 +8,23 @@ from typing import Any
 from rich.console import Console
 
 from specdec.argument_checks import check_strings
-from specdec.cli.exits import guard_output, print_message
+from specdec.cli.common_options import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_default_steps, with_models
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
-from specdec.cli.options import decode_utf8, flag, output_option, text_option
+from specdec.cli.option_fields import decode_utf8, flag, output_option, text_option
+from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import STDIN, read_prompt
-from specdec.cli.request import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_default_steps, with_models
 from specdec.cli.suggestions import explain_misplaced_word
 from specdec.cli.version import print_version
-from specdec.draft.resolver import NGRAM
+from specdec.draft.model_bundle import NGRAM
 from specdec.draft.settings import AUTO
 from specdec.engine.decode_loop import Constraint, Event, PrefillProgress, Prompt, Statistics
 from specdec.loaders.model_paths import is_model_name
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
-from specdec.ui.live_window import Window, find_obstacle
-from specdec.ui.output import MIN_ADVICE_PASSES, PlainView, SilentView, View, print_result, print_summary, run_view, to_json
 from specdec.ui.panel import LivePanel, buffer_events
+from specdec.ui.plain_views import MIN_ADVICE_PASSES, PlainView, SilentView, View, print_result, print_summary, run_view, to_json
 from specdec.ui.progress import show_prefill_progress
+from specdec.ui.terminal_window import Window, find_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,22 @@ class TextRequest(Request):
         "seed gamma verify tree threads plain pace stats as_json version"
     )
     stop: list[str] | None = text_option(
-        None, "--stop", metavar="TEXT", callback=decode_utf8, help="Stop before this string; may be given several times."
+        None, "--stop", metavar="TEXT", callback=decode_utf8, help="Stop before this string. Can be repeated."
     )
-    samples: int = text_option(1, "--samples", metavar="N", min=1, help="Write N texts, with this seed and the next ones.")
-    plain: bool = flag("--plain", group="Output", help="No panel: the text goes to stdout as it comes, the result to stderr.")
+    samples: int = text_option(
+        1, "--samples", metavar="N", min=1, help="Generate N outputs, with this seed and the following ones."
+    )
+    plain: bool = flag(
+        "--plain", group="Output", help="Disable the panel: stream the text to stdout, print the result to stderr."
+    )
     pace: float | None = output_option(
         None, "--pace", metavar="X", min=0.0,
-        help="Passes a second at most, to watch the panel. 0: full speed. By default a short text takes four seconds.",
+        help="Maximum passes per second, to watch the panel. 0: full speed. By default a short output takes four seconds.",
     )  # fmt: skip
-    stats: bool = flag("--stats", group="Output", help="All figures at the end: drafted, accepted, mean length, by position.")
-    version: bool = flag("--version", group="Output", help="Print the version and the arithmetic's revision, and exit.")
+    stats: bool = flag(
+        "--stats", group="Output", help="Print all statistics at the end: drafted, accepted, mean length, by position."
+    )
+    version: bool = flag("--version", group="Output", help="Print the version and the arithmetic revision, and exit.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,14 +65,15 @@ class TextRequest(Request):
 
     def resolve(self) -> "TextRequest":
         """Return the request with its words, prompt and models resolved."""
-        if error := explain_misplaced_word(self.words):
+        if error := explain_misplaced_word(self.words, has_prompt=self.prompt is not None or bool(self.file)):
             raise ValueError(error)
         models = [word for word in self.words if word != STDIN and is_model_name(word)]
         texts = [decode_utf8(word) for word in self.words if word not in models]
         if len(models) > 1 or len(texts) > 1:
-            advice = "put quotes around a prompt of several words, or name it with -i"
+            advice = "put quotes around a prompt of several words, or use -i TEXT"
             advice = "name the draft with -d" if len(models) > 1 else advice
-            raise ValueError(f"{' '.join(self.words)!r} are {len(self.words)} words; {advice}")
+            expected = f"expected one {'model' if len(models) > 1 else 'prompt'}"
+            raise ValueError(f"{expected}, got {len(self.words)} words: {' '.join(self.words)!r}; {advice}")
         self = with_default_steps(replace(self, word=models[0] if models else None))
         self = replace(self, prompt=read_prompt(self.prompt, self.file, texts[0] if texts else None))
         return with_models(
@@ -83,7 +90,9 @@ class TextRequest(Request):
             ("at temperature 0", self.temperature == 0, ("top_p", "top_k", "min_p")),
         )
         idle = [(why, [self.given[name] for name in names if name in self.given]) for why, is_idle, names in reasons if is_idle]
-        return "; ".join(f"{', '.join(names)}: no effect {why}" for why, names in idle if names)
+        return "; ".join(
+            f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {why}" for why, names in idle if names
+        )
 
     def get_settings(self, models: LoadedModels) -> dict[str, Any]:
         """Return everything that the output depends on except the seed, for JSON."""
@@ -102,7 +111,7 @@ class TextRequest(Request):
 
 
 def run(request: TextRequest) -> None:
-    """Speculative decoding on the CPU: a small draft guesses, the target checks.
+    """Generate text on the CPU with speculative decoding: a draft proposes, the target verifies.
 
     specdec "Once upon a time" -t 0
     specdec -m openai-community/gpt2-medium -d distilbert/distilgpt2 -i "Why"
@@ -110,7 +119,7 @@ def run(request: TextRequest) -> None:
     if name := request.command:
         if given := ", ".join(request.given.values()):
             print_message(
-                f"{given}: no effect before {name}, whose options follow it; to use the word as a prompt, write -i {name}"
+                f"options before {name} have no effect: {given}; put them after {name}, or use -i {name} if it is the prompt"
             )
         return
     if request.version:
@@ -203,9 +212,11 @@ def get_advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
         return ""
     n_drafted = sum(statistics.drafted_histogram[1:])
     if decoder.gamma == AUTO and not n_drafted:
-        return "no draft was used: it would cost more than it gains"
+        return "no draft was used, because drafting would cost more time than it saves"
     if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
-        return f"only {n_drafted} of {statistics.target_passes} passes had a draft: more would cost more than they gain"
+        return (
+            f"only {n_drafted} of {statistics.target_passes} passes had a draft, because more would cost more time than they save"
+        )
     if decoder.gamma != AUTO and statistics.speed_up and statistics.speed_up < 1:
-        return "-g does not pay here: leave it out"
+        return "-g makes generation slower here; leave it out"
     return ""

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec.draft.resolver import MTP
+from specdec.draft.model_bundle import MTP
 from specdec.draft.self_copy import can_self_draft
 from specdec.loaders import CheckpointError, hf_hub, load_checkpoint
 from specdec.loaders.checkpoint_heads import has_builtin_head
-from specdec.loaders.gguf_shards import list_shard_names
+from specdec.loaders.gguf_shard_names import list_shard_names
 from specdec.loaders.head_checks import is_compatible
 from specdec.loaders.model_paths import get_model_folders, list_model_paths
 from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
-from specdec.text.vocabulary import MAX_PADDING_ROWS
+from specdec.text.shared_vocabulary import MAX_PADDING_ROWS
 
 MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
@@ -200,7 +200,9 @@ def _list_folder(folder: Path) -> list[tuple[str, Path]]:
         is_model = (folder / "config.json").is_file() or not stat.S_ISDIR(folder.stat().st_mode)
         return [(str(path), path) for path in ([folder] if is_model else list_model_paths(folder))]
     except OSError as error:
-        raise CheckpointError(f"cannot list {folder}: {error.strerror}; expected a folder, a model, or pull, rm, name") from None
+        raise CheckpointError(
+            f"cannot list {folder}: {error.strerror}; expected a folder, a model, or the action pull, rm or name"
+        ) from None
 
 
 def _read_entry(name: str, path: Path) -> CatalogEntry:

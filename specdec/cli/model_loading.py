@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import specdec
-from specdec.cli.exits import print_message
-from specdec.cli.options import PARAMETER_OPTIONS
-from specdec.cli.request import DRAFT_KEYWORDS, Request, RequestT
+from specdec.cli.common_options import DRAFT_KEYWORDS, Request, RequestT
+from specdec.cli.option_fields import PARAMETER_OPTIONS
+from specdec.cli.output_errors import print_message
 from specdec.cli.resolve_with_progress import find_model
-from specdec.draft.resolver import HEAD, MTP, NGRAM
+from specdec.draft.model_bundle import HEAD, MTP, NGRAM
 from specdec.draft.settings import AUTO
 from specdec.engine.decode_loop import Constraint
-from specdec.engine.prefix_cache import PromptCache
+from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import add_restore_hint, find_required_packages
@@ -60,7 +60,7 @@ def load_models(request: Request, paths: list[str | Path] | None = None) -> Iter
     target, draft, stage = paths or resolve_model_paths(request)
     if request.temperature > WARN_TEMPERATURE:
         print_message(
-            f"-t {request.temperature:g} is a temperature that makes nearly all tokens equally likely; threads are -j N"
+            f"-t {request.temperature:g} is a temperature at which nearly all tokens are equally likely; use -j N for threads"
         )
     with show_status() as show:
         begin = time.perf_counter()
@@ -75,7 +75,7 @@ def load_models(request: Request, paths: list[str | Path] | None = None) -> Iter
     for name, n in decoder.shared.items():
         if name != HEAD:  # heads share few tokens by design
             print_message(
-                f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens: it proposes only those"
+                f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens, and proposes only those"
             )
     for (larger, larger_model), (smaller, smaller_model) in itertools.pairwise(decoder.bundle.models.items()):
         smaller_bytes, larger_bytes = (each.weights.n_bytes for each in (smaller_model, larger_model))
@@ -134,7 +134,7 @@ def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKA
     files = ["" if name in DRAFT_KEYWORDS else name for name in names]
     if missing := optional_dependencies.format_missing_packages({**find_required_packages(files, request.tokenizer), **packages}):
         raise CheckpointError(missing)
-    return [find_model(file, DRAFT_KEYWORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
+    return [find_model(file, DRAFT_KEYWORDS if i else (), files) if file else names[i] for i, file in enumerate(files)]
 
 
 def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], Constraint | None]:
@@ -146,7 +146,9 @@ def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], 
     if request.schema == ANY_JSON_OBJECT:
         return SpeculativeDecoder.json_object
     if request.schema.lstrip().startswith("{"):
-        raise ValueError("--schema takes the name of a file; write the schema to one, such as --schema schema.json")
+        raise ValueError(
+            "--schema must be the name of a file, got a JSON object; save it to a file, such as --schema schema.json"
+        )
     schema = read_json_object(Path(request.schema))
     return lambda decoder: decoder.json_schema(schema)
 
@@ -159,8 +161,8 @@ def resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt: 
     """
     n, target = _resolve_max_tokens(request, decoder, n_prompt), decoder.target
     if (n_bytes := target.get_sequence_bytes(n_prompt + n)) >= WARN_KV_BYTES:
-        smaller = "" if target.kv == "q8" else "; --kv q8 takes less"
-        print_message(f"keys and values of {n_prompt + n:,} tokens in {target.kv} may take {n_bytes / 10**9:.1f} GB{smaller}")
+        smaller = "" if target.kv == "q8" else "; use --kv q8 to take less"
+        print_message(f"the KV cache of {n_prompt + n:,} tokens in {target.kv} may take {n_bytes / 10**9:.1f} GB{smaller}")
     return n
 
 
@@ -174,7 +176,7 @@ def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt:
         if steps < n_prompt:
             n = min(200, n_free)
             raise ValueError(
-                f"-n {steps} counts the prompt, which has {n_prompt} tokens; --max-tokens {n} would write {n} new ones"
+                f"-n {steps} counts the prompt, which has {n_prompt} tokens; use --max-tokens {n} to generate {n} new ones"
             )
         # llama2.c counts positions: n steps make n + 1 tokens, BOS included
         name, option, n = "steps", "-n", steps + 1 - n_prompt
@@ -186,7 +188,7 @@ def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt:
         return max(decoder.n_positions + 1 - n_prompt, 1)  # the decoder reports a prompt that is too long
     if n > n_free and name in request.given:
         message = f"{option} {getattr(request, name)} exceeds the target's context of {n_positions:,} tokens"
-        print_message(f"{message}; writing up to {n_free:,} new ones")
+        print_message(f"{message}; generating at most {n_free:,} new ones")
     return min(n, n_free)
 
 

@@ -12,19 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.exits import guard_output
-from specdec.cli.options import argument, flag
-from specdec.cli.request import Request
+from specdec.cli.common_options import Request
+from specdec.cli.option_fields import argument, flag
+from specdec.cli.output_errors import guard_output
 from specdec.cli.resolve_with_progress import find_model
-from specdec.draft.resolver import NGRAM, SELF
+from specdec.draft.model_bundle import NGRAM, SELF
 from specdec.loaders import CheckpointError, optional_dependencies
 from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import find_local, find_required_packages
 from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
-from specdec.ui.output import sanitize_line
+from specdec.ui.plain_views import sanitize_line
 from specdec.ui.progress import show_status
 
-NO_MODELS_MESSAGE = "no models in models/ or in the hub's cache; specdec models pull org/name downloads one"
+NO_MODELS_MESSAGE = "no models found in models/ or in the hub's cache; download one with: specdec models pull org/name"
 
 PIPE_TABLE_WIDTH = 10_000  # wide enough that names in piped tables are never cut
 
@@ -36,20 +36,23 @@ class ModelsRequest(Request):
     option_names = "what yes as_json"
     what: list[str] | None = argument(
         None, metavar="WHAT",
-        help="A folder to look into instead, or a model. Or what to do: pull NAME, rm NAME, name SHORT NAME.",
+        help="A folder or a model to list, or an action: pull NAME, rm NAME, name SHORT NAME.",
     )  # fmt: skip
-    yes: bool = flag("-y", "--yes", group="Output", help="Remove without a question.")
+    yes: bool = flag("-y", "--yes", group="Output", help="Remove without asking.")
 
 
 def run(request: ModelsRequest) -> None:
-    """List the models in models/ and in the hub's cache, or in a folder: shapes, sizes, vocabularies and drafts.
+    """List installed models with shapes, sizes, vocabularies and matching drafts; download or remove models.
 
-    specdec models pull org/name:Q4_K_M downloads one, and rm NAME removes one.
+    specdec models lists models/ and the hub cache; specdec models FOLDER lists a folder.
 
-    specdec models name SHORT NAME makes SHORT an alias, wherever a model is named; rm SHORT removes it.
+    specdec models pull org/name:Q4_K_M downloads a model; specdec models rm NAME removes one.
 
-    A draft fits a target with the same vocabulary and at least twice its size; a head fits models of its width and vocabulary.
-    For a model with experts, the table also shows how many weights a token reads.
+    specdec models name SHORT NAME makes SHORT an alias that works in every command; rm SHORT removes it.
+
+    A draft matches a target that has the same vocabulary and at least twice its size.
+    A head matches models of its width and vocabulary.
+    For a mixture of experts, the table also shows how many weights a token reads.
     """
     what, *names = request.what or [""]
     with guard_output():
@@ -66,7 +69,7 @@ def run(request: ModelsRequest) -> None:
 def pull_models(request: ModelsRequest, names: list[str]) -> None:
     """Download models that are not installed yet."""
     if not names:
-        raise ValueError("pull needs a name on the hub: pull org/name, or org/name:Q4_K_M")
+        raise ValueError("pull needs the name of a model on the hub: specdec models pull org/name, or org/name:Q4_K_M")
     if missing := optional_dependencies.format_missing_packages(find_required_packages(names)):
         raise CheckpointError(missing)
     for name in names:
@@ -79,11 +82,11 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
     from specdec.cli.installed_models import list_installed
 
     if not names:
-        raise ValueError("rm needs a name that specdec models lists")
+        raise ValueError("rm needs the name of an installed model; specdec models lists them")
     installed = dict(reversed([*list_installed()]))
     for name in names:
         if name in read_aliases():
-            print(f"{sanitize_line(name)} stands for nothing any more ({set_alias(name, '')})")
+            print(f"removed the alias {sanitize_line(name)} ({set_alias(name, '')})")
             continue
         path = None if name in installed else find_local(name)  # by a name without its ending
         name = next(
@@ -91,7 +94,7 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
             name,
         )
         if name not in installed:
-            raise CheckpointError(f"there is no {sanitize_line(name)} here; specdec models lists what there is")
+            raise CheckpointError(f"model {sanitize_line(name)!r} not found; specdec models lists the installed ones")
         files = list_model_files(installed[name])
         description = f"{sanitize_line(name)} ({_format_count(compute_total_bytes(files))}B, {sanitize_line(str(files[0]))})"
         if not request.yes and not typer.confirm(f"remove {description}?", err=True):
@@ -103,15 +106,15 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
 def add_alias(request: ModelsRequest, names: list[str]) -> None:
     """Make a short name an alias of a model."""
     if len(names) != 2:
-        raise ValueError("name takes a short name and the model that it is: name small org/name:Q4_K_M")
-    print(f"{names[0]} stands for {sanitize_line(names[1])} ({set_alias(*names)})")
+        raise ValueError("name needs an alias and a model: specdec models name small org/name:Q4_K_M")
+    print(f"{names[0]} is an alias of {sanitize_line(names[1])} ({set_alias(*names)})")
 
 
 def list_models(request: ModelsRequest, folder: str) -> None:
     """Print the installed models, or those of a folder, as a table or JSON."""
     from specdec.cli.installed_models import list_entries, make_row  # imported here, since no other action needs it
 
-    with show_status("looking at models"):
+    with show_status("reading models"):
         found = list_entries((find_local(folder) or Path(folder)) if folder else None)
         rows = [make_row(entry, found) for entry in found if entry.config]
     broken = [entry for entry in found if entry.error]
@@ -149,7 +152,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
     for entry in broken:
         console.print(Text(sanitize_line(f"cannot be used: {entry.error}")), soft_wrap=True)
     for alias, name in aliases.items():
-        console.print(Text(sanitize_line(f"{alias} stands for {name}")), soft_wrap=True)
+        console.print(Text(sanitize_line(f"{alias} is an alias of {name}")), soft_wrap=True)
 
 
 ACTIONS = {"pull": pull_models, "rm": remove_models, "name": add_alias}

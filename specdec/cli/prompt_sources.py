@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from specdec.cli.exits import print_message
+from specdec.cli.output_errors import print_message
 
 DEFAULT_PROMPT = "Once upon a time"
 STDIN = "-"  # names stdin as a prompt or a file
@@ -16,11 +16,22 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> str:
-    """Return the prompt of an option, a file, a word or a pipe, else the default one, without a line break at its end."""
+    """Return the prompt of -i, of a file, of the command line's word or of piped stdin, else the default prompt.
+
+    The last line break of a file or of stdin is removed.
+
+    Args:
+        prompt: Text of -i, or "-" for stdin. None: not given.
+        file: File of -f, or "-" for stdin. "": not given.
+        word: Text of the word, or "-" for stdin. None: not given.
+
+    Raises:
+        ValueError: If more than one is given, or the input cannot be read.
+    """
     sources = {"-i": prompt, "-f": file or None, repr(word): word}
     given = {source: value for source, value in sources.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are two prompts; leave one out")
+        raise ValueError(f"expected one prompt, got {' and '.join(given)}; leave one out")
     if file or STDIN in given.values():
         text = read_text_input(file)
     elif given:
@@ -34,11 +45,11 @@ def read_first_message(prompt: str | None, file: str) -> str:
     """Return the first message of a conversation: the given one, then a file's text, then a pipe's, separated by blank lines."""
     parts = ["" if prompt == STDIN else prompt or "", read_text_input(file).strip() if file not in ("", STDIN) else ""]
     if sys.stdin and not sys.stdin.isatty():
-        parts.append(read_text_input("", "it is appended to the first message").strip())
+        parts.append(read_text_input("", "it is added to the first message").strip())
     return "\n\n".join(filter(None, parts))
 
 
-def read_text_input(file: str, advice: str = "-i TEXT gives one") -> str:
+def read_text_input(file: str, advice: str = "use -i TEXT to give one") -> str:
     """Return the text of a file, or of stdin if the name is "-" or empty.
 
     Args:
@@ -58,13 +69,13 @@ def read_text_input(file: str, advice: str = "-i TEXT gives one") -> str:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_PROMPT_BYTES:
-        raise ValueError(f"{source} has more than {MAX_PROMPT_BYTES >> 20} MiB; expected a text")
+        raise ValueError(f"{source} has more than {MAX_PROMPT_BYTES >> 20} MiB; expected a shorter text")
     if b"\0" in data:
-        raise ValueError(f"{source} is binary: it holds a zero byte; expected a text")
+        raise ValueError(f"{source} is a binary file: it contains a zero byte; expected UTF-8 text")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not valid UTF-8 at byte {error.start}; expected a text") from None
+        raise ValueError(f"{source} is not valid UTF-8 at byte {error.start}; expected UTF-8 text") from None
 
 
 def _is_piped() -> bool:

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 import typer
 from rich.console import Console
 
-from specdec.cli.exits import guard_output
+from specdec.cli.common_options import DRAFT_HELP, Request, with_default_steps, with_models
 from specdec.cli.model_loading import load_models, resolve_max_tokens
-from specdec.cli.options import common_option
+from specdec.cli.option_fields import common_option
+from specdec.cli.output_errors import guard_output
 from specdec.cli.prompt_sources import read_prompt
-from specdec.cli.request import DRAFT_HELP, Request, with_default_steps, with_models
 from specdec.draft.settings import AUTO
-from specdec.ui.live_window import Window, find_obstacle
 from specdec.ui.progress import READING, make_progress_callback, show_status
 from specdec.ui.signals import signals
+from specdec.ui.terminal_window import Window, find_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,15 @@ class RaceRequest(Request):
         """Return the request with its prompt and models resolved."""
         request = with_models(with_default_steps(self), AUTO)
         if not request.draft:
-            raise ValueError("a race needs a draft; name another one with -d, or leave it out")
+            raise ValueError("race needs a draft; name another one with -d, or leave out -d")
         return replace(request, prompt=read_prompt(self.prompt))
 
 
 def run(request: RaceRequest) -> None:
-    """Watch the target alone and the pair write one text, side by side.
+    """Show the target alone and the pair generating the same output, side by side.
 
-    Both run by themselves first, a few times each; then their fastest runs are
-    shown together, in slow motion.
+    Each runs on its own a few times first. Then the fastest run of each is
+    replayed in slow motion.
     """
     from specdec.bench.race import measure, to_json  # imported here, since no other command needs it
     from specdec.ui.race import RaceView

@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import specdec
-from specdec.cli.exits import guard_output, print_message
+from specdec.cli.common_options import DRAFT_KEYWORDS, MODEL_OPTIONS, Request, with_models
 from specdec.cli.model_loading import LoadedModels, get_recommended_sampling, load_decoder, load_models, resolve_model_paths
-from specdec.cli.options import flag, sampling_option, server_option, translate_parameters
+from specdec.cli.option_fields import flag, sampling_option, server_option, translate_parameters
+from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
-from specdec.cli.request import DRAFT_KEYWORDS, MODEL_OPTIONS, Request, with_models
 from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.settings import AUTO
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_loader import get_memory_headroom
-from specdec.runtime.aligned_memory import get_physical_memory_bytes
+from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import TemplateError
 from specdec.text.conversation import ChatSettings as ChatSettings
-from specdec.ui.output import sanitize_line
+from specdec.ui.plain_views import sanitize_line
 from specdec.ui.signals import signals
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ REQUIRED_PACKAGES = {optional_dependencies.STARLETTE: "to answer requests", opti
 EXIT_MARGIN_S = 10.0  # after the grace period; then the process is ended
 MAX_KEY_LENGTH = 1000
 MAX_LOG_LINES = 1000  # log lines that wait to be written
-_DEFAULT_HELP = "for requests that do not say. By default the model's own (generation_config.json), else"
+_DEFAULT_HELP = "for requests that set none. By default the model's own (generation_config.json), else"
 SINGLE_MODEL_OPTIONS = ("tokenizer", "template", "stage")  # options that need -m
 CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
 
@@ -52,7 +52,7 @@ class ServeRequest(Request):
         "api_key_file no_key slots queue cache keep_alive grace"
     )
     served_temperature: float | None = sampling_option(
-        None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_DEFAULT_HELP} 0.7. 0 is greedy."
+        None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_DEFAULT_HELP} 0.7. 0: greedy."
     )
     served_top_p: float | None = sampling_option(
         None, "-p", "--top-p", metavar="X", min=0.0, max=1.0, help=f"Top-p {_DEFAULT_HELP} 0.9. 0, 1: off."
@@ -61,25 +61,29 @@ class ServeRequest(Request):
         None, "-k", "--top-k", metavar="N", min=0, help=f"Top-k {_DEFAULT_HELP} 0. 0: off."
     )
     host: str = server_option(
-        "127.0.0.1", "--host", metavar="HOST", help="Listen at this address. Others than this machine's own need a key."
+        "127.0.0.1", "--host", metavar="HOST", help="Address to listen on. One that other machines can reach needs a key."
     )
-    port: int = server_option(8080, "--port", metavar="N", min=0, max=65535, help="Listen at this port. 0: a free one.")
+    port: int = server_option(8080, "--port", metavar="N", min=0, max=65535, help="Port to listen on. 0: any free port.")
     api_key_file: str = server_option(
-        "", "--api-key-file", metavar="FILE", help="Ask for one of the keys in this file, one a line."
+        "", "--api-key-file", metavar="FILE", help="Require one of the API keys in this file (one per line)."
     )
-    no_key: bool = flag("--no-key", group="Server", help="Listen beyond this machine without a key: for everybody.")
-    slots: int = server_option(8, "--slots", metavar="N", min=1, max=256, help="Texts that are written at once.")
-    queue: int = server_option(64, "--queue", metavar="N", min=0, max=4096, help="Texts that wait beside them; more are refused.")
+    no_key: bool = flag("--no-key", group="Server", help="Let other machines connect without a key.")
+    slots: int = server_option(
+        8, "--slots", metavar="N", min=1, max=256, help="Maximum number of sequences that are generated at once."
+    )
+    queue: int = server_option(
+        64, "--queue", metavar="N", min=0, max=4096, help="Maximum number of waiting sequences; more are rejected."
+    )
     cache: int = server_option(
         0, "--cache", metavar="MB", min=0,
-        help="Memory for keys and values of texts that run or may go on. 0: half of what is there beside the weights.",
+        help="Memory for KV caches, in use or kept for later prompts. 0: half of the memory that the weights leave free.",
     )  # fmt: skip
     keep_alive: float = server_option(
         300.0, "--keep-alive", metavar="S", min=0.0, max=1e9,
-        help="Without -m: seconds that a model stays which nobody asks. It goes earlier where another one needs its memory.",
+        help="Without -m: seconds until an unused model is unloaded. It is unloaded earlier if another one needs its memory.",
     )  # fmt: skip
     grace: float = server_option(
-        10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that answers have to end after SIGTERM."
+        10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that running requests get to finish after SIGTERM."
     )
 
     def resolve(self) -> "ServeRequest":
@@ -87,13 +91,13 @@ class ServeRequest(Request):
         if self.api_key_file and self.no_key:
             raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
         if self.word and self.word.isdecimal():
-            raise ValueError(f"{self.word!r} is not a model; the port is --port {self.word}")
+            raise ValueError(f"{self.word!r} is not a model; use --port {self.word} for the port")
         host, _, port = self.host.rpartition(":")
         if port.isdecimal() and host and ":" not in host.strip("[]"):
             raise ValueError(f"--host {self.host} has a port in it; expected --host {host} --port {port}")
         if not (self.is_local or self.api_key_file or self.no_key):
             raise ValueError(
-                f"--host {self.host} accepts other machines; give their keys with --api-key-file FILE, or use --no-key"
+                f"--host {self.host} accepts other machines; set their API keys with --api-key-file FILE, or use --no-key"
             )
         model = self.word or self.model
         if model and "keep_alive" in self.given:
@@ -136,11 +140,11 @@ class ServeRequest(Request):
 
 
 def run(request: ServeRequest) -> None:
-    """Serve OpenAI's and Anthropic's interfaces over HTTP, and a page to talk at.
+    """Serve the OpenAI and Anthropic APIs over HTTP, with a chat page.
 
     specdec serve -m HuggingFaceTB/SmolLM2-135M-Instruct
 
-    Without -m: every model that `specdec models` lists, each loaded on demand.
+    Without -m, the server offers every model that `specdec models` lists and loads each on demand.
     """
     request = request.resolve()
     paths, keys = resolve_model_paths(request, REQUIRED_PACKAGES) if request.model else [], request.api_keys
@@ -162,11 +166,11 @@ def run(request: ServeRequest) -> None:
 
 def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socket, keys: list[str]) -> None:
     """Answer requests until a signal ends the server."""
+    from specdec.server.access_control import AuthMiddleware
     from specdec.server.app import make_app
-    from specdec.server.auth import AuthMiddleware
+    from specdec.server.generation_response import ServerState
     from specdec.server.listener import Listener
     from specdec.server.model_manager import ModelManager, make_single_model_manager
-    from specdec.server.streaming import ServerState
 
     log = StderrLog().write_line
     if models:
@@ -177,7 +181,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
         manager = ModelManager(CatalogModelSource(request), request.keep_alive, log)
         n = len(manager.list_models())
         if not n:
-            raise ValueError("no model is installed; specdec models pull org/name downloads one, -m names one")
+            raise ValueError("no model is installed; download one with specdec models pull org/name, or name one with -m")
         description = f"{n} models, each loaded on demand; specdec models lists them"
     service = ServerState(manager, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
     app = AuthMiddleware(make_app(service), keys, {"localhost", request.host, socket.gethostname()}, log)
@@ -192,7 +196,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
         signals.sleep(1.0)
         manager.unload_idle()
     if not signals.end_signal:
-        raise ValueError("the server ended by itself")
+        raise ValueError("the server stopped because of an error; the lines above show it")
     listener.stop_listening()
     manager.close(request.grace)
     listener.join()
@@ -216,7 +220,7 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
         decoder.target.kv,
         (decoder.target.get_sequence_bytes(2048) - decoder.target.get_sequence_bytes(1024)) / 1_024_000,
     )
-    print_message(f"the KV cache takes {per_token:.1f} kB a token in {kv}, and up to {cache_bytes / 10**9:.1f} GB in all")
+    print_message(f"the KV cache takes {per_token:.1f} kB per token in {kv}, and at most {cache_bytes / 10**9:.1f} GB in total")
     scheduler = Scheduler(decoder, request.slots, request.queue, cache_bytes)
     model = ServedModel(
         request.name, decoder, template, request.make_default_sampling(get_recommended_sampling(request, decoder))
@@ -280,7 +284,7 @@ class StderrLog:
         """Write lines without Python's buffers: a blocked write would hold their lock, even at exit."""
         while True:
             line, n = self._lines.get(), self._n_dropped
-            lines = [line, *([f"{n} lines of the log were dropped, since stderr was not read"] if n else [])]
+            lines = [line, *([f"{n} log lines were dropped, because stderr was not read"] if n else [])]
             with suppress(OSError, ValueError):
                 for each in lines:
                     os.write(sys.stderr.fileno(), f"specdec: {sanitize_line(each)}\n".encode(errors="backslashreplace"))

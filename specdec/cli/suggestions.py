@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.argument_checks import shorten
 from specdec.cli.prompt_sources import STDIN
-from specdec.loaders.model_paths import is_text_file
+from specdec.loaders.model_paths import is_model_name, is_text_file
 
 MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
 # Commands of other programs: our command, and how many words may follow.
@@ -29,42 +29,44 @@ GENERATE_WORDS = (
     "cli",
 )  # what the command without a name does
 UNSUPPORTED_COMMANDS: Mapping[str, str] = {
-    "search": "https://huggingface.co/models lists models",
-    "convert": "GGUF files and Hugging Face folders are read as they are",
-    "quantize": "--quantize makes weights int8 or int4 while a model is loaded",
+    "search": "find models at https://huggingface.co/models",
+    "convert": "no conversion is needed: name a GGUF file or a Hugging Face folder with -m",
+    "quantize": "use --quantize to make weights int8 or int4 while a model is loaded",
 }
 # Options of other programs, and removed ones. A command's name in front limits the hint to that command.
 _CONTEXT_HINT, _DRAFT_HINT, _CPU_HINT = (
-    "a sequence takes the memory it needs; --max-tokens limits it",
-    "-g N drafts N",
-    "it runs on CPU threads",
+    "a sequence takes the memory that it needs; limit it with --max-tokens",
+    "use -g N for the draft length",
+    "specdec runs on the CPU only; use -j N for threads",
 )
-_KV_HINT, _STOP_HINT = "--kv is the type of the cache", "the stop string is --stop TEXT"
-_CHAT_HINT = "specdec chat holds a conversation"
+_KV_HINT, _STOP_HINT = "use --kv for the type of the KV cache", "use --stop TEXT for a stop string"
+_SYSTEM_HINT = "use specdec chat -y TEXT for a system prompt"
+_CHAT_HINT = "use specdec chat for a conversation"
 FOREIGN_OPTIONS: Mapping[str, str] = {
-    "--compare": "specdec race compares the pair with the target alone",
-    "sweep -t": "--temperatures LIST has several", "sweep -n": "--max-tokens LIST has several",
-    "bench -t": "threads are -j LIST", "bench -r": "it always runs five rounds",
-    "--temp": "the temperature is -t X", "--n-predict": "--max-tokens N", "--predict": "--max-tokens N",
+    "--compare": "use specdec race to compare the pair with the target alone",
+    "sweep -t": "use --temperatures LIST", "sweep -n": "use --max-tokens LIST",
+    "bench -t": "use -j LIST for threads", "bench -r": "bench always runs five rounds",
+    "--temp": "use -t X for the temperature", "--n-predict": "use --max-tokens N", "--predict": "use --max-tokens N",
     "-c": _CONTEXT_HINT, "--ctx-size": _CONTEXT_HINT, "--num-ctx": _CONTEXT_HINT, "--max-model-len": _CONTEXT_HINT,
-    "-hf": "-m org/name is on the hub", "--hf-repo": "-m org/name is on the hub",
-    "-md": "the draft is -d NAME", "--model-draft": "the draft is -d NAME",
+    "-hf": "use -m org/name for a model on the hub", "--hf-repo": "use -m org/name for a model on the hub",
+    "-md": "use -d NAME for the draft", "--model-draft": "use -d NAME for the draft",
     "--draft-max": _DRAFT_HINT, "--draft-n": _DRAFT_HINT, "--num-speculative-tokens": _DRAFT_HINT,
     "-ngl": _CPU_HINT, "--gpu-layers": _CPU_HINT, "--n-gpu-layers": _CPU_HINT, "--device": _CPU_HINT,
-    "-sys": "the system prompt is -y TEXT of specdec chat", "--system-prompt": "the system prompt is -y TEXT of specdec chat",
+    "-sys": _SYSTEM_HINT, "--system-prompt": _SYSTEM_HINT,
     "-cnv": _CHAT_HINT, "--conversation": _CHAT_HINT, "--interactive": _CHAT_HINT,
     "-r": _STOP_HINT, "--reverse-prompt": _STOP_HINT,
-    "--json-schema": "--schema FILE", "--format": "--schema FILE or json", "--grammar": "--schema FILE or --regex REGEX",
+    "--json-schema": "use --schema FILE", "--format": "use --schema FILE or --schema json",
+    "--grammar": "use --schema FILE or --regex REGEX",
     "-ctk": _KV_HINT, "-ctv": _KV_HINT, "--cache-type-k": _KV_HINT, "--cache-type-v": _KV_HINT, "--kv-cache-dtype": _KV_HINT,
-    "-np": "--slots N of specdec serve", "--parallel": "--slots N of specdec serve",
-    "--lora": "adapters are not supported; merge_and_unload of peft merges one into its model",
-    "--chat-template": "--template FILE", "--api-key": "--api-key-file FILE, of one key a line",
-    "-v": "--version, or --stats", "-V": "--version", "--verbose": "--stats",
+    "-np": "use specdec serve --slots N", "--parallel": "use specdec serve --slots N",
+    "--lora": "adapters are not supported; merge one into its model with merge_and_unload of peft",
+    "--chat-template": "use --template FILE", "--api-key": "use --api-key-file FILE, with one key per line",
+    "-v": "use --version, or --stats", "-V": "use --version", "--verbose": "use --stats",
 }  # fmt: skip
 # Options that have another meaning in other programs.
 MISUSED_OPTIONS = {
-    "--top-p": "the prompt is -i TEXT", "--seed": "the system prompt is -y TEXT of specdec chat",
-    "serve --top-p": "the port is --port N",
+    "--top-p": "use -i TEXT for the prompt", "--seed": _SYSTEM_HINT,
+    "serve --top-p": "use --port N for the port",
 }  # fmt: skip
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 NUMBER = re.compile(r"[-+.]*\d[-+.\d]*")
@@ -80,12 +82,12 @@ def explain_unknown_option(name: str, similar: list[str], context: Any) -> str:
     """
     root, command = context.find_root().command, context.command
     if hint := FOREIGN_OPTIONS.get(f"{context.info_name} {name}") or FOREIGN_OPTIONS.get(name.replace("_", "-")):
-        return f"no option {name}; {hint}"
+        return f"unknown option {name}; {hint}"
     offered = {"specdec": root, **{f"specdec {word}": other for word, other in root.commands.items()}}
     if commands := [word for word, other in offered.items() if name in _get_option_names(other)]:
-        return f"no option {name} here; {', '.join(commands)} {'has' if len(commands) == 1 else 'have'} it"
+        return f"{name} is not an option of this command; {' and '.join(commands)} {'has' if len(commands) == 1 else 'have'} it"
     similar = [other for other in _get_option_names(command) if len(name) > 3 and other.startswith(name)] or similar
-    return f"no option {name}; " + (f"did you mean {similar[0]}?" if similar else "--help lists all options")
+    return f"unknown option {name}; " + (f"did you mean {similar[0]}?" if similar else "--help lists all options")
 
 
 def explain_invalid_number(error: Any) -> str:
@@ -103,6 +105,7 @@ def explain_invalid_number(error: Any) -> str:
     minimum = "" if limits.min is None else f", {limits.min:g} or more"
     span = f" from {limits.min:,.10g} to {limits.max:,.10g}" if limits.max is not None else minimum
     hint = MISUSED_OPTIONS.get(f"{error.ctx.info_name} {name}") or ("" if NUMBER.fullmatch(value) else MISUSED_OPTIONS.get(name))
+    hint = hint.replace("--port N", f"--port {value}") if hint and value.isdecimal() else hint
     return f"{name} is {shorten(value, repr)}; expected {TYPE_NAMES[value_type]}{span}" + (f"; {hint}" if hint else "")
 
 
@@ -112,7 +115,7 @@ def explain_foreign_option(args: list[str]) -> str:
         if before == "--":  # only words follow
             break
         if len(arg) > 2 and arg[1] != "-" and arg in FOREIGN_OPTIONS and not before.startswith("-"):
-            return f"no option {arg}; {FOREIGN_OPTIONS[arg]}"
+            return f"unknown option {arg}; {FOREIGN_OPTIONS[arg]}"
     return ""
 
 
@@ -125,10 +128,10 @@ def explain_extra_word(command: Any, word: str, is_model: bool) -> str:
         is_model: Whether it looks like the name of a model.
     """
     names = _get_option_names(command)
-    hint = "a model is -m NAME" if is_model or "-i" not in names else "a prompt is -i TEXT"
+    hint = "use -m NAME for a model" if is_model or "-i" not in names else "use -i TEXT for a prompt"
     if word.isdecimal() and "-n" in names:
-        hint = f"a number of tokens is -n {word}"
-    return f"{word!r} is an extra word; {hint}, and --help lists all options"
+        hint = f"use -n {word} for the number of tokens"
+    return f"unexpected word {word!r}; {hint}; --help lists all options"
 
 
 def explain_unknown_command(words: list[str], args: list[str], commands: list[str]) -> str:
@@ -150,18 +153,24 @@ def explain_unknown_command(words: list[str], args: list[str], commands: list[st
         hint = f"did you mean {similar!r}?"
     else:
         return ""
-    return f"no command {words[0]!r}; {hint} As a prompt it is -i {shlex.quote(' '.join(prompt_words))}"
+    return f"unknown command {words[0]!r}; {hint} If it is the prompt, use -i {shlex.quote(' '.join(prompt_words))}"
 
 
-def explain_misplaced_word(words: Sequence[str]) -> str:
-    """Return the error for a word that is neither a prompt nor a model; "" if there is none."""
+def explain_misplaced_word(words: Sequence[str], has_prompt: bool = False) -> str:
+    """Return the error for a word that is neither a prompt nor a model; "" if there is none.
+
+    Args:
+        words: The positional words.
+        has_prompt: Whether an option gives the prompt.
+    """
     for i, word in enumerate(words):
         quoted = shlex.quote(word)
-        if i and NUMBER.fullmatch(word):
-            hint = f"a number of tokens is -n {word}" if word.isdecimal() else f"a temperature is -t {word}"
-            return f"{word!r} is a second word; {hint}, and as a prompt it is -i {quoted}"
+        if (i or has_prompt) and NUMBER.fullmatch(word):
+            hint = f"use -n {word} for the number of tokens" if word.isdecimal() else f"use -t {word} for the temperature"
+            is_after_model = i and not has_prompt and is_model_name(words[i - 1])
+            return f"unexpected number {word!r}; {hint}" + (f", or -i {quoted} if it is the prompt" if is_after_model else "")
         if word != STDIN and is_text_file(word):
-            return f"{word!r} is a text file; -f {quoted} reads the prompt from it, and the word as a prompt is -i {quoted}"
+            return f"{word!r} is a text file; use -f {quoted} to read the prompt from it, or -i {quoted} if it is the prompt"
     return ""
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from specdec.cli.exits import guard_output, print_message
+from specdec.cli.common_options import DRAFT_HELP, Request, parse_gamma, with_models
 from specdec.cli.model_loading import LoadedModels, load_models
-from specdec.cli.options import (
+from specdec.cli.option_fields import (
     common_option,
     flag,
     measuring_option,
@@ -20,8 +20,8 @@ from specdec.cli.options import (
     speculation_option,
     text_option,
 )
+from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
-from specdec.cli.request import DRAFT_HELP, Request, parse_gamma, with_models
 from specdec.cli.typer_commands import parse_list
 from specdec.draft.draft_length import MAX_GAMMA
 from specdec.draft.settings import AUTO, Gamma
@@ -38,19 +38,23 @@ class SweepRequest(Request):
         "as_json as_csv svg"
     )
     draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
-    prompts: str = text_option("", "--prompts", metavar="FILE", help="One prompt a line. By default a dozen stories.")
-    tokens: str = text_option(
-        "", "--max-tokens", metavar="LIST", help="New tokens of each text. By default 50,200; with --full 50,100,200,500."
+    prompts: str = text_option(
+        "", "--prompts", metavar="FILE", help="File with one prompt per line. By default a dozen story openings."
     )
-    temperatures: str = sampling_option("0,1", "--temperatures", metavar="LIST", help="Sampling temperatures; 0 is greedy.")
+    tokens: str = text_option(
+        "", "--max-tokens", metavar="LIST", help="New tokens per output. By default 50,200; with --full 50,100,200,500."
+    )
+    temperatures: str = sampling_option("0,1", "--temperatures", metavar="LIST", help="Sampling temperatures. 0: greedy.")
     gammas: str = speculation_option(
         "1,2,4,8,auto", "-g", "--gammas", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto."
     )
-    rounds: int = measuring_option(0, "--rounds", metavar="N", min=0, help="How often each text is timed. 0: 3; with --full 5.")
-    seeds: int = measuring_option(0, "--seeds", metavar="N", min=0, help="Sampled texts of each prompt. 0: 1; with --full 3.")
-    full: bool = flag("--full", group="Measuring", help="All lengths, more rounds and seeds: minutes instead of one.")
-    as_csv: bool = flag("--csv", group="Output", help="Rows of CSV on stdout.")
-    svg: str = output_option("", "--svg", metavar="FILE", help="Draw the speed-ups as a bar chart.")
+    rounds: int = measuring_option(0, "--rounds", metavar="N", min=0, help="Timed runs of each output. 0: 3; with --full 5.")
+    seeds: int = measuring_option(0, "--seeds", metavar="N", min=0, help="Sampled outputs per prompt. 0: 1; with --full 3.")
+    full: bool = flag(
+        "--full", group="Measuring", help="Measure all lengths, with more rounds and seeds; takes minutes instead of one."
+    )
+    as_csv: bool = flag("--csv", group="Output", help="Print CSV rows to stdout.")
+    svg: str = output_option("", "--svg", metavar="FILE", help="Write the speed-ups to this file as an SVG bar chart.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +92,7 @@ class SweepRequest(Request):
         """Return the request with its models resolved."""
         request = with_models(self)
         if self.draft and not request.draft:
-            raise ValueError("a sweep compares drafts; leave out -d to try n-grams alone")
+            raise ValueError("sweep needs a draft; leave out -d to measure n-grams")
         return request
 
     def read_prompts(self) -> Sequence[str]:
@@ -116,10 +120,10 @@ class SweepRequest(Request):
 
 
 def run(request: SweepRequest) -> None:
-    """Find the options that are fastest for these models and prompts.
+    """Find the fastest options for these models and prompts.
 
-    The target alone, the draft alone, n-grams and the pair write the same cases
-    in turn. It takes a minute for the pair that comes along.
+    The target alone, the draft alone, n-grams and the pair generate the same
+    outputs in turn. This takes a minute for the embedded pair.
     """
     from specdec.bench import sweep  # imported here, since no other command needs it
     from specdec.ui import sweep_report as chart

@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specdec.cli.options import get_option_info
-from specdec.cli.request import RequestT
+from specdec.cli.common_options import RequestT
+from specdec.cli.option_fields import get_option_info
 from specdec.cli.suggestions import explain_extra_word, explain_foreign_option, explain_unknown_command
 from specdec.loaders.model_paths import is_model_name
 
@@ -114,7 +114,7 @@ def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
         raise typer.BadParameter(error)
     _, words, options = command.make_parser(ctx).parse_args(args=list(args))
     if [option.name for option in options].count("draft") > 1:
-        raise typer.BadParameter("-d takes one draft; a second level is --stage NAME")
+        raise typer.BadParameter("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")
     return list(words)
 
 

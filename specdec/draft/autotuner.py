@@ -6,8 +6,8 @@ from specdec.draft.acceptance import NGRAM_ACCEPTANCE, Acceptance
 from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.model_bundle import NGRAM, ModelBundle
 from specdec.draft.ngram import PredictionDrafter
-from specdec.draft.resolver import NGRAM, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner, choose_threads
 from specdec.engine.decode_loop import (
@@ -22,9 +22,9 @@ from specdec.engine.decode_loop import (
     Step,
     stream_events,
 )
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.compile_ahead import stop_processes
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
+from specdec.runtime.memory import zeros
 from specdec.sampling import Sampler, Sampling
 from specdec.text.logit_processors import wrap_constraint
 from specdec.verification import VERIFIERS, Draft, Verifier
@@ -134,15 +134,13 @@ class Autotuner:
 
     @property
     def thread_summary(self) -> str:
-        """The number of threads in use, the cores they use, and the relative times of other numbers in the trial, as text."""
-        n = self._bundle.target.n_threads
-        tried = [
-            f"{each} took {ratio:.2g} times as long"
-            for each, ratio in self.relative_step_times.items()
-            if each != self.thread_choices[0]
+        """The number of threads in use, its speed relative to other numbers in the trial, and the machine's cores, as text."""
+        n, times = self._bundle.target.n_threads, self.relative_step_times
+        others = [
+            f"{seconds / times[n]:.2g} times as fast as {other}" for other, seconds in times.items() if n in times and other != n
         ]
-        comparison = f"; compared with {self.thread_choices[0]}, {' and '.join(tried)}"
-        return f"{n} on {get_topology().description}" + comparison * bool(tried)
+        comparison = f" ({' and '.join(others)} here)" if others else ""
+        return f"{n} thread{'s' * (n != 1)}{comparison}; {get_topology().description}"
 
     def make_batch_cost_model(self) -> CostModel:
         """Return the cost model of a batch."""

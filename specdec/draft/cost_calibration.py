@@ -18,13 +18,13 @@ from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, Expert
 from specdec.draft.settings import FIXED_GAMMA
 from specdec.heads.head import Head
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.base import Weights
+from specdec.layers.architecture import Weights
 from specdec.model.transformer import Transformer
 from specdec.runtime.code_cache import get_cache_dir, read_cached, write_cached
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 from specdec.runtime.simd import CPU_FEATURES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.text.vocabulary import SharedVocabulary
+from specdec.text.shared_vocabulary import SharedVocabulary
 
 # Passes over these numbers of tokens are timed in turns, for about MEASURE_BUDGET_S, or RECHECK_BUDGET_S if an earlier process
 # has measured them. For a slow target only the first two are timed, twice if one turn takes less than SLOW_ROUND_S. The time of a

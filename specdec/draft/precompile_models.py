@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from subprocess import Popen
 from typing import Any
 
-from specdec.layers.base import BufferSizes
+from specdec.layers.architecture import BufferSizes
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import KVFormatName, get_kv_format

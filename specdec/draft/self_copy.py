@@ -43,10 +43,14 @@ class QuantizeOptions:
 
 
 def parse_quantize(quantize: str) -> QuantizeOptions:
-    """Parse the `quantize` argument of `SpeculativeDecoder`.
+    """Parse a `quantize` argument such as "draft=int4,target=int8" into the weight formats of the target and the draft.
+
+    Args:
+        quantize: "none", or parts separated by commas: "target", "draft" or "both", alone (int8) or with "=int8", "=int4" or
+            "=none".
 
     Raises:
-        ValueError: If it is not valid.
+        ValueError: If it has another form.
     """
     formats: dict[str, WeightFormat | None] = {"target": None, "draft": None}
     is_requested = False

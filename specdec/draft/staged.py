@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_bundle import ModelBundle
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
-from specdec.draft.resolver import ModelBundle
 from specdec.engine.decode_loop import LengthPolicy
 from specdec.model.transformer import Transformer, get_token_headroom
 from specdec.runtime.simd import Float32

@@ -5,12 +5,12 @@ import heapq
 from collections.abc import Sequence
 
 from specdec.draft.draft_length import MAX_GAMMA
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.engine.decode_loop import LengthPolicy
 from specdec.model.transformer import Transformer, get_token_headroom
 from specdec.runtime.simd import Float32
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.text.vocabulary import SharedVocabulary
+from specdec.text.shared_vocabulary import SharedVocabulary
 from specdec.verification import Draft
 
 CANDIDATE_ACCEPTANCE = 0.75, 0.5, 0.4  # probability that a candidate is the next token if those before it are not

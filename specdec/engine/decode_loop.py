@@ -601,7 +601,7 @@ def stream_events(target: Target, sequence: Sequence, prefiller: Prefiller) -> I
     """
 
     def prefill() -> Generator[PrefillProgress, None, float]:
-        """Run all tokens but the last that are not cached yet; return the seconds that it took."""
+        """Prefill all uncached tokens but the last, and prepare the drafter; yield the progress, return the time in seconds."""
         begin, tokens = time.perf_counter(), [*sequence.tokens]
         for fraction in prefiller.prefill(tokens):
             yield PrefillProgress(tokens, fraction)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from specdec.argument_checks import replace_unknown_tokens
-from specdec.draft.resolver import ModelBundle
+from specdec.draft.model_bundle import ModelBundle
 from specdec.runtime.simd import round_up
 
 # prompt tokens that are worth a copy from another slot; also other tokens in a slot that are worth keeping it

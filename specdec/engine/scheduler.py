@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec.argument_checks import count_common_prefix, replace_unknown_tokens
 from specdec.draft.draft_length import CostModel
-from specdec.engine.background_tasks import AuxiliaryTask, AuxiliaryTaskQueue
+from specdec.engine.auxiliary_tasks import AuxiliaryTask, AuxiliaryTaskQueue
 from specdec.engine.decode_loop import (
     Event,
     GenerationRequest,

@@ -79,7 +79,6 @@ _PRE_TOKENIZERS_BY_NAMES = {
 PRE_TOKENIZERS = {
     name: split for names, split in _PRE_TOKENIZERS_BY_NAMES.items() for name in names.split()
 }  # of tokenizer.ggml.pre
-KNOWN_PRE_TOKENIZERS = "llama-bpe, qwen2, gpt-4o, tekken, smollm and gpt-2"  # for error messages
 # Special tokens that keep the white space after them, in models in which the others strip it.
 NON_STRIPPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 

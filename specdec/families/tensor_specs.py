@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.layers.recurrent import fill_decay_rates
+from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.model_config import ModelConfig
 
 GATE_UP, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # may be stored in one tensor

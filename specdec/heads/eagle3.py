@@ -7,8 +7,7 @@ Shapes: H width of the target's hidden states, N hidden states per feature, h wi
 """
 
 from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, rms_norm
-from specdec.layers.attention import ATTENTION, make_attention_program
-from specdec.layers.base import (
+from specdec.layers.architecture import (
     Architecture,
     Buffers,
     BufferSizes,
@@ -20,6 +19,7 @@ from specdec.layers.base import (
     Weights,
     fuse_tensors,
 )
+from specdec.layers.attention import ATTENTION, make_attention_program
 from specdec.layers.block import split_by_layer
 from specdec.layers.mlp import MLP
 from specdec.model import llama

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, scale_rows
-from specdec.layers.base import (
+from specdec.layers.architecture import (
     Architecture,
     Buffers,
     BufferSizes,

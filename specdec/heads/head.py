@@ -13,14 +13,14 @@ from specdec.draft.vocab_map import VocabMapper
 from specdec.heads.eagle3 import get_feature_shape, get_head_config
 from specdec.heads.mtp import TARGET_NORM
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.base import Buffers, Weights
+from specdec.layers.architecture import Buffers, Weights
 from specdec.layers.rope import TreeNode
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
+from specdec.runtime.parallel_region import rebuild
 from specdec.runtime.simd import Float32, Int64
-from specdec.runtime.threads import rebuild
 
 
 class Head(Transformer):

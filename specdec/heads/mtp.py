@@ -11,8 +11,7 @@ Shapes: T tokens of a pass, D dim.
 from specdec.heads import eagle3
 from specdec.heads.eagle3 import get_head_config
 from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, rms_norm
-from specdec.layers.attention import make_attention_program
-from specdec.layers.base import (
+from specdec.layers.architecture import (
     Architecture,
     Buffers,
     BufferSizes,
@@ -23,6 +22,7 @@ from specdec.layers.base import (
     Weights,
     fuse_tensors,
 )
+from specdec.layers.attention import make_attention_program
 from specdec.layers.block import norm, split_by_layer
 from specdec.model import llama
 from specdec.model_config import ModelConfig

@@ -121,7 +121,10 @@ def softcap(run: ForwardContext, thread: int, logits: Floats2, bound: float) -> 
 def combine_per_layer_inputs(
     run: ForwardContext, thread: int, inputs: Floats2, rows: Floats2, unit: int, row_scale: float, scale: float
 ) -> None:
-    """Compute inputs[t] = scale (inputs[t] + row_scale rows[t]); inputs are a matmul's output with this unit."""
+    """Compute inputs[t] = scale (inputs[t] + row_scale rows[t]) for this chunk's rows of the preceding matmul.
+
+    unit: The matmul's number of panels per step; see `get_chunk_rows`.
+    """
     first, last = get_chunk_rows(run, inputs.shape[1], unit, 0, rows.shape[1])
     for t in range(run.n_tokens):
         for k in range(first, last):

@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.kernels import head_norm, move_kv_slots, rope
 from specdec.layers.activations import gate_heads
-from specdec.layers.base import Buffers, FusedTensors, Shapes, Weights
+from specdec.layers.architecture import Buffers, FusedTensors, Shapes, Weights
 from specdec.layers.block import KV_BUFFERS, Block, add_residual, get_scratches, make_bias_ops, norm_shapes, prepare_input
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import count_panels

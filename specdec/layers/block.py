@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, rms_norm
-from specdec.layers.base import SHARD_SEPARATOR, Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
+from specdec.layers.architecture import SHARD_SEPARATOR, Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
 from specdec.quant.packed_matrix import Matrix
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS

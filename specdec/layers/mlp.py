@@ -1,7 +1,7 @@
 """MLP block with a gate by SiLU or GELU (Shazeer 2020, arXiv:2002.05202)."""
 
 from specdec.layers.activations import geglu, swiglu
-from specdec.layers.base import Buffers, FusedTensors, Shapes, Weights
+from specdec.layers.architecture import Buffers, FusedTensors, Shapes, Weights
 from specdec.layers.block import LAYER_SCALE, Block, add_residual, get_layer_scale, make_bias_ops, norm_shapes, prepare_input
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Program

@@ -10,15 +10,15 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, add_bias, rms_norm
 from specdec.layers.activations import add_parallel_branches, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
-from specdec.layers.base import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
+from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.layers.block import Block, get_layer_scale, norm, norm_shapes, prepare_input
 from specdec.layers.mlp import GATED_ACTIVATIONS, MLP, NORM
 from specdec.layers.moe_ops import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
-from specdec.layers.recurrent import NO_BIAS
+from specdec.layers.recurrent_ops import NO_BIAS
 from specdec.model_config import ExpertsConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32, round_up
 
@@ -54,7 +54,11 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def make_scratch(weights: Weights, sizes: BufferSizes, matrix: str) -> BufferSpec:
-    """Return a scratch buffer; each matmul of a phase needs its own, for all chunks of a thread."""
+    """Return the spec of the scratch for matmuls with the matrices whose names end in `matrix`.
+
+    The scratch holds each token's activations in the form that the weight format multiplies. The chunks of a thread share it, so
+    each matmul of a phase needs its own.
+    """
     words = max((m.scratch_words for name, m in weights.matrices.items() if name.endswith(matrix)), default=1)
     return BufferSpec((sizes.n_threads, MAX_BATCH_TOKENS, words), scope="token")
 

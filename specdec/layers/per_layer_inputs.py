@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, head_norm
 from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
-from specdec.layers.base import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
+from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.layers.block import Block, add_residual, get_layer_scale
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
 from specdec.quant.packed_matrix import count_panels

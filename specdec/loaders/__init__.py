@@ -5,11 +5,11 @@ from pathlib import Path
 
 from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError, CheckpointWarning
-from specdec.loaders import gguf_model, head_folder, hf_folder, llama2c
+from specdec.loaders import gguf_checkpoint, head_folder, hf_checkpoint, llama2c
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.format_sniffing import reject_unsupported_formats
-from specdec.loaders.gguf_model import read_vocabulary
+from specdec.loaders.gguf_checkpoint import read_vocabulary
 from specdec.loaders.json_file import read_json_object, read_optional_json_object, write_text_atomically
+from specdec.loaders.unsupported_formats import reject_unsupported_formats
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -23,9 +23,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path)
     if _is_folder(path):
         head = head_folder.detect_head(path)
-        return head_folder.load_checkpoint(path, head) if head else hf_folder.load_checkpoint(path)
-    if gguf_model.is_gguf(path):
-        return gguf_model.load_checkpoint(path)
+        return head_folder.load_checkpoint(path, head) if head else hf_checkpoint.load_checkpoint(path)
+    if gguf_checkpoint.is_gguf(path):
+        return gguf_checkpoint.load_checkpoint(path)
     if path.suffix != ".json":
         reject_unsupported_formats(path)
     if path.suffix in (".json", ".safetensors"):
@@ -40,7 +40,7 @@ def is_head_folder(folder: Path) -> bool:
 
 def is_llama2c_file(path: Path) -> bool:
     """Return whether `load_checkpoint` reads a path as a llama2.c file. Raises CheckpointError."""
-    return not _is_folder(path) and not gguf_model.is_gguf(path)
+    return not _is_folder(path) and not gguf_checkpoint.is_gguf(path)
 
 
 def _is_folder(path: Path) -> bool:

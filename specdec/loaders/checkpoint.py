@@ -16,7 +16,7 @@ from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError
 from specdec.families.tensor_specs import TensorSpec
 from specdec.model_config import ModelConfig
-from specdec.runtime.aligned_memory import all_finite
+from specdec.runtime.memory import all_finite
 from specdec.runtime.simd import Int64
 
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from specdec.families.config_values import CheckpointError
 from specdec.loaders.checkpoint import FP16, Bytes, FileTensor
-from specdec.quant.gguf_formats import e8m0_to_fp32_half
+from specdec.quant.gguf_repacking import e8m0_to_fp32_half
 from specdec.quant.groupwise import CODEBOOKS
 from specdec.runtime.simd import Int64
 

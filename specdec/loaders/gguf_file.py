@@ -15,9 +15,9 @@ import numpy as np
 
 from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor, ModelFile
-from specdec.loaders.format_sniffing import DOWNLOAD_AGAIN_HINT, identify_file
 from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor
 from specdec.loaders.json_file import MAX_JSON_BYTES
+from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, identify_file
 from specdec.runtime.simd import Int64
 
 MAGIC = b"GGUF"
@@ -98,7 +98,7 @@ class GGUFFile:
             problem = (
                 empty_problem
                 or identify_file(self.path, "expected a GGUF file")
-                or "is not a GGUF file: it does not begin with GGUF"
+                or f"is not a GGUF file: it does not begin with GGUF; {DOWNLOAD_AGAIN_HINT}"
             )
             raise CheckpointError(f"{self.path} {problem}")
         version = header.read_u32()
@@ -139,7 +139,8 @@ class GGUFFile:
         n_weights, n_bytes = BLOCK_SIZES[type_name]
         if shape[-1] % n_weights:
             raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} has rows of {shape[-1]} weights; {type_name} has blocks of {n_weights}"
+                f"{self.path}: {format_json_value(name)} has rows of {shape[-1]} weights; "
+                f"{type_name} needs a multiple of {n_weights}"
             )
         return TensorEntry(type_name, shape, offset, math.prod(shape) // n_weights * n_bytes)
 

@@ -11,8 +11,8 @@ from specdec.families import HF_HEADS, HFHead
 from specdec.families.config_values import CheckpointError
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor
 from specdec.loaders.head_checks import check_id_map, check_target_ids
+from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
 from specdec.loaders.hf_config import CONFIG
-from specdec.loaders.hf_folder import HFFolder, has_tied_embedding
 from specdec.loaders.json_file import read_json_object
 from specdec.loaders.safetensors import INDEX, PICKLE_WEIGHTS, WEIGHTS
 from specdec.loaders.tensor_assembly import assemble_tensors

@@ -39,9 +39,7 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
     given = _select_text_config(path, read_json_object(path))
     name = given.get("model_type")
     if not isinstance(name, str) or name not in HF_FAMILIES:
-        problem = (
-            "names no model_type" if name is None else f"has the model_type {format_json_value(name)}, which is not supported"
-        )
+        problem = "has no model_type" if name is None else f"has the model_type {format_json_value(name)}, which is not supported"
         names = sorted({each.removesuffix("_text") for each in (*HF_FAMILIES, *MULTIMODAL_TYPES)})
         raise CheckpointError(f"{path} {problem}; supported: {', '.join(names)}")
     family = HF_FAMILIES[name]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specdec.families.config_values import CheckpointError
 from specdec.loaders import optional_dependencies
-from specdec.loaders.gguf_shards import list_shard_names
+from specdec.loaders.gguf_shard_names import list_shard_names
 from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
 from specdec.loaders.json_file import read_json_object, write_text_atomically
 from specdec.loaders.resumable_download import Download, RemoteFile
@@ -39,6 +39,7 @@ PUBLISHED_FILES = {  # the path in TINYLLAMAS or the URL, and the sha256
     "tokenizer.bin": (LLAMA2C_TOKENIZER, "50a52ef822ee9e83de5ce9d0be0a025a773d019437f58b5ff9dcafb063ece361"),
 }
 MAX_NAME_BYTES = 255
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the first that is set counts
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 _REPOSITORY_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*(:[\w.-]+)?", re.ASCII)
 _FILE_ENDINGS = (".bin", ".json", ".gguf", ".safetensors", ".pt", ".model")
@@ -163,7 +164,7 @@ class _Repository:
         """Return the safetensors folder, or a GGUF file if a quant is given or there is no other model."""
         found, has_safetensors = choose_gguf(self._files, quant), not {WEIGHTS, INDEX}.isdisjoint(self._files)
         if quant and not found:
-            names = ", ".join(sorted(Path(file).name for file in self._files if file.endswith(GGUF_SUFFIX))[:4]) or "none"
+            names = ", ".join(sorted(Path(file).name for file in self._files if file.endswith(GGUF_SUFFIX))) or "none"
             raise CheckpointError(f"{self._name} on the hub has no GGUF file of {quant}; available: {names}")
         if found and (quant or not has_safetensors):
             return self.fetch_files(found) / found[0]
@@ -201,8 +202,10 @@ def _explain_errors(name: str, repository: str) -> Iterator[None]:
     try:
         if missing := optional_dependencies.format_missing_packages({optional_dependencies.HUB: format_fetch_purpose(name)}):
             raise CheckpointError(missing)
-        if _is_offline():
-            raise CheckpointError(f"{name} is not complete in {_get_cache_dir()}, and HF_HUB_OFFLINE forbids downloading it")
+        if _get_offline_variable():
+            raise CheckpointError(
+                f"no complete copy of {name} found in {_get_cache_dir()}, and {_get_offline_variable()} forbids downloads"
+            )
         yield
     except Exception as error:
         reason = (
@@ -226,13 +229,13 @@ def _format_error(error: BaseException, name: str, page: str) -> str:
         return f"cannot download {name}: {page} is not a Hugging Face hub; check the network and HF_ENDPOINT"
     if isinstance(error, OSError) and (error.filename or error.errno in DISK_FULL_ERRNOS):
         target = f"{error.filename or _get_cache_dir()}: {error.strerror}"
-        return f"cannot write {target}; the partial download is kept, and HF_HOME sets another folder"
+        return f"cannot write {target}; set HF_HOME to another folder and try again (a partial download is kept)"
     cause: BaseException | None = error
     while cause:
         error = cause if isinstance(cause, OSError) else error  # the message of the system is the clearest
         cause = cause.__cause__ or cause.__context__
     line = re.sub(r"^\[\w+ -?\d+\] ", "", str(error).strip()).partition("\n")[0].rstrip(".") or type(error).__name__
-    return f"cannot download {name} from {page}: {line}; try again, the partial download is kept"
+    return f"cannot download {name} from {page}: {line}; check the network and try again (a partial download is kept)"
 
 
 # The cache
@@ -245,9 +248,10 @@ def _get_cache_dir() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(given))).absolute()
 
 
-def _is_offline() -> bool:
-    setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return setting.upper() in ("1", "ON", "YES", "TRUE")
+def _get_offline_variable() -> str:
+    """Return the environment variable that forbids downloads; "" if none does."""
+    name = next((name for name in OFFLINE_VARIABLES if os.environ.get(name)), "")
+    return name if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") else ""
 
 
 def _get_endpoint() -> str:

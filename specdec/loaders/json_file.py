@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.loaders.checkpoint import ModelFile
-from specdec.loaders.format_sniffing import IS_LFS_POINTER, LFS_POINTER
+from specdec.loaders.unsupported_formats import IS_LFS_POINTER, LFS_POINTER
 
 MAX_JSON_BYTES = 100_000_000  # limit of a safetensors header; other JSON files are far smaller
 

@@ -15,13 +15,14 @@ import numpy as np
 
 from specdec.families.config_values import CheckpointError
 from specdec.loaders.checkpoint import Checkpoint, FileTensor, ModelFile
-from specdec.loaders.format_sniffing import DOWNLOAD_AGAIN_HINT, EXPECTED_MODEL
+from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, EXPECTED_MODEL
 from specdec.model.llama import LLAMA
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import Int8Rows
 
 MAGIC = 0x616B3432  # "ak42"
 V0_HEADER_BYTES, V1_HEADER_BYTES = 28, 256
+MAX_PLAUSIBLE_SIZE = 2**24  # two header fields beyond it are not those of a damaged checkpoint, but of another file
 HEADER_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
 ROPE_TABLES = "rope"  # the tables of version 0, which are skipped
 V0_ORDER = ("tok_emb", "rms_att", "wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3", "rms_final", ROPE_TABLES, "wcls")
@@ -145,6 +146,8 @@ def _read_header(file: ModelFile) -> Header:
 
 def _make_config(path: Path, fields: dict[str, Any], shared: bool) -> ModelConfig:
     config = ModelConfig(**fields, shared_classifier=shared)
+    if sum(not 0 < value <= MAX_PLAUSIBLE_SIZE for value in fields.values()) > 1:
+        raise CheckpointError(f"{path} is not a model file; {EXPECTED_MODEL}")
     if problem := config.find_error():
-        raise CheckpointError(f"{path} is not a model file, or is a damaged llama2.c checkpoint ({problem}); {EXPECTED_MODEL}")
+        raise CheckpointError(f"{path} is not a model file, or a damaged llama2.c checkpoint ({problem}); {EXPECTED_MODEL}")
     return config

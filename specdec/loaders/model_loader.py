@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from specdec.argument_checks import check_choice, check_int, check_path
 from specdec.families.config_values import CheckpointError, CheckpointWarning
-from specdec.layers.base import Weights
+from specdec.layers.architecture import Weights
 from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
@@ -19,8 +19,8 @@ from specdec.loaders.model_paths import resolve_path
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.quant import INT8, PACKED_BF16, WeightFormat
-from specdec.runtime.aligned_memory import get_physical_memory_bytes
-from specdec.runtime.threads import get_available_threads
+from specdec.runtime.memory import get_physical_memory_bytes
+from specdec.runtime.parallel_region import get_available_threads
 
 PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: where that is faster, always, never
 ProgressCallback = Callable[[str, float], None]  # called with the name of a model and the loaded share of it, 0 to 1

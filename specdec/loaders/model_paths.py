@@ -7,7 +7,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError
 from specdec.families.pre_tokenizers import BYTE_BPE, CHAR_BPE, TOKENIZER_MODELS
 from specdec.loaders import hf_hub, is_head_folder, optional_dependencies
-from specdec.loaders.format_sniffing import is_text
-from specdec.loaders.gguf_model import read_vocabulary
+from specdec.loaders.gguf_checkpoint import read_vocabulary
 from specdec.loaders.model_aliases import read_aliases
+from specdec.loaders.unsupported_formats import is_text
 from specdec.tokenizer import TokenizerError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -26,9 +26,9 @@ BUNDLED_MODELS_DIR = _PACKAGE / "models" if (_PACKAGE / "models").is_dir() else 
 DEFAULT_TARGET, DEFAULT_DRAFT = BUNDLED_MODELS_DIR / "stories6M.bin", BUNDLED_MODELS_DIR / "stories650K.bin"
 DEFAULT_TOKENIZER = BUNDLED_MODELS_DIR / "tok1024.bin"
 TINYLLAMAS_URL, LLAMA2C_URL = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
-NAMING_HINT = "a model on the Hugging Face hub is named org/name, or org/name:Q4_K_M for a GGUF file of it"
+NAMING_HINT = "name a model on the Hugging Face hub as org/name, or org/name:Q4_K_M for a GGUF file of it"
 SEARCH_URL = "https://huggingface.co/models?search="
-DEFAULT_PAIR_HINT = "use the bundled small pair, stories6M.bin and stories650K.bin"
+DEFAULT_PAIR_HINT = "use the pair that is bundled with specdec: target='stories6M.bin' draft='stories650K.bin'"
 # URL of a repository on the hub, or of a file in one: org/name, and the quant
 HUB_ADDRESS = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/([\w.-]+/[\w.-]+)(:[\w.-]+)?(?:/.*)?", re.ASCII
@@ -42,13 +42,16 @@ MIN_NAME_SIMILARITY = 0.75  # difflib ratio from which a name is taken for a typ
 RESTORE_HINT = "restore it with 'git checkout models' or by installing again"
 
 
-def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = ()) -> Path:
+def resolve_path(
+    name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = (), together: Sequence[str] = ()
+) -> Path:
     """Return the file or folder of a path, a name in models/, an alias, a repository on the hub, or a published stories model.
 
     Args:
         name: A path or a name. The folder of a repository in the hub's cache stands for its snapshot.
         source_hint: Where to get the file, for the error; by default how models are named.
         candidates: Words that a misspelt name might stand for.
+        together: Names of all models of the request, so that the error lists every file to download by hand.
 
     Raises:
         CheckpointError: Nothing is found. The error suggests a similar name or the source.
@@ -59,12 +62,12 @@ def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates
     if found := _find_local_path(path):
         return found
     if (model := read_aliases().get(name)) and model != name:
-        return resolve_path(model, source_hint, candidates)
+        return resolve_path(model, source_hint, candidates, together)
     if published := _find_published(name):
         try:
             return hf_hub.fetch_file(published)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_make_manual_download_hint(published)}") from None
+            raise CheckpointError(f"{error}; {_make_manual_download_hint([published, *together])}") from None
     if (address := HUB_ADDRESS.fullmatch(name)) or "://" in name:
         advice = (
             f"name the model as {address[1]}{address[2] or ''}"
@@ -80,16 +83,16 @@ def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates
             raise CheckpointError(f"{error}{hint}") from None
     if path.is_absolute():
         raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
-    folders = " or ".join(map(str, get_model_folders()))
-    raise CheckpointError(f"there is no {path} here or in {folders}{hint or f'; {source_hint or _make_naming_hint(name)}'}")
+    folders = " or in ".join(map(str, get_model_folders()))
+    raise CheckpointError(f"{name!r} not found here, in {folders}{hint or f'; {source_hint or _make_naming_hint(name)}'}")
 
 
 def _make_naming_hint(name: str) -> str:
     """Return how to name a model, for the error about a name that was not found."""
     if name.endswith(MODEL_SUFFIXES) or not (bare := BARE_NAME.fullmatch(name)):
         return NAMING_HINT
-    ollama_note = f"{name} is an ollama name, which is not supported: " if bare[2] else ""
-    return f"{ollama_note}{NAMING_HINT}; {SEARCH_URL}{bare[1]} lists some"
+    ollama_note = "it looks like an ollama name, which is not supported; " if bare[2] else ""
+    return f"{ollama_note}{NAMING_HINT}; find one at {SEARCH_URL}{bare[1]}"
 
 
 def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
@@ -106,7 +109,7 @@ def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[st
     for name in filter(None, [*names, tokenizer]):
         model = _read_valid_aliases().get(name, name)
         if not find_local(name) and (_find_published(model) or hf_hub.is_repository_name(model)):
-            hint = f" ({_make_manual_download_hint(published)})" if (published := _find_published(model)) else ""
+            hint = f" ({_make_manual_download_hint([published, *names])})" if (published := _find_published(model)) else ""
             needed.setdefault(optional_dependencies.HUB, hf_hub.format_fetch_purpose(name) + hint)
     if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):  # checked first: the loop reads files
         for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
@@ -215,11 +218,22 @@ def _read_valid_aliases() -> dict[str, str]:
     return {}
 
 
-def _make_manual_download_hint(published: str) -> str:
-    """Return what to do if one of `hub.PUBLISHED_FILES` cannot be downloaded."""
-    pair_hint = f", or {DEFAULT_PAIR_HINT}" if published.startswith("stories") else ""
-    path_or_url, _ = hf_hub.PUBLISHED_FILES[published]
-    return f"put {published} here or in models/, from {path_or_url if '://' in path_or_url else TINYLLAMAS_URL}{pair_hint}"
+def _make_manual_download_hint(names: Iterable[str]) -> str:
+    """Return which files to download by hand, and where to put them, if published files cannot be downloaded.
+
+    Args:
+        names: Names of models or tokenizers; only those of `hub.PUBLISHED_FILES` are listed, with the tokenizers that they need.
+    """
+    published = list(dict.fromkeys(filter(None, map(_find_published, names))))
+    models = [name for name in published if name.startswith("stories")]
+    tokenizers = [PUBLISHED_TOKENIZERS[512 if name == "stories260K.bin" else 32000] for name in models]
+    files_by_url = dict[str, list[str]]()
+    for file in dict.fromkeys([*published, *tokenizers]):
+        if not find_local(file):
+            path_or_url, _ = hf_hub.PUBLISHED_FILES[file]
+            files_by_url.setdefault(path_or_url if "://" in path_or_url else TINYLLAMAS_URL, []).append(file)
+    sources = " and ".join(f"{' and '.join(files)} from {url}" for url, files in files_by_url.items())
+    return f"put {sources} here or in models/" + (f", or {DEFAULT_PAIR_HINT}" if models else "")
 
 
 def _find_published(name: str) -> str:
@@ -239,7 +253,11 @@ def find_local(name: str) -> Path | None:
 
 
 def _has_json_tokenizer(name: str) -> bool:
-    """Return whether a model needs the package `tokenizers`, or may need it if it is not downloaded yet."""
+    """Return whether reading the tokenizer of this name needs, or may need, the package `tokenizers`.
+
+    JSON files, GGUF files with a BPE vocabulary and folders need it, except the folder of a draft head. Repositories that are not
+    downloaded yet may need it.
+    """
     path = find_local(name)
     if not path:
         return hf_hub.is_repository_name(name)

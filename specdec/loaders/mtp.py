@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from specdec.families.family import TensorSource, select_tensor_specs
 from specdec.families.tensor_specs import TensorSpec
-from specdec.loaders import gguf_model
+from specdec.loaders import gguf_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.hf_folder import HFFolder
+from specdec.loaders.hf_checkpoint import HFFolder
 from specdec.loaders.tensor_assembly import assemble_tensors
 from specdec.model_config import HeadConfig, ModelConfig
 
@@ -24,13 +24,13 @@ def load_mtp_head(target: Checkpoint) -> Checkpoint | None:
     """
     if not target.mtp_specs:
         return None
-    source: HFFolder | gguf_model.GGUFModel
+    source: HFFolder | gguf_checkpoint.GGUFModel
     if target.path.is_dir():
         prefix, layer = re.escape(next(iter(target.mtp_specs[0].values())).name.partition(".")[0]), 0
         source = HFFolder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{prefix}\.).*", re.DOTALL))  # ignore all others
         has_head = any(True for _ in source)
     else:
-        source, layer = gguf_model.GGUFModel(target.path), target.config.n_layers
+        source, layer = gguf_checkpoint.GGUFModel(target.path), target.config.n_layers
         source.ignore(name for name in source if not name.startswith(f"blk.{layer}."))
         has_head = source.n_nextn > 0
     if not has_head:

@@ -57,7 +57,9 @@ def get_mxfp4_experts(source: Any, names: tuple[str, str], shape: tuple[int, ...
     (codes, exponents), (n, n_rows, n_columns) = names, shape
     n_stored_rows, n_blocks = n_rows * step, n_columns // WEIGHTS_PER_BLOCK
     if n_columns % WEIGHTS_PER_BLOCK:
-        raise CheckpointError(f"{source.path}: {codes} has rows of {n_columns} weights; blocks have {WEIGHTS_PER_BLOCK} each")
+        raise CheckpointError(
+            f"{source.path}: {codes} has rows of {n_columns} weights; expected a multiple of {WEIGHTS_PER_BLOCK}"
+        )
 
     def get_flat(name: str, *row: int) -> FileTensor:
         stored: FileTensor = source.get_tensor(name, (n, n_stored_rows, *row), BYTE_DTYPES)

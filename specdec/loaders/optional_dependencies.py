@@ -29,5 +29,5 @@ def format_missing_packages(purposes: Mapping[str, str]) -> str:
     if not missing:
         return ""
     reasons = "; ".join(f"{package}, {purpose}" for package, purpose in missing.items())
-    subject = "a package is" if len(missing) == 1 else "packages are"
-    return f"{subject} missing: {reasons}; {format_install_command(missing)}"
+    subject = "package" if len(missing) == 1 else "packages"
+    return f"{subject} not found: {reasons}; install with: {format_install_command(missing)}"

@@ -76,7 +76,7 @@ class Download:
         if missing > free:
             sizes = f"{missing / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
             raise CheckpointError(
-                f"not enough disk space for {self._name} in {self._cache}: {sizes}; HF_HOME sets another folder"
+                f"not enough disk space for {self._name} in {self._cache}: {sizes}; set HF_HOME to another folder"
             )
 
     @contextmanager

@@ -13,8 +13,8 @@ import numpy as np
 
 from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.loaders.checkpoint import BYTE, FLOATS, FileTensor, ModelFile
-from specdec.loaders.format_sniffing import DOWNLOAD_AGAIN_HINT, identify_file
 from specdec.loaders.json_file import MAX_JSON_BYTES, parse_json_object
+from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, identify_file
 from specdec.runtime.simd import Int64
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # all weights in one file, or the index of the shards

@@ -4,8 +4,17 @@ from dataclasses import replace
 
 from specdec.kernels import add_positions, layer_norm
 from specdec.layers.activations import gelu
+from specdec.layers.architecture import (
+    Architecture,
+    Buffers,
+    ForwardProgram,
+    FusedTensors,
+    PackedTensors,
+    Shapes,
+    Weights,
+    fuse_tensors,
+)
 from specdec.layers.attention import ATTENTION, make_attention_program, move_path
-from specdec.layers.base import Architecture, Buffers, ForwardProgram, FusedTensors, PackedTensors, Shapes, Weights, fuse_tensors
 from specdec.layers.block import add_residual, block_buffers, make_bias_ops, split_by_layer
 from specdec.model.llama import FUSED_VOCAB
 from specdec.model_config import ModelConfig

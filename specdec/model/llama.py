@@ -13,8 +13,7 @@ from dataclasses import replace
 from specdec.kernels import scale_rows
 from specdec.layers import per_layer_inputs
 from specdec.layers.activations import softcap
-from specdec.layers.attention import ATTENTION, move_path
-from specdec.layers.base import (
+from specdec.layers.architecture import (
     Architecture,
     Buffers,
     BufferSizes,
@@ -26,12 +25,13 @@ from specdec.layers.base import (
     Weights,
     fuse_tensors,
 )
+from specdec.layers.attention import ATTENTION, move_path
 from specdec.layers.block import ROPE_FIELDS, ROPE_TABLES, Block, block_buffers, group_layers, norm, split_by_layer
 from specdec.layers.delta_net import DELTA_NET
 from specdec.layers.mlp import MLP
 from specdec.layers.moe import MOE, PARALLEL_MOE
 from specdec.layers.per_layer_inputs import PER_LAYER_INPUTS
-from specdec.layers.recurrent import N_REWINDABLE_STATES
+from specdec.layers.recurrent_ops import N_REWINDABLE_STATES
 from specdec.layers.rope import fill_cos_sin, fill_query_cos_sin
 from specdec.layers.short_conv import SHORT_CONV
 from specdec.model_config import DeltaNetConfig, ModelConfig, ShortConvConfig

@@ -3,7 +3,7 @@
 from specdec.heads.eagle3 import EAGLE3
 from specdec.heads.gemma4_assistant import GEMMA4_ASSISTANT
 from specdec.heads.mtp import MTP
-from specdec.layers.base import Architecture, Buffers, BufferSizes, Weights
+from specdec.layers.architecture import Architecture, Buffers, BufferSizes, Weights
 from specdec.model.gpt2 import GPT2
 from specdec.model.llama import LLAMA, LLAMA_RECURRENT
 from specdec.model_config import (

@@ -4,8 +4,8 @@ import math
 from typing import NamedTuple
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.base import Buffers
-from specdec.layers.recurrent import BASE, TIP
+from specdec.layers.architecture import Buffers
+from specdec.layers.recurrent_ops import BASE, TIP
 from specdec.runtime.simd import Float32
 
 MAX_SNAPSHOT_BYTES = 128 << 20  # of all snapshots of a sequence; two are kept in any case

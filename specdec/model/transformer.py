@@ -13,19 +13,19 @@ import numpy.typing as npt
 
 from specdec.argument_checks import check_choice, check_int, check_ints, count_common_prefix, shorten
 from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
-from specdec.layers.base import Buffers, BufferSizes, SharedBuffers, Weights
+from specdec.layers.architecture import Buffers, BufferSizes, SharedBuffers, Weights
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
 from specdec.model.registry import get_architecture
-from specdec.model.sliding_window import SlidingWindowEvictor
+from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots, snapshot_bytes
 from specdec.model_config import ModelConfig
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.cpu_topology import get_thread_choices
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import BatchEntry, Executor
+from specdec.runtime.parallel_region import create_fork_safe_lock, get_available_threads, rebuild
 from specdec.runtime.simd import Float32, round_up
-from specdec.runtime.threads import create_fork_safe_lock, get_available_threads, rebuild
 
 MAX_PREFILL_CHUNK_S = 0.3  # of a pass over a chunk of a long prompt: keyboard input is read between two passes
 FIRST_PREFILL_CHUNK_TOKENS, MIN_PREFILL_CHUNK_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS
@@ -208,7 +208,7 @@ class Transformer:
         A family with a residual_scale holds the stream divided by it.
 
         Args:
-            tokens: Tokens of a sequence; only those that the cache holds now have hidden states, whoever ran them.
+            tokens: Tokens of a sequence; only those that the cache holds now have hidden states, whichever sequence ran them.
             first: First position.
 
         Returns:

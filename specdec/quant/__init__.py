@@ -7,7 +7,7 @@ import numpy as np
 from specdec.quant.bf16_12bit import PACKED_BF16, can_pack
 from specdec.quant.fp16_bf16 import BF16, FP16
 from specdec.quant.fp32 import FP32
-from specdec.quant.gguf_formats import find_common_format
+from specdec.quant.gguf_repacking import find_common_format
 from specdec.quant.int4 import INT4
 from specdec.quant.int8 import INT8
 from specdec.quant.packed_matrix import Tensor, WeightFormat

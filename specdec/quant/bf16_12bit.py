@@ -65,8 +65,8 @@ from specdec.runtime.op_program import (
     kernel,
     run_on_all_threads,
 )
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import Float32, ceil_div, load_byte
-from specdec.runtime.threads import get_available_threads
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCKS_PER_SLOT = 16  # 0.9% of the blocks of normal numbers need a slot, 2.4% in the worst matrix of SmolLM2

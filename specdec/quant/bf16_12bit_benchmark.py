@@ -7,8 +7,8 @@ from dataclasses import replace
 from specdec.quant.bf16_12bit import PACKED_BF16
 from specdec.quant.fp16_bf16 import BF16
 from specdec.quant.packed_matrix import Matrix, PackingOverflowError, Tensor, pack_matrix
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import round_up
 

@@ -1,4 +1,4 @@
-"""LLVM code that reads and writes the column blocks of packed bf16 weights; `bf16_packed` describes their layout."""
+"""LLVM code that reads and writes the column blocks of packed bf16 weights; `bf16_12bit` describes their layout."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -29,7 +29,7 @@ def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
 def view_bits(name: str, rows: Floats) -> Floats:
     """Return the bits of rows as uint16. Raises ValueError if rows have another dtype than the format `name`."""
     if rows.dtype != ROW_DTYPES[name]:
-        raise ValueError(f"{rows.dtype} does not become {name} without a loss")
+        raise ValueError(f"{rows.dtype} cannot be converted to {name} without loss")
     return rows.view(np.uint16)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specdec.quant.gguf_formats import Q4_MIN_LAYOUT, WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import Q4_MIN_LAYOUT, WEIGHT_FORMATS
 from specdec.quant.groupwise import GroupedRows, pack_grouped_rows
 from specdec.quant.int8 import INT8
 from specdec.quant.packed_matrix import Floats, to_float32

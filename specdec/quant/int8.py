@@ -283,7 +283,7 @@ class Neon(Int16Dot4):
         return products if shorts is None else [builder.add(*sums) for sums in zip(shorts, products, strict=True)]
 
     def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        """Add the sums by addp, then sadalp."""
+        """Return acc plus the 16-bit sums: addp adds pairs of them in 16 bits, sadalp pairs of the results in 32 bits."""
         pairs = call_llvm_intrinsic(builder, "llvm.aarch64.neon.addp.v8i16", INT16X8, *shorts)
         return builder.add(acc, call_llvm_intrinsic(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
 

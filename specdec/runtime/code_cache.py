@@ -37,7 +37,7 @@ from numba.misc.appdirs import user_cache_dir
 from numba.np.numpy_support import from_dtype, map_layout
 
 from specdec.runtime.compile_locks import CompileLocks
-from specdec.runtime.llvm_linking import enable_late_linking
+from specdec.runtime.late_linking import enable_late_linking
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 # Every file with compiled functions or constants that they use: whole folders, so that a new file needs no entry.
@@ -121,7 +121,7 @@ class MachineCodeCache(caching.NullCache):
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Save what was compiled, if there is disk space."""
+        """Save compiled code, unless it cannot be cached or written, and release the lock that `load_overload` acquired."""
         if get_cache_dir():
             path = self._path(signature, compiled.codegen)
             library = compiled.library  # dynamic globals are addresses of this process, so they are not cached

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from specdec.runtime import code_cache
 from specdec.runtime.op_program import Kernel
-from specdec.runtime.threads import get_available_threads
+from specdec.runtime.parallel_region import get_available_threads
 
 MIN_MISSING_KERNELS = 3  # fewer are compiled before a process has started
 MAX_PROCESSES = 2  # in addition to this one: more would find nothing to do

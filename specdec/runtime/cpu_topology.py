@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.runtime.threads import get_available_threads
+from specdec.runtime.parallel_region import get_available_threads
 
 SYSFS_SYSTEM_DIR, CGROUP_CPU_MAX_FILE = Path("/sys/devices/system"), Path("/sys/fs/cgroup/cpu.max")
 MAX_SLOW_CORE_RATIO = 0.7  # cores below this fraction of the fastest core's capacity are slow
@@ -52,8 +52,8 @@ class CpuTopology(NamedTuple):
         """A description for users."""
         n = self.n_fast + self.n_slow
         cores = f"{self.n_fast} fast and {self.n_slow} slow cores" if self.n_slow else f"{n} core{'s' * (n > 1)}"
-        suffix = f" of {self.n_threads} threads" if self.n_threads > n else ""
-        return cores + suffix + (f", time for {self.quota}" if self.quota else "")
+        suffix = f" with {self.n_threads} threads" if self.n_threads > n else ""
+        return cores + suffix + (f", limited to {self.quota}" if self.quota else "")
 
 
 def parse_cpu_list(text: str) -> set[int]:

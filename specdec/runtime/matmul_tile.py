@@ -428,9 +428,10 @@ panel_tile_by_dtype, panel_pair_tile_by_dtype = (
 
 @jitable
 def multiply_panels_by_dtype(out, w, x, n, n_tokens, accumulate):
-    """out[t] (+)= w x[t] for `Panels` w of floats, fp16 or int8 codes and x[t] (n,): `StridedRows`.
+    """out[t] (+)= w x[t] for w (`Panels` of float32, fp16 or int8 codes), where out[t] and x[t] (n,) are `StridedRows`.
 
-    With few tokens, the two chains of one panel would wait for their own results, so these take two panels at a time.
+    With up to MAX_PANEL_PAIR_TOKENS tokens, a tile covers two panels: one has so few accumulators that each addition would wait
+    for the previous one.
     """
     panel = 0
     while panel < w.n_panels:

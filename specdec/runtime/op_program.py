@@ -27,8 +27,8 @@ from numba.np.numpy_support import as_dtype
 
 from specdec.runtime.code_cache import MachineCodeCache, compile_callback, inlined, jitable
 from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes, get_topology
+from specdec.runtime.parallel_region import get_available_threads, pause, run_on_threads
 from specdec.runtime.simd import F32, I32, I64, Float32, Int64, UInt16, atomic_store, call_address, load_word
-from specdec.runtime.threads import get_available_threads, pause, run_on_threads
 from specdec.runtime.work_stealing import (
     NOT_FOUND,
     PHASE_SHIFT,

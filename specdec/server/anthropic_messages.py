@@ -22,7 +22,7 @@ from specdec.server.field_validation import (
 )
 from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
 from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
-from specdec.server.tool_parsers.incremental import Reasoning, ToolCall, parse_json
+from specdec.server.tool_parsers.json_calls import Reasoning, ToolCall, parse_json
 
 IGNORED_FIELDS = ("metadata", "context_management", "diagnostics")  # accepted objects without effect
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -107,7 +107,7 @@ def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]
 
 
 def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the message of an assistant's content blocks: text, reasoning and tool calls."""
+    """Return a list of one chat message, made from an assistant's content blocks: text, reasoning and tool calls."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     text_blocks, tool_calls, reasoning = list[Any](), list[Any](), ""
     for label, block in iter_objects(f"content of {name}", blocks):

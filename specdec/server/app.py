@@ -16,15 +16,15 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route, Router
 
 from specdec.engine.metrics import format_prometheus
+from specdec.server.access_control import App, Receive, Scope, Send
 from specdec.server.anthropic_messages import count_tokens, parse_messages_request
-from specdec.server.auth import App, Receive, Scope, Send
 from specdec.server.body_limits import SMALL_BODY_BYTES, BodyBuffer, read_body
 from specdec.server.embeddings import parse_embedding_request
+from specdec.server.fair_grammar_builds import FairSemaphore
 from specdec.server.field_validation import APIError, parse_body
-from specdec.server.grammar_builder import FairSemaphore
+from specdec.server.generation_response import ResponseStreamer, ServerState, acquire_model, encode_json, wait_unless_disconnected
 from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, parse_chat_request, parse_completion_request
 from specdec.server.openai_responses_api import parse_response_request
-from specdec.server.streaming import ResponseStreamer, ServerState, acquire_model, encode_json, wait_unless_disconnected
 from specdec.server.tokenize import detokenize, tokenize
 
 PAGE_PATH = Path(__file__).with_name("page.html")

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from specdec.argument_checks import check_choice, check_string
-from specdec.engine.background_tasks import AuxiliaryTask
+from specdec.engine.auxiliary_tasks import AuxiliaryTask
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.transformer import Transformer
 from specdec.runtime.simd import Float32

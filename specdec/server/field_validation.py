@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from specdec.argument_checks import check_int, check_string, shorten
-from specdec.server.tool_parsers.incremental import parse_finite_float
+from specdec.server.tool_parsers.json_calls import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
 EMPTY_OBJECT: dict[str, Any] = {}

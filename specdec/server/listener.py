@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.server.auth import App, Receive, Scope, Send, make_error_response
+from specdec.server.access_control import App, Receive, Scope, Send, make_error_response
 from specdec.server.field_validation import APIError
 
 HEADER_TIMEOUT_S = 10.0  # for a client to send a request's headers

@@ -170,7 +170,8 @@ class ModelManager:
             name = name or next(reversed(self._entries), "") or next(iter(sizes), "")
             if name not in self._entries and name not in sizes:
                 available = list(sizes)
-                hint = f"available: {', '.join(available[:8])}{' …' * (len(available) > 8)}"
+                more = f" and {len(available) - 8} more, which /v1/models lists" if len(available) > 8 else ""
+                hint = f"available: {', '.join(available[:8])}{more}"
                 raise APIError(f"model {shorten(name, repr)} not found; {hint}", "model", "model_not_found", 404)
             if not (entry := self._entries.pop(name, None)):
                 entry = ModelEntry(name, sizes[name])

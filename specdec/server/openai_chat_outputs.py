@@ -11,7 +11,7 @@ from typing import Any
 from specdec.engine.decode_loop import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
 from specdec.server.openai_chat_requests import ParsedRequest, ServedModel
-from specdec.server.tool_parsers.incremental import SPECIAL_TOKEN_MARK, ArgumentsDelta, Delta, Reasoning, ToolCall, parse_json
+from specdec.server.tool_parsers.json_calls import SPECIAL_TOKEN_MARK, ArgumentsDelta, Delta, Reasoning, ToolCall, parse_json
 
 # stop reasons that mean a truncated output
 TRUNCATING_STOP_REASONS = ("max_tokens", "seq_len", "interrupted")

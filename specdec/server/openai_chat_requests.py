@@ -30,7 +30,7 @@ from specdec.server.field_validation import (
 )
 from specdec.server.tool_parsers.formats import ToolFormat, find_tool_format
 from specdec.server.tool_parsers.grammar import make_tool_grammar
-from specdec.server.tool_parsers.incremental import ToolParser
+from specdec.server.tool_parsers.json_calls import ToolParser
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, Options, PromptTooLongError, TemplateError
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
@@ -321,7 +321,7 @@ def _check_template_options(name: str, value: Any) -> dict[str, bool | int | str
 def _check_word(name: str, value: Any) -> str:
     """Return a string that cannot be the name of a special token."""
     if not isinstance(value, str) or not OPTION_PATTERN.fullmatch(value):
-        raise ValueError(f"{name} is {shorten(value, repr)}; expected a word")
+        raise ValueError(f"{name} is {shorten(value, repr)}; expected a word of letters, digits, _ and -")
     return value
 
 

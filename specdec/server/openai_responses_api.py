@@ -22,7 +22,7 @@ from specdec.server.field_validation import (
 )
 from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
 from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
-from specdec.server.tool_parsers.incremental import Reasoning, ToolCall
+from specdec.server.tool_parsers.json_calls import Reasoning, ToolCall
 
 # fields that mean the same in a chat request
 CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")

@@ -14,7 +14,6 @@ from specdec.argument_checks import shorten
 from specdec.families.pre_tokenizers import (
     BYTE_BPE,
     DEFAULT_PRE_TOKENIZER,
-    KNOWN_PRE_TOKENIZERS,
     NON_STRIPPING_TOKENS,
     PRE_TOKENIZERS,
     SENTENCEPIECE,
@@ -210,7 +209,7 @@ def _make_byte_level_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
     """Return a tokenizer.json of BPE over bytes with the split that the keys name."""
     split = PRE_TOKENIZERS.get(keys.get_value("pre", str, DEFAULT_PRE_TOKENIZER))
     if split is None:
-        raise keys.make_error("pre", f"a supported split, such as {KNOWN_PRE_TOKENIZERS}")
+        raise keys.make_error("pre", f"one of {', '.join(sorted(PRE_TOKENIZERS))}")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_gpt2_regex}
     digits = [{"type": "Digits", "individual_digits": True}] if split.has_single_digits else []
     return _make_tokenizer_json(

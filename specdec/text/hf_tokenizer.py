@@ -1,6 +1,6 @@
 """The tokenizer of a Hugging Face tokenizer.json, or of equivalent data. Independent of models.
 
-The `tokenizers` library encodes (`encoder`). Decoding is done here, since a text is shown while it grows. The file's decoder is
+The `tokenizers` library encodes (`hf_encoder`). Decoding is done here, since output is shown while it grows. The decoder is
 GPT-2's byte table ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec import argument_checks
 from specdec.loaders import optional_dependencies
-from specdec.loaders.format_sniffing import IS_LFS_POINTER, LFS_POINTER, identify_file
+from specdec.loaders.unsupported_formats import IS_LFS_POINTER, LFS_POINTER, identify_file
 from specdec.text.hf_encoder import Encoder
 from specdec.tokenizer import (
     TEXT_NOT_STARTED,

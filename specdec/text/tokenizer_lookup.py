@@ -9,7 +9,7 @@ from specdec.loaders import Checkpoint, read_vocabulary
 from specdec.loaders.model_paths import find_tokenizer
 from specdec.text.gguf_tokenizer import load_gguf_tokenizer, read_gguf_bos_and_eos
 from specdec.text.hf_tokenizer import TOKENIZER_FILE, load_tokenizer
-from specdec.text.vocabulary import SharedVocabulary, assume_shared_vocabulary, compare_vocabularies
+from specdec.text.shared_vocabulary import SharedVocabulary, assume_shared_vocabulary, compare_vocabularies
 from specdec.tokenizer import AnyTokenizer
 
 

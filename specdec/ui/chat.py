@@ -20,11 +20,11 @@ from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistic
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.keyboard import Keyboard
 from specdec.ui.line_editor import PROMPT, LineEditor
-from specdec.ui.live_window import MAX_FRAME_WIDTH, STYLES, STYLES_NO_COLOR, Window, find_obstacle
-from specdec.ui.output import ModelLabels, SilentView, StreamSanitizer, View, print_summary, run_view, sanitize, to_json
 from specdec.ui.panel import LivePanel
+from specdec.ui.plain_views import ModelLabels, SilentView, StreamSanitizer, View, print_summary, run_view, sanitize, to_json
 from specdec.ui.progress import show_prefill_progress
 from specdec.ui.signals import signals
+from specdec.ui.terminal_window import MAX_FRAME_WIDTH, STYLES, STYLES_NO_COLOR, Window, find_obstacle
 from specdec.ui.text_layout import Row, StyledText, append_run
 
 MAX_SHOWN_CHARACTERS, MAX_SHOWN_ROWS = 2000, 12  # of a first message from a file
@@ -251,7 +251,9 @@ class ChatSession:
             name, rest = _parse_command(message)
             if name not in self._commands:
                 similar = difflib.get_close_matches(name, self._commands, 1)
-                raise ValueError(f"no command /{name}; " + (f"did you mean /{similar[0]}?" if similar else "/help lists them"))
+                raise ValueError(
+                    f"unknown command /{name}; " + (f"did you mean /{similar[0]}?" if similar else "/help lists them")
+                )
             if rest and name in DESTRUCTIVE_COMMANDS:
                 raise ValueError(f"/{name} takes no words; space in front of / makes it a message")
             self._commands[name](rest)
@@ -302,12 +304,12 @@ class ChatSession:
 
     def _print_stats(self, _: str) -> None:
         if not self._statistics:
-            raise ValueError("there is no answer yet")
+            raise ValueError("no answer yet; ask a question first")
         print_summary(self._stderr, self._statistics, **self._conversation.metadata)
 
     def _toggle_panel(self, _: str) -> None:
         if not self._uses_panel and find_obstacle(self._out):
-            raise ValueError("no panel fits here")
+            raise ValueError("the panel is not available here: " + find_obstacle(self._out))
         self._uses_panel = not self._uses_panel
         self._print_notice(f"answers come {'in the panel' if self._uses_panel else 'as text'}")
 
@@ -342,7 +344,7 @@ def _parse_path(name: str) -> Path:
     try:
         return Path(os.fsdecode(name.encode("utf-8", "surrogateescape"))).expanduser()  # the bytes that were typed
     except RuntimeError:  # the user of ~user is unknown
-        raise ValueError(f"there is no home directory for {name}") from None
+        raise ValueError(f"home directory of {name} not found") from None
 
 
 def _complete_path(beginning: str) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from rich.console import ConsoleDimensions
 
 from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
-from specdec.ui.live_window import MAX_FRAME_WIDTH, MIN_ROWS, MIN_WIDTH, Window, fit_items
-from specdec.ui.output import ModelLabels, format_time_left, sanitize
+from specdec.ui.plain_views import ModelLabels, format_time_left, sanitize
 from specdec.ui.signals import signals
+from specdec.ui.terminal_window import MAX_FRAME_WIDTH, MIN_ROWS, MIN_WIDTH, Window, fit_items
 from specdec.ui.text_layout import (
     Row,
     Run,
@@ -108,7 +108,7 @@ class InteractiveView:
         return [self._painter.frame_row(row, width - 4) for row in [*rows, *([[]] * (n - len(rows)))]]
 
     def _format_page(self, text: StyledText, are_explained: bool = True) -> str:
-        """Return a finished text for the terminal's main screen, with the legend."""
+        """Finish a text and return it wrapped for the terminal's main screen, with the legend if `are_explained`."""
         text.finish()
         width = min(self._console.width, MAX_FRAME_WIDTH)
         rows = text.wrap(width)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Step
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
-from specdec.ui.output import format_time_left, sanitize
+from specdec.ui.plain_views import format_time_left, sanitize
 from specdec.ui.signals import is_in_foreground, signals
 from specdec.ui.text_layout import cell_width, truncate
 

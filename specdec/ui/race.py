@@ -4,10 +4,10 @@ from rich.console import ConsoleDimensions
 
 from specdec.bench.race import Race, RecordedRun, format_seconds
 from specdec.engine.decode_loop import Prompt
-from specdec.ui.live_window import MIN_ROWS, MIN_WIDTH, Window
-from specdec.ui.output import ModelLabels
 from specdec.ui.panel import InteractiveView
+from specdec.ui.plain_views import ModelLabels
 from specdec.ui.signals import signals
+from specdec.ui.terminal_window import MIN_ROWS, MIN_WIDTH, Window
 from specdec.ui.text_layout import Row, StyledText, cell_width, first_fitting
 
 FRAME_INTERVAL_S = 0.05

@@ -21,7 +21,7 @@ from specdec.bench.sweep import (
     format_temperature,
     summarize_fixed_gamma,
 )
-from specdec.ui.output import sanitize_line
+from specdec.ui.plain_views import sanitize_line
 
 MAX_POSITIONS_SHOWN = 8  # acceptance rates in the table
 COLUMN_TITLES = ("min", "mean", "max", "tok/s", "accepted", "a pass", "by position, %")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from rich.cells import get_character_cell_size
 
 from specdec.engine.decode_loop import Step
-from specdec.ui.output import StreamSanitizer
+from specdec.ui.plain_views import StreamSanitizer
 
 Run = tuple[str, str]  # a stretch of text and its style
 Row = list[Run]

@@ -16,9 +16,9 @@ from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import Tokenizer
-from specdec.ui.live_window import Window
-from specdec.ui.output import ModelLabels
+from specdec.ui.plain_views import ModelLabels
 from specdec.ui.race import RaceView
+from specdec.ui.terminal_window import Window
 from specdec.ui.text_layout import row_width
 from tests.conftest import Pair
 from tests.fakes.terminal import PROMPT, Screen, ShellJob, make_arguments

@@ -21,7 +21,7 @@ from specdec.bench import sweep
 from specdec.bench.race import RecordedRun
 from specdec.bench.sweep import Setting, SettingResult, SweepCase, SweepRuns
 from specdec.cli import bootstrap
-from specdec.cli.options import get_option_info
+from specdec.cli.option_fields import get_option_info
 from specdec.cli.sweep import SweepRequest
 from specdec.engine.decode_loop import Event, Prompt, Proposal, Step
 from specdec.ui import signals
@@ -447,7 +447,7 @@ def test_length_beyond_context_is_left_out(decoder: SpeculativeDecoder) -> None:
     texts, notes = sweep.make_cases(decoder, prompts, [10, 129 - size, 500], [GREEDY])
     assert [(text.prompt, text.max_tokens) for text in texts] == [(prompts[0], 10), (prompts[0], 129 - size), (prompts[1], 10)]
     assert [re.findall(r"after (\w+) of", note) for note in notes] == [["1"], ["none"]]
-    with pytest.raises(ValueError, match="500 tokens fit the context of 128 after none of the 2 prompts"):
+    with pytest.raises(ValueError, match="the context of 128 has room for 500 tokens after none of the 2 prompts"):
         sweep.make_cases(decoder, prompts, [500], [GREEDY])
 
 
@@ -521,14 +521,14 @@ REFUSED: dict[str, tuple[list[object], str]] = {
     "gamma": (["-g", "64"], "--gammas"),
     "temperature": (["--temperatures", "-1"], "--temperatures"),
     "no temperature": (["--temperatures", "nan"], "--temperatures"),
-    "too long": (["--max-tokens", "5000"], "5000 tokens fit the context of 128"),
+    "too long": (["--max-tokens", "5000"], "the context of 128 has room for 5000 tokens"),
     "two outputs": (["--json", "--csv"], "--csv"),
     "no such file": (["--prompts", "nowhere.txt"], "nowhere.txt"),
     "a folder": (["--prompts", "."], "cannot read .: "),
     "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
     "a folder as picture": (["--svg", "."], "--svg"),
     "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
-    "no draft": (["-d", "none"], "compares drafts"),
+    "no draft": (["-d", "none"], "sweep needs a draft; leave out -d"),
     "rounds": (["--rounds", "-1"], "--rounds"),
     "quantize": (["--quantize", "all"], "--quantize"),
     "threads": (["-j", "9999"], "threads"),

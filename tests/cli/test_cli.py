@@ -17,9 +17,9 @@ from rich.cells import cell_len
 import specdec
 from specdec.cli import bootstrap
 from specdec.cli.bench import BenchRequest
+from specdec.cli.common_options import Request
 from specdec.cli.generate import TextRequest
-from specdec.cli.options import get_option_info
-from specdec.cli.request import Request
+from specdec.cli.option_fields import get_option_info
 from specdec.cli.serve import ServeRequest
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
@@ -256,7 +256,7 @@ def test_missing_default_model_error_explains_how_to_get_one(run: Run) -> None:
         (["--promt", "x"], "--prompt"),
         (["-g"], "-g"),
         (["--prompt"], "--prompt"),
-        (["extra", "words"], "extra words"),
+        (["extra", "words"], "got 2 words: 'extra words'; put quotes"),
     ],
     ids=lambda value: " ".join(value).encode("ascii", "backslashreplace").decode() if isinstance(value, list) else None,
 )
@@ -283,7 +283,7 @@ def test_bench_rejects_invalid_shape(run: Run, shape: str) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["-p", "x"], "--n-prompt is 'x'"), (["-p", "0", "-n", "0"], "nothing is left to time"),
+        (["-p", "x"], "--n-prompt is 'x'"), (["-p", "0", "-n", "0"], "-p and -n are both 0; at least one must be more"),
         (["-d", "-1"], "--depth is '-1'"), (["-j", "9999"], "--threads is '9999'"), (["-n", "1.5"], "--n-gen is '1.5'"),
         (["-p", "9999"], "exceed the model's 128"), (["--kv", "q6"], "--kv"),
         (["-p", "8", "-n", "0", "-d", "9992"], "sequences of 10000 tokens"),
@@ -346,7 +346,7 @@ def test_race_without_terminal_prints_statistics_and_summary(run: Run, pair: Pai
     assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
     assert_rejected(run("race", "-m", pair.target, "-d", "none"), "-d")
     assert_rejected(run("race", *make_arguments(pair, "-n", 1)), "-n 1 counts the prompt")
-    assert_rejected(run(*make_arguments(pair, "--compare")), "no option --compare; specdec race compares")
+    assert_rejected(run(*make_arguments(pair, "--compare")), "unknown option --compare; use specdec race to compare")
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_empty_prompt_generates_from_bos(run: Run, pair: Pair) -> None:
 def test_bench_times_own_model_like_llama_bench(run: Run, pair: Pair) -> None:
     code, out, err = run("bench", "-m", pair.target, "-p", "8,70", "-n", 3, "-d", "0,20", "-j", 1, "--shape", "15M", "--json")
     result = from_json((code, out, ""))
-    assert "--shape: no effect with -m" in err
+    assert "--shape has no effect with -m" in err
     tests = ["pp8", "pp70", "tg3", "pp8 @ d20", "pp70 @ d20", "tg3 @ d20"]
     assert [(each["threads"], each["test"]) for each in result["timed"]] == [(1, test) for test in tests]
     assert all(0 < each["least"] <= each["tokens_per_s"] <= each["most"] for each in result["timed"])
@@ -499,8 +499,9 @@ def test_bench_times_likely_best_thread_counts_by_default() -> None:
 
 @pytest.mark.parametrize("more", [[], ["--int8"]])
 def test_bench_has_row_for_every_token_count(run: Run, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
-    monkeypatch.setattr("specdec.bench.layer_speed.ROUNDS", 3)
+    monkeypatch.setattr("specdec.bench.pass_speed.ROUNDS", 3)
     result = from_json(run("bench", "--shape", "64,96,1,4,2,300,64", "-j", 1, "--json", *more))
+    assert list(result["shape"].values()) == [64, 96, 1, 4, 2, 300, 64]
     assert min(result["read_gb_per_s"], result["gflop_per_s"]) > 0
     assert result["weights"] == ("int8" if more else "fp32")
     assert result["prefill_tokens"] == 64
@@ -746,7 +747,7 @@ def test_terminal_too_low_for_panel_gets_plain_output(run: Run, pair: Pair) -> N
     assert code == 0
     assert screen.get_text().startswith(text + "\n")
     assert "╭" not in raw
-    assert "no panel fits" not in screen.get_text()
+    assert "the panel is not available" not in screen.get_text()
     _, screen, _ = run_in_terminal(make_arguments(pair, "-n", 60, "--pace", 1), 80, 7)
     note, shown = screen.get_text().split("\n", 1)
     assert (
@@ -822,7 +823,7 @@ def test_slow_draft_prints_advice(run: Run, pair: Pair, monkeypatch: pytest.Monk
     monkeypatch.setattr(CostModel, "end_pass", lambda *_: None)
     arguments = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
     _, _, summary = run(*arguments)
-    assert re.search(r"^note: no draft was used: it would cost more than it gains\n", summary, re.MULTILINE)
+    assert re.search(r"^note: no draft was used, because drafting would cost more time than it saves\n", summary, re.MULTILINE)
     assert "times as fast" not in summary
     _, _, summary = run(*arguments, "-g", 2)
     assert re.search(r"^\d\.\d tokens in a pass of endless, which alone writes one; the same text\.\n", summary)
@@ -846,8 +847,8 @@ def test_stage_does_not_change_output_and_is_reported(run: Run, pair: Pair) -> N
 def test_invalid_stage_is_one_line(run: Run, pair: Pair) -> None:
     two = ("-m", pair.target, "-d", pair.draft)
     for command in ([], ["race"], ["chat"], ["serve"], ["sweep"]):
-        assert_rejected(run(*command, *two, "-d", "ngram"), "-d takes one draft; a second level is --stage NAME")
+        assert_rejected(run(*command, *two, "-d", "ngram"), "-d is given twice; expected one draft; use --stage NAME")
     assert_rejected(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
     assert_rejected(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
     assert_rejected(run(*two, "--stage", "self"), "not smaller than the draft")
-    assert_rejected(run(*two, "--stage", "nope"), "there is no nope here or in")
+    assert_rejected(run(*two, "--stage", "nope"), "'nope' not found here, in models or in")

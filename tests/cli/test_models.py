@@ -20,7 +20,7 @@ from tests.cli.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.fakes.hub import FakeHub
 from tests.fakes.terminal import PROMPT
-from tests.loaders.test_gguf_model import block_model
+from tests.loaders.test_gguf_checkpoint import block_model
 from tests.tools.gguf_files import CONFIGS, RawTensor, gguf_bytes, make_model_keys, make_model_tensors, random_blocks
 from tests.tools.hf_folders import FIXTURES
 
@@ -41,7 +41,7 @@ def test_alias_works_wherever_a_model_is_named(run: Run, pair: Pair, tmp_path: P
     wanted = run("-m", there, "-d", str(pair.draft), "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "30")
     assert run("-m", "big", "-d", "little", "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "30")[:2] == wanted[:2]
     assert run("big", PROMPT, "-d", "none", "-z", str(pair.tokenizer), "-t", "0", "-n", "30")[:2] == wanted[:2]
-    assert "big stands for" in run("models")[1]
+    assert "big is an alias of" in run("models")[1]
     assert from_json(run("models", "--json"))["names"] == {"big": there, "little": str(pair.draft)}
     assert run("models", "name", "big", "org/other")[0] == 0 and run("models", "rm", "little")[0] == 0
     assert from_json(run("models", "--json"))["names"] == {"big": "org/other"}
@@ -137,7 +137,7 @@ def test_name_without_extension_and_list_aliases_are_accepted(run: Run, pair: Pa
     (alias_file.parents[2] / "models" / "target.bin").write_bytes(pair.target.read_bytes())
     assert [row["name"] for row in from_json(run("models", "target", "--json"))["models"]] == ["models/target.bin"]
     assert run("models", "list") == run("models", "ls") == run("models")
-    assert "expected a folder, a model, or pull" in run("models", "targte")[2]
+    assert "expected a folder, a model, or the action pull" in run("models", "targte")[2]
 
 
 def test_download_command_suggests_pull() -> None:

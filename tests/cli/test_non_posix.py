@@ -54,4 +54,4 @@ def test_commands_run_without_posix_features(code: str, name: str, encoding: str
 @pytest.mark.parametrize("name", ["C:\\models\\x.gguf", "C:/models/x.gguf", "D:x", "\\\\server\\share\\x.bin"])
 def test_windows_paths_are_printed_unchanged(run: Run, name: str) -> None:
     """They are not taken for names on the hub."""
-    assert assert_rejected(run("-m", name, "-i", "x")).startswith(f"specdec: there is no {name} here")
+    assert assert_rejected(run("-m", name, "-i", "x")).startswith(f"specdec: {name!r} not found here, in")

@@ -130,51 +130,57 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["Once", "upon", "a", "time"], "quotes"),
         (["a.bin", "b.bin"], "draft with -d"),
         (["a.bin", "-m", "b.bin"], "two targets"),
-        (["hello", "-i", "there"], "-i and 'hello' are two prompts"),
-        (["-i", "a", "-f", "b"], "-i and -f are two prompts"),
-        (["-p", "Once upon a time"], "the prompt is -i"),
+        (["hello", "-i", "there"], "expected one prompt, got -i and 'hello'; leave one out"),
+        (["-i", "a", "-f", "b"], "expected one prompt, got -i and -f; leave one out"),
+        (["-p", "Once upon a time"], "use -i TEXT for the prompt"),
         (["-m", ""], "the model name is empty"),
-        (["nope.gguf"], "there is no nope.gguf here or in"),
-        (["--temprature", "1"], "no option --temprature; did you mean --temperature?"),
+        (["nope.gguf"], "'nope.gguf' not found here, in models or in"),
+        (["--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
         (["run", "a/b", "hello"], "did you mean 'chat'"),
-        (["--temp", "0.7"], "no option --temp; the temperature is -t X"),
-        (["-hf", "a/b"], "no option -hf; -m org/name"),
-        (["-md", "a.bin"], "no option -md; the draft is -d NAME"),
-        (["bench", "-t", "8"], "threads are -j"),
-        (["--host", "0.0.0.0"], "no option --host here; specdec serve has it"),
-        (["race", "--stats"], "no option --stats here; specdec has it"),
+        (["--temp", "0.7"], "unknown option --temp; use -t X for the temperature"),
+        (["-hf", "a/b"], "unknown option -hf; use -m org/name"),
+        (["-md", "a.bin"], "unknown option -md; use -d NAME for the draft"),
+        (["bench", "-t", "8"], "use -j LIST for threads"),
+        (["--host", "0.0.0.0"], "--host is not an option of this command; specdec serve has it"),
+        (["race", "--stats"], "--stats is not an option of this command; specdec has it"),
         (["--tempera", "1"], "did you mean --temperature?"),
         (["-m", "https://huggingface.co/org/name"], "is a URL; name the model as org/name"),
         (["--logit-bias", "5=500"], "specdec: --logit-bias of 5 is 500"),
-        (["--zzz"], "no option --zzz; --help lists"),
+        (["--zzz"], "unknown option --zzz; --help lists"),
         (["-j", "x"], "--threads is 'x'; expected a whole number, 0 or more"),
         (["--min-p", "2"], "--min-p is '2'; expected a number from 0 to 1\n"),
-        (["race", "hello"], "'hello' is an extra word; a prompt is -i TEXT"),
-        (["bench", "a.bin"], "'a.bin' is an extra word; a model is -m NAME"),
+        (["race", "hello"], "unexpected word 'hello'; use -i TEXT for a prompt; --help"),
+        (["bench", "a.bin"], "unexpected word 'a.bin'; use -m NAME for a model; --help"),
         (["chat", "hello", "-m", "b.bin"], "a message with -i"),
         (["chat", "-n", "5"], "specdec: -n counts the prompt too"),
         (["chat", "-n", "x"], "--steps is 'x'; expected a whole number\n"),
-        (["show", "me"], "As a prompt it is -i 'show me'"),
-        (["generate", "-m", "a.bin"], "no command 'generate'; leave it out: specdec -m a.bin. As a prompt it is -i generate\n"),
-        (["generate", "a b", "-t", "0"], "leave it out: specdec 'a b' -t 0. As a prompt it is -i 'generate a b'"),
+        (["show", "me"], "If it is the prompt, use -i 'show me'"),
+        (
+            ["generate", "-m", "a.bin"],
+            "unknown command 'generate'; leave it out: specdec -m a.bin. If it is the prompt, use -i generate\n",
+        ),
+        (["generate", "a b", "-t", "0"], "leave it out: specdec 'a b' -t 0. If it is the prompt, use -i 'generate a b'"),
         (["completion", "-m", "a.bin", "-i", "b c"], "leave it out: specdec -m a.bin -i 'b c'."),
         (["download", "org/name"], "did you mean 'models pull'?"),
-        (["search", "llama"], "https://huggingface.co/models lists models"),
-        (["quantize", "a.gguf", "b.gguf"], "--quantize makes weights int8 or int4"),
-        (["Once upon a time", "20"], "'20' is a second word; a number of tokens is -n 20, and as a prompt it is -i 20"),
-        (["a.bin", "Once upon a time", "20"], "a number of tokens is -n 20"),
-        (["a.bin", "0.9", "256", "Once upon a time"], "a temperature is -t 0.9"),
-        (["race", "20"], "a number of tokens is -n 20"),
-        (["serve", "-p", "8080"], "expected a number from 0 to 1; the port is --port N"),
-        (["serve", "8080"], "'8080' is not a model; the port is --port 8080"),
+        (["search", "llama"], "find models at https://huggingface.co/models"),
+        (["quantize", "a.gguf", "b.gguf"], "use --quantize to make weights int8 or int4"),
+        (["Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens\n"),
+        (["a.bin", "Once upon a time", "20"], "use -n 20 for the number of tokens\n"),
+        (["-i", "Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens\n"),
+        (["-f", "a.txt", "20"], "use -n 20 for the number of tokens\n"),
+        (["a.bin", "20"], "use -n 20 for the number of tokens, or -i 20 if it is the prompt\n"),
+        (["a.bin", "0.9", "256", "Once upon a time"], "use -t 0.9 for the temperature, or -i 0.9 if it is the prompt"),
+        (["race", "20"], "use -n 20 for the number of tokens; --help"),
+        (["serve", "-p", "8080"], "expected a number from 0 to 1; use --port 8080 for the port"),
+        (["serve", "8080"], "'8080' is not a model; use --port 8080 for the port"),
         (
             ["serve", "-m", "a.bin", "--host", "0.0.0.0:80"],
             "--host 0.0.0.0:80 has a port in it; expected --host 0.0.0.0 --port 80",
         ),
-        (["--n_predict", "20"], "no option --n_predict; --max-tokens N"),
+        (["--n_predict", "20"], "unknown option --n_predict; use --max-tokens N"),
         (["--lora", "a.gguf"], "adapters are not supported"),
-        (["race", "--temprature", "1"], "no option --temprature; did you mean --temperature?"),
-        (["chat", "--no-histroy"], "no option --no-histroy; did you mean --no-history?"),
+        (["race", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
+        (["chat", "--no-histroy"], "unknown option --no-histroy; did you mean --no-history?"),
     ],
 )
 def test_ambiguous_words_are_rejected_with_hint(run: Run, words: list[str], expected: str) -> None:
@@ -188,15 +194,15 @@ def test_word_that_is_no_misspelled_command_is_a_prompt(run: Run, pair: Pair) ->
 
 
 def test_t_used_as_threads_prints_temperature_hint(run: Run, pair: Pair) -> None:
-    assert "; threads are -j" in run(*make_arguments(pair, "-t", 8, "-n", 10))[2]
-    assert "threads are" not in run(*make_arguments(pair, "-t", 2, "-n", 10))[2]
+    assert "; use -j N for threads" in run(*make_arguments(pair, "-t", 8, "-n", 10))[2]
+    assert "for threads" not in run(*make_arguments(pair, "-t", 2, "-n", 10))[2]
 
 
 def test_command_name_is_command_and_prompt_only_after_i(ask: Run, run: Run, pair: Pair) -> None:
     assert settings(ask("-m", pair.target, "-i", "bench"))["prompt"] == "bench"
     code, out, err = run("-g", 3, "-t", 0, "bench", "-m", pair.target, "-p", 8, "-n", 0, "-j", 1, "--json")
     assert (code, err.count("\n")) == (0, 1)
-    assert "--temperature, --gamma: no effect before bench" in err
+    assert "options before bench have no effect: --temperature, --gamma; put them after bench" in err
     assert "timed" in json.loads(out)
 
 
@@ -204,13 +210,13 @@ def test_text_file_instead_of_prompt_prints_file_option_hint(run: Run, pair: Pai
     path = tmp_path / "my prompt.txt"
     path.write_text("Once upon a time\n")
     for words in ([path], [path, "-m", pair.target], ["-n", 20, path]):
-        assert_rejected(
-            run(*words), f"'{path}' is a text file; -f '{path}' reads the prompt from it, and the word as a prompt is -i"
-        )
-    assert_rejected(run("-m", path, "-i", "x"), f"{path} is a text file, which begins 'Once upon a time'; expected a GGUF file")
+        assert_rejected(run(*words), f"'{path}' is a text file; use -f '{path}' to read the prompt from it, or -i '{path}' if")
+    assert_rejected(
+        run("-m", path, "-i", "x"), f"{path} is a text file that begins with 'Once upon a time'; expected a GGUF file"
+    )
     gone = tmp_path / "model.gguf"
     gone.write_text("Entry not found")
-    assert_rejected(run(gone), f"{gone} is a text file, which begins 'Entry not found'; expected a GGUF file")
+    assert_rejected(run(gone), f"{gone} is a text file that begins with 'Entry not found'; expected a GGUF file")
 
 
 # Prompts
@@ -237,7 +243,7 @@ def test_prompt_is_read_from_file_or_stdin(ask: Run, pair: Pair, tmp_path: Path)
         )  # fmt: skip
         assert done.stdout.decode() == expected + "\n"
     done = subprocess.run([*COMMAND, "-i", "-"], input=b"\xff", capture_output=True, timeout=TIMEOUT_S, check=False)
-    assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8 at byte 0; expected a text\n")
+    assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8 at byte 0; expected UTF-8 text\n")
     done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=TIMEOUT_S, check=False)
     assert done.stdout.startswith(b"Once upon a time")
 
@@ -257,7 +263,7 @@ def test_waiting_for_stdin_prints_message(pair: Pair) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([*COMMAND, "-m", pair.target, "-n", "20"], stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stderr and process.stdin and process.stdout
-        assert b"waiting for a prompt from stdin; -i TEXT" in process.stderr.readline()
+        assert b"waiting for a prompt from stdin; use -i TEXT" in process.stderr.readline()
         process.stdin.write(PROMPT.encode())
         process.stdin.close()
         assert process.stdout.read().decode().startswith(PROMPT)
@@ -266,11 +272,13 @@ def test_waiting_for_stdin_prints_message(pair: Pair) -> None:
 def test_prompt_longer_than_n_is_rejected(run: Run, pair: Pair) -> None:
     n = len(Tokenizer(pair.tokenizer).encode(PROMPT)) - 1  # without BOS
     for steps in (1, n):
-        message = f"-n {steps} counts the prompt, which has {n + 1} tokens; --max-tokens 126 would"
+        message = f"-n {steps} counts the prompt, which has {n + 1} tokens; use --max-tokens 126 to generate 126"
         assert_rejected(run(*make_arguments(pair, "-n", steps)), message)
     assert from_json(run(*make_arguments(pair, "-n", n + 1, "--json")))["n_generated"] == 1
     for few in ([], ["-n", 256]):
-        assert_rejected(run(*make_endless_arguments(pair, *few, "-i", "x" * 300)), "-n 256 counts", "--max-tokens 200 would")
+        assert_rejected(
+            run(*make_endless_arguments(pair, *few, "-i", "x" * 300)), "-n 256 counts", "use --max-tokens 200 to generate"
+        )
 
 
 def test_max_tokens_counts_only_new_tokens(run: Run, pair: Pair) -> None:
@@ -284,7 +292,7 @@ def test_max_tokens_counts_only_new_tokens(run: Run, pair: Pair) -> None:
     for command in ([], ["race"]):
         assert_rejected(run(*command, *make_arguments(pair, "-n", 7, "--max-tokens", 7)), "-n counts the prompt", "leave one")
         assert_rejected(run(*command, *make_arguments(pair, "--max-tokens", 0)), "--max-tokens")
-    assert_rejected(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "--max-tokens N limits an answer")
+    assert_rejected(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "use --max-tokens N to limit an answer")
 
 
 def test_length_beyond_context_prints_note(run: Run, pair: Pair) -> None:
@@ -293,7 +301,7 @@ def test_length_beyond_context_prints_note(run: Run, pair: Pair) -> None:
     n = 129 - len(Tokenizer(pair.tokenizer).encode(PROMPT))
     for option, value in (("-n", 129), ("-n", 100_000), ("--max-tokens", n + 1)):
         code, out, err = run(*make_arguments(pair, option, value, "--plain"))
-        message = f"specdec: {option} {value} exceeds the target's context of 128 tokens; writing up to {n} new ones\n"
+        message = f"specdec: {option} {value} exceeds the target's context of 128 tokens; generating at most {n} new ones\n"
         assert (code, out) == (0, whole) and message in err
     for few in ([], ["-n", 128], ["--max-tokens", n]):
         assert "exceeds" not in run(*make_arguments(pair, *few, "--plain"))[2]
@@ -338,14 +346,14 @@ def test_model_names_are_found_as_typed(ask: Run, pair: Pair, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["-d", "none", "-g", 4], "--gamma: no effect without a draft"),
-        (["-d", "ngram", "--tree", "on"], "--tree: no effect without a draft that is a model"),
-        (["--json", "--pace", 3, "--stats"], "--pace, --stats: no effect with --json"),
-        (["--plain", "--pace", 3], "--pace: no effect with --plain"),
-        (["-t", 0, "-k", 3, "-p", 0.5], "--top-p, --top-k: no effect at temperature 0"),
+        (["-d", "none", "-g", 4], "--gamma has no effect without a draft"),
+        (["-d", "ngram", "--tree", "on"], "--tree has no effect without a draft that is a model"),
+        (["--json", "--pace", 3, "--stats"], "--pace and --stats have no effect with --json"),
+        (["--plain", "--pace", 3], "--pace has no effect with --plain"),
+        (["-t", 0, "-k", 3, "-p", 0.5], "--top-p and --top-k have no effect at temperature 0"),
         (
             ["-d", "none", "--json", "--verify", "coupled", "--plain"],
-            "--verify: no effect without a draft; --plain: no effect with",
+            "--verify has no effect without a draft; --plain has no effect with",
         ),
     ],
 )
@@ -397,7 +405,10 @@ def test_installed_models_are_listed_with_fitting_drafts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert run("models")[:2] == (0, "no models in models/ or in the hub's cache; specdec models pull org/name downloads one\n")
+    assert run("models")[:2] == (
+        0,
+        "no models found in models/ or in the hub's cache; download one with: specdec models pull org/name\n",
+    )
     for name in ("target", "draft"):
         (tmp_path / "models" / f"{name}.bin").write_bytes(getattr(pair, name).read_bytes())
     (tmp_path / "models" / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
@@ -517,7 +528,7 @@ def test_head_is_rejected_as_model(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["-m", "stores6M"], ["there is no stores6M here or in", "; did you mean 'stories6M.bin'?"]),
+        (["-m", "stores6M"], ["'stores6M' not found here, in models or in", "; did you mean 'stories6M.bin'?"]),
         (["-m", "STORIES6m.gguf"], ["; did you mean 'stories6M.bin'?"]),
         (["-m", "models/storis6M.bin"], ["; did you mean 'models/stories6M.bin'?"]),
         (["-m", "{here}/models/storis6M.bin"], ["No such file", "; did you mean '{here}/models/stories6M.bin'?"]),
@@ -549,6 +560,25 @@ def test_misspelled_name_suggests_similar_ones(
     assert_rejected(run(*(word.format(here=tmp_path) for word in words)), *(word.format(here=tmp_path) for word in expected))
 
 
+def test_stories_models_without_a_network_list_the_files_to_download_and_the_bundled_pair(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = "-m", "stories42M.bin", "-d", "stories15M.bin", "-i", "Once upon a time"
+    line = assert_rejected(
+        run(*words),
+        "put stories42M.bin and stories15M.bin from https://huggingface.co/karpathy/tinyllamas and tokenizer.bin from "
+        "https://raw.githubusercontent.com/karpathy/llama2.c/master/tokenizer.bin here or in models/, "
+        "or use the pair that is bundled with specdec: -m stories6M.bin -d stories650K.bin\n",
+    )
+    assert "HF_HUB_OFFLINE forbids downloads" in line
+    for name in ("stories42M.bin", "tokenizer.bin"):
+        (tmp_path / name).touch()
+    assert_rejected(run(*words), "; put stories15M.bin from https://huggingface.co/karpathy/tinyllamas here or in models/, or")
+
+
 EVIL = "a\x1b]0;title\x07\x1b[31mb\u202e\nc.bin"
 
 
@@ -576,7 +606,7 @@ def test_names_in_errors_and_lists_are_on_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert_rejected(run("-m", EVIL), "there is no ab c.bin here or in")
+    assert_rejected(run("-m", EVIL), "not found here, in models or in")
     (tmp_path / "models" / EVIL).write_bytes(pair.draft.read_bytes())
     out = run("models")[1]
     assert out.splitlines()[1].startswith("ab c.bin  llama") and not set(out) & set("\x1b\x07\u202e")
@@ -616,7 +646,7 @@ def test_all_missing_packages_are_reported_before_loading(
         (["chat", "-m", "org/name", "-i", "hi"], {fetching, reading, chatting}),
     ):
         result = run(*words)
-        assert_rejected(result, *missing, "; pip install ")
+        assert_rejected(result, *missing, "; install with: pip install ")
         assert all((each in result[2]) == (each in missing) for each in (reading, fetching, chatting)), words
 
 

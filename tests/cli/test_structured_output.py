@@ -59,7 +59,9 @@ def test_invalid_constraint_is_one_line(run: Run, pair: Pair, schema: Path, tmp_
     assert "--schema and --regex exclude each other" in rejected("--schema", schema, "--regex", "a")
     assert "the regex cannot be used: unclosed group" in rejected("--regex", "(a")
     assert "cannot read" in rejected("--schema", tmp_path / "none.json")
-    assert "--schema takes the name of a file; write the schema to one" in rejected("--schema", '{"type": "object"}')
+    assert "--schema must be the name of a file, got a JSON object; save it to a file" in rejected(
+        "--schema", '{"type": "object"}'
+    )
     for content, words in {
         "[]": "is a JSON list; expected an object", "{": "is not valid JSON", "[" * 1_000_000: "nested too deeply",
         '{"a": 1, "a": 2}': "is given twice", '{"not": {}}': "uses not, which is not supported",
@@ -73,7 +75,7 @@ def test_missing_package_is_reported_before_model_lookup(run: Run, schema: Path,
     monkeypatch.setattr(optional_dependencies, "is_installed", lambda package: package != optional_dependencies.GUIDANCE)
     for shape in (["--schema", schema], ["--regex", "a"]):
         line = assert_rejected(run("-m", "nowhere.bin", *shape, "x"), "")
-        assert line.endswith("a package is missing: llguidance, for structured output; pip install llguidance\n")
+        assert line.endswith("package not found: llguidance, for structured output; install with: pip install llguidance\n")
 
 
 @needs_guidance

@@ -7,12 +7,13 @@ import pytest
 from specdec.draft import autotuner
 from specdec.draft.autotuner import Autotuner
 from specdec.draft.cost_curves import CostCurve
-from specdec.draft.resolver import NGRAM, DraftSource, ModelBundle
+from specdec.draft.model_bundle import NGRAM, DraftSource, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner
 from specdec.engine.decode_loop import GenerationRequest, Prompt, Step
+from specdec.runtime.cpu_topology import CpuTopology
 from specdec.sampling import Sampling
-from specdec.text.vocabulary import SharedVocabulary
+from specdec.text.shared_vocabulary import SharedVocabulary
 from specdec.tokenizer import BOS
 from tests.tools.random_models import END_MARKS, tiny_model
 
@@ -100,6 +101,25 @@ def test_events_pass_through_unchanged_and_tune_the_threads(monkeypatch):
     tuner._thread_tuner = ThreadTuner([4, 3, 2, 1], 4, used.append)
     assert list(tuner.stream(GenerationRequest([BOS], 5, Sampling()), SpeculativeSettings())) == events
     assert {*used} == {4, 3, 2, 1}
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "times", "expected"),
+    [
+        (1, {2: 1.0, 1: 0.3125}, "1 thread (3.2 times as fast as 2 here); 2 cores"),
+        (2, {2: 1.0, 1: 1.7}, "2 threads (1.7 times as fast as 1 here); 2 cores"),
+        (4, {8: 1.0, 4: 0.5, 1: 2.0}, "4 threads (2 times as fast as 8 and 4 times as fast as 1 here); 2 cores"),
+        (2, {2: 1.0}, "2 threads; 2 cores"),
+        (2, {}, "2 threads; 2 cores"),
+        (3, {2: 1.0, 1: 1.7}, "3 threads; 2 cores"),
+    ],
+)
+def test_the_thread_summary_compares_the_number_in_use_with_the_others(monkeypatch, n_threads, times, expected):
+    tuner = make_autotuner("none")
+    monkeypatch.setattr(autotuner, "get_topology", lambda: CpuTopology(2, 0, 2))
+    monkeypatch.setattr(type(tuner._bundle.target), "n_threads", n_threads)
+    tuner.relative_step_times = times
+    assert tuner.thread_summary == expected
 
 
 @pytest.mark.parametrize(

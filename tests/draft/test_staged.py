@@ -20,7 +20,7 @@ from specdec.draft.draft_length import (
     DraftLengthPolicy,
     FixedLength,
 )
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
 from specdec.draft.staged import StagedDrafter
 from specdec.engine.decode_loop import Statistics, Step, decode

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.draft.model import ModelDrafter
-from specdec.draft.resolver import DraftSource
+from specdec.draft.model_bundle import DraftSource
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.vocab_map import VocabMappedModel, VocabMapper
 from specdec.engine.decode_loop import Proposal
 from specdec.loaders.model_loader import load_model
@@ -20,7 +20,7 @@ from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
-from specdec.text.vocabulary import SharedVocabulary
+from specdec.text.shared_vocabulary import SharedVocabulary
 from tests.conftest import Pair
 from tests.draft.test_staged import run_staged, run_unstaged
 from tests.draft.test_tree import events_of, tokens_of

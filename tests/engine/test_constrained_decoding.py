@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.engine.decode_loop import Sequence, Statistics, Step, decode

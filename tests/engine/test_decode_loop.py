@@ -12,13 +12,13 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import MAX_GAMMA, FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.engine.decode_loop import Prompt, Proposal, Sequence, Statistics, Step, decode, run_and_verify
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.transformer import Transformer
-from specdec.runtime.threads import get_available_threads
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.sampling import Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft

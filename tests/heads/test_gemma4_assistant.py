@@ -14,7 +14,7 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.cli import installed_models
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import HeadDrafter
+from specdec.draft.model_drafters import HeadDrafter
 from specdec.engine.decode_loop import Statistics, decode
 from specdec.families import gemma4_assistant
 from specdec.heads.shared_kv_head import SharedKVHead

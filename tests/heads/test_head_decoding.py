@@ -14,14 +14,14 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.draft.cost_calibration import measure
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import HeadDrafter
+from specdec.draft.model_drafters import HeadDrafter
 from specdec.engine.decode_loop import Statistics, decode
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError
 from specdec.loaders.model_loader import load_model
 from specdec.quant import INT8
 from specdec.sampling import Sampler
-from specdec.text.vocabulary import SharedVocabulary
+from specdec.text.shared_vocabulary import SharedVocabulary
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import HeadDrafter
+from specdec.draft.model_drafters import HeadDrafter
 from specdec.engine.decode_loop import Statistics, Step, decode
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint

@@ -12,7 +12,7 @@ from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import BF16, FP32, INT8
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
 from specdec.sampling import Sampling
 from tests.model.test_architectures import FAMILIES

@@ -8,13 +8,13 @@ import pytest
 
 from specdec.layers.activations import swiglu
 from specdec.layers.moe_ops import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
-from specdec.layers.recurrent import NO_BIAS
+from specdec.layers.recurrent_ops import NO_BIAS
 from specdec.quant import BF16, FP16, FP32, INT4, INT8
-from specdec.quant.gguf_formats import WEIGHT_FORMATS as BLOCK_FORMATS
+from specdec.quant.gguf_repacking import WEIGHT_FORMATS as BLOCK_FORMATS
 from specdec.quant.packed_matrix import ALL_PANELS, ExpertRouting, pack_matrix
 from specdec.runtime import op_program
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import round_up
 from tests.quant.test_groupwise import RandomBlockTensor

@@ -255,7 +255,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         {"model_type": "bloom"},
         '"bloom", which is not supported; supported: gemma3, gemma4, glm4, gpt2, gpt_oss, granite, granitemoe, ',
     ),
-    ("llama", {"model_type": DELETED}, "names no model_type; supported: gemma3"),
+    ("llama", {"model_type": DELETED}, "has no model_type; supported: gemma3"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"hidden_act": None}, "hidden_act"),

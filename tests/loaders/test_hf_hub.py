@@ -55,7 +55,7 @@ SHARDED = {
     "model-2.safetensors": b"second",
     "model-3.safetensors": b"nobody's",
 }
-TRY_AGAIN = "try again, the partial download is kept"
+TRY_AGAIN = "check the network and try again (a partial download is kept)"
 GATED = "{name} is gated: accept its licence at {url}/{name}, then run 'hf auth login' or set HF_TOKEN"
 CHECK_NETWORK = "check the network and HF_ENDPOINT"
 NOT_FOUND = (
@@ -240,8 +240,9 @@ def test_without_a_quant_the_cache_is_preferred_to_the_hub(server: FakeHub) -> N
 
 @needs_library
 def test_the_error_about_a_missing_quant_lists_the_available_files(server: FakeHub) -> None:
-    server.repositories["org/gguf"] = {"model-Q8_0.gguf": b"8 bits"}
-    assert "no GGUF file of Q5_K; available: model-Q8_0.gguf" in get_error(lambda: hf_hub.fetch("org/gguf:Q5_K"))
+    names = [f"model-Q{n}_0.gguf" for n in range(1, 9)]
+    server.repositories["org/gguf"] = dict.fromkeys(names, b"weights")
+    assert f"no GGUF file of Q5_K; available: {', '.join(names)}" in get_error(lambda: hf_hub.fetch("org/gguf:Q5_K"))
     assert "no GGUF file of Q5_K; available: none" in get_error(lambda: hf_hub.fetch("org/model:Q5_K"))
 
 
@@ -319,9 +320,12 @@ def test_a_missing_network_is_reported_in_one_line(server: FakeHub, monkeypatch:
     assert line == f"cannot download org/model from http://127.0.0.1:9/org/model: {os.strerror(errno.ECONNREFUSED)}; {TRY_AGAIN}"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    where = f"is not complete in {tmp_path / 'elsewhere'}, and HF_HUB_OFFLINE forbids downloading it"
-    assert get_error(lambda: hf_hub.fetch("org/model")) == f"org/model {where}"
-    assert get_error(lambda: hf_hub.fetch("org/model:Q8_0")) == f"org/model:Q8_0 {where}"
+    where = f"found in {tmp_path / 'elsewhere'}, and HF_HUB_OFFLINE forbids downloads"
+    assert get_error(lambda: hf_hub.fetch("org/model")) == f"no complete copy of org/model {where}"
+    assert get_error(lambda: hf_hub.fetch("org/model:Q8_0")) == f"no complete copy of org/model:Q8_0 {where}"
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "yes")
+    assert get_error(lambda: hf_hub.fetch("org/model")).endswith("and TRANSFORMERS_OFFLINE forbids downloads")
 
 
 @needs_library
@@ -564,7 +568,7 @@ def test_a_disk_that_becomes_full_keeps_the_partial_download(server: FakeHub, tm
     )
     assert (
         f"CheckpointError: cannot write {tmp_path / 'home' / 'hub'}: File too large; "
-        "the partial download is kept, and HF_HOME sets" in done.stderr
+        "set HF_HOME to another folder and try again (a partial download is kept)" in done.stderr
     )
     assert read_files(hf_hub.fetch("org/model")) == MODEL
     assert server.ranges == [f"bytes={limit}-"]
@@ -573,7 +577,7 @@ def test_a_disk_that_becomes_full_keeps_the_partial_download(server: FakeHub, tm
 @needs_library
 def test_a_cache_that_is_not_writable_is_reported(server: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
-    assert "HF_HOME sets another folder" in get_error(lambda: hf_hub.fetch("org/model"))
+    assert "set HF_HOME to another folder" in get_error(lambda: hf_hub.fetch("org/model"))
 
 
 @needs_library
@@ -763,12 +767,12 @@ def test_a_missing_library_is_reported_in_one_line(server: FakeHub, monkeypatch:
     purpose = "huggingface_hub, to download org/model, which is not a local path"
     assert (
         get_error(lambda: model_paths.resolve_path("org/model"))
-        == f"a package is missing: {purpose}; pip install huggingface_hub"
+        == f"package not found: {purpose}; install with: pip install huggingface_hub"
     )
     line = get_error(lambda: model_paths.resolve_path("stories42M.bin"))
     assert (
-        line.startswith("a package is missing: huggingface_hub")
-        and "; pip install huggingface_hub; put stories42M.bin here" in line
+        line.startswith("package not found: huggingface_hub")
+        and "; install with: pip install huggingface_hub; put stories42M.bin from" in line
     )
     assert server.requests == []
 
@@ -805,9 +809,7 @@ def test_a_published_file_with_a_wrong_hash_is_rejected_and_removed(stories: Fak
     for name, data in wrong.items():
         right = hf_hub.PUBLISHED_FILES[name][1]
         line = f"{name} has sha256 {hashlib.sha256(data).hexdigest()}, expected {right}; the download was removed; try again"
-        assert get_error(lambda name=name: model_paths.resolve_path(name)).startswith(
-            f"{line}; put {name} here or in models/, from "
-        )
+        assert get_error(lambda name=name: model_paths.resolve_path(name)).startswith(f"{line}; put {name} from ")
     assert list_partial_files(tmp_path) == []
     assert not list((tmp_path / "home").rglob("stories15M.bin")) and not list((tmp_path / "home").rglob("tokenizer.bin"))
 

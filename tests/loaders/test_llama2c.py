@@ -225,6 +225,13 @@ def test_a_large_seq_len_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("data", [bytes(range(80, 240)) * 9, b"Es war einmal ein K\xf6nig. " * 20, b"\xff\0\0\x80" * 99])
+def test_another_binary_file_is_not_described_as_a_damaged_checkpoint(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(data)
+    assert get_message(path).startswith(f"{path} is not a model file; expected a GGUF file, a folder")
+
+
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     assert "No such file" in get_message(tmp_path / "nowhere.bin")
 

@@ -10,10 +10,10 @@ from specdec.loaders.checkpoint import BYTE, FP16, FP32, FileTensor, ModelFile
 from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor
 from specdec.quant import BF16, INT4, INT8, choose_weight_format, packed_matrix
 from specdec.quant import FP32 as FP32_KIND
-from specdec.quant.gguf_formats import WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import WEIGHT_FORMATS
 from specdec.quant.packed_matrix import WeightFormat, convert, pack_matrix
-from specdec.runtime.aligned_memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
 from specdec.runtime.op_program import run_on_all_threads
 from tests.quant.test_groupwise import RandomBlockTensor
 from tests.tools.random_models import THREAD_COUNTS

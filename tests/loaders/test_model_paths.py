@@ -88,26 +88,30 @@ def test_the_error_about_a_url_names_its_model(name: str, advice: str) -> None:
 )  # fmt: skip
 def test_the_error_about_a_bare_name_explains_names_on_the_hub(name: str, is_ollama: bool, search: str) -> None:
     line = get_error(name)
-    assert line.startswith(f"there is no {name} here or in models or ") and "is named org/name, or org/name:Q4_K_M" in line
-    assert ("is an ollama name, which is not supported" in line) is is_ollama
-    assert line.endswith(f"; https://huggingface.co/models?search={search} lists some")
+    assert (
+        line.startswith(f"{name!r} not found here, in models or in ")
+        and "name a model on the Hugging Face hub as org/name, or" in line
+    )
+    assert ("it looks like an ollama name, which is not supported" in line) is is_ollama
+    assert line.endswith(f"; find one at https://huggingface.co/models?search={search}")
 
 
 @pytest.mark.parametrize("name", ["nowhere.gguf", "nowhere.llamafile", "some/where/else", "org/name@main"])
 def test_the_error_about_a_missing_path_suggests_no_search(name: str) -> None:
-    assert "is named org/name" in get_error(name) and "search" not in get_error(name)
+    assert "hub as org/name" in get_error(name) and "search" not in get_error(name)
 
 
 @pytest.mark.parametrize("name", ["stories42M.bin", "stories15M"])
 def test_the_error_about_a_stories_model_names_its_source_and_the_bundled_pair(name: str) -> None:
     line = get_error(name)
-    assert f"; put {name.removesuffix('.bin')}.bin here or in models/, from https://huggingface.co/" in line
-    assert line.endswith("use the bundled small pair, stories6M.bin and stories650K.bin")
+    source = "from https://huggingface.co/karpathy/tinyllamas and tokenizer.bin from https://raw.githubusercontent.com/"
+    assert f"; put {name.removesuffix('.bin')}.bin {source}" in line and "/tokenizer.bin here or in models/, or use" in line
+    assert line.endswith("use the pair that is bundled with specdec: target='stories6M.bin' draft='stories650K.bin'")
     assert resolve_path("stories6M.bin").exists() and resolve_path("stories650K.bin").exists()
 
 
 def test_the_error_about_a_published_tokenizer_does_not_mention_the_pair() -> None:
-    assert "; put tokenizer.bin here or in models/, from https://raw" in get_error("tokenizer.bin")
+    assert "; put tokenizer.bin from https://raw" in get_error("tokenizer.bin")
     assert "pair" not in get_error("tokenizer.bin")
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.layers.base import FusedTensors, PackedTensor, PackedVector, fuse_tensors
+from specdec.layers.architecture import FusedTensors, PackedTensor, PackedVector, fuse_tensors
 from specdec.loaders import load_checkpoint
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT4
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
-from tests.loaders.test_gguf_model import block_model
+from tests.loaders.test_gguf_checkpoint import block_model
 from tests.tools.gguf_files import gguf_bytes, random_blocks
 from tests.tools.random_models import fake_three_threads, run_sequentially, scatter_phases
 

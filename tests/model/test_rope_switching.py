@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
-from specdec.draft.resolver import ModelBundle
+from specdec.draft.model_bundle import ModelBundle
 from specdec.engine.decode_loop import Event, PrefillProgress
 from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer, get_token_headroom
 from specdec.quant import FP32, INT8
 from specdec.tokenizer import Tokenizer
-from specdec.ui.output import PlainView
+from specdec.ui.plain_views import PlainView
 from tests.model.test_architectures import FAMILIES, random_tensors
 from tests.tools.configs import replace_config
 from tests.tools.random_heads import make_head

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers import base
+from specdec.layers import architecture
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import ModelConfig
@@ -293,7 +293,7 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(base, "zeros"), (base, "Executor")])
+@pytest.mark.parametrize(("module", "where"), [(architecture, "zeros"), (architecture, "Executor")])
 def test_failed_growth_keeps_tree_usable(monkeypatch: pytest.MonkeyPatch, module, where: str, error) -> None:
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens, nodes, parents = random_tokens(config, 250), random_tokens(config, 20, 5), random_parents(20, 6)

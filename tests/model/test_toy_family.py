@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec import kernels
-from specdec.layers.base import Architecture, BufferSpec, ForwardProgram, fuse_tensors
+from specdec.layers.architecture import Architecture, BufferSpec, ForwardProgram, fuse_tensors
 from specdec.model import llama
 from specdec.model.registry import ARCHITECTURES
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers import base
+from specdec.layers import architecture
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model import transformer
@@ -188,7 +188,7 @@ def test_invalid_config_is_rejected(changes):
 
 def test_model_unpickles_on_machine_with_fewer_threads(monkeypatch):
     pickled = pickle.dumps(random_model(CONFIGS["gqa"], n_threads=max(THREAD_COUNTS)))
-    for module in ("model.transformer", "runtime.threads"):
+    for module in ("model.transformer", "runtime.parallel_region"):
         monkeypatch.setattr(f"specdec.{module}.get_available_threads", lambda: 1)
     assert pickle.loads(pickled).n_threads == 1
 
@@ -216,7 +216,7 @@ def test_logits_survive_buffer_growth(name):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(base, "zeros"), (base, "lazy_zeros"), (base, "Executor")])
+@pytest.mark.parametrize(("module", "where"), [(architecture, "zeros"), (architecture, "lazy_zeros"), (architecture, "Executor")])
 def test_failed_growth_keeps_model_usable(monkeypatch, module, where, error):
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens = random_tokens(config, 300)

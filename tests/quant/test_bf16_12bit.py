@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.layers import base
+from specdec.layers import architecture
 from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer
 from specdec.quant import (
@@ -24,8 +24,8 @@ from specdec.quant import (
 )
 from specdec.quant.matmul_kernels import MatmulArgs
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, pack_matrix
-from specdec.runtime.aligned_memory import Arena, zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS, make_tile
+from specdec.runtime.memory import Arena, zeros
 from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
 from specdec.runtime.simd import ceil_div, round_up
 from specdec.runtime.work_stealing import get_chunk_range
@@ -209,7 +209,7 @@ def test_only_bf16_with_a_multiple_of_4_columns_is_packed() -> None:
         BF16,
     ]
     for other in (fp16, fp32):
-        with pytest.raises(ValueError, match="does not become bf16"):
+        with pytest.raises(ValueError, match="cannot be converted to bf16"):
             pack_matrix([other], PACKED_BF16)
 
 
@@ -241,7 +241,7 @@ def test_damaged_matrix_reads_nothing_outside_itself(seed: int) -> None:
 def test_packing_is_timed_only_for_large_bf16_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = half_tensors(CONFIG, "bf16")
     assert not LLAMA.is_bf16_packing_candidate(CONFIG, tensors)
-    monkeypatch.setattr(base, "MIN_MODEL_WEIGHTS", 1)
+    monkeypatch.setattr(architecture, "MIN_MODEL_WEIGHTS", 1)
     assert LLAMA.is_bf16_packing_candidate(CONFIG, tensors) and not LLAMA.is_bf16_packing_candidate(
         CONFIG, widen_tensors(tensors)
     )

@@ -17,8 +17,8 @@ from specdec.quant import BF16, FP16, FP32, INT8, WeightFormat, choose_weight_fo
 from specdec.quant.fp32 import get_float_activations
 from specdec.quant.matmul_kernels import make_matmul
 from specdec.quant.packed_matrix import Floats, pack_matrix, to_float32
-from specdec.runtime.aligned_memory import all_finite, zeros
 from specdec.runtime.matmul_tile import make_float_tile
+from specdec.runtime.memory import all_finite, zeros
 from specdec.runtime.op_program import Kernel
 from specdec.runtime.simd import LANES, PORTABLE_FP16_STORAGE, load_bf16, load_fp16, make_load, round_up, store
 from tests.tools.checkpoint_files import ROOT, random_tensors
@@ -180,7 +180,7 @@ def test_matrix_with_a_wrong_shape_is_rejected() -> None:
     ("weight_format", "other"), [(BF16, np.float32), (BF16, np.float16), (FP16, np.uint16), (FP16, np.float32)]
 )
 def test_lossy_conversion_to_half_precision_is_rejected(weight_format: WeightFormat, other: type) -> None:
-    with pytest.raises(ValueError, match=f"does not become {weight_format.name}"):
+    with pytest.raises(ValueError, match=f"cannot be converted to {weight_format.name}"):
         pack_matrix([np.zeros((3, 4), other)], weight_format)
 
 
@@ -200,7 +200,7 @@ def test_one_nonfinite_number_is_found_at_any_index(size: int) -> None:
 
 
 COMPARE_EMBEDDINGS = """
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.quant.packed_matrix import pack_matrix
 bits = np.arange(64, dtype=np.uint16).reshape(2, 32) + np.uint16(0x3C00)

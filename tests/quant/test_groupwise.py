@@ -15,14 +15,14 @@ from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer
 from specdec.quant import FP32, INT4, INT8, choose_weight_format
-from specdec.quant.gguf_formats import BLOCK_TYPES, WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.groupwise import make_group_tile
 from specdec.quant.int4 import quantize
 from specdec.quant.int8 import DOT4_NAME, get_quantized_activations
 from specdec.quant.matmul_kernels import make_matmul
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor, Kernel
 from tests.quant.test_int8 import RUNS_HERE
 from tests.tools import reference

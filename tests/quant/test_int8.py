@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.bench.layer_speed import MODEL_SHAPES
+from specdec.bench.pass_speed import MODEL_SHAPES
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
@@ -33,8 +33,8 @@ from specdec.quant.int8 import (
 )
 from specdec.quant.matmul_kernels import make_matmul
 from specdec.quant.packed_matrix import Int8Rows, pack_matrix
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Kernel
 from specdec.runtime.simd import CPU_FEATURES, round_up
 from tests.tools import reference

@@ -31,7 +31,7 @@ print([kernel.address != 0 for kernel in kernels], reported, len(compile_ahead.c
 """
 )
 BLOCK_KERNELS = COMPILED.replace("[add_bias, rms_norm, swiglu]", "[add_bias, rms_norm, WEIGHT_FORMATS['Q4_0'].embed]").replace(
-    "from specdec.runtime", "from specdec.quant.gguf_formats import WEIGHT_FORMATS\nfrom specdec.runtime"
+    "from specdec.runtime", "from specdec.quant.gguf_repacking import WEIGHT_FORMATS\nfrom specdec.runtime"
 )
 EXIT = (
     START

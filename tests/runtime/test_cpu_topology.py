@@ -30,7 +30,7 @@ def make_sysfs(folder: Path, siblings: list[str], nodes: tuple[str, ...] = ("0-9
     return root
 
 
-TWO_CORES = [f"{i // 2 * 2}-{i // 2 * 2 + 1}" for i in range(4)]  # two cores of two threads
+TWO_CORES = [f"{i // 2 * 2}-{i // 2 * 2 + 1}" for i in range(4)]  # two cores with two threads
 LAPTOP = TWO_CORES + [str(i) for i in range(4, 12)]  # and eight slow cores
 DESKTOP = [f"{i % 16},{i % 16 + 16}" for i in range(32)]
 ONE_THREAD_CORES = [str(i) for i in range(12)]
@@ -40,11 +40,12 @@ ARM = {f"system__cpu__cpu{i}__cpu_capacity": str(1024 if i < 4 else 446) for i i
 @pytest.mark.parametrize(
     ("siblings", "files", "allowed", "expected", "choices", "description"),
     [
-        (LAPTOP, {"cpu_atom__cpus": "4-11"}, 12, CpuTopology(2, 8, 12), [10, 2, 12, 1], "2 fast and 8 slow cores of 12 threads"),
-        (DESKTOP, {}, 32, CpuTopology(16, 0, 32), [16, 32, 1], "16 cores of 32 threads"),
+        (LAPTOP, {"cpu_atom__cpus": "4-11"}, 12, CpuTopology(2, 8, 12), [10, 2, 12, 1],
+         "2 fast and 8 slow cores with 12 threads"),
+        (DESKTOP, {}, 32, CpuTopology(16, 0, 32), [16, 32, 1], "16 cores with 32 threads"),
         (ONE_THREAD_CORES, ARM, 12, CpuTopology(4, 8, 12), [12, 4, 1], "4 fast and 8 slow cores"),
         (ONE_THREAD_CORES[:1], {}, 1, CpuTopology(1, 0, 1), [1], "1 core"),
-        (LAPTOP, {"cpu_atom__cpus": "4-11"}, 3, CpuTopology(2, 0, 3), [2, 3, 1], "2 cores of 3 threads"),
+        (LAPTOP, {"cpu_atom__cpus": "4-11"}, 3, CpuTopology(2, 0, 3), [2, 3, 1], "2 cores with 3 threads"),
     ],
 )  # fmt: skip
 def test_linux_reports_fast_and_slow_cores_and_their_threads(

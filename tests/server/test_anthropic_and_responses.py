@@ -16,11 +16,11 @@ import pytest
 from specdec import Step
 from specdec.engine.scheduler import Client, QueueFullError, ShutdownError
 from specdec.loaders import optional_dependencies
+from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
-from specdec.server.auth import AuthMiddleware
 from specdec.server.openai_chat_requests import ServedModel
 from specdec.server.tool_parsers.formats import find_tool_format
-from specdec.server.tool_parsers.incremental import MAX_JSON_DEPTH, parse_json
+from specdec.server.tool_parsers.json_calls import MAX_JSON_DEPTH, parse_json
 from specdec.text.structured_output import ConstraintError
 from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
     CHAT,

@@ -31,12 +31,12 @@ from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.metrics import Metrics, format_prometheus
 from specdec.engine.scheduler import Client, QueueFullError
 from specdec.loaders import optional_dependencies
-from specdec.server import body_limits, grammar_builder
+from specdec.server import body_limits, fair_grammar_builds
 from specdec.server import listener as listening
-from specdec.server.auth import make_error_response
+from specdec.server.access_control import make_error_response
 from specdec.server.body_limits import BodyBuffer, read_body
+from specdec.server.fair_grammar_builds import BuilderBusyError, ConstraintBuilder, FairSemaphore
 from specdec.server.field_validation import APIError
-from specdec.server.grammar_builder import BuilderBusyError, ConstraintBuilder, FairSemaphore
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
 from tests.engine.test_kv_slots import CountingPool, random_tokens
@@ -252,8 +252,8 @@ class SlowGrammar:
 
 def test_schemas_of_a_client_do_not_delay_others_and_cancelled_builds_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, gate = Clock(), threading.Event()
-    monkeypatch.setattr(grammar_builder, "MAX_CLIENT_CPU_S", 0.5)
-    monkeypatch.setattr(grammar_builder, "time", clock)
+    monkeypatch.setattr(fair_grammar_builds, "MAX_CLIENT_CPU_S", 0.5)
+    monkeypatch.setattr(fair_grammar_builds, "time", clock)
 
     async def run() -> None:
         builder, hostile = ConstraintBuilder(), [SlowGrammar(clock, 0.4, gate) for _ in range(8)]
@@ -269,7 +269,7 @@ def test_schemas_of_a_client_do_not_delay_others_and_cancelled_builds_are_free(m
         gate.clear()
         queued = [
             asyncio.ensure_future(builder.build(SlowGrammar(clock, 0.1, gate), f"{i}"))
-            for i in range(grammar_builder.MAX_QUEUED_BUILDS + 4)
+            for i in range(fair_grammar_builds.MAX_QUEUED_BUILDS + 4)
         ]  # type: ignore[arg-type]
         await asyncio.sleep(0)
         gate.set()
@@ -281,7 +281,7 @@ def test_schemas_of_a_client_do_not_delay_others_and_cancelled_builds_are_free(m
 
 def test_schema_builds_are_charged_as_cpu_time_with_a_correct_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(grammar_builder, "time", clock)
+    monkeypatch.setattr(fair_grammar_builds, "time", clock)
 
     async def run() -> None:
         builder = ConstraintBuilder()
@@ -569,4 +569,4 @@ def test_an_unread_log_does_not_block_the_server() -> None:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT) as process:
         assert process.stdout and process.stdout.readline() == "said\n"
         _, log = process.communicate("\n", timeout=60)
-    assert process.returncode == 0 and "lines of the log were dropped" in log and "at the end" in log
+    assert process.returncode == 0 and "log lines were dropped" in log and "at the end" in log

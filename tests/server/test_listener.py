@@ -22,13 +22,13 @@ from specdec.cli import serve
 from specdec.cli.serve import ServeRequest
 from specdec.engine.scheduler import Scheduler
 from specdec.server import listener as listener_module
+from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
-from specdec.server.auth import AuthMiddleware
 from specdec.server.field_validation import APIError
+from specdec.server.generation_response import ServerState
 from specdec.server.listener import Listener, bind_socket
 from specdec.server.model_manager import ModelInstance, make_single_model_manager
 from specdec.server.openai_chat_requests import ServedModel
-from specdec.server.streaming import ServerState
 from tests.conftest import Pair
 from tests.fakes.terminal import TIMEOUT_S, run_process
 
@@ -184,7 +184,7 @@ def test_other_machines_need_a_key_or_the_no_key_option(host: str, is_local: boo
     if is_local:
         assert request.resolve().api_keys == []
     else:
-        with pytest.raises(ValueError, match="give their keys with --api-key-file FILE, or use --no-key"):
+        with pytest.raises(ValueError, match="set their API keys with --api-key-file FILE, or use --no-key"):
             request.resolve()
     keys = tmp_path / "keys"
     keys.write_text("first\n\n second \n")
@@ -197,7 +197,7 @@ def test_other_machines_need_a_key_or_the_no_key_option(host: str, is_local: boo
 
 
 def test_a_missing_draft_is_reported_at_startup() -> None:
-    with pytest.raises(ValueError, match="there is no nowhere here"):
+    with pytest.raises(ValueError, match="'nowhere' not found here"):
         serve.run(ServeRequest(draft="nowhere"))
 
 
@@ -209,7 +209,7 @@ def test_a_missing_package_is_reported_before_loading(pair: Pair, monkeypatch: p
         optional_dependencies, "is_installed", lambda package: package not in ("starlette", "uvicorn") and is_installed(package)
     )
     with pytest.raises(
-        CheckpointError, match=r"packages are missing: starlette, .*; uvicorn, .*; pip install starlette uvicorn$"
+        CheckpointError, match=r"packages not found: starlette, .*; uvicorn, .*; install with: pip install starlette uvicorn$"
     ):
         serve.run(ServeRequest(model=str(pair.target)))
 

@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.engine.scheduler import Scheduler, ShutdownError
+from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
-from specdec.server.auth import AuthMiddleware
 from specdec.server.field_validation import APIError
+from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
 from specdec.server.openai_chat_requests import ServedModel
-from specdec.server.streaming import ServerState
 from tests.engine.test_scheduler import endless  # noqa: F401
 from tests.server.test_openai_api import CHAT, COMPLETIONS, send_request
 
@@ -84,7 +84,7 @@ def test_a_model_is_loaded_once_by_the_requests_that_name_it(make_manager):
     assert "can_chat" in details["a"] and "can_chat" not in details["c"]
     assert send_request(app, "/v1/models/c").json["id"] == "c" and send_request(app, "/v1/models/d").status == 404
     error_response = send_request(app, COMPLETIONS, BODY | {"model": "d"})
-    assert error_response.status == 404 and "available: a, b, c" in error_response.error["message"]
+    assert error_response.status == 404 and error_response.error["message"].endswith("; available: a, b, c")
     assert send_request(app, "/tokenize", {"content": "x", "model": "c"}).status == 200 and source.loaded[-1] == "c"
     assert send_request(app, "/metrics").body.decode().count("specdec_requests_done_total 7") == 1
     assert [line for line in log if line.startswith("loaded ")]
@@ -96,7 +96,7 @@ def test_a_request_without_a_name_uses_the_first_model(make_manager):
 
 
 def test_a_stream_reports_loading_and_a_disconnected_client_is_released(make_manager, monkeypatch):
-    monkeypatch.setattr("specdec.server.streaming.PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("specdec.server.generation_response.PROGRESS_INTERVAL_S", 0.01)
     manager, source, app, _ = make_manager()
     source.gate.clear()
     with ThreadPoolExecutor(2) as pool:
@@ -117,7 +117,7 @@ def test_a_stream_reports_loading_and_a_disconnected_client_is_released(make_man
 
 
 def test_a_failed_load_is_reported_and_can_be_retried(make_manager, monkeypatch):
-    monkeypatch.setattr("specdec.server.streaming.PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("specdec.server.generation_response.PROGRESS_INTERVAL_S", 0.01)
     _, source, app, log = make_manager()
     source.error = ValueError("/srv/my models/org/a.bin is truncated; https://a.b/c has it")
     error_response = send_request(app, COMPLETIONS, BODY | {"model": "a"})
@@ -136,7 +136,7 @@ def test_a_failed_load_is_reported_and_can_be_retried(make_manager, monkeypatch)
 
 
 def test_request_errors_are_reported_in_a_stream_after_loading(make_manager, monkeypatch):
-    monkeypatch.setattr("specdec.server.streaming.PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("specdec.server.generation_response.PROGRESS_INTERVAL_S", 0.01)
     _, source, app, log = make_manager()
     for name, path, fields, message, code in (
         ("a", CHAT, {"messages": []}, "has no chat template", "unsupported_model messages"),
@@ -210,7 +210,7 @@ def test_slow_listing_of_models_does_not_block_other_requests(make_manager, monk
 
 
 def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, monkeypatch):
-    monkeypatch.setattr("specdec.server.streaming.PROGRESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("specdec.server.generation_response.PROGRESS_INTERVAL_S", 0.01)
     manager, source, app, log = make_manager()
     source.gate.clear()
     with ThreadPoolExecutor(4) as pool:

@@ -21,16 +21,16 @@ from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.engine.decode_loop import GenerationRequest, TokenLogprob
 from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
 from specdec.engine.scheduler import Client, EventCallback, QueueFullError, Scheduler, ShutdownError
+from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
-from specdec.server import auth, body_limits, streaming
+from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
-from specdec.server.auth import AuthMiddleware
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
+from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager
 from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
-from specdec.server.streaming import ServerState
 from specdec.server.tool_parsers.formats import find_tool_format
-from specdec.server.tool_parsers.incremental import ArgumentsDelta, JsonScanner, ToolCall
+from specdec.server.tool_parsers.json_calls import ArgumentsDelta, JsonScanner, ToolCall
 from specdec.text.structured_output import ConstraintError
 from specdec.text.worker_process import Worker, WorkerLostError
 from tests.fakes.asgi import Response, send_request
@@ -226,7 +226,7 @@ def test_a_constraint_error_is_reported_with_its_message(make_test_app: Callable
 
 
 def test_a_stream_without_output_sends_heartbeats(make_test_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(generation_response, "HEARTBEAT_INTERVAL_S", 0.0)
     steps = [step(piece) for piece in ("<tool_call>", '{"name": ', '"weather"')]
     app = make_test_app(FakeScheduler(Prompt([1], 0.0), *steps, step("", "eos")))
     response = send_request(app, CHAT, {"messages": CONVERSATION, "tools": [TOOL], "stream": True})
@@ -246,8 +246,11 @@ def test_request_ids_are_logged_and_trailing_slashes_do_not_redirect(make_test_a
 
 def test_large_responses_are_encoded_and_split() -> None:
     value = {"choices": [{"logprobs": [{"token": "a", "top": [["b", -1.5]] * 20} for _ in range(3000)]}]}
-    assert json.loads(streaming.encode_json(value)) == value and streaming.encode_json({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
-    assert [len(piece) for piece in streaming._split_body(bytes(150_000))] == [65536, 65536, 18928]
+    assert (
+        json.loads(generation_response.encode_json(value)) == value
+        and generation_response.encode_json({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
+    )
+    assert [len(piece) for piece in generation_response._split_body(bytes(150_000))] == [65536, 65536, 18928]
 
 
 def test_a_stop_string_ends_the_output_before_it(app: Any, decoder: SpeculativeDecoder) -> None:
@@ -639,7 +642,9 @@ def test_internal_errors_reveal_no_details(make_test_app: Callable[..., Any]) ->
 
 def test_no_exception_is_a_module_constant() -> None:
     """An exception that is raised again and again would keep the bodies of all its requests in memory."""
-    assert not [name for module in (server, auth) for name, value in vars(module).items() if isinstance(value, BaseException)]
+    assert not [
+        name for module in (server, access_control) for name, value in vars(module).items() if isinstance(value, BaseException)
+    ]
 
 
 def test_an_aborted_stream_ends_with_a_finish_reason(make_test_app: Callable[..., Any]) -> None:

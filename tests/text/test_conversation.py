@@ -29,7 +29,7 @@ from specdec.text.conversation import ChatSettings, Conversation
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession
 from specdec.ui.line_editor import LineEditor, read_message
-from specdec.ui.output import ModelLabels, SilentView, sanitize
+from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES, edit_config
@@ -261,8 +261,8 @@ def test_invalid_file_names_are_reported_and_settings_shown_in_full(
     conversation = make_conversation(seed=2**63 - 1)
     chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
     for command, expected in {
-        "/save ~nobody-here/x": "there is no home directory for ~nobody-here/x",
-        "/load ~nobody-here/x": "there is no home directory for ~nobody-here/x",
+        "/save ~nobody-here/x": "home directory of ~nobody-here/x not found",
+        "/load ~nobody-here/x": "home directory of ~nobody-here/x not found",
         f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
         "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12, min_p 0.0",
     }.items():  # fmt: skip
@@ -345,7 +345,7 @@ def test_a_chat_at_a_terminal(model: Path, tmp_path: Path) -> None:
             if ">>> " not in job.raw[job.raw.rindex(word.encode()) :].decode():
                 job.read_until(word=">>> ")
 
-        enter(b"/foo\r", "no command /foo; /help lists")
+        enter(b"/foo\r", "unknown command /foo; /help lists")
         enter(b"/set max_tokens 5\r", "max_tokens 5")
         enter(b"\x1b[200~one\ntwo\x1b[201~\r", "5 tok")
         job.resize(40, 12)

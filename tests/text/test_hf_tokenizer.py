@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.text.hf_tokenizer import HFTokenizer, load_tokenizer
-from specdec.text.vocabulary import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids
+from specdec.text.shared_vocabulary import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids
 from specdec.tokenizer import RenderedSegment, StreamingDetokenizer, Tokenizer, TokenizerError
 from tests.test_tokenizer import TEXTS
 from tests.tools.checkpoint_files import ROOT, write_tokenizer

@@ -441,7 +441,7 @@ def test_a_missing_package_is_reported_with_the_install_command(monkeypatch: pyt
     monkeypatch.setattr(optional_dependencies, "is_installed", lambda package: package != optional_dependencies.GUIDANCE)
     with pytest.raises(ValueError, match="llguidance") as caught:
         structured_output.json_object(small_tokenizer())
-    assert str(caught.value) == "a package is missing: llguidance, for structured output; pip install llguidance"
+    assert str(caught.value) == "package not found: llguidance, for structured output; install with: pip install llguidance"
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ import numpy as np
 from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE, Acceptance
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.staged import StagedDrafter
 from specdec.draft.tree import TreeDrafter
@@ -48,9 +48,9 @@ from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime.memory import zeros
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import LANES, round_up
-from specdec.runtime.threads import get_available_threads
 from specdec.sampling import Sampler, Sampling, accept_or_resample, compute_block_acceptance, draw
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.gguf_tokenizer import load_gguf_tokenizer
@@ -832,7 +832,7 @@ def make_cached_package():
         f"runtime/{name}.py": (made.ROOT / "specdec/runtime" / f"{name}.py")
         .read_text(encoding="utf-8")
         .replace("specdec.", "fuzzed.")
-        for name in ("code_cache", "compile_locks", "llvm_linking")
+        for name in ("code_cache", "compile_locks", "late_linking")
     }
     source = files["runtime/code_cache.py"]
     ours = re.sub(

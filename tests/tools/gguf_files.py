@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.layers.recurrent import fill_decay_rates
+from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.model_config import DeltaNetConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
 from tests.tools import hf_folders

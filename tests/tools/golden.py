@@ -19,20 +19,20 @@ import numpy as np
 
 import specdec
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.engine.decode_loop import Drafter, LengthPolicy, Step, decode
-from specdec.layers.base import Weights
+from specdec.layers.architecture import Weights
 from specdec.layers.rope import fill_cos_sin
 from specdec.loaders import load_checkpoint
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
-from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, gguf_formats
+from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, gguf_repacking
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.aligned_memory import zeros
 from specdec.runtime.elementary import log
+from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS
@@ -220,7 +220,7 @@ def hash_matmul(type_: str) -> str:
     """Return the hash of a matmul of random blocks of that type."""
     x = zeros(9, N)
     x[:] = np.random.default_rng(5).integers(-1000, 1001, x.shape) * 2.0**-9
-    return hash_arrays(run_matmul(pack_matrix([RandomBlockTensor(type_, ROWS, N)], gguf_formats.WEIGHT_FORMATS[type_]), x, 9))
+    return hash_arrays(run_matmul(pack_matrix([RandomBlockTensor(type_, ROWS, N)], gguf_repacking.WEIGHT_FORMATS[type_]), x, 9))
 
 
 def compute_function_hashes() -> dict[str, str]:
@@ -234,7 +234,7 @@ def compute_function_hashes() -> dict[str, str]:
         "tree of llama3": hash_tree("llama3"),
         "tree of gpt2": hash_tree("gpt2"),
         "tree of gpt2 in f16": hash_tree("gpt2", "f16"),
-        **{f"product of {type_}": hash_matmul(type_) for type_ in gguf_formats.BLOCK_TYPES},
+        **{f"product of {type_}": hash_matmul(type_) for type_ in gguf_repacking.BLOCK_TYPES},
     }
 
 

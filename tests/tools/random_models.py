@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model import ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.engine.decode_loop import Sequence, Statistics, Step, decode
 from specdec.model import transformer
 from specdec.model.llama import LLAMA
@@ -19,11 +19,11 @@ from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8, WeightFormat
 from specdec.quant.packed_matrix import Matrix
-from specdec.runtime import op_program, threads
-from specdec.runtime.aligned_memory import zeros
+from specdec.runtime import op_program, parallel_region
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import N_OPS_WORD, OP_WORDS, Executor
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import Float32
-from specdec.runtime.threads import get_available_threads
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS
@@ -163,5 +163,5 @@ def scatter_phases(seed: int) -> Callable[..., None]:
 
 def fake_three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the machine has three threads; `run_sequentially` and `scatter_phases` run one at a time."""
-    for module in (transformer, op_program, threads):
+    for module in (transformer, op_program, parallel_region):
         monkeypatch.setattr(module, "get_available_threads", lambda: 3)

@@ -16,7 +16,7 @@ import numpy as np
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
 from specdec.model_config import ModelConfig
-from specdec.runtime.aligned_memory import all_finite, zeros
+from specdec.runtime.memory import all_finite, zeros
 from tests.tools.checkpoint_files import FIELDS, V1_HEADER, V1_NAMES
 from tests.tools.configs import make_config
 

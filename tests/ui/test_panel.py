@@ -18,9 +18,18 @@ from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal,
 from specdec.text.detokenizer import EventDetokenizer, detokenize_events
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from specdec.ui.keyboard import KEY_ACTIONS, Keyboard
-from specdec.ui.live_window import STYLES, STYLES_NO_COLOR, Window, fit_items
-from specdec.ui.output import ModelLabels, PlainView, SilentView, StreamSanitizer, format_result, print_summary, sanitize, to_json
 from specdec.ui.panel import MIN_SHOW_S, MIN_SHOW_TOKENS, PANEL_DELAY_S, LivePanel, buffer_events, make_bins
+from specdec.ui.plain_views import (
+    ModelLabels,
+    PlainView,
+    SilentView,
+    StreamSanitizer,
+    format_result,
+    print_summary,
+    sanitize,
+    to_json,
+)
+from specdec.ui.terminal_window import STYLES, STYLES_NO_COLOR, Window, fit_items
 from specdec.ui.text_layout import Row, StyledText, row_width
 from tests.fakes.terminal import Screen
 

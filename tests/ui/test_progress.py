@@ -18,7 +18,7 @@ from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistic
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
 from specdec.ui import progress
-from specdec.ui.output import PlainView, run_view
+from specdec.ui.plain_views import PlainView, run_view
 from specdec.ui.progress import ProgressBar, show_prefill_progress, show_status
 from specdec.ui.signals import signals
 from specdec.ui.text_layout import cell_width

@@ -423,13 +423,13 @@ from specdec.cli.bootstrap import main
 main()
 """
     error = run_rejected([sys.executable, "-c", code])
-    assert f"{package} is missing; install with: " in error and f"-m pip install '{ROOT}[hub]'" in error
+    assert f"package not found: {package}; install with: " in error and f"-m pip install '{ROOT}[hub]'" in error
 
 
 def test_python_without_packages_lists_all_and_one_command() -> None:
     """-S leaves out the folders of installed packages."""
     error = run_rejected([sys.executable, "-E", "-S", str(ROOT / "specdec.py"), "Once upon a time"])
-    assert "numba, numpy, rich, typer are missing; install with: " in error and f"-m pip install '{ROOT}[hub]'" in error
+    assert "packages not found: numba, numpy, rich, typer; install with: " in error and f"-m pip install '{ROOT}[hub]'" in error
 
 
 def test_version_needs_no_package() -> None:
@@ -437,6 +437,10 @@ def test_version_needs_no_package() -> None:
         command = [sys.executable, "-E", "-S", str(ROOT / "specdec.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
         assert (done.stdout, done.stderr) == (f"specdec {specdec.__version__}, arithmetic {specdec.__arithmetic__}\n", "")
+        command = [sys.executable, "-X", "importtime", str(ROOT / "specdec.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "specdec.cli.version" in imported and not imported & {"typer", "rich", "numba", "numpy"}
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from specdec.server.tool_parsers.incremental import (
+from specdec.server.tool_parsers.json_calls import (
     SPECIAL_TOKEN_MARK,
     TOOL_CALL_CLOSE,
     TOOL_CALL_OPEN,
@@ -21,7 +21,7 @@ from specdec.server.tool_parsers.incremental import (
     ToolParser,
     get_partial_match_length,
 )
-from specdec.server.tool_parsers.non_json import (
+from specdec.server.tool_parsers.non_json_calls import (
     FUNCTION_OPEN,
     GEMMA_MARKS,
     GEMMA_QUOTES,

@@ -7,8 +7,8 @@ from typing import Any
 
 from specdec.argument_checks import shorten
 from specdec.server.tool_parsers.formats import CHANNEL, CONSTRAIN, END_MARKS, MESSAGE, MISTRAL_ARGS, START, ToolFormat
-from specdec.server.tool_parsers.incremental import ARGUMENT_KEYS
-from specdec.server.tool_parsers.non_json import (
+from specdec.server.tool_parsers.json_calls import ARGUMENT_KEYS
+from specdec.server.tool_parsers.non_json_calls import (
     FUNCTION_CLOSE,
     PARAMETER_CLOSE,
     get_enum_values,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from specdec.server.tool_parsers.formats import TOOL_FORMATS, find_tool_format
-from specdec.server.tool_parsers.incremental import ArgumentsDelta, Reasoning, ToolCall
+from specdec.server.tool_parsers.json_calls import ArgumentsDelta, Reasoning, ToolCall
 from tests.tools.hf_folders import FIXTURES
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}}

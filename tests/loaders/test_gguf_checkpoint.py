@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.families import GGUF_FAMILIES
 from specdec.layers.rope import compute_positions_per_radian
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
@@ -20,7 +21,7 @@ from specdec.loaders.mtp import load_mtp_head
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.model_config import Llama3RopeScaling
-from specdec.runtime.aligned_memory import all_finite
+from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
 from tests.tools.configs import replace_config
 from tests.tools.gguf_files import (
@@ -536,7 +537,11 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
         ("general.type", "mmproj", "reads images; name the GGUF file of the model itself"),
         ("general.type", "imatrix", "holds an importance matrix"),
         ("general.architecture", "clip", "reads images; name the GGUF file of the model itself"),
-        ("general.architecture", "bloom", 'general.architecture "bloom" is not supported; supported: '),
+        (
+            "general.architecture",
+            "bloom",
+            f'general.architecture "bloom" is not supported; supported: {", ".join(sorted(GGUF_FAMILIES))}',
+        ),
     ],
 )
 def test_the_error_about_a_file_without_a_model_says_what_it_contains(

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.engine import prefix_cache
-from specdec.engine.prefix_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
-from specdec.layers.base import LazyTable
+from specdec.engine import disk_prompt_cache
+from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
+from specdec.layers.architecture import LazyTable
 from specdec.loaders import load_checkpoint
-from specdec.model import sliding_window
+from specdec.model import sliding_window_eviction
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8
@@ -92,19 +92,19 @@ def test_a_restored_prompt_continues_with_the_same_bits(folder, name, kv):
 @pytest.mark.parametrize("ends", [(700,), (150, 700), (*range(100, 701, 100),)], ids=["once", "twice", "often"])
 def test_kv_blocks_dropped_by_a_window_are_not_written(folder, monkeypatch, ends):
     for name, number in (("MAX_REWIND_BYTES", 0), ("MIN_REWIND_TOKENS", 128), ("EVICTION_STEP_TOKENS", 64)):
-        monkeypatch.setattr(sliding_window, name, number)
+        monkeypatch.setattr(sliding_window_eviction, name, number)
     model = make_model("gemma3")
     tokens, files = random_tokens(model.config, 700), folder()
     for end in ends:
         model.forward(tokens[:end], 0)
         files.save(model, tokens[:end])
         files.flush()
-    assert model.full_kv_start > (3 * BLOCK_TOKENS if sliding_window.CAN_RELEASE_PAGES else -1)
+    assert model.full_kv_start > (3 * BLOCK_TOKENS if sliding_window_eviction.CAN_RELEASE_PAGES else -1)
     later = make_model("gemma3")
-    monkeypatch.setattr(sliding_window, "MAX_REWIND_BYTES", 1 << 40)
+    monkeypatch.setattr(sliding_window_eviction, "MAX_REWIND_BYTES", 1 << 40)
     plain = make_model("gemma3")
     restored = folder().restore(later, [*tokens, 5])
-    if sliding_window.CAN_RELEASE_PAGES:
+    if sliding_window_eviction.CAN_RELEASE_PAGES:
         assert restored == {1: 0, 2: 150, 7: 700}[len(ends)]
     for n in (701, 690, 300, 701):
         np.testing.assert_array_equal(later.forward([*tokens, 5][:n], 3), plain.forward([*tokens, 5][:n], 3))
@@ -236,7 +236,7 @@ def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(folder, monkeyp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(prefix_cache.Path, "replace", full)
+    monkeypatch.setattr(disk_prompt_cache.Path, "replace", full)
     save_prompt(one, model, tokens)
     save_prompt(one, model, [*tokens, 1])
     assert not os.listdir(one.folder) and len(one.lines) == 1 and "No space left" in one.lines[0]
@@ -259,8 +259,8 @@ def test_the_least_recently_used_files_are_evicted(folder):
 
 PROCESS = """
 import sys
-from tests.engine.test_prefix_cache import make_model, prefill, random_tokens
-from specdec.engine.prefix_cache import PromptCache
+from tests.engine.test_disk_prompt_cache import make_model, prefill, random_tokens
+from specdec.engine.disk_prompt_cache import PromptCache
 model, folder = make_model("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 for i in range(12):
     tokens = random_tokens(model.config, 300 + 20 * i)
@@ -369,8 +369,8 @@ def test_a_cache_keeps_no_model_alive_and_hashes_weights_once_for_clones(folder,
     one, model = folder(), make_model("qwen3")
     tokens = random_tokens(model.config, 300)
     save_prompt(one, model, tokens)
-    n_sums, sums = [], prefix_cache.checksum
-    monkeypatch.setattr(prefix_cache, "checksum", lambda arrays: n_sums.append(1) or sums(arrays))
+    n_sums, sums = [], disk_prompt_cache.checksum
+    monkeypatch.setattr(disk_prompt_cache, "checksum", lambda arrays: n_sums.append(1) or sums(arrays))
     clone = model.clone_for_sequence()
     assert [*one._get_block_paths(clone, tokens, 256, "")] == [*one._get_block_paths(model, tokens, 256, "")] and not n_sums
     other = model.clone_for_sequence(hidden_layers=[1])
@@ -415,8 +415,8 @@ def test_the_writer_thread_survives_errors(folder, monkeypatch):
 
 FULL = """
 import resource, sys
-from tests.engine.test_prefix_cache import make_model, prefill, random_tokens
-from specdec.engine.prefix_cache import PromptCache
+from tests.engine.test_disk_prompt_cache import make_model, prefill, random_tokens
+from specdec.engine.disk_prompt_cache import PromptCache
 model, folder = make_model("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 for n in (400, 500):
@@ -440,8 +440,8 @@ def test_a_write_cut_short_by_the_system_leaves_no_file(folder):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.engine.test_prefix_cache import make_model, prefill, random_tokens
-from specdec.engine.prefix_cache import PromptCache
+from tests.engine.test_disk_prompt_cache import make_model, prefill, random_tokens
+from specdec.engine.disk_prompt_cache import PromptCache
 model, folder = make_model("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 n_left = int(sys.argv[2])
 

@@ -7,7 +7,7 @@ from specdec import Sampling, SpeculativeDecoder
 from specdec.cli.generate import TextRequest
 from specdec.cli.model_loading import open_prompt_cache
 from specdec.engine.decode_loop import GenerationRequest
-from specdec.engine.prefix_cache import BLOCK_TOKENS, PromptCache
+from specdec.engine.disk_prompt_cache import BLOCK_TOKENS, PromptCache
 from specdec.engine.scheduler import Client, Scheduler
 from specdec.loaders.model_loader import load_model
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar, cast, get_args
 
 from specdec.argument_checks import check_choice, check_string, shorten
-from specdec.cli.options import (
+from specdec.cli.option_fields import (
     argument,
     common_option,
     decode_utf8,
@@ -21,21 +21,22 @@ from specdec.cli.options import (
 )
 from specdec.cli.prompt_sources import STDIN
 from specdec.draft.draft_length import MAX_GAMMA
-from specdec.draft.resolver import MTP, NGRAM, SELF
+from specdec.draft.model_bundle import MTP, NGRAM, SELF
 from specdec.draft.self_copy import parse_quantize
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import get_default_pair
 from specdec.model.transformer import KVFormatName
-from specdec.runtime.threads import get_available_threads
+from specdec.runtime.cpu_topology import get_topology
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.sampling import Sampling
-from specdec.ui.output import ModelLabels, sanitize_line
+from specdec.ui.plain_views import ModelLabels, sanitize_line
 from specdec.verification import VerifyMode
 
 NONE = "none"  # as a draft: the target decodes alone
 DRAFT_KEYWORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # drafts that are not names of models
 DEFAULT_STEPS = 256  # for -n
-DRAFT_HELP = "Draft: as -m, a head, mtp (the target's own), self (a copy in fewer bits), ngram (what stood in the text)"
+DRAFT_HELP = "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), ngram (no model)"
 MODEL_OPTIONS = "stage quantize kv pack prompt_cache prompt_cache_size tokenizer"
 SAMPLING_OPTIONS = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 RequestT = TypeVar("RequestT", bound="Request")
@@ -55,106 +56,110 @@ class Request:
     """
 
     option_names: ClassVar[str] = ""
-    word: str | None = argument(None, metavar="MODEL", help="The target, as with -m.")
+    word: str | None = argument(None, metavar="MODEL", help="The target, as for -m.")
     model: str | None = common_option(
         None, "-m", "--model", metavar="NAME",
-        help="Target: a folder, org/name or org/name:Q4_K_M on the hub, a GGUF or llama2.c file.",
+        help="Target: a folder, a GGUF or llama2.c file, or org/name or org/name:Q4_K_M on the hub.",
     )  # fmt: skip
     draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}, none.")
     stage: str = models_option(
         "", "--stage", metavar="ngram|NAME",
-        help="Guess for the draft, too: by n-grams or a smaller model. The draft checks that before the target does.",
+        help="Second-level draft: ngram or a smaller model. The draft verifies its tokens before the target does.",
     )  # fmt: skip
     quantize: str = models_option(
         "draft", "--quantize", metavar="WHAT",
-        help="Make weights int8: draft, target, both or none; draft=int4 makes int4. The draft's bits never change the text.",
+        help="Quantize to int8: draft, target, both or none; draft=int4 uses int4. The draft's bits never change the output.",
     )  # fmt: skip
     kv: str = models_option(
         AUTO, "--kv", metavar="auto|f32|f16|q8",
-        help="Type of the KV cache. f16 takes half the memory, q8 a quarter; each type has a text of its own. auto: f32 for a "
-        "target of fp32 weights, else f16.",
+        help="KV cache format. f16 takes half the memory of f32, q8 a quarter; each format has its own output. auto: f32 if the "
+        "target has fp32 weights, else f16.",
     )  # fmt: skip
     pack: str = models_option(
         AUTO, "--pack", metavar="auto|on|none",
-        help="Keep bf16 weights in 12 bits, without losing one: the same text. auto: where a trial shows that it is faster.",
+        help="Store bf16 weights in 12 bits, without loss: same output. auto: if a trial shows that it is faster.",
     )  # fmt: skip
     prompt_cache: str = models_option(
         "", "--prompt-cache", metavar="DIR",
-        help="Keep what is read of prompts here, for later runs: whoever can read the folder can read what was said.",
+        help="Keep processed prompts in this folder for later runs. Anyone who can read it can read the conversations.",
     )  # fmt: skip
     prompt_cache_size: int = models_option(
-        10_000, "--prompt-cache-size", metavar="MB", min=1, max=10**8, help="Megabytes that --prompt-cache may take."
+        10_000, "--prompt-cache-size", metavar="MB", min=1, max=10**8, help="Maximum size of --prompt-cache in megabytes."
     )
     tokenizer: str = models_option(
         "", "-z", "--tokenizer", metavar="FILE",
-        help="Tokenizer. By default the folder's own; for a checkpoint tok<vocab>.bin or tokenizer.bin, beside it or in models/.",
+        help="Tokenizer. By default the folder's own; for llama2.c, tokN.bin (N tokens) or tokenizer.bin, there or in models/.",
     )  # fmt: skip
     template: str = models_option(
-        "", "--template", metavar="FILE", help="Chat template (Jinja), or llama2. By default the model's own."
+        "", "--template", metavar="FILE", help="Chat template: a Jinja file, or llama2. By default the model's own."
     )
     prompt: str | None = common_option(
         None, "-i", "--prompt", metavar="TEXT", callback=decode_utf8,
-        help="The prompt, as PROMPT; - or a pipe: stdin. [dim]\\[default: Once upon a time][/dim]",
+        help="The prompt, same as PROMPT. - reads stdin, as a pipe does. [dim]\\[default: Once upon a time][/dim]",
     )  # fmt: skip
     file: str = text_option("", "-f", "--file", metavar="FILE", help="Read the prompt from this file.")
     steps: int | None = common_option(
         None, "-n", "--steps", metavar="N", min=0,
-        help="Tokens in all, with the prompt's; 0: as many as fit. [dim]\\[default: 256][/dim]",
+        help="Total number of tokens, prompt included. 0: as many as fit. [dim]\\[default: 256][/dim]",
     )  # fmt: skip
     max_tokens: int | None = common_option(
-        None, "--max-tokens", metavar="N", min=1, help="New tokens at most, without the prompt's; instead of -n."
+        None, "--max-tokens", metavar="N", min=1, help="Maximum number of new tokens, without the prompt; use it instead of -n."
     )
     schema: str = text_option(
-        "", "--schema", metavar="FILE|json", help="Write one JSON value by this JSON Schema; json: any object."
+        "", "--schema", metavar="FILE|json", help="Generate JSON that matches this JSON Schema. json: any object."
     )
     regex: str = text_option(
-        "", "--regex", metavar="REGEX", callback=decode_utf8, help="Write what this regex matches as a whole."
+        "", "--regex", metavar="REGEX", callback=decode_utf8, help="Generate text that this regex matches as a whole."
     )
-    temperature: float = common_option(
-        1.0, "-t", "--temperature", metavar="X", min=0.0, help="Sampling temperature; 0 is greedy."
-    )
+    temperature: float = common_option(1.0, "-t", "--temperature", metavar="X", min=0.0, help="Sampling temperature. 0: greedy.")
     top_p: float = sampling_option(
         0.9, "-p", "--top-p", metavar="X", min=0.0, max=1.0,
-        help="Keep the smallest set of tokens with more probability than X. 0, 1: off.",
+        help="Sample from the smallest set of tokens with a total probability above X. 0, 1: off.",
     )  # fmt: skip
-    top_k: int = sampling_option(0, "-k", "--top-k", metavar="N", min=0, help="Keep the N most likely tokens. 0: off.")
+    top_k: int = sampling_option(0, "-k", "--top-k", metavar="N", min=0, help="Sample from the N most likely tokens. 0: off.")
     min_p: float = sampling_option(
-        0.0, "--min-p", metavar="X", min=0.0, max=1.0, help="Leave out what is less likely than X times the likeliest."
+        0.0, "--min-p", metavar="X", min=0.0, max=1.0, help="Drop tokens that are less likely than X times the most likely one."
     )
     repetition_penalty: float = sampling_option(
         1.0, "--repeat-penalty", metavar="X", min=0.01, max=100.0,
-        help="Make tokens of the prompt and the text less likely, above 1.",
+        help="Values above 1 make tokens of the prompt and the output less likely.",
     )  # fmt: skip
     presence_penalty: float = sampling_option(
-        0.0, "--presence-penalty", metavar="X", min=-100.0, max=100.0, help="Take X from the logits of tokens that the text has."
+        0.0,
+        "--presence-penalty",
+        metavar="X",
+        min=-100.0,
+        max=100.0,
+        help="Subtract X from the logits of all tokens in the output.",
     )
     frequency_penalty: float = sampling_option(
         0.0, "--frequency-penalty", metavar="X", min=-100.0, max=100.0,
-        help="Take X from the logits of tokens for each time that the text has them.",
+        help="Subtract X from a token's logit for each time that it is in the output.",
     )  # fmt: skip
     logit_bias: list[str] | None = sampling_option(
-        None, "--logit-bias", metavar="ID=X", help="Add X, -100 to 100, to a token's logit. Can be repeated."
+        None, "--logit-bias", metavar="ID=X", help="Add X (-100 to 100) to the logit of token ID. Can be repeated."
     )
     seed: int = sampling_option(
-        0, "-s", "--seed", metavar="N", min=0, help="The same seed gives the same text. 0: a new seed each time."
+        0, "-s", "--seed", metavar="N", min=0, help="Random seed. The same seed gives the same output. 0: a new seed each time."
     )
     gamma: str = speculation_option(
         AUTO, "-g", "--gamma", metavar="N|auto",
-        help="Draft tokens per step (γ). auto: as many as pay, none where none do; 4 with --verify rejection or block.",
+        help="Draft tokens per step (γ). auto: as many as pay off, or none; 4 with --verify rejection or block.",
     )  # fmt: skip
     verify: str = speculation_option(
         "coupled", "--verify", metavar="coupled|rejection|block",
-        help="coupled: the text that the target alone writes with this seed. rejection (Leviathan et al. 2023), block (Sun et "
-        "al. 2024; accepts more): its distribution.",
+        help="coupled: the output of the target alone with this seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
+        "accepts more): its distribution.",
     )  # fmt: skip
     tree: str = speculation_option(
         "off", "--tree", metavar="auto|on|off",
-        help="on: propose several candidates for a place (a token tree). Same text. auto means off: no pair was faster by them.",
+        help="on: propose token trees, with several candidates per position; same output. auto: off, since no measured pair was "
+        "faster with trees.",
     )  # fmt: skip
     threads: int = machine_option(
-        0, "-j", "--threads", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer where those are faster."
+        0, "-j", "--threads", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer if that is faster."
     )
-    as_json: bool = flag("--json", group="Output", help="One JSON object on stdout.")
+    as_json: bool = flag("--json", group="Output", help="Print one JSON object to stdout.")
     given: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     command: str = ""
@@ -172,7 +177,8 @@ class Request:
         if self.schema and self.regex:
             raise ValueError("--schema and --regex exclude each other; leave one of them out")
         if self.threads > get_available_threads():
-            raise ValueError(f"threads is {self.threads}; this machine has cores for {get_available_threads()}")
+            expected = f"at most {get_available_threads()} (this machine has {get_topology().description})"
+            raise ValueError(f"threads is {self.threads}; expected {expected}")
         _ = self.draft_settings, self.sampling
 
     @cached_property

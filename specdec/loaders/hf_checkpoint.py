@@ -13,12 +13,12 @@ from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.families.family import select_tensor_specs
 from specdec.families.hf_common import LM_HEAD
 from specdec.families.tensor_specs import TensorSpec
+from specdec.loaders.checked_tensors import TensorIndex
 from specdec.loaders.checkpoint import SAMPLING_RANGES, Checkpoint, parse_default_sampling
 from specdec.loaders.hf_config import CONFIG, GENERATION_CONFIG, MERGE_HINT, read_config
 from specdec.loaders.json_file import read_json_object, read_optional_json_object
 from specdec.loaders.safetensors import INDEX, WEIGHTS, SafetensorsFile
 from specdec.loaders.tensor_assembly import assemble_tensors, is_equal
-from specdec.loaders.tensor_index import TensorIndex
 from specdec.model_config import ModelConfig
 
 MAX_NAME_LENGTH = 255  # of a file, in characters

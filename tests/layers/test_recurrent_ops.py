@@ -5,9 +5,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.layers.recurrent import N_REWINDABLE_STATES, NO_BIAS, convolve, gated_convolution, make_ring_buffer
-from specdec.runtime.aligned_memory import zeros
+from specdec.layers.recurrent_ops import N_REWINDABLE_STATES, NO_BIAS, convolve, gated_convolution, make_ring_buffer
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from tests.tools.random_models import THREAD_COUNTS, round_to_float32
 

@@ -41,16 +41,22 @@ UNSUPPORTED_FORMATS = (
     UnsupportedFormat(rb"PK\x03\x04.{26}[^/]{1,30}/(data\.pkl|byteorder|version|\.format)", PICKLE),
     UnsupportedFormat(rb"\x80[\x02-\x05](\x8a\x0a\x6c\xfc\x9c\x46|\x95|ctorch|\}|\]|c)", PICKLE),
     UnsupportedFormat(rb"PK\x03\x04", "a zip archive, or a PyTorch file"),
-    UnsupportedFormat(rb"MZqFpD", "a llamafile, which is a program with a GGUF file in it", "unpack that with unzip and name it"),
+    UnsupportedFormat(
+        rb"MZqFpD", "a llamafile, which is a program with a GGUF file in it", "unpack the GGUF file with unzip and name it"
+    ),
     UnsupportedFormat(rb"\x08[\x01-\x10][\x12\x3a]", "an ONNX model, which is not supported", ORIGINAL_HINT),
     UnsupportedFormat(rb".{4}TFL3", "a TensorFlow Lite model, which is not supported", ORIGINAL_HINT),
     UnsupportedFormat(rb"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes them, which is not supported", ORIGINAL_HINT),
-    UnsupportedFormat(rb"\x93NUMPY", "an array of NumPy, which is not supported", ORIGINAL_HINT),
-    UnsupportedFormat(rb"(lmgg|fmgg|tjgg|algg)", "a ggml file from before GGUF", "convert it, or download a GGUF file"),
+    UnsupportedFormat(rb"\x93NUMPY", "a NumPy array, which is not supported", ORIGINAL_HINT),
+    UnsupportedFormat(rb"(lmgg|fmgg|tjgg|algg)", "a ggml file that is older than GGUF", "convert it, or download a GGUF file"),
     UnsupportedFormat(
         rb"\n.\n.<(unk|pad|s)>", "a SentencePiece tokenizer", "make a tokenizer.json of it with save_pretrained of transformers"
     ),
-    UnsupportedFormat(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}", "a picture"),
+    UnsupportedFormat(rb"\x89PNG\r\n\x1a\n", "a PNG image"),
+    UnsupportedFormat(rb"\xff\xd8\xff", "a JPEG image"),
+    UnsupportedFormat(rb"GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", "an image"),
+    UnsupportedFormat(rb"ID3[\2-\4]|fLaC|OggS|RIFF.{4}WAVE|.{4}ftyp|\x1a\x45\xdf\xa3", "an audio or video file"),
+    UnsupportedFormat(rb"SQLite format 3\0", "an SQLite database"),
     UnsupportedFormat(rb"%PDF-", "a PDF document"),
     UnsupportedFormat(rb"MZ|\x7fELF|\xcf\xfa\xed\xfe", "a program"),
     UnsupportedFormat(
@@ -79,7 +85,7 @@ def identify_file(path: Path, expected: str) -> str:
     if WEB_PAGE.match(head):
         return f"is a web page, not the file that it links to; {DOWNLOAD_HINT}"
     if text := _decode_text(head):
-        return f"is a text file, which begins {shorten(text)!r}; {expected}"
+        return f"is a text file that begins with {shorten(text)!r}; {expected}"
     found = (each for each in UNSUPPORTED_FORMATS if re.match(each.signature, head, re.DOTALL))
     return next((f"is {each.name}; {each.advice or expected}" for each in found), "")
 

@@ -22,12 +22,12 @@ from specdec.families.gguf_common import (
 )
 from specdec.families.hf_common import MAX_LAYERS
 from specdec.families.pre_tokenizers import has_rstrip_special_tokens
+from specdec.loaders.checked_tensors import TensorIndex
 from specdec.loaders.checkpoint import Checkpoint, ModelFile, parse_default_sampling
 from specdec.loaders.gguf_file import MAGIC, GGUFFile
-from specdec.loaders.gguf_shards import list_shard_names
+from specdec.loaders.gguf_shard_names import list_shard_names
 from specdec.loaders.head_checks import check_id_map, check_target_ids
 from specdec.loaders.tensor_assembly import assemble_tensors, is_equal
-from specdec.loaders.tensor_index import TensorIndex
 from specdec.model_config import ModelConfig
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY
 
@@ -222,5 +222,5 @@ def _get_vocab_size(model: GGUFModel, values: ConfigValues, is_borrowed: bool) -
     if key in values and values[key] != rows:
         raise values.make_error(key, f"{rows}, the rows of {EMBEDDING}")
     if isinstance(tokens, list) and len(tokens) != rows:
-        raise CheckpointError(f"{values.path}: {TOKENS_KEY} are {len(tokens)}; expected {rows}, the rows of {EMBEDDING}")
+        raise CheckpointError(f"{values.path}: {TOKENS_KEY} has {len(tokens)} items; expected {rows}, the rows of {EMBEDDING}")
     return rows

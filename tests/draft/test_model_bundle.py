@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from specdec.draft.resolver import NGRAM, DraftResolver, DraftSource, ModelBundle, load_bundle
+from specdec.draft.model_bundle import NGRAM, DraftResolver, DraftSource, ModelBundle, load_bundle
 from specdec.draft.self_copy import parse_quantize
 from specdec.loaders.model_loader import Loader, compute_max_positions, load_model
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
-from specdec.text.vocabulary import SharedVocabulary
+from specdec.text.shared_vocabulary import SharedVocabulary
 from tests.conftest import Pair
 from tests.tools.random_models import random_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.format_sniffing import UNSUPPORTED_FORMATS, is_text
+from specdec.loaders.unsupported_formats import UNSUPPORTED_FORMATS, is_text
 from specdec.text.hf_tokenizer import load_tokenizer
 from specdec.tokenizer import TokenizerError
 from tests.tools.checkpoint_files import small_pieces, write_tokenizer
@@ -38,10 +38,14 @@ BINARY = {
     "an ONNX model, which is not supported; use the original": b"\x08\x08\x12\x07pytorch" + REST,
     "a TensorFlow Lite model": b"\x1c\0\0\0TFL3" + REST,
     "an HDF5 file": b"\x89HDF\r\n\x1a\n" + REST,
-    "an array of NumPy": b"\x93NUMPY\1\0" + REST,
-    "a ggml file from before GGUF": b"tjgg" + REST,
+    "a NumPy array": b"\x93NUMPY\1\0" + REST,
+    "a ggml file that is older than GGUF": b"tjgg" + REST,
     "a SentencePiece tokenizer; make a tokenizer.json": b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02" + REST,
-    "a picture": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + REST,
+    "a PNG image": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + REST,
+    "a JPEG image": b"\xff\xd8\xff\xe0\0\x10JFIF" + REST,
+    "an image": b"II*\0\x08\0\0\0" + REST,
+    "an audio or video file": b"\0\0\0\x20ftypisom" + REST,
+    "an SQLite database": b"SQLite format 3\0" + REST,
     "a PDF document": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3" + REST,
     "a program": b"\x7fELF\2\1\1" + REST,
     "a compressed file; unpack it first": b"\x1f\x8b\x08\0" + REST,
@@ -51,8 +55,8 @@ BINARY = {
 TEXTS = {
     "a Git LFS pointer in place of the file; run `git lfs pull`": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "a web page, not the file that it links to": b"\n<!DOCTYPE html><html>\xff",
-    "a text file, which begins 'Entry not found'": b"Entry not found",
-    "a text file, which begins 'Une fois'": "Une fois\n".encode("utf-16"),
+    "a text file that begins with 'Entry not found'": b"Entry not found",
+    "a text file that begins with 'Une fois'": "Une fois\n".encode("utf-16"),
 }
 
 

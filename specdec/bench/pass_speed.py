@@ -18,8 +18,8 @@ from specdec.model_config import ModelConfig
 from specdec.quant import INT8
 from specdec.quant.int8 import BYTES_PER_WORD, choose_dot4, get_dot4
 from specdec.runtime import peak_arithmetic
-from specdec.runtime.aligned_memory import all_finite, get_physical_memory_bytes, zeros
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import all_finite, get_physical_memory_bytes, zeros
 from specdec.runtime.simd import CPU_FEATURES, F32, I32, Float32
 
 MODEL_SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
@@ -27,6 +27,7 @@ MODEL_SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, k
     "42M": (512, 1376, 8, 8, 8, 32000, 1024),
     "110M": (768, 2048, 12, 12, 12, 32000, 1024),
 }
+SHAPE_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
 PASS_TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed affects them all
@@ -205,8 +206,8 @@ def _time_task(task: Task) -> float:
 
 
 def to_json(result: PassBenchResult) -> str:
-    """Return the result as JSON."""
-    return json.dumps(asdict(result))
+    """Return the result as JSON, with the seven numbers of the shape that `--shape` takes."""
+    return json.dumps(asdict(result) | {"shape": {name: getattr(result.shape, name) for name in SHAPE_FIELDS}})
 
 
 def to_table(result: PassBenchResult, shape: str) -> Table:

@@ -41,7 +41,18 @@ def option(default: Any, *names: str, group: str, help: str, **more: Any) -> Any
 
 
 # The panels of the help, and a function for each that declares an option in it.
-PANELS = "Most used", "Text", "Models", "Model", "Sampling", "Speculation", "Measuring", "Server", "Machine", "Output"
+PANELS = (
+    "Most used",
+    "Generation",
+    "Models",
+    "Random model",
+    "Sampling",
+    "Speculation",
+    "Measuring",
+    "Server",
+    "Machine",
+    "Output",
+)
 (
     common_option,
     text_option,

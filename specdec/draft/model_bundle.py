@@ -10,17 +10,17 @@ from typing import Any, Literal, TypeVar, cast
 
 from specdec.argument_checks import check_int, check_ints, check_string, check_strings, is_list, replace_unknown_tokens, shorten
 from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE
-from specdec.draft.model import HeadDrafter, ModelDrafter
+from specdec.draft.model_drafters import HeadDrafter, ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.precompile_models import compile_passes
 from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quantize
 from specdec.draft.settings import AUTO
 from specdec.draft.vocab_map import VocabMappedModel
 from specdec.engine.decode_loop import GenerationRequest
-from specdec.engine.prefix_cache import PromptCache
+from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.heads.head import Head
 from specdec.heads.shared_kv_head import SharedKVHead
-from specdec.layers.base import Weights
+from specdec.layers.architecture import Weights
 from specdec.loaders import Checkpoint, CheckpointError
 from specdec.loaders.checkpoint_heads import load_builtin_head
 from specdec.loaders.head_checks import check_compatibility
@@ -30,9 +30,9 @@ from specdec.model_config import ASSISTANT, ModelConfig
 from specdec.quant.packed_matrix import convert
 from specdec.sampling import Sampler, Sampling
 from specdec.text.detokenizer import EventDetokenizer
+from specdec.text.shared_vocabulary import SharedVocabulary, assume_shared_vocabulary, count_known_ids
 from specdec.text.structured_output import check_constraint
 from specdec.text.tokenizer_lookup import resolve_shared_vocabulary, resolve_tokenizer
-from specdec.text.vocabulary import SharedVocabulary, assume_shared_vocabulary, count_known_ids
 from specdec.tokenizer import AnyTokenizer
 
 SELF = "self"  # draft keyword: a copy of the target in fewer bits
@@ -252,7 +252,7 @@ class ModelBundle:
             if not tokens or not 0 <= min(tokens) <= max(tokens) <= max_id:
                 raise ValueError(f"prompt is {shorten(tokens)}; expected a string, or token ids from 0 to {max_id}")
         if len(tokens) > self.target.n_positions:
-            raise ValueError(f"the prompt has {len(tokens)} tokens; the target's seq_len is {self.target.n_positions}")
+            raise ValueError(f"the prompt has {len(tokens)} tokens; the target's context holds {self.target.n_positions}")
         return tokens
 
     def validate_request(self, request: GenerationRequest) -> GenerationRequest:

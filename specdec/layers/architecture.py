@@ -17,7 +17,8 @@ from specdec.model_config import ModelConfig
 from specdec.quant import PACKED_BF16, WeightFormat, choose_weight_format
 from specdec.quant.bf16_12bit_benchmark import MIN_MODEL_WEIGHTS, is_packing_faster
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
-from specdec.runtime.aligned_memory import (
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import (
     Arena,
     align_to_cache_line,
     copy_nonzero_pages,
@@ -25,7 +26,6 @@ from specdec.runtime.aligned_memory import (
     lazy_zeros,
     zeros,
 )
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Executor, Op, Program
 from specdec.runtime.simd import Float32, Int64, round_up
 
@@ -616,11 +616,12 @@ class Architecture:
         found |= {name: vector.shape for name, vector in weights.vectors.items()}
         for name, packed in expected.items():
             if found.get(name) != packed.shape:
-                raise ValueError(f"the weights' {name} has not the shape {packed.shape} that the config needs")
+                problem = f"has the shape {found[name]}" if name in found else "is missing"
+                raise ValueError(f"{name} of the weights {problem}; the config needs the shape {packed.shape}")
         if extra := {
             name for name in (*weights.matrices, *weights.vectors) if name.partition(SHARD_SEPARATOR)[0] not in expected
         }:
-            raise ValueError(f"the weights' {min(extra)} is none of the config's")
+            raise ValueError(f"{min(extra)} of the weights is unknown to the config")
 
 
 def _choose_matrix_format(name: str, weight_format: WeightFormat) -> WeightFormat | None:

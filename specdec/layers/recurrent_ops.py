@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
-from specdec.layers.base import BufferSpec
+from specdec.layers.architecture import BufferSpec
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp, log, sigmoid, silu
 from specdec.runtime.matmul_tile import PANEL_ROWS

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat
-from specdec.layers.base import Architecture, Buffers, Weights
+from specdec.layers.architecture import Architecture, Buffers, Weights
 from specdec.layers.block import KV_BUFFERS, has_kv_cache, kv_bytes_per_position
 from specdec.model_config import ModelConfig
-from specdec.runtime.aligned_memory import CAN_RELEASE_PAGES, release_pages
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import CAN_RELEASE_PAGES, release_pages
 from specdec.runtime.simd import ceil_div
 
 MAX_REWIND_BYTES = 128 << 20  # kept beyond windows to truncate a sequence; hybrid models keep as much in snapshots

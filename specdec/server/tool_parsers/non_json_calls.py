@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from specdec.server.tool_parsers.incremental import (
+from specdec.server.tool_parsers.json_calls import (
     SPECIAL_TOKEN_MARK,
     TOOL_CALL_CLOSE,
     TOOL_CALL_OPEN,

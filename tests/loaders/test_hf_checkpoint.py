@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.layers.recurrent import fill_decay_rates
+from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.loaders.checkpoint import DerivedTensor
 from specdec.loaders.model_loader import load_model

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
-from specdec.layers.base import Buffers, BufferSizes, Weights
+from specdec.layers.architecture import Buffers, BufferSizes, Weights
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.model.registry import get_architecture
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specdec.engine.decode_loop import Event
-from specdec.server.auth import Receive, Scope, Send, to_api_error
+from specdec.server.access_control import Receive, Scope, Send, to_api_error
+from specdec.server.fair_grammar_builds import ConstraintBuilder
 from specdec.server.field_validation import APIError, wrap_errors
-from specdec.server.grammar_builder import ConstraintBuilder
 from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
 from specdec.server.openai_chat_outputs import ChoiceDelta, CompletionFormatter, ResponseFormatter, format_sse_event
 from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, wrap_encoding_errors

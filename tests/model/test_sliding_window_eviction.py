@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model import sliding_window
+from specdec.model import sliding_window_eviction
 from specdec.model.registry import get_architecture
-from specdec.model.sliding_window import SlidingWindowEvictor
+from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
-from specdec.runtime.aligned_memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages
+from specdec.runtime.memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages
 from tests.model.test_architectures import FAMILIES, random_tensors
 from tests.tools.configs import replace_config
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens, run_in_blocks
@@ -45,19 +45,19 @@ def overwrite(runs: np.ndarray, first: int, last: int) -> None:
 def no_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep nothing beyond what a proposal can be truncated by."""
     for name, number in (("MAX_REWIND_BYTES", 0), ("MIN_REWIND_TOKENS", SLACK), ("EVICTION_STEP_TOKENS", STEP)):
-        monkeypatch.setattr(sliding_window, name, number)
+        monkeypatch.setattr(sliding_window_eviction, name, number)
 
 
 @pytest.fixture(params=[overwrite, release_pages], ids=["overwritten", "released"])
 def eviction(request: pytest.FixtureRequest, no_slack: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evict exact positions, and whole pages."""
-    monkeypatch.setattr(sliding_window, "release_pages", request.param)
+    monkeypatch.setattr(sliding_window_eviction, "release_pages", request.param)
 
 
 def plain_logits(name: str, tokens: list[int], **settings: Any) -> np.ndarray:
     """Return the logits of a model without eviction."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sliding_window, "MAX_REWIND_BYTES", 1 << 40)
+        patched.setattr(sliding_window_eviction, "MAX_REWIND_BYTES", 1 << 40)
         model = make_model(name, **settings)
         logits = run_in_blocks(model, tokens, 64)
         assert model.full_kv_start == 0
@@ -203,9 +203,9 @@ def test_memory_estimates_include_eviction(monkeypatch: pytest.MonkeyPatch) -> N
     model = make_model("mistral", window=16)
     n = 2900
     before = model.get_sequence_bytes(n)
-    monkeypatch.setattr(sliding_window, "MAX_REWIND_BYTES", 0)
-    monkeypatch.setattr(sliding_window, "MIN_REWIND_TOKENS", SLACK)
-    monkeypatch.setattr(sliding_window, "EVICTION_STEP_TOKENS", STEP)
+    monkeypatch.setattr(sliding_window_eviction, "MAX_REWIND_BYTES", 0)
+    monkeypatch.setattr(sliding_window_eviction, "MIN_REWIND_TOKENS", SLACK)
+    monkeypatch.setattr(sliding_window_eviction, "EVICTION_STEP_TOKENS", STEP)
     small = make_fresh_copy(model)
     saved = before - small.get_sequence_bytes(n)
     per_position = 2 * 2 * (8 + 32) * 4

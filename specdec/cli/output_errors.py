@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 import typer
 
-from specdec.ui.output import sanitize_line
+from specdec.ui.plain_views import sanitize_line
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for SIGPIPE
 

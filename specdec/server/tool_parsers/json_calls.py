@@ -160,7 +160,7 @@ class JsonScanner:
         return char >= " "
 
     def _end_value(self) -> None:
-        """Update the state after the end of a value."""
+        """Expect a comma or a closing bracket after a value; after the outermost value, mark the JSON as complete."""
         self.expected, self.is_complete = ",", not self.stack
 
 
