@@ -1,0 +1,121 @@
+"""The examples run as their docstrings say, without a network."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from tests.fakes.terminal import TIMEOUT_S, run_process
+from tests.test_docs import find_broken_links
+from tests.test_end_to_end import make_folder
+from tests.test_package import ROOT
+from tests.tools.hf_folders import FIXTURES
+
+EXAMPLES = ROOT / "examples"
+MAX_LINES = 50
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
+UNUSED_URL = "http://127.0.0.1:1"
+
+
+def run_example(name: str, *arguments: object, stdin: str = "", env: dict[str, str] = ENVIRONMENT) -> Any:
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    return subprocess.run(command, input=stdin, env=env, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S)
+
+
+def get_output(process: Any) -> str:
+    assert (process.returncode, process.stderr) == (0, "")
+    return str(process.stdout)
+
+
+@contextmanager
+def run_server(arguments: Sequence[object]) -> Iterator[str]:
+    """Start `specdec serve` on a free port and yield its URL."""
+    with run_process(["serve", *arguments, "--port", 0, "-j", 1]) as process:
+        deadline = Timer(TIMEOUT_S, process.kill)
+        deadline.start()
+        try:
+            yield process.stdout.readline().decode().split()[0]
+        finally:
+            deadline.cancel()
+
+
+def test_stream_prints_the_story_of_the_target_alone() -> None:
+    output = get_output(run_example("stream.py", "Tom had a red ball"))
+    story, _, summary = output.strip().rpartition("\n\n")
+    alone = SpeculativeDecoder("stories6M.bin", None).generate("Tom had a red ball", 100, temperature=0.8, seed=7)
+    assert story == alone.text.rstrip()
+    assert summary.startswith("100 tokens in ") and int(summary.split()[3]) < 60
+
+
+def test_chat_answers_each_line() -> None:
+    answers = get_output(run_example("chat.py", stdin="Hi!\nWho are you?\n"))
+    assert len(answers) > 100
+    assert get_output(run_example("chat.py", stdin="")) == ""
+
+
+def test_schema_prints_a_person() -> None:
+    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    person = json.loads(get_output(run_example("schema.py")))
+    assert [*person] == ["name", "age", "friends"] and 0 <= person["age"] <= 120
+
+
+def test_schema_names_the_missing_package(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['llguidance'] = None")
+    done = run_example("schema.py", env=ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
+    assert done.returncode == 1 and "pip install llguidance" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_batch_completes_all_prompts() -> None:
+    pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+    with run_server(["-m", "stories6M.bin"]) as url:
+        output = get_output(run_example("batch.py", url))
+    assert all(prompt in output for prompt in ("Once upon a time, there was", "Tom had a red ball", "The little robin"))
+    assert "240 tokens, " in output
+
+
+def test_tools_runs_the_function_that_the_model_calls(tmp_path: Path) -> None:
+    """The model has random weights: the grammar of the tool alone makes its call valid."""
+    for package in ("jinja2", "llguidance", "tokenizers", "uvicorn"):
+        pytest.importorskip(package, reason="an extra is not installed")
+    folder = make_folder(tmp_path / "talker", positions=2000)
+    template = (FIXTURES / "chat" / "smollm2.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + template)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    with run_server(["-m", folder]) as url:
+        output = get_output(run_example("tools.py", url))
+    assert output.startswith(("get_temperature('Oslo') = 4\n", "get_temperature('Rome') = 18\n"))
+
+
+@pytest.mark.parametrize("name", ["batch.py", "tools.py"])
+def test_without_a_server_an_example_shows_how_to_start_one(name: str) -> None:
+    done = run_example(name, UNUSED_URL)
+    assert done.returncode == 1 and "; start a server with: specdec serve -m " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_notebook_runs_and_has_no_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []
+    names: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    output = capsys.readouterr().out
+    assert output.startswith("Once upon a time, there was") and " passes of the target\n" in output
+
+
+def test_examples_are_short_and_listed() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    paths = [path for path in EXAMPLES.iterdir() if path.suffix in {".py", ".ipynb"}]
+    assert [path.name for path in paths if f"]({path.name})" not in page] == []
+    assert find_broken_links(EXAMPLES / "README.md") == []
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in paths if path.suffix == ".py"}
+    assert {name: n for name, n in lengths.items() if n >= MAX_LINES} == {}
