@@ -1,4 +1,4 @@
-"""Validation of caller-supplied values, with errors that name the parameter; independent of what the values are for."""
+"""Checks of caller-supplied values, with errors that name the parameter, and small helpers. Independent of other modules."""
 
 import math
 import operator
@@ -15,9 +15,17 @@ Choice = TypeVar("Choice")
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
-    """Return an integer from `minimum` to `maximum`.
+    """Return the value as an int if it is an integer from `minimum` to `maximum`, else raise an error with the parameter's name.
 
-    Raises TypeError for other types (bool included) and ValueError for a value out of range.
+    Args:
+        name: The name of the parameter, for the error.
+        value: The value to check; any type with `__index__`, such as a numpy integer.
+        minimum: The smallest valid value.
+        maximum: The largest valid value; None for no limit.
+
+    Raises:
+        TypeError: The value has another type; a bool is not accepted.
+        ValueError: The value is out of range.
     """
     try:
         n = None if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__") else operator.index(value)
@@ -31,9 +39,18 @@ def check_int(name: str, value: object, minimum: int, maximum: int | None = None
 
 
 def check_float(name: str, value: object, maximum: float, expected: str, minimum: float = 0.0) -> float:
-    """Return a finite number from `minimum` to `maximum`; `expected` describes the valid range in the error.
+    """Return the value as a float if it is a finite number from `minimum` to `maximum`, else raise an error.
 
-    Raises TypeError for other types (bool included) and ValueError for a value out of range.
+    Args:
+        name: The name of the parameter, for the error.
+        value: The value to check.
+        maximum: The largest valid value.
+        expected: A description of the valid range, for the error.
+        minimum: The smallest valid value.
+
+    Raises:
+        TypeError: The value has another type; a bool is not accepted.
+        ValueError: The value is out of range or not finite.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a number")
@@ -47,14 +64,19 @@ def check_float(name: str, value: object, maximum: float, expected: str, minimum
 
 
 def check_choice(name: str, value: Choice, choices: Collection[Choice]) -> Choice:
-    """Return a value that must be one of the choices; raise ValueError for any other."""
+    """Return the value unchanged if it is one of the allowed strings; raise ValueError with a list of these strings otherwise."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} is {shorten(value, repr)}; expected one of {', '.join(map(str, choices))}")
     return value
 
 
 def check_string(name: str, value: object) -> str:
-    """Return a string that UTF-8 can encode; raise TypeError for other types, ValueError for a lone surrogate."""
+    """Return the value unchanged if it is a string that UTF-8 can encode.
+
+    Raises:
+        TypeError: The value is not a string.
+        ValueError: The string contains a lone surrogate.
+    """
     if not isinstance(value, str):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a string")
     try:
@@ -65,7 +87,7 @@ def check_string(name: str, value: object) -> str:
 
 
 def check_ints(name: str, values: Iterable[object]) -> list[int]:
-    """Return the integers of an iterable as a list; raise TypeError for any other value."""
+    """Return the integers of an iterable as a list of ints; raise TypeError if it is not iterable or an item is no integer."""
     try:
         return list(map(operator.index, values))  # type: ignore[arg-type]
     except TypeError:
@@ -73,7 +95,7 @@ def check_ints(name: str, values: Iterable[object]) -> list[int]:
 
 
 def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return a path of str or os.PathLike; raise TypeError for any other value, bytes included."""
+    """Return the value unchanged if it is a str or an os.PathLike; raise TypeError for any other type, bytes included."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a path")
     return value
@@ -81,12 +103,12 @@ def check_path(name: str, value: str | os.PathLike[str]) -> str | os.PathLike[st
 
 @contextmanager
 def wrap_read_errors(path: Path, error_type: type[ValueError], expected: str = "") -> Iterator[None]:
-    """Convert errors while reading a file into one-line errors of a given type.
+    """Return a context in which errors while reading a file are raised again as one-line errors of the given type.
 
     Args:
-        path: The file.
-        error_type: The type of the raised errors.
-        expected: What the file should be; if given, it must be a regular file.
+        path: The file, which the error names.
+        error_type: The type of the raised errors; an error that already has this type passes unchanged.
+        expected: What the file should be. If given, a path that exists and is not a regular file is an error.
     """
     try:
         if expected and path.is_dir():
@@ -102,7 +124,7 @@ def wrap_read_errors(path: Path, error_type: type[ValueError], expected: str = "
 
 
 def shorten(value: object, to_string: Callable[[object], str] = str) -> str:
-    """Return a value as one line of at most 40 characters."""
+    """Convert any value to a string of one line and at most 40 characters, cut with "..." if it is longer."""
     try:
         text = " ".join(to_string(value).split())
     except ValueError:  # Python's limit for converting an int to a string
@@ -111,14 +133,16 @@ def shorten(value: object, to_string: Callable[[object], str] = str) -> str:
 
 
 def is_list(value: object) -> TypeGuard[Collection[Any]]:
-    """Return whether a value is a sized iterable (an array too) other than a string, bytes or a mapping."""
+    """Return whether a value is list-like: a sized iterable, such as an array, but no string, bytes or mapping."""
     return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
 
 
 def check_strings(name: str, value: object) -> list[str]:
-    """Return one string or several as a list of non-empty strings.
+    """Return a list of non-empty strings, given one string or a collection of strings.
 
-    Raises TypeError for other types and ValueError for an empty string or a lone surrogate.
+    Raises:
+        TypeError: The value has another type.
+        ValueError: A string is empty or contains a lone surrogate.
     """
     if not isinstance(value, str) and not is_list(value):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a string or several")
@@ -129,7 +153,7 @@ def check_strings(name: str, value: object) -> list[str]:
 
 
 def replace_unknown_tokens(tokens: list[int], vocab_size: int) -> list[int]:
-    """Return the tokens for a model of a smaller vocabulary: ids that it does not have become 0."""
+    """Return the token ids with every id of `vocab_size` or more replaced by 0, for a model with a smaller vocabulary."""
     return [token if token < vocab_size else 0 for token in tokens]
 
 

@@ -51,7 +51,7 @@ MAX_BATCH_TOKENS = 64  # tokens of one forward pass; longer prompts take several
 
 
 class KVFormat(NamedTuple):
-    """A format of the KV cache: its dtype, the kernels that write and read it, and whether it has scales."""
+    """A format of the KV cache: its dtype, the kernels that write and read the cache, and whether it has scales."""
 
     dtype: type
     store_keys: Kernel
@@ -62,7 +62,7 @@ class KVFormat(NamedTuple):
 
 @jitable
 def sum_squares(x, start, n):
-    """Return the sum of squares of n numbers from a flat index on: whole vectors first, then the rest one by one."""
+    """Return the sum of squares of n floats of x from flat index `start` on: whole vectors first, then the rest one by one."""
     whole, squares = n // LANES * LANES, splat(0.0)
     for i in range(start, start + whole, LANES):
         v = load(x, i)
@@ -75,18 +75,23 @@ def sum_squares(x, start, n):
 
 @jitable
 def compute_norm_scale(x, row, width, dim, eps):
-    """Return 1 / sqrt(mean(x^2) + eps) of the dim numbers from `row` on; zeros pad the row to `width`."""
+    """Return 1 / sqrt(mean(x^2) + eps) of the dim numbers of x from flat index `row` on; zeros pad the row to `width`."""
     total = sum_squares(x, row, width)
     # The last term makes the row NaN where the squares overflow: 1 / infinity would give zeros, and finite logits from them.
     return np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total
 
 
 class RMSNormArgs(NamedTuple):
-    """Arguments of `rms_norm`.
+    """Arguments of the kernel `rms_norm`.
 
     Attributes:
         out: Output (threads, T, ...), filled from `column` on.
         x: Input (1, T, D padded).
+        weight: (D padded,).
+        dim: D.
+        eps: Number added to the mean of the squares.
+        logits_only: 1: only the last n_logits tokens, written from out[0] on; 0: all tokens.
+        column: First column of out that is filled.
     """
 
     out: Floats3
@@ -177,9 +182,10 @@ def get_position(run, depths, t):
 
 @kernel
 def copy_rows(run: ForwardContext, thread: int, out: Floats2, x: Floats3, to: int, start: int, n: int, by_slot: int) -> None:
-    """Copy this chunk's share of n columns of x[t], from `start` on, to column `to` of out[t].
+    """Copy n columns of each token's row of x, from column `start` on, to out, from column `to` on; this chunk copies its share.
 
-    by_slot: writes to out[slot of t] instead. x (threads or 1, T, columns): one copy per thread, or one for all threads.
+    by_slot: 1: the row of out is the token's cache slot; 0: its index in the pass. x (threads or 1, T, columns): one copy per
+    thread, or one for all threads.
     """
     first, last = get_chunk_range(n, run.chunk, run.n_chunks)
     row, source = run.pos if by_slot else 0, thread if x.shape[0] > 1 else 0
@@ -190,10 +196,10 @@ def copy_rows(run: ForwardContext, thread: int, out: Floats2, x: Floats3, to: in
 
 @compiled
 def build_tree_paths(depths, paths, parents, n):
-    """Fill depths and paths of n nodes from their parents: earlier nodes, or -1 for nodes that follow the sequence.
+    """Fill the depth of each of n nodes of a token tree, and the path to it, from the nodes' parents.
 
-    A node's position is seq_len + its depth. paths[node, depth] is the node at that depth on the way to `node`; the last entry is
-    the node itself.
+    A parent is an earlier node, or -1 for nodes that follow the sequence. A node's position is seq_len + its depth.
+    paths[node, depth] is the node at that depth on the way to `node`; the last entry is the node itself.
     """
     for node in range(n):
         parent, depth = parents[node], 0
@@ -206,9 +212,9 @@ def build_tree_paths(depths, paths, parents, n):
 
 @compiled
 def move_kv_slots(keys, values, key_scales, value_scales, path, seq_len):
-    """Move the KV entries of a tree path, nodes from depth 0 on, to the slots that follow the sequence.
+    """Move the KV cache entries of one path of a token tree to the slots that follow the sequence, in all layers.
 
-    keys, values (L, ...) and their scales (L, G, S), which may be empty.
+    path: Nodes from depth 0 on. keys, values (L, ...) and their scales (L, G, S), which may be empty.
     """
     for layer in range(keys.shape[0]):
         for head in range(keys.shape[1]):
@@ -228,9 +234,10 @@ def move_kv_slots(keys, values, key_scales, value_scales, path, seq_len):
 
 @inlined
 def get_chunk_rows(run, width, unit, base, n_rows):
-    """Return which of n_rows this chunk has computed, counted from `base`, their first row in a matmul of that width.
+    """Return the first and the end row, out of n_rows rows of a matmul's output, that this chunk has computed.
 
-    They are this chunk's share of the matmul's panels, `unit` panels at a time: see `Matrix.matmul`.
+    Rows are counted from `base`, the first of them in the output of `width` rows. They are this chunk's share of the matmul's
+    panels, `unit` panels at a time: see `Matrix.matmul`.
     """
     first, last = get_chunk_range(width // (unit * PANEL_ROWS), run.chunk, run.n_chunks)
     return max(first * unit * PANEL_ROWS - base, 0), min(last * unit * PANEL_ROWS - base, n_rows)
@@ -248,7 +255,7 @@ def add_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats1, unit
 
 @kernel
 def add_positions(run: ForwardContext, thread: int, x: Floats2, positions: Floats2, depths: Ints1, dim: int) -> None:
-    """x[t] += positions[position of t] for the columns that this chunk's embedding filled."""
+    """x[t] += positions[position of t], the position embedding, for the columns that this chunk's token embedding filled."""
     first, last = get_chunk_range(dim, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         position = get_position(run, depths, t)
@@ -258,7 +265,7 @@ def add_positions(run: ForwardContext, thread: int, x: Floats2, positions: Float
 
 @kernel
 def scale_rows(run: ForwardContext, thread: int, x: Floats2, factor: float, dim: int) -> None:
-    """x[t] *= factor for the columns that this chunk's embedding filled."""
+    """x[t] *= factor for the columns that this chunk's token embedding filled."""
     first, last = get_chunk_range(dim, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         for k in range(first, last):
@@ -266,10 +273,10 @@ def scale_rows(run: ForwardContext, thread: int, x: Floats2, factor: float, dim:
 
 
 class HeadNormArgs(NamedTuple):
-    """Arguments of `head_norm`.
+    """Arguments of the kernel `head_norm`.
 
     Attributes:
-        x: Heads (T, rows), the output of a matmul of that unit; n_heads heads start at row `base`.
+        x: Attention heads (T, rows), the output of a matmul with this `unit`; n_heads heads start at row `base`.
         weight: (K,).
     """
 
@@ -284,7 +291,7 @@ class HeadNormArgs(NamedTuple):
 
 @kernel
 def head_norm(run: ForwardContext, thread: int, p: HeadNormArgs) -> None:
-    """Apply `rms_norm` with one weight to each of n_heads, the whole heads of this chunk."""
+    """Normalize each attention head in place by `rms_norm` with one weight (K,), for this chunk's share of whole heads."""
     x, unit, base, n_heads, head_dim, weight, eps = p
     first, last = get_chunk_rows(run, x.shape[1], unit, base, n_heads * head_dim)
     whole = head_dim // LANES * LANES
@@ -300,10 +307,10 @@ def head_norm(run: ForwardContext, thread: int, p: HeadNormArgs) -> None:
 
 @compiled
 def fill_rope_tables(cos, sin, periods, start, head_dim, scale):
-    """Fill cos and signed sin (S, K + LANES) of the pairs' angles, times scale, from position `start` on.
+    """Fill the RoPE tables (S, K + LANES), the cosines and signed sines of each pair's angle, from position `start` on.
 
-    Rows are periodic with period K, head_dim. periods: positions per radian of each pair, 1 or more. Dimensions after the pairs
-    stay unrotated.
+    Rows are periodic with period K, head_dim. periods: positions per radian of each pair, 1 or more. scale: factor of all cosines
+    and sines. Dimensions after the pairs stay unrotated.
     """
     for position in range(start, cos.shape[0]):
         for i in range(periods.size):
@@ -318,11 +325,12 @@ def fill_rope_tables(cos, sin, periods, start, head_dim, scale):
 
 
 class RopeArgs(NamedTuple):
-    """Arguments of `rope`.
+    """Arguments of the kernel `rope`.
 
     Attributes:
-        x: Heads (T, rows), the output of a matmul of that unit; the heads start at row `base`.
+        x: Attention heads (T, rows), the output of a matmul with this `unit`; n_rows rows of heads start at row `base`.
         cos, sin: See `fill_rope_tables`.
+        depths: Depths of the token tree's nodes, see `build_tree_paths`.
     """
 
     x: Floats2
@@ -337,7 +345,7 @@ class RopeArgs(NamedTuple):
 
 @kernel
 def rope(run: ForwardContext, thread: int, p: RopeArgs) -> None:
-    """Rotate this chunk's share of n_rows of heads (Su et al. 2021).
+    """Rotate query or key heads in place by their positions (RoPE, Su et al. 2021), for this chunk's share of n_rows rows.
 
     The pair (2i, 2i + 1) of a head turns by the position times its frequency: x * cos + swapped x * signed sin.
     """
@@ -356,7 +364,10 @@ def rope(run: ForwardContext, thread: int, p: RopeArgs) -> None:
 
 @kernel
 def store_keys_f32(run: ForwardContext, thread: int, keys: Floats4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
-    """Write this chunk's rows of the heads that start at row `base` of x to keys (G, S / R, K, R), from slot `pos` on."""
+    """Copy new keys, the heads that start at row `base` of x, to the KV cache: keys (G, S / R, K, R) from slot `pos` on.
+
+    Copies only the rows that this chunk has computed. scales is unused.
+    """
     head_dim = keys.shape[2]
     first, last = get_chunk_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
     if first >= last:
@@ -374,7 +385,10 @@ def store_keys_f32(run: ForwardContext, thread: int, keys: Floats4, scales: Floa
 def store_values_f32(
     run: ForwardContext, thread: int, values: Floats4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
 ) -> None:
-    """Write this chunk's rows of the heads that start at row `base` of x to values (G, K / R, S, R), from slot `pos` on."""
+    """Copy new values, the heads that start at row `base` of x, to the KV cache: values (G, K / R, S, R) from slot `pos` on.
+
+    Copies only the rows that this chunk has computed. scales is unused.
+    """
     first, last = get_chunk_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
     row = first
     while row < last:
@@ -420,7 +434,7 @@ def softmax(scores, row, start, end, scale, sink):
 
 
 class AttentionArgs(NamedTuple):
-    """Arguments of the attention kernels.
+    """Arguments of the attention kernels, for one layer.
 
     Attributes:
         out: (1, T, H K padded).
@@ -454,7 +468,10 @@ class AttentionArgs(NamedTuple):
 
 @jitable
 def accumulate_values(acc, values, scores, token, n_tokens, start, end):
-    """acc[t] += sum_s scores[t, s] values[s] for start <= s < end, for n_tokens from `token`; values (K / R, S, R)."""
+    """acc[t] += sum_s scores[t, s] values[s] over slots start <= s < end, for n_tokens rows t from `token` on.
+
+    values (K / R, S, R).
+    """
     if start >= end:
         return
     multiply_panels_by_dtype(
@@ -466,7 +483,7 @@ def accumulate_values(acc, values, scores, token, n_tokens, start, end):
 
 @jitable
 def gather_path_scores(scores, token, start, end, seq_len, path):
-    """scores[token, p] = scores[token, slot of p] for start <= p < end after the sequence, on a node's path.
+    """scores[token, p] = scores[token, slot of p] for positions start <= p < end after the sequence, along a tree node's path.
 
     A slot never precedes its position, so no score is overwritten before it is read.
     """
@@ -484,7 +501,7 @@ def scale_scores(scores, row, start, end, scales):
 
 @jitable
 def accumulate_path_values(acc, cached, scores, token, start, end, seq_len, path):
-    """acc[token] += sum_p scores[token, p] values[slot of p] for start <= p < end after the sequence, on a node's path.
+    """acc[token] += sum_p scores[token, p] values[slot of p] for positions start <= p < end after the sequence, on a node's path.
 
     cached: values and their scales.
     """
@@ -502,7 +519,7 @@ def accumulate_path_values(acc, cached, scores, token, start, end, seq_len, path
 
 @jitable
 def attend(run, thread, p, head, token, n_queries, along_heads):
-    """out[t, head] = softmax(scale q[t] . keys) values for n_queries from that token's head on  (Vaswani et al. 2017).
+    """out[t, head] = softmax(scale q[t] . keys) values for n_queries from the given token and head on  (Vaswani et al. 2017).
 
     The queries are one head of n_queries tokens, or along_heads: heads of one token that share keys and values. A token sees the
     last `window` positions up to its own; the loop bounds enforce this. The values at the positions of the sequence that all
@@ -564,10 +581,10 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
 
 @kernel
 def attention_f32(run: ForwardContext, thread: int, p: AttentionArgs) -> None:
-    """Compute this chunk's share of all heads of all tokens; query head h reads KV head h G / H.
+    """Compute attention for this chunk's share of all heads of all tokens into out; query head h reads KV head h G / H.
 
     Works in tiles of up to MAX_TILE_TOKENS queries that share keys and values: the tokens of a head, or the heads of a token if
-    there are more of those.
+    more heads share keys than the pass has tokens.
     """
     kv_heads = p.keys.shape[0]
     n_sharing = p.n_heads // kv_heads

@@ -22,29 +22,29 @@ ConfigPart = TypeVar("ConfigPart")
 
 
 def check_positive(config: object, *names: str) -> ErrorMessages:
-    """Yield an error for each named field that is not a finite number above 0."""
+    """Yield an error message for each named field of a config that is not a finite number above 0."""
     for name in names:
         if not 0 < getattr(config, name) < math.inf:
             yield f"{name} is {getattr(config, name)}; expected a positive number"
 
 
 def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> ErrorMessages:
-    """Yield an error for each named field that lies outside min_value..1 / MIN_SCALE."""
+    """Yield an error message for each named field of a config that lies outside min_value to 1 / MIN_SCALE."""
     for name in names:
         if not min_value <= getattr(config, name) <= 1 / MIN_SCALE:
             yield f"{name} is {getattr(config, name)}; expected {min_value:g} to {1 / MIN_SCALE:g}"
 
 
 def prefix_errors(name: str, errors: ErrorMessages) -> ErrorMessages:
-    """Return the errors of a nested config, each with the config's name in front."""
+    """Return the error messages of a nested config, each with "<name>'s" in front."""
     owner = f"{name}'" if name.endswith("s") else f"{name}'s"
     return (f"{owner} {error}" for error in errors)
 
 
 def require_type(part: object, expected_type: type[ConfigPart]) -> ConfigPart:
-    """Return a part of a config after asserting its type.
+    """Return a part of a config unchanged, typed as expected_type, after asserting that it is an instance.
 
-    The type always fits: the caller was chosen by it, or `ModelConfig.find_error` has checked it.
+    The type always fits: the caller was chosen by the type, or `ModelConfig.find_error` has checked it.
     """
     assert isinstance(part, expected_type)
     return part
@@ -52,10 +52,10 @@ def require_type(part: object, expected_type: type[ConfigPart]) -> ConfigPart:
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """RoPE scaling of Llama 3.1 ("llama3").
+    """Settings of Llama 3.1's RoPE scaling ("llama3"), which extends the context beyond original_seq_len.
 
-    Let n be the number of full rotations of a pair in original_seq_len positions. The angle of a pair is divided by factor if
-    n is below low_freq_factor, and stays as it is if n is above high_freq_factor. In between, the two are interpolated.
+    Let n be the number of full rotations of a pair of rows in original_seq_len positions. The angle of a pair is divided by
+    factor if n is below low_freq_factor, and stays as it is if n is above high_freq_factor. In between, the two are interpolated.
     """
 
     factor: float
@@ -64,7 +64,7 @@ class Llama3RopeScaling:
     original_seq_len: int
 
     def find_errors(self) -> ErrorMessages:
-        """Yield an error for each invalid field."""
+        """Yield an error message for each invalid field of this config."""
         yield from check_positive(self, "factor", "low_freq_factor", "original_seq_len")
         if self.factor < 1:
             yield f"factor is {self.factor}; expected 1 or more"
@@ -74,13 +74,13 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class YarnRopeScaling:
-    """RoPE scaling of YaRN (Peng et al. 2023, arXiv:2309.00071).
+    """Settings of YaRN's RoPE scaling (Peng et al. 2023, arXiv:2309.00071), which extends the context beyond original_seq_len.
 
-    Let n be the number of full rotations of a pair in original_seq_len positions. The angle of a pair stays as it is if n is
-    beta_fast or more, and is divided by factor if n is beta_slow or less. In between, the two are interpolated.
+    Let n be the number of full rotations of a pair of rows in original_seq_len positions. The angle of a pair stays as it is if
+    n is beta_fast or more, and is divided by factor if n is beta_slow or less. In between, the two are interpolated.
 
     Attributes:
-        truncate: Interpolate between whole pairs, the next ones beyond the two limits.
+        truncate: Round the two limits of the interpolation outward to whole pairs.
     """
 
     factor: float
@@ -90,7 +90,7 @@ class YarnRopeScaling:
     truncate: bool = True
 
     def find_errors(self) -> ErrorMessages:
-        """Yield an error for each invalid field."""
+        """Yield an error message for each invalid field of this config."""
         yield from check_positive(self, "factor", "original_seq_len", "beta_fast", "beta_slow")
         if self.factor < 1:
             yield f"factor is {self.factor}; expected 1 or more"
@@ -100,10 +100,10 @@ class YarnRopeScaling:
 
 @dataclass(frozen=True)
 class ShortConvConfig:
-    """Short convolutions, which replace attention in some layers (LFM2: Liquid AI 2025, arXiv:2511.23404).
+    """Settings of short convolutions, which replace attention in some layers (LFM2: Liquid AI 2025, arXiv:2511.23404).
 
     Attributes:
-        kernel_size: Number of tokens that a token sees, itself the last.
+        kernel_size: Number of tokens that a token sees, including itself as the last.
         bias: Add a bias in the convolution and in the matmuls around it.
     """
 
@@ -111,18 +111,18 @@ class ShortConvConfig:
     bias: bool = False
 
     def find_errors(self) -> ErrorMessages:
-        """Yield an error for each invalid field."""
+        """Yield an error message for each invalid field of this config."""
         if not 0 < self.kernel_size <= MAX_CONV_KERNEL_SIZE:
             yield f"kernel_size is {self.kernel_size}; expected 1 to {MAX_CONV_KERNEL_SIZE}"
 
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """A gated delta net, which replaces attention in some layers (Yang et al. 2025, arXiv:2412.06464).
+    """Settings of gated delta nets, which replace attention in some layers (Yang et al. 2025, arXiv:2412.06464).
 
     Attributes:
-        n_key_heads: Number of query heads, and of key heads.
-        key_head_dim: Rows of a query head and of a key head.
+        n_key_heads: Number of query heads, and also of key heads.
+        key_head_dim: Number of rows of each query head and each key head.
         kernel_size: Kernel size of the convolution.
         tiled_heads: Value head h uses key head h % n_key_heads; else consecutive value heads share one.
     """
@@ -136,16 +136,16 @@ class DeltaNetConfig:
 
     @property
     def total_value_dim(self) -> int:
-        """Rows of all value heads."""
+        """Number of rows of all value heads together."""
         return self.n_value_heads * self.value_head_dim
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: the rows of all queries, keys and values."""
         return 2 * self.n_key_heads * self.key_head_dim + self.total_value_dim
 
     def find_errors(self) -> ErrorMessages:
-        """Yield an error for each invalid field."""
+        """Yield an error message for each invalid field of this config."""
         yield from check_positive(self, "n_key_heads", "n_value_heads", "key_head_dim", "value_head_dim", "kernel_size")
         if self.n_value_heads % self.n_key_heads:
             yield f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
@@ -155,7 +155,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Settings of a draft head, next to the ModelConfig of its layers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+    """Settings that only a draft head has, next to the ModelConfig of its layers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
     Attributes:
         target_dim: Width of the target's hidden states.
@@ -164,9 +164,9 @@ class HeadConfig:
         draft_vocab_size: Rows of the head's classifier.
         own_embedding: The head has an embedding; else it uses its target's.
         own_classifier: The head has a classifier; else it uses its target's.
-        norm_before_residual: The residual stream takes the normed feature.
-        fc_norm: What is normed before fc: nothing, "each" hidden state, or the "whole" row.
-        norm_output: Norm outputs before they are fed back.
+        norm_before_residual: Add the normed feature, not the plain one, to the residual stream.
+        fc_norm: Input of fc that is normed: nothing, "each" hidden state, or the "whole" row of hidden states.
+        norm_output: Norm the head's outputs before they are fed back as inputs.
         target_architecture: Architecture of the target that the head was trained for; empty if unknown.
     """
 
@@ -182,15 +182,15 @@ class HeadConfig:
 
     @property
     def n_target_states(self) -> int:
-        """Number of the target's hidden states that make a feature."""
+        """Number of the target's hidden states that are joined to one feature, the head's input."""
         return len(self.target_layers) or DEFAULT_N_TARGET_STATES
 
     def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the layers, of a target with n_layers, before which the hidden states are taken."""
+        """Return the indexes of the layers before which hidden states are taken, in a target with n_layers layers."""
         return self.target_layers or (2, n_layers // 2, n_layers - 3)
 
     def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
-        """Yield an error for each setting that is invalid for a draft head of width `dim` whose ids are below `vocab_size`."""
+        """Yield an error message for each setting that is invalid for a draft head of width `dim` with ids below `vocab_size`."""
         yield from check_positive(self, "target_dim")
         if not 0 < self.draft_vocab_size <= vocab_size:
             yield f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size, {vocab_size}"
@@ -202,21 +202,21 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixture-of-experts MLPs.
+    """Settings of mixture-of-experts MLPs, in which a router chooses some experts for each token.
 
     Attributes:
         n_experts_used: Number of experts per token.
-        hidden_dim: Rows of the first matrix of an expert.
+        hidden_dim: Number of rows of the first matrix of each expert.
         norm_topk_prob: Divide the weights of the chosen experts by their sum.
-        dense_layers: Layers with a plain MLP instead.
+        dense_layers: Indexes of the layers that have a plain MLP instead.
         is_sigmoid: Score experts by sigmoid; else by softmax.
         has_selection_bias: Add a bias to the scores that choose experts, but not to their weights.
-        swiglu_limit: Limit of `clamped_swiglu`; its experts and router have biases. 0: neither.
+        swiglu_limit: Limit of `clamped_swiglu`; experts and router then have biases. 0: use no clamp and no biases.
         swiglu_alpha: Alpha of `clamped_swiglu`.
         routed_scaling_factor: Factor of the weights of the chosen experts.
-        shared_hidden_dim: Rows of the first matrix of an expert that all tokens use. 0: there is none.
-        shared_gate: Gate the shared expert by a matmul.
-        has_parallel_mlp: Run an MLP in parallel. Both have norms of their own, and each expert has a factor for its weight.
+        shared_hidden_dim: Number of rows of the first matrix of the shared expert, which all tokens use. 0: there is none.
+        shared_gate: Multiply the shared expert by the sigmoid of a matmul of its input.
+        has_parallel_mlp: Run an MLP parallel to the experts. Both have norms of their own; each expert's weight has a factor.
     """
 
     n_experts: int
@@ -234,7 +234,7 @@ class ExpertsConfig:
     has_parallel_mlp: bool = False
 
     def find_errors(self, n_layers: int) -> ErrorMessages:
-        """Yield an error for each invalid field."""
+        """Yield an error message for each field that is invalid in a model with n_layers layers."""
         if self.n_experts < 1 or self.hidden_dim < 1:
             yield f"n_experts and hidden_dim are {self.n_experts} and {self.hidden_dim}; expected positive numbers"
         if not 1 <= self.n_experts_used <= self.n_experts:
@@ -257,16 +257,16 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class PerLayerInputsConfig:
-    """Per-layer inputs: dim numbers of each token that a layer reads next to the residual stream (Gemma 4).
+    """Settings of per-layer inputs: dim numbers per token that each layer reads next to the residual stream (Gemma 4).
 
-    They come from a table with vocab_size rows and from the embedding.
+    The numbers come from a table with vocab_size rows and from the embedding.
     """
 
     dim: int
     vocab_size: int
 
     def find_errors(self, vocab_size: int) -> ErrorMessages:
-        """Yield an error for each invalid field."""
+        """Yield an error message for each field that is invalid in a model with vocab_size tokens."""
         yield from check_positive(self, "dim")
         if self.vocab_size < vocab_size:
             yield f"vocab_size is {self.vocab_size}; expected a row for each of {vocab_size} tokens"
@@ -274,16 +274,16 @@ class PerLayerInputsConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+    """Settings of rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864).
 
     Attributes:
         theta: Base of the angles.
-        dim: Number of rows, the first of a head, that are rotated. 0: all.
-        freq_factors: Divisors of the pairs' angles. Empty: 1.
+        dim: Number of rows of a head that are rotated, counted from its first. 0: all.
+        freq_factors: Divisor of the angle of each pair of rows. Empty: angles are not divided.
         attention_factor: Factor of the rotated rows.
-        long_freq_factors: Divisors for sequences longer than longrope_threshold, from their first token on (LongRoPE).
+        long_freq_factors: freq_factors of sequences longer than longrope_threshold, from their first token on (LongRoPE).
         longrope_threshold: Length in tokens. 0: no LongRoPE.
-        query_scale: Multiply a query at position p by 1 + query_scale log(1 + p // query_span) (Llama 4). 0: do not.
+        query_scale: Multiply a query at position p by 1 + query_scale log(1 + p // query_span) (Llama 4). 0: no factor.
         query_span: See query_scale.
     """
 
@@ -298,7 +298,7 @@ class RopeConfig:
     query_span: int = 0
 
     def find_errors(self, head_dim: int) -> ErrorMessages:
-        """Yield an error for each field that is invalid with heads of this size."""
+        """Yield an error message for each field that is invalid with attention heads of head_dim rows."""
         if not 1 <= self.theta < math.inf:  # no pair rotates by more than a radian per position
             yield f"theta is {self.theta}; expected 1 or more"
         if self.scaling:
@@ -330,18 +330,18 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Options of attention; the defaults are Llama's.
+    """Options of a layer's attention; the defaults are Llama's.
 
     Attributes:
-        window: Number of positions that a token sees, its own the last. 0: all.
+        window: Number of positions that a token sees, including its own as the last. 0: all.
         has_rope: Rotate queries and keys by RoPE.
         qkv_bias: Add a bias to queries, keys and values.
         wo_bias: Add a bias to the output projection.
         qk_norm: Apply an RMSNorm to each head of queries and keys, or to the "whole" row of a token.
-        value_norm: Norm each head of the values, without weights.
+        value_norm: Apply an RMSNorm without weights to each head of values.
         scale: Factor of attention scores. 0: 1 / sqrt(head_dim).
-        gate: Gate the attention output.
-        sinks: Add a score to each head's softmax that belongs to no position.
+        gate: Multiply the attention output by the sigmoid of one more matmul.
+        sinks: Give each head's softmax one more score, a weight that belongs to no position.
         values_are_keys: Values are the keys before norm and RoPE.
         kv_layer: Earlier layer to read keys and values from, or TARGET_KV_LAYER. None: the layer has its own.
     """
@@ -360,7 +360,7 @@ class AttentionConfig:
     kv_layer: int | None = None
 
     def find_errors(self) -> ErrorMessages:
-        """Yield an error for each invalid field, except those of rope."""
+        """Yield an error message for each invalid field of this config, except the RoPE settings."""
         if self.window < 0:
             yield f"window is {self.window}; expected a number of positions, or 0 for all"
         yield from check_scale(self, "scale", min_value=0)
@@ -368,10 +368,10 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Settings in which a layer differs from its `ModelConfig`; None: it does not.
+    """Settings of one layer that override those of its `ModelConfig`; None: the layer does not override this one.
 
     Attributes:
-        mixer: What replaces attention in this layer.
+        mixer: Short convolution or delta net that replaces attention in this layer.
     """
 
     n_kv_heads: int | None = None
@@ -382,7 +382,10 @@ class LayerConfig:
 
 
 def make_layer_configs(layer_config: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
-    """Return `ModelConfig.layers` if the given layers, of n_layers, have this config; empty if there are none."""
+    """Return a value for `ModelConfig.layers` that gives layer_config to the listed ones of n_layers layers.
+
+    The tuple has one entry per layer; it is empty if no layer is listed.
+    """
     return tuple(layer_config if i in layers else LayerConfig() for i in range(n_layers)) if layers else ()
 
 
@@ -396,10 +399,10 @@ class ModelConfig:
         shared_classifier: The classifier is the embedding.
         architecture: A name in `ARCHITECTURES`.
         norm_eps: Term in the denominator of a norm that avoids a division by 0.
-        head_dim: Rows of a head. 0: dim / n_heads.
+        head_dim: Number of rows of an attention head. 0: dim / n_heads.
         attention: Options of attention.
         layers: Settings of each layer that differ (see `layer_config`). Empty: all layers are alike.
-        mixer: What replaces attention; set only in the config that `layer_config` returns.
+        mixer: Replacement of attention; set only in the config that `layer_config` returns.
         mlp_bias: MLPs have biases.
         activation: Activation of the gate.
         experts: Mixture of experts in the place of MLPs.
@@ -444,7 +447,7 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
 
     def find_error(self) -> str:
-        """Return the first error of this config, or an empty string."""
+        """Return the first error message of this config and its nested configs, or an empty string if it is valid."""
         return next(self._find_errors(), "")
 
     def _find_errors(self) -> ErrorMessages:
@@ -473,7 +476,7 @@ class ModelConfig:
             yield f"vocab_size is {self.vocab_size}; BOS and EOS are the ids 1 and 2"
 
     def _find_norm_and_input_errors(self) -> ErrorMessages:
-        """Yield the errors of norms, per-layer inputs and logits."""
+        """Yield the error messages of norms, per-layer inputs and the logit softcap."""
         if self.per_layer_inputs:
             yield from prefix_errors("per_layer_inputs", self.per_layer_inputs.find_errors(self.vocab_size))
         if not (self.logit_softcap == 0 or MIN_SCALE <= self.logit_softcap <= 1 / MIN_SCALE):
@@ -491,7 +494,7 @@ class ModelConfig:
             yield f"norm_placement is {self.norm_placement}; expected before if residual_scale is not 1"
 
     def _find_layer_errors(self) -> ErrorMessages:
-        """Yield the errors of the layers' own settings."""
+        """Yield the error messages of the settings that layers override."""
         if len(self.layers) not in (0, self.n_layers):
             yield f"layers has {len(self.layers)} entries; expected one for each of {self.n_layers} layers, or none"
         ropes = {self.rope, *(overrides.attention.rope for overrides in self.layers if overrides.attention)}
@@ -521,12 +524,12 @@ class ModelConfig:
                 yield f"layer {i}'s kv_layer is {source}; expected an earlier layer like it that has its own keys and values"
 
     def layer_config(self, i: int) -> "ModelConfig":
-        """Return the config of a model in which every layer is like layer i."""
+        """Return a config with the overrides of layer i applied: that of a model in which every layer is like layer i."""
         return self._layer_configs[i] if self.layers else self
 
     @functools.cached_property
     def _layer_configs(self) -> "tuple[ModelConfig, ...]":
-        """The config of each layer; layers that are alike share one."""
+        """The result of `layer_config` for each layer; layers that are alike share one object."""
         changes = {
             overrides: {name: value for name, value in vars(overrides).items() if value is not None}
             for overrides in {*self.layers}
@@ -535,27 +538,27 @@ class ModelConfig:
         return tuple(configs[overrides] for overrides in self.layers)
 
     def find_mixer_layers(self, mixer_type: type) -> list[int]:
-        """Return the indexes of the layers with a mixer of this type."""
+        """Return the indexes of the layers in which a mixer of the given config type replaces attention."""
         return [i for i, overrides in enumerate(self.layers) if isinstance(overrides.mixer, mixer_type)]
 
     @property
     def rope(self) -> RopeConfig:
-        """RoPE settings of attention."""
+        """RoPE settings of this config's attention."""
         return self.attention.rope
 
     @property
     def q_dim(self) -> int:
-        """Rows of all query heads."""
+        """Number of rows of all query heads together."""
         return self.n_heads * self.head_dim
 
     @property
     def has_own_kv(self) -> bool:
-        """Whether an attention layer has keys and values of its own."""
+        """Whether attention computes keys and values of its own, not reading those of another layer."""
         return self.attention.kv_layer is None
 
     @property
     def kv_dim(self) -> int:
-        """Rows of all key heads."""
+        """Number of rows of all key heads together, and of all value heads."""
         return self.n_kv_heads * self.head_dim
 
     @property
@@ -564,18 +567,18 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
     def has_long_rope(self, n_tokens: int) -> bool:
-        """Return whether a sequence of n_tokens uses long_freq_factors."""
+        """Return whether a sequence of n_tokens tokens is so long that RoPE uses long_freq_factors (LongRoPE)."""
         return 0 < self.rope.longrope_threshold < n_tokens
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of the products of queries and keys, rounded to float32."""
+        """Factor of the products of queries and keys before the softmax, rounded to float32."""
         return float(self.attention.scale or np.float32(1) / np.sqrt(np.float32(self.head_dim)))
 
     @property
     def attention_window(self) -> int:
-        """Number of positions that a token sees at most, its own the last.
+        """Maximum number of positions that a token sees, including its own as the last.
 
-        A sequence beyond seq_len sees a sliding window of that size.
+        In a sequence longer than seq_len, a token sees a sliding window of seq_len positions at most.
         """
         return min(self.attention.window or self.seq_len, self.seq_len)

@@ -25,7 +25,7 @@ TARGET_NOISE, DRAFT_NOISE, ACCEPT_NOISE, FIRST_ROUND_NOISE = range(4)
 
 
 def get_round_streams(position: int) -> tuple[int, int]:
-    """Return the numbers of the draft and acceptance noise streams that only the round starting at this position uses."""
+    """Return the numbers of the draft and the acceptance noise stream that only the round starting at this position uses."""
     return FIRST_ROUND_NOISE + 2 * position, FIRST_ROUND_NOISE + 2 * position + 1
 
 
@@ -100,7 +100,10 @@ class Sampling:
 
     @functools.cached_property
     def min_p_logit_offset(self) -> float | None:
-        """The most that a logit may fall below the largest, as a number up to 0, or None for no limit; equal on all machines."""
+        """Distance from the largest logit to the lowest logit that min_p keeps, as a number up to 0; None: min_p is off.
+
+        It is equal on all machines.
+        """
         if not (self.min_p and self.temperature):
             return None
         from decimal import Decimal  # its logarithm is correctly rounded
@@ -123,7 +126,12 @@ class SamplingOverrides(TypedDict, total=False):
 
 
 def _parse_logit_bias(logit_bias: Any) -> tuple[tuple[int, float], ...]:
-    """Return the pairs of id and bias by rising id, each id once."""
+    """Return a logit_bias, a mapping or pairs, as pairs of token id and bias, checked, by rising id, each id once.
+
+    Raises:
+        TypeError: It is neither a mapping nor pairs, or holds something other than numbers.
+        ValueError: A number is out of range.
+    """
     try:
         pairs = [(token, bias) for token, bias in (logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias)]
     except (TypeError, ValueError):
@@ -137,7 +145,7 @@ def _parse_logit_bias(logit_bias: Any) -> tuple[tuple[int, float], ...]:
 
 
 def override_sampling(sampling: Sampling, **fields: Any) -> Sampling:
-    """Return sampling with the fields that are not None replaced. Anything but a `Sampling` is returned unchanged."""
+    """Return a `Sampling` with those of its fields replaced that are given and not None; return anything else unchanged."""
     changes = {name: value for name, value in fields.items() if value is not None}
     return replace(sampling, **changes) if changes and isinstance(sampling, Sampling) else sampling
 
@@ -152,7 +160,7 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling, n_ids: int | None = None) -> None:
-        """Create a sampler with its scratch arrays."""
+        """Create a sampler, and allocate its scratch arrays; see the attributes for the arguments."""
         self.vocab_size, self.sampling = vocab_size, sampling
         self.n_ids = vocab_size if n_ids is None else n_ids
         self._keys = np.empty(self.n_ids, np.uint64)
@@ -160,15 +168,18 @@ class Sampler:
         self._top_two, self._candidates = ((np.empty(n, np.int64), np.empty(n)) for n in (2, N_CANDIDATES))
 
     def new_probs(self) -> Float32:
-        """Return a zeroed array for one row of probabilities (1, V padded)."""
+        """Return a new zeroed float32 array for one row of probabilities (1, V padded)."""
         return zeros(1, round_up(self.vocab_size, LANES))
 
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
-        """Return the token drawn with this noise, or -1 if the logits are not finite; fill probs (1, V padded) from them."""
+        """Draw a token with the noise of (stream, position), and return it, or -1 if the logits are not finite.
+
+        Fills probs (1, V padded) with the probabilities that the logits give.
+        """
         return self.draw_with_margin(probs, logits, stream, position)[0]
 
     def draw_with_margin(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[int, float]:
-        """Return `draw`'s token and the margin of its score over the next one.
+        """Return the token that `draw` returns and the margin of its score over the next best token's; fill probs too.
 
         The score is the noisy log p + Gumbel, or the logit if there is no noise.
         """
@@ -177,11 +188,11 @@ class Sampler:
         return (int(tokens[0]) if n else -1), margin
 
     def draw_candidates(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[list[int], list[float]]:
-        """Return up to N_CANDIDATES tokens by falling noisy score, the first is `draw`'s, and N_CANDIDATES scores.
+        """Return up to N_CANDIDATES tokens by falling noisy score, and N_CANDIDATES scores; fill probs (1, V padded).
 
-        The scores are those of `draw_with_margin`; they are -inf where there is no token. Without noise, tokens other than the
-        first have a score although their probability is 0. Returns no tokens if the logits are not finite. Fills probs (1, V
-        padded).
+        The first token is the one that `draw` returns. The scores are those of `draw_with_margin`; they are -inf where there is
+        no token. Without noise, tokens other than the first have a score although their probability is 0. Returns no tokens if
+        the logits are not finite.
         """
         tokens, scores = self._candidates
         n, _ = self._draw(probs, logits, stream, position, tokens, scores)
@@ -196,13 +207,13 @@ class Sampler:
         return int(n), float(margin)
 
     def compute_probabilities(self, probs: Float32, logits: Float32) -> None:
-        """Fill probs (1, V padded) from logits."""
+        """Fill probs (1, V padded) with the probabilities that logits get from this sampler's parameters."""
         s, logits = self.sampling, logits[: self.n_ids]
         compute_probabilities(probs, logits, s.temperature, self._top_k, s.top_p, self._keys)
 
 
 def compile_draw() -> None:
-    """Compile the functions that every sequence draws its tokens with."""
+    """Compile the functions that draw a token for a sequence, by drawing one."""
     sampler = Sampler(2, Sampling())
     sampler.draw(sampler.new_probs(), np.zeros(2, np.float32), TARGET_NOISE, 0)
 
@@ -226,21 +237,21 @@ def mix_bits(x):
 
 @jitable
 def make_noise_key(seed, stream, position):
-    """Return the key from which the noise of all tokens at one position is computed."""
+    """Return the uint64 key from which the noise of all tokens at one position of a stream is computed."""
     key = mix_bits(np.uint64(seed) + GOLDEN_RATIO_64 * np.uint64(stream + 1))
     return mix_bits(key + GOLDEN_RATIO_64 * np.uint64(position + 1))
 
 
 @jitable
 def uniform(key, token):
-    """Return the float64 in (0, 1) of a token under the key of (seed, stream, position)."""
+    """Return a token's pseudorandom float64 in (0, 1) under the `make_noise_key` of (seed, stream, position)."""
     bits = mix_bits(key + GOLDEN_RATIO_64 * np.uint64(token + 1))
     return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
 @jitable
 def make_rank_key(prob, token):
-    """Return an integer that sorts tokens by falling probability, then by rising id."""
+    """Return a uint64 that sorts tokens by falling probability, then by rising id."""
     bits = np.float32(prob).view(np.uint32)
     return (np.uint64(~bits & np.uint32(0xFFFFFFFF)) << np.uint64(32)) | np.uint64(token)
 
@@ -256,10 +267,10 @@ def get_rank_key_probability(key):
 
 @jitable
 def partition(keys, first, last):
-    """Move the keys below a median of three to the front of keys[first:last].
+    """Move the rank keys below a pivot, the median of three, to the front of keys[first:last], as in quickselect.
 
     Returns:
-        The index of the median, and the sum of the probabilities before it.
+        The index of the pivot, and the sum of the probabilities before it.
     """
     a, b, c = keys[first], keys[(first + last) // 2], keys[last - 1]
     pivot = max(min(a, b), min(max(a, b), c))
@@ -280,7 +291,10 @@ def partition(keys, first, last):
 
 @jitable
 def find_last_kept_key(keys, n, top_k, top_p):
-    """Return the last key of the shortest prefix, in rank order, with top_k tokens or a mass above top_p (a quickselect)."""
+    """Return the rank key of the last token that top_k and top_p keep, or NO_KEY if keys[:n] hold too few tokens for that.
+
+    It ends the shortest prefix, in rank order, with top_k tokens or a mass above top_p (a quickselect). Reorders keys.
+    """
     first, last, mass = np.int64(0), n, 0.0
     while first < last:
         index, mass_before = partition(keys, first, last)
@@ -296,7 +310,7 @@ def find_last_kept_key(keys, n, top_k, top_p):
 
 @jitable
 def find_max(x, first, last):
-    """Return the largest of x[first:last], flat, including the lanes that fill up its last vector; NaN is ignored."""
+    """Return the largest of the flat x[first:last], including the lanes that fill up its last vector; NaN is ignored."""
     top = splat(-np.inf)
     for i in range(first, last, LANES):
         top = maximum(load(x, i), top)
@@ -320,7 +334,7 @@ def collect_rank_keys(keys, probs, n, cutoff):
 
 @jitable
 def find_set_end_key(keys, probs, n, top_k, top_p, cutoff):
-    """Return `find_last_kept_key` of the tokens that reach the cutoff.
+    """Return the `find_last_kept_key` among the tokens with a probability of at least `cutoff`; overwrites keys.
 
     In a large vocabulary it tries the likeliest tokens alone first, and takes more only if those do not suffice.
     """
@@ -337,7 +351,7 @@ def find_set_end_key(keys, probs, n, top_k, top_p, cutoff):
 
 @jitable
 def argmax(x):
-    """Return the first index of the largest of x (V,), or -1 if one is NaN or the largest is not finite."""
+    """Return the first index of the largest element of x (V,), or -1 if an element is NaN or the largest is not finite."""
     n, n_nans = x.size, 0
     whole = n // LANES * LANES
     top = np.float32(-np.inf)
@@ -395,7 +409,7 @@ def compute_probabilities(probs, logits, temperature, top_k, top_p, keys):
 
 @jitable
 def can_win(probs, first, last, key, best):
-    """Return whether a token in first..last may beat the time `best` of `draw_gumbel_top_k`.
+    """Return whether a token from first to last (exclusive) may get a time of at most `best` in `draw_gumbel_top_k`.
 
     It has no branches, so LLVM vectorizes it.
     """
@@ -407,7 +421,7 @@ def can_win(probs, first, last, key, best):
 
 @jitable
 def insert_candidate(tokens, scores, token, score):
-    """Insert a token among the best so far, sorted by falling score, and drop the last one."""
+    """Insert a token and its score into the arrays of the best so far, sorted by falling score, and drop the last entry."""
     index = scores.size - 1
     while index > 0 and scores[index - 1] < score:
         scores[index], tokens[index] = scores[index - 1], tokens[index - 1]
@@ -449,7 +463,7 @@ def draw_gumbel_top_k(probs, n, seed, stream, position, tokens, scores):
 
 @jitable
 def find_top_k(x, tokens, scores):
-    """Find the indices and values of the largest of x (V,), as many as tokens and scores have entries; ties by rising index."""
+    """Fill tokens and scores (k,) with the indices and values of the k largest elements of x (V,); ties by rising index."""
     n, last_index = x.size, scores.size - 1
     scores[:] = -np.inf
     for first in range(0, n, BLOCK_TOKENS):
@@ -504,11 +518,11 @@ def draw_residual(p, q, n, weight, seed, stream, position):
 
 @compiled
 def accept_or_resample(p, q, n, token, seed, accept_stream, target_stream, position):
-    """Return the target's token given the draft token `token`: rejection sampling (Leviathan et al. 2023, section 2.3).
+    """Return the draft token `token` if it is accepted, else a token drawn from the residual max(0, p - q).
 
-    The draft token is accepted with probability min(1, p / q). Otherwise a token is drawn from the residual max(0, p - q), which
-    never contains the draft token, so it was accepted exactly if it is returned. Overwrites p (1, V padded). Returns -1 if p is
-    NaN.
+    Rejection sampling (Leviathan et al. 2023, section 2.3). The draft token is accepted with probability min(1, p / q). The
+    residual never contains the draft token, so it was accepted exactly if it is returned. Overwrites p (1, V padded). Returns -1
+    if p is NaN.
     """
     if uniform(make_noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
         return np.int64(token)
@@ -517,7 +531,7 @@ def accept_or_resample(p, q, n, token, seed, accept_stream, target_stream, posit
 
 @compiled
 def accept_or_reject(p, q, n, token, sibling, seed, stream, position):
-    """Return whether a draft token is accepted if siblings follow that were drawn from q without replacement.
+    """Return whether a draft token is accepted that may be followed by siblings drawn from q without replacement.
 
     `sibling` is the next of them. Multi-round rejection (SpecInfer, arXiv:2305.09781; without replacement: arXiv:2402.14160). If
     the token is rejected, p and q (1, V padded) become the distributions for the next sibling: the residual max(0, p - q), and q
@@ -544,7 +558,7 @@ def accept_or_reject(p, q, n, token, sibling, seed, stream, position):
 
 @compiled
 def compute_block_acceptance(p, q, n, token, weight):
-    """Return h_i and p_(i+1) of block verification (Sun et al. 2024, Algorithm 2).
+    """Return the acceptance probability h_i and the weight p_(i+1) of block verification (Sun et al. 2024, Algorithm 2).
 
     weight is p_i; p and q (1, V padded) are the target's and the draft's probabilities after i draft tokens; token is draft token
     i + 1. If p is NaN the block ends, and h has its value at the end of a whole block: p_i.
@@ -565,5 +579,5 @@ def compute_block_acceptance(p, q, n, token, weight):
 
 @compiled
 def draw_bernoulli(probability, seed, stream, position):
-    """Return True with that probability, by the noise of a stream at a position."""
+    """Return True with the given probability, else False, by the noise of (seed, stream, position)."""
     return uniform(make_noise_key(seed, stream, position), np.int64(0)) < probability

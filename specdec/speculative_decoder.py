@@ -143,35 +143,35 @@ class SpeculativeDecoder:
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
-        """The chat template that was named, or else the model's own.
+        """The `ChatTemplate` of conversations: the one that was named for the decoder, or else the model's own.
 
         Raises:
-            TemplateError: If there is none.
+            TemplateError: If there is no template, or it cannot be used.
         """
         return load_chat_template(self.bundle.checkpoint, self.tokenizer.path, self._template)
 
     @property
     def n_ids(self) -> int:
-        """The number of token ids that the target can generate; later rows of its vocabulary have no token."""
+        """The number of token ids that the target can generate: 0 to n_ids - 1; later rows of its vocabulary have no token."""
         return self.bundle.n_ids
 
     @property
     def n_positions(self) -> int:
-        """The maximum sequence length: the target's context, or as much of it as fits into memory, with any draft."""
+        """The maximum number of tokens in a sequence: the target's context length, or as much of it as fits into memory."""
         return compute_max_positions(self.target)
 
     @property
     def weights(self) -> str:
-        """The weight formats as text, such as "target fp32, draft int8", with the number of tokens that a draft shares."""
+        """The weight formats of all models as text, such as "target fp32, draft int8", with the numbers in `shared`."""
         return self.bundle.weights
 
     @property
     def shared(self) -> dict[str, int]:
-        """The number of tokens shared with the target, by model name, for models that lack some of its tokens."""
+        """The number of tokens shared with the target, by "draft", "head" or "stage", for each model that lacks some of them."""
         return self.bundle.shared
 
     def encode(self, prompt: PromptInput) -> list[int]:
-        """Return the prompt's tokens, after BOS if the model has one; token ids are taken as they are.
+        """Return the token ids of a prompt: a string is tokenized, after BOS if the model has one; token ids are only checked.
 
         Raises:
             ValueError: If the prompt exceeds seq_len, contains half a character, or has ids that are not below n_ids.
@@ -187,7 +187,7 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",
     ) -> Iterator[Event]:
-        """Yield events as they occur: the `Prompt`, then `Step`s, each after its `Proposal` if it has one.
+        """Generate a completion of a prompt and yield its events: the `Prompt`, then `Step`s, each after its `Proposal` if any.
 
         The output ends at an end-of-sequence token, before a stop string, when its constraint is complete, after max_tokens, or
         at the target's seq_len. Prompt and output are
@@ -201,7 +201,7 @@ class SpeculativeDecoder:
             max_tokens: The maximum number of tokens after the prompt.
             sampling: The sampling parameters.
             **kwargs: `shape`: the constraint of the output (`json_schema`, `json_object`, `regex`), by default none; `stop`:
-                strings before which the output ends; all others replace fields of `sampling`.
+                strings before which the output ends; all other keywords replace fields of `sampling`.
 
         Raises:
             ValueError: If a value is not valid, the prompt exceeds seq_len, the sequence exceeds the memory, or the target's
@@ -229,12 +229,12 @@ class SpeculativeDecoder:
         return detokenize_events(self.autotuner.stream(request, self._settings, prefiller), self.bundle.make_detokenizer(request))
 
     def make_sequence(self, bundle: ModelBundle, request: GenerationRequest, costs: CostModel) -> Sequence:
-        """Return the sequence of a request on a bundle that is warmed up; its output is that of `stream`.
+        """Return a new `Sequence` for a request, to be decoded step by step by a scheduler, with the same output as `stream`.
 
         Args:
-            bundle: The models, with KV caches for this sequence.
+            bundle: The models, warmed up, with KV caches for this sequence.
             request: A validated request.
-            costs: The cost model of the sequence's batch.
+            costs: The cost model of the batch that the sequence joins.
         """
         return self.autotuner.make_sequence(bundle, request, self._settings, costs)
 
@@ -246,7 +246,7 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",
     ) -> Generation:
-        """Return the whole output for a prompt, with its statistics.
+        """Generate a completion of a prompt, and return the whole output with its statistics as a `Generation`.
 
         Threads that call this on one decoder wait for each other. `stream` yields the same output step by step.
 
@@ -272,32 +272,33 @@ class SpeculativeDecoder:
         return self._collect(lambda: self.stream(prompt, max_tokens, sampling, **kwargs))
 
     def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
-        """Return a constraint to one JSON value of that schema, with the separators ", " and ": ".
+        """Return a constraint that limits the output to one JSON value that matches a schema, with the separators ", " and ": ".
 
         Raises:
-            ValueError: If the schema is not valid, uses a feature that is not supported, or the package is not installed.
+            ValueError: If the schema is not valid, uses a feature that is not supported, or the package for structured
+                output is not installed.
         """
         return structured_output.json_schema(self.tokenizer, schema)
 
     def json_object(self) -> Constraint:
-        """Return a constraint to any one JSON object, formatted as in `json_schema`."""
+        """Return a constraint that limits the output to any one JSON object, formatted as in `json_schema`."""
         return structured_output.json_object(self.tokenizer)
 
     def regex(self, pattern: str) -> Constraint:
-        """Return a constraint to output that the pattern matches as a whole.
+        """Return a constraint that limits the output to strings that a regular expression matches as a whole.
 
         Args:
-            pattern: In the syntax of Rust's regex, without look-around.
+            pattern: The regular expression, in the syntax of Rust's regex, without look-around.
 
         Raises:
-            ValueError: If the pattern is not valid or the package is not installed.
+            ValueError: If the pattern is not valid or the package for structured output is not installed.
         """
         return structured_output.regex(self.tokenizer, pattern)
 
     def encode_chat(
         self, messages: GenericSequence[Message], tools: Tools | None = None, options: Options = NO_OPTIONS
     ) -> list[int]:
-        """Return a conversation's tokens in the model's chat template, up to the start of the answer.
+        """Format a conversation with the chat template, and return its token ids up to the start of the next answer.
 
         Args:
             messages: Objects with "role" ("system", "user", "assistant") and "content". The "tokens" of an answer, if present,
@@ -319,7 +320,10 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",
     ) -> Iterator[Event]:
-        """Yield the events of the answer to a conversation: `stream` of `encode_chat`, with an empty text in the `Prompt`."""
+        """Generate the answer to a conversation, and yield its events as `stream` does, but with an empty text in the `Prompt`.
+
+        The arguments are those of `encode_chat` and `stream`, as are the errors.
+        """
         events = self.stream(self.encode_chat(messages), max_tokens, sampling, **kwargs)
         return (replace(event, text="") if isinstance(event, Prompt) else event for event in events)
 
@@ -331,22 +335,34 @@ class SpeculativeDecoder:
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",
     ) -> Generation:
-        """Return the whole answer to a conversation as the generation's text; see `generate` and `encode_chat`."""
+        """Generate the answer to a conversation, and return it as a `Generation` with its statistics.
+
+        The arguments are those of `encode_chat` and `generate`, as are the errors.
+        """
         return self._collect(lambda: self.chat(messages, max_tokens, sampling, **kwargs))
 
     @with_kwargs_signature
     def read_and_stream(
         self, prompt: PromptInput, max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, **kwargs: "Unpack[GenerationKwargs]"
     ) -> Iterator[Event | PrefillProgress]:
-        """Yield the events of `stream`, with the progress of each prefill, also a repeated one, and the text of draft tokens."""
+        """Generate a completion as `stream` does, and yield also the progress of each prefill and the text of draft tokens.
+
+        A sequence that is prefilled again, because it has become too long for its RoPE factors, reports that progress too.
+        """
         return self._stream(prompt, max_tokens, sampling, self.bundle, **kwargs)
 
     def read(self, tokens: list[int]) -> Iterator[float]:
-        """Prefill the KV caches with a prompt; yield the fraction that is done, nothing if the caches hold the prompt already."""
+        """Prefill the KV caches of all models with a prompt's tokens; yield the fraction of the work that is done, from 0 to 1.
+
+        Nothing is yielded if the KV caches hold the prompt already.
+        """
         return self.bundle.prefill(tokens)
 
     def warm_up(self) -> None:
-        """Compile, or load, and measure what sequences of these settings need, and choose the threads, unless they were given."""
+        """Prepare generation with the current settings: compile or load machine code, choose the threads, measure costs.
+
+        Each task runs once. The number of threads is chosen only if it was not given.
+        """
         if self.autotuner.get_pending_tasks(self._settings):
             with self._lock:
                 self.autotuner.warm_up(self._settings)

@@ -1,7 +1,7 @@
 """The tokenizer protocol, the llama2.c and SentencePiece tokenizer, and streaming detokenization. Independent of models.
 
-The encoding is SentencePiece's byte-pair encoding with byte fallback, as in karpathy/llama2.c's run.c: BOS, a leading space,
-one token per character (or one per byte), then the best-scoring merge of two neighbours, repeatedly.
+`Tokenizer.encode` is SentencePiece's byte-pair encoding with byte fallback, as in karpathy/llama2.c's run.c. It starts with BOS,
+a leading space and one token per character (or one per byte). It then merges the best-scoring pair of neighbours, repeatedly.
 """
 
 import codecs
@@ -28,12 +28,12 @@ TEXT_NOT_STARTED = -1  # initial state of `decode_incrementally`
 
 
 class TokenizerError(ValueError):
-    """A file that is not a usable tokenizer. The message is one line: the file, what is wrong and what is expected."""
+    """An error for a file that is not a usable tokenizer; one line with the file, what is wrong and what is expected."""
 
 
 @runtime_checkable
 class AnyTokenizer(Protocol):
-    """The interface of every tokenizer.
+    """The protocol that every tokenizer implements: conversion of text to token ids and of token ids to text.
 
     Attributes:
         path: The file that the tokenizer was loaded from.
@@ -43,11 +43,11 @@ class AnyTokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The highest known token id plus one."""
+        """The highest known token id plus one, which bounds the ids that the tokenizer accepts."""
 
     @property
     def eos_tokens(self) -> dict[int, str]:
-        """The end-of-sequence tokens with their names ("eos", "eot", ...)."""
+        """The ids of the end-of-sequence tokens, each with a short name for its kind ("eos", "eot", ...)."""
 
     @property
     def utf8_errors(self) -> str:
@@ -57,13 +57,13 @@ class AnyTokenizer(Protocol):
         """Return the token ids of a text, with BOS if the tokenizer adds it."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of a whole sequence."""
+        """Return the text of a whole sequence of token ids, in which special tokens have no text."""
 
     def token_to_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None for special tokens and unknown ids."""
+        """Return the bytes that a token id stands for in a text; None for special tokens and unknown ids."""
 
     def decode_incrementally(self, token: int, state: int) -> tuple[bytes, int]:
-        """Return the bytes of the next token and the new state.
+        """Return the bytes that the next token of a sequence adds to its text, and the decoding state after the token.
 
         Args:
             token: The token id.
@@ -72,14 +72,19 @@ class AnyTokenizer(Protocol):
 
 
 class RenderedSegment(NamedTuple):
-    """A part of a rendered chat template: text of a message (`is_message`) or of the template itself."""
+    """A piece of the text that a chat template rendered.
+
+    Attributes:
+        text: The piece of text.
+        is_message: Whether the piece was inserted from a message; otherwise the template itself wrote it.
+    """
 
     text: str
     is_message: bool
 
 
 class SentencePieceVocab(NamedTuple):
-    """A SentencePiece vocabulary.
+    """The tokens of a SentencePiece vocabulary, with the settings for encoding and decoding.
 
     Attributes:
         pieces: The bytes of each id, with plain spaces.
@@ -91,9 +96,9 @@ class SentencePieceVocab(NamedTuple):
         eos_tokens: End-of-sequence ids with their names.
         bos: The id that an empty text starts with, and with `add_bos` every text.
         add_bos: Whether `encode` adds BOS.
-        add_space_prefix: Whether each stretch of text gets a leading space.
-        space_symbol: An alternative way to write a space in a text.
-        rstrip_ids: Ids that strip the white space after them.
+        add_space_prefix: Whether each stretch of text between special tokens gets a leading space.
+        space_symbol: A character that means a space wherever it occurs in a text.
+        rstrip_ids: Tokens that remove the white space that follows them in a text.
     """
 
     pieces: list[bytes]
@@ -111,12 +116,15 @@ class SentencePieceVocab(NamedTuple):
 
 
 class Tokenizer:
-    """A SentencePiece BPE tokenizer, by default from a llama2.c tokenizer.bin.
+    """A tokenizer with SentencePiece's byte-pair encoding, by default loaded from a llama2.c tokenizer.bin.
 
     Args:
-        path: The file; the number of tokens is what it holds.
-        vocabulary: The vocabulary of another file format; None to read `path` as a tokenizer.bin.
-        eos_tokens: Additional end-of-sequence tokens; ids beyond the vocabulary are ignored.
+        path: The tokenizer file. It is read only if `vocabulary` is None.
+        vocabulary: The vocabulary from a file of another format; None to read `path` as a tokenizer.bin.
+        eos_tokens: Additional end-of-sequence tokens with their names; ids beyond the vocabulary are ignored.
+
+    Raises:
+        TokenizerError: The file is not a valid tokenizer.bin.
     """
 
     utf8_errors = "replace"
@@ -146,14 +154,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens."""
+        """The number of tokens in the vocabulary."""
         return len(self.pieces)
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.vocab_size} tokens, {self.path}>"
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with BOS if the vocabulary adds it.
+        """Return the token ids of a text, with BOS in front if the vocabulary adds it or the text is empty.
 
         Raises:
             TypeError: The text is not a string.
@@ -164,7 +172,7 @@ class Tokenizer:
 
     @property
     def specials(self) -> dict[str, int]:
-        """The special tokens by name, for chat templates. In a llama2.c file a name is written on a line of its own."""
+        """The ids of all special tokens by name, as chat templates write the names; the white space around a name is removed."""
         names = {token: self.pieces[token].decode(errors="replace").strip() for token in self._vocabulary.non_text_ids}
         return {name: token for token, name in names.items() if name}
 
@@ -174,9 +182,9 @@ class Tokenizer:
         return max(map(len, self.pieces))
 
     def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the ids of a rendered chat template; see `ChatTokenizer`.
+        """Return the token ids of a rendered chat template, without BOS in front; see `ChatTokenizer`.
 
-        Each stretch between special tokens is encoded as a separate text.
+        Names of special tokens become those tokens, except in messages. Each stretch between them is encoded as a separate text.
         """
         specials, tokens, at = self.specials, list[int](), 0
         # Messages are masked with a character of no special token's name, so that only the template's names match.
@@ -189,7 +197,12 @@ class Tokenizer:
         return tokens + self._encode_text(text[at:])
 
     def _count_stripped(self, token: int, following: str) -> int:
-        """Return how many white-space characters after a token it strips."""
+        """Return how many white-space characters at the start of `following` are dropped because a token precedes them.
+
+        Args:
+            token: The id of the token before the text; only ids in the vocabulary's `rstrip_ids` drop white space.
+            following: The text after the token.
+        """
         return len(following) - len(following.lstrip(WHITE_SPACE)) if token in self._vocabulary.rstrip_ids else 0
 
     def _encode_text(self, text: str) -> list[int]:
@@ -204,7 +217,7 @@ class Tokenizer:
         return tokens
 
     def _split_user_defined(self, text: str) -> list[str]:
-        """Split a text so that every second part is a user-defined piece; the longest piece wins.
+        """Split a text into a list in which every second string is a user-defined piece; the longest piece wins.
 
         There can be six thousand pieces, which an alternation pattern would try one by one.
         """
@@ -226,9 +239,10 @@ class Tokenizer:
         return [token if token < self.vocab_size else UNKNOWN for token in tokens]
 
     def _merge(self, tokens: list[int]) -> list[int]:
-        """Merge the best-scoring pair of neighbours, leftmost first, until no pair forms a piece.
+        """Merge neighbouring tokens, best score and leftmost first, until no pair forms a piece; return the remaining ids.
 
-        A heap holds every pair that can merge. An entry is stale once one of its two tokens has changed.
+        A heap holds every pair that can merge. An entry is stale once one of its two tokens has changed. The argument is
+        overwritten.
         """
         n = len(tokens)
         left, right = list(range(-1, n - 1)), list(range(1, n + 1))
@@ -255,17 +269,21 @@ class Tokenizer:
         return [token for token in tokens if token >= 0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of a sequence that starts with BOS."""
+        """Return the text of a whole sequence of token ids that starts with BOS, in which special tokens have no text."""
         return decode_tokens(self, tokens)
 
     def token_to_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None for special tokens and unknown ids."""
+        """Return the bytes that a token id stands for in a text; None for special tokens and unknown ids."""
         if not UNKNOWN < token < self.vocab_size or token in self._vocabulary.non_text_ids:
             return None
         return self._get_bytes(token)
 
     def decode_incrementally(self, token: int, state: int) -> tuple[bytes, int]:
-        """Return the bytes of the next token, without the space that `encode` adds to a text, and the new state."""
+        """Return the bytes that the next token adds to a text, and the new decoding state.
+
+        The space that `encode` adds in front of a text is left out. `state` is what the previous call returned; see
+        `AnyTokenizer`.
+        """
         if token in self._vocabulary.non_text_ids:
             return b"", token
         data = self._get_bytes(token)
@@ -277,11 +295,11 @@ class Tokenizer:
 
 
 class StreamingDetokenizer:
-    """A streaming decoder from tokens to text. Bytes of an incomplete character wait for the next token.
+    """A streaming decoder from token ids to text, which keeps the bytes of an incomplete character until the next token.
 
     Args:
         tokenizer: The tokenizer of the sequence.
-        visible_tokens: Special tokens that appear in the text, with the text of each.
+        visible_tokens: The special tokens that appear in the text, with the string to show for each.
     """
 
     def __init__(self, tokenizer: AnyTokenizer, visible_tokens: Mapping[int, str] = NO_TOKENS) -> None:
@@ -290,9 +308,12 @@ class StreamingDetokenizer:
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)
 
     def push(self, token: int) -> str:
-        """Return the text that a token completes; special tokens have none.
+        """Add the next token to the stream and return the new text, which is empty for most special tokens.
+
+        A token that ends inside a character adds only the characters before it; a visible special token adds its own string.
 
         Raises:
+            TypeError: The token is not an integer.
             ValueError: The token is out of range.
         """
         check_int("a token", token, 0, self._tokenizer.vocab_size - 1)
@@ -304,7 +325,7 @@ class StreamingDetokenizer:
         )
 
     def peek(self, tokens: Iterable[int]) -> list[str]:
-        """Return the text of consecutive next tokens, one string each, without changing the stream."""
+        """Return the text that each of several next tokens would add, one string per token, without changing the stream."""
         utf8_state, state = self._utf8_decoder.getstate(), self._state
         texts = [self.push(token) for token in tokens]
         self._utf8_decoder.setstate(utf8_state)
@@ -312,18 +333,18 @@ class StreamingDetokenizer:
         return texts
 
     def flush(self) -> str:
-        """Return U+FFFD for a character that was never completed, else an empty string."""
+        """End the stream and return U+FFFD for a character that was never completed, else an empty string."""
         return self._utf8_decoder.decode(b"", final=True)
 
 
 def decode_tokens(tokenizer: AnyTokenizer, tokens: Iterable[int]) -> str:
-    """Return the text of a whole sequence."""
+    """Return the text of a whole sequence of token ids, decoded with the given tokenizer."""
     stream = StreamingDetokenizer(tokenizer)
     return "".join([stream.push(token) for token in tokens]) + stream.flush()
 
 
 def read_file_bytes(path: Path, expected: str) -> bytes:
-    """Return the contents of a file.
+    """Read a whole file and return its bytes.
 
     Args:
         path: The file.
@@ -337,7 +358,10 @@ def read_file_bytes(path: Path, expected: str) -> bytes:
 
 
 def _read_llama2c_vocab(path: Path) -> SentencePieceVocab:
-    """Read a tokenizer.bin: uint32 longest piece, then per token float32 score, int32 length and the bytes."""
+    """Read a llama2.c tokenizer.bin and return its vocabulary; raise TokenizerError for a damaged file.
+
+    The file is a uint32 with the longest piece's length, then per token a float32 score, an int32 length and the bytes.
+    """
     data = read_file_bytes(path, "a llama2.c tokenizer file")
     if len(data) < 4:
         raise TokenizerError(f"{path} {'is empty' if not data else 'is truncated'}; expected a llama2.c tokenizer file")

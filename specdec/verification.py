@@ -39,15 +39,15 @@ VerifyMode = Literal["coupled", "rejection", "block"]
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens that are proposed to the target.
+    """A proposal of draft tokens to the target, as a chain or a tree, with the distributions from which the tokens were drawn.
 
-    Where a proposal ends may depend on its tokens and their q, but not on a token that was drawn and left out.
+    The place where a proposal ends may depend on its tokens and their q, but not on a token that was drawn and left out.
 
     Attributes:
         tokens: The draft tokens.
-        q: The distribution of each token, (1, V padded); None if the tokens were not drawn. Siblings are drawn from one q, in
-            their order, without replacement.
-        parents: The index of each token's parent, which comes earlier, or -1; None for a chain.
+        q: The draft's distribution for each token, (1, V padded); None if the tokens were not drawn. Siblings are drawn from one
+            q, in their order, without replacement.
+        parents: The index of each token's parent, which comes earlier, or -1 for the sequence's last token; None for a chain.
     """
 
     tokens: list[int]
@@ -55,13 +55,13 @@ class Draft:
     parents: list[int] | None = None
 
     def children(self, node: int) -> list[int]:
-        """Return the indices of a node's children, the first choice first; node -1 is the sequence's last token."""
+        """Return the indices of the draft tokens proposed after token `node` (-1: the sequence's last), first choice first."""
         if self.parents is None:
             return [node + 1] if node + 1 < len(self.tokens) else []
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def path(self, tokens: list[int]) -> list[int]:
-        """Return the path from the root that follows `tokens` as far as possible and continues with first choices."""
+        """Return the draft tokens on one path: along `tokens` as far as the tree has them, then first choices; all of a chain."""
         if self.parents is None:
             return self.tokens
         path, node = list[int](), -1
@@ -73,34 +73,34 @@ class Draft:
 
 
 class Verifier(Protocol):
-    """Decides which draft tokens are accepted, and samples the target's token after them."""
+    """The interface of verifiers, which decide how many draft tokens are accepted and sample the target's token after them."""
 
     def get_draft_stream(self, position: int) -> int:
-        """Return the RNG stream for draft tokens from `position` on."""
+        """Return the number of the random number stream with which to draw the draft tokens of a proposal at `position`."""
 
     def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        """Verify a draft.
+        """Accept or reject the tokens of a draft, and return the tokens that continue the sequence.
 
         Args:
             logits: (n + 1, V) for n draft tokens, or (n, V) if nothing may follow the last one.
             draft: The draft.
-            position: Position of its first token.
+            position: The position of the draft's first token in the sequence.
 
         Returns:
             The sequence's tokens from `position` on, and how many of them are accepted draft tokens, which come first. One token
-            of the target follows if there are logits for it; it is -1 if none can be drawn from them.
+            of the target follows if there are logits for it; the token is -1 if none can be drawn from these logits.
         """
 
 
 class SequentialVerifier:
-    """Verifies one position after the other, by the target's token, up to the first mismatch."""
+    """A base class of verifiers that sample a target token per position and accept draft tokens up to the first that differs."""
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
         self._probs = self._sampler.new_probs()
 
     def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        """Return the sequence's next tokens and how many are accepted; see `Verifier`."""
+        """Return the sequence's next tokens and how many of them are accepted draft tokens; see `Verifier.verify`."""
         tokens, node = list[int](), -1
         while node + 1 < len(logits):
             children = draft.children(node)
@@ -113,16 +113,23 @@ class SequentialVerifier:
         return tokens, len(tokens)
 
     def _sample_token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
-        """Return the target's token at a position for which the draft has these children."""
+        """Sample and return the target's token at one position; subclasses implement this.
+
+        Args:
+            logits: The target's logits at the position, (V,).
+            draft: The draft.
+            children: The indices of the draft tokens that are proposed for the position; empty after the draft.
+            position: The position in the sequence.
+        """
         raise NotImplementedError
 
 
 class CoupledVerifier(SequentialVerifier):
-    """Accepts draft tokens that equal the target's own token, which does not depend on the draft."""
+    """A verifier that accepts a draft token if it equals the token that the target samples at that position without a draft."""
 
     @staticmethod
     def get_draft_stream(position: int) -> int:
-        """Return the target's own stream, so that both models sample with the same noise."""
+        """Return the number of the target's own random number stream, so that draft and target sample with the same noise."""
         return TARGET_NOISE
 
     def _sample_token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
@@ -130,7 +137,7 @@ class CoupledVerifier(SequentialVerifier):
 
 
 def get_draft_probs(draft: Draft, i: int, one_hot: Float32) -> Float32:
-    """Return the distribution of draft token i, (1, V padded); for a token that was not drawn, fill and return `one_hot`."""
+    """Return the distribution (1, V padded) of draft token i; if it was not drawn, fill the buffer `one_hot` and return that."""
     if draft.q is not None:
         return draft.q[i]
     one_hot[0] = 0
@@ -139,7 +146,7 @@ def get_draft_probs(draft: Draft, i: int, one_hot: Float32) -> Float32:
 
 
 class RejectionVerifier(SequentialVerifier):
-    """Accepts a draft token with probability min(1, p / q), else samples the residual; after the draft, samples p.
+    """A verifier that accepts a draft token with probability min(1, p / q), else samples the residual; after the draft, p.
 
     The outcome of a round depends only on the noise of the positions that it fills. The noise of later positions is still unused,
     so the next round may use it.
@@ -151,7 +158,7 @@ class RejectionVerifier(SequentialVerifier):
 
     @staticmethod
     def get_draft_stream(position: int) -> int:
-        """Return the stream of drafts, which is independent of the target's."""
+        """Return the number of the random number stream of drafts, which is independent of the target's stream."""
         return DRAFT_NOISE
 
     def _sample_token(self, logits: Float32, draft: Draft, children: list[int], position: int) -> int:
@@ -170,12 +177,12 @@ class RejectionVerifier(SequentialVerifier):
 
 
 class BlockVerifier:
-    """Accepts the longest prefix that its own uniform draw accepts (Sun et al. 2024, Algorithm 2), then samples its residual.
+    """A verifier that accepts the longest draft prefix for which a random draw succeeds, then samples the residual after it.
 
-    A prefix is accepted because all longer ones are rejected, so the outcome of a round depends on the noise of positions that it
-    does not fill. The next round must not use that noise again. So draft tokens and acceptance draws take streams of their round.
-    No other round of a sequence shares them, since each round starts at another position. The target's token may take
-    TARGET_NOISE, which is used at one position only, the one that it fills.
+    (Sun et al. 2024, Algorithm 2.) A prefix is accepted because all longer ones are rejected, so the outcome of a round depends
+    on the noise of positions that it does not fill. The next round must not use that noise again. So draft tokens and acceptance
+    draws take streams of their round. No other round of a sequence shares these streams, since each round starts at another
+    position. The target's token may take TARGET_NOISE, which is used at one position only, the one that the token fills.
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
@@ -184,11 +191,11 @@ class BlockVerifier:
 
     @staticmethod
     def get_draft_stream(position: int) -> int:
-        """Return a stream of the round that starts at `position`."""
+        """Return the number of a random number stream that only drafts of the round that starts at `position` use."""
         return get_round_streams(position)[0]
 
     def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
-        """Return the sequence's next tokens and how many are accepted; see `Verifier`. The draft must be a chain."""
+        """Return the sequence's next tokens and how many are accepted draft tokens, for a chain only; see `Verifier.verify`."""
         seed, vocab_size, n = self._sampler.sampling.seed, self._sampler.vocab_size, len(draft.tokens)
         accept_stream = get_round_streams(position)[1]
         n_accepted, kept_weight, weight = 0, 1.0, 1.0

@@ -35,7 +35,7 @@ class BenchCase:
 
     @property
     def name(self) -> str:
-        """The name that llama-bench gives it."""
+        """The name that llama-bench gives the workload, such as "pp512" or "tg128 @ d1024"."""
         return f"{'pp' if self.is_prompt else 'tg'}{self.tokens}" + f" @ d{self.depth}" * (self.depth > 0)
 
 
@@ -52,7 +52,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The model, the machine and the results, ready to share."""
+    """The report of a model benchmark: the model, the machine and the results, ready to share."""
 
     model: str
     weights: str
@@ -68,7 +68,7 @@ class BenchReport:
 def make_cases(
     prompts: Sequence[int], counts: Sequence[int], depths: Sequence[int], threads: Sequence[int], n_positions: int
 ) -> list[BenchCase]:
-    """Return all combinations of thread counts, depths and workloads.
+    """Return the cases to time: all combinations of thread counts, depths and workloads.
 
     Args:
         prompts: Numbers of prompt tokens; 0 for none.
@@ -95,7 +95,7 @@ def make_cases(
 def run(
     name: str, model: Transformer, cases: Sequence[BenchCase], on_progress: Callable[[float], None] = lambda share: None
 ) -> BenchReport:
-    """Time all cases in ROUNDS rounds.
+    """Time all cases of a model benchmark in ROUNDS interleaved rounds, after a warm-up, and return the report.
 
     Args:
         name: Name of the model, for the report.
@@ -122,7 +122,7 @@ def run(
 
 
 def read_cpu_name() -> str:
-    """Return the CPU's name by /proc/cpuinfo; "" if there is none."""
+    """Return the CPU's model name from /proc/cpuinfo; "" if there is none."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
@@ -131,7 +131,7 @@ def read_cpu_name() -> str:
 
 
 def _time_case(model: Transformer, case: BenchCase) -> float:
-    """Return the seconds of one run of a case."""
+    """Run one case with random tokens and return its seconds; set the model's thread count and clear its KV cache first."""
     rng = np.random.default_rng(case.depth)
     tokens: list[int] = rng.integers(0, model.config.vocab_size, case.depth + case.tokens).tolist()
     model.n_threads = case.threads
@@ -144,12 +144,12 @@ def _time_case(model: Transformer, case: BenchCase) -> float:
 
 
 def to_json(report: BenchReport) -> str:
-    """Return the report as one line of JSON."""
+    """Return the report of a model benchmark as one line of JSON."""
     return json.dumps(asdict(report))
 
 
 def to_table(report: BenchReport) -> Table:
-    """Return a table of tokens per second, captioned with the machine."""
+    """Return a Rich table of the tokens per second of each case, captioned with the machine."""
     title = f"{Path(report.model).name}: {report.weights}, {report.gib:.2f} GiB, keys and values {report.kv}"
     caption = f"{report.cpu}; {report.cores}; {report.instructions}; {report.system}"
     table = Table(title=title, caption=f"{caption}. Medians of {ROUNDS} rounds, by turns.")

@@ -37,11 +37,11 @@ MIN_TASK_RUNS, MIN_TASK_S = 3, 0.01  # consecutive runs of a task, as warm-up an
 
 @dataclass(frozen=True)
 class PassTiming:
-    """A timed pass.
+    """The measured time of a forward pass, compared with the machine's limits.
 
     Attributes:
         tokens: Tokens of the pass.
-        seconds: Median time.
+        seconds: Median time of the pass.
         gb_per_s: Weight bytes read per second.
         gflop_per_s: Arithmetic of the matrices per second.
         share: Speed relative to the nearer limit, 0 to 1.
@@ -58,14 +58,17 @@ class PassTiming:
 
 @dataclass(frozen=True)
 class PassBenchResult:
-    """The limits of the machine and the timed passes.
+    """The result of a benchmark of forward passes: the limits of the machine and the time of each pass.
 
     Attributes:
         shape: Config of the model.
         read_gb_per_s: Median speed of a plain read of as many bytes as the weights have, in the same run.
         gflop_per_s: Median speed of the format's multiply-add on registers alone, in the same run.
+        threads: Number of threads.
+        weights: Format of the weights.
         rows: Passes that compute the logits of every token, as verification does.
-        prefill_seconds: Time of a prompt, which needs the last token's logits alone.
+        prefill_tokens: Tokens of the timed prompt.
+        prefill_seconds: Time of the prompt, which needs the last token's logits alone.
     """
 
     shape: ModelConfig
@@ -79,7 +82,11 @@ class PassBenchResult:
 
 
 def parse_shape(text: str) -> ModelConfig:
-    """Return the config of one of MODEL_SHAPES or of seven numbers. Raises ValueError."""
+    """Parse a name in MODEL_SHAPES, or seven numbers separated by commas, into a model config.
+
+    Raises:
+        ValueError: The text is neither, the shape is invalid, its context is too short, or it does not fit the memory.
+    """
     if text.upper() in MODEL_SHAPES:
         return ModelConfig(*MODEL_SHAPES[text.upper()])
     try:
@@ -100,7 +107,7 @@ def parse_shape(text: str) -> ModelConfig:
 
 
 def random_tensors(config: ModelConfig, on_progress: Callable[[float], None]) -> dict[str, Float32]:
-    """Return every tensor of the config in fp32, with random values."""
+    """Return every weight tensor of a model config by name, in fp32 with random values; call `on_progress` with the fraction."""
     rng = np.random.default_rng(0)
     shapes, tensors = LLAMA.shapes(config), dict[str, Float32]()
     for i, (name, shape) in enumerate(shapes.items()):
@@ -112,7 +119,9 @@ def random_tensors(config: ModelConfig, on_progress: Callable[[float], None]) ->
 def run(
     config: ModelConfig, n_threads: int, is_int8: bool, make_progress: Callable[[str], Callable[[float], None]]
 ) -> PassBenchResult:
-    """Time passes from an empty KV cache; medians of ROUNDS interleaved rounds.
+    """Time forward passes of a model with random weights, each from an empty KV cache, and the machine's limits.
+
+    All times are medians of ROUNDS interleaved rounds.
 
     Args:
         config: Shape of the model.
@@ -151,7 +160,7 @@ def run(
 
 
 def _make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
-    """Return a task that runs the format's multiply-add on registers alone, and its number of operations."""
+    """Return a task that runs the weight format's multiply-add on registers alone, and the task's number of operations."""
     dot = get_dot4(choose_dot4(CPU_FEATURES))
     instruction, lane, products, shape = (
         (dot.multiply_add, I32, BYTES_PER_WORD, dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens))
@@ -163,14 +172,14 @@ def _make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
 
 
 def _make_read_task(n_bytes: int, n_threads: int) -> Task:
-    """Return a task that reads that many bytes."""
+    """Return a task that reads `n_bytes` bytes of memory, which this function allocates."""
     block = zeros(n_bytes // 4)
     block[:] = 1.0
     return lambda: all_finite(block, n_threads)
 
 
 def _make_pass_task(model: Transformer, n_tokens: int, n_logits: int) -> Task:
-    """Return a task that runs a pass from an empty cache."""
+    """Return a task that clears a model's KV cache and runs a pass over n_tokens tokens with the last n_logits logits."""
 
     def run_pass() -> object:
         model.forward([], 0)
@@ -180,7 +189,7 @@ def _make_pass_task(model: Transformer, n_tokens: int, n_logits: int) -> Task:
 
 
 def _measure_medians(tasks: list[Task], make_progress: Callable[[str], Callable[[float], None]]) -> list[float]:
-    """Return the median seconds of each task, after a warm-up."""
+    """Run each task for a warm-up and then once per round, and return the median seconds of each task."""
     on_progress = make_progress("warming up")
     for i, task in enumerate(tasks):
         on_progress(i / len(tasks))
@@ -194,7 +203,10 @@ def _measure_medians(tasks: list[Task], make_progress: Callable[[str], Callable[
 
 
 def _time_task(task: Task) -> float:
-    """Return the mean seconds of a run in a series; an equal series before it fills the caches with the task's data."""
+    """Run a task many times and return the mean seconds of a run.
+
+    An equal series of runs that is not timed comes first, to fill the CPU caches with the task's data.
+    """
     begin, n = time.perf_counter(), 0
     while n < MIN_TASK_RUNS or time.perf_counter() < begin + MIN_TASK_S:
         task()
@@ -206,12 +218,12 @@ def _time_task(task: Task) -> float:
 
 
 def to_json(result: PassBenchResult) -> str:
-    """Return the result as JSON, with the seven numbers of the shape that `--shape` takes."""
+    """Return the result of a pass benchmark as JSON text; the shape is the seven numbers that `--shape` takes."""
     return json.dumps(asdict(result) | {"shape": {name: getattr(result.shape, name) for name in SHAPE_FIELDS}})
 
 
 def to_table(result: PassBenchResult, shape: str) -> Table:
-    """Return a table of the passes, captioned with the limits."""
+    """Return a Rich table of the timed passes, captioned with the prompt's speed and the machine's limits."""
     title = f"{shape}, {result.weights}, {result.threads} threads"
     speed = result.prefill_tokens / result.prefill_seconds
     caption = (

@@ -18,29 +18,29 @@ MAX_MEASURE_S = 3.0  # no round begins after that time
 
 @dataclass
 class RecordedRun:
-    """The events of one run, and their statistics."""
+    """The recorded decoding events of one generation, and their statistics."""
 
     events: list[Event] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
 
     def add(self, event: Event) -> None:
-        """Add an event."""
+        """Record a decoding event and add it to the statistics."""
         self.events.append(event)
         self.statistics.add(event)
 
     @property
     def output(self) -> tuple[list[int], str | None]:
-        """The tokens and the stop reason, which must be equal between runs."""
+        """The generated tokens and the stop reason, for comparison with those of other runs."""
         return self.tokens, self.statistics.stop_reason
 
     @property
     def steps(self) -> list[Step]:
-        """The steps."""
+        """The verified steps among the recorded events, in order."""
         return [event for event in self.events if isinstance(event, Step)]
 
     @property
     def tokens(self) -> list[int]:
-        """The generated tokens."""
+        """The generated tokens of all steps, in order."""
         return [token for step in self.steps for token in step.tokens]
 
     @property
@@ -51,7 +51,7 @@ class RecordedRun:
 
 @dataclass
 class Race:
-    """The fastest run of the target alone and of the pair.
+    """The result of a race between the target alone and the pair (target with draft): the fastest run of each.
 
     Attributes:
         alone: Fastest run of the target alone.
@@ -73,7 +73,7 @@ class Race:
 
     @property
     def summary(self) -> str:
-        """The result, such as "same text, letter for letter; 2.9 times as fast"."""
+        """The result of the race as text, such as "same text, letter for letter; 2.9 times as fast"."""
         same = "same text, letter for letter" if self.is_same_text else "different text"
         return f"{same}; {self.speedup:.{1 if self.speedup >= 1 else 2}f} times as fast" if self.speedup else same
 
@@ -103,7 +103,7 @@ class Race:
         return wrapped
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as a dict for JSON."""
+        """Return the statistics of both runs, their speed ratio and the equality of their texts as a dict for JSON."""
         sides = {"alone": self.alone.statistics, "pair": self.pair.statistics}
         names = ("n_generated", "target_passes", "decode_seconds", "tokens_per_second")
         fields = {side: {name: getattr(s, name) for name in names} for side, s in sides.items()}
@@ -111,7 +111,7 @@ class Race:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return 0.0462 as "46 ms" and 4.62 as "4.6 s"."""
+    """Return a time in seconds as text: 0.0462 as "46 ms", and 4.62 as "4.6 s"."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 
@@ -122,7 +122,7 @@ def measure(
     sampling: Sampling,
     on_progress: Callable[[float], object] = lambda share: None,
 ) -> Race:
-    """Run the target alone and the pair in turns, and return the fastest run of each; prefill is not counted.
+    """Generate one output with the target alone and the pair in turns; return the fastest run of each, without prefill.
 
     A short output is generated MAX_ROUNDS times by each, one that takes minutes once. The decoder must be warmed up.
 
@@ -131,7 +131,7 @@ def measure(
         prompt: Text or tokens.
         max_tokens: Limit of new tokens.
         sampling: Sampling settings.
-        on_progress: Called with the completed fraction of the first round.
+        on_progress: Called with the completed fraction of the first round, and in later rounds with a value of at most 1.
     """
     both = SpeculativeDecoder(decoder.target, None, decoder.tokenizer), decoder
     runs: list[tuple[RecordedRun, ...]] = []
@@ -152,5 +152,5 @@ def measure(
 
 
 def to_json(race: Race, text: str, **extra: Any) -> str:
-    """Return one JSON object with the text, its tokens, both runs, their ratio and the caller's fields."""
+    """Return a race as the text of one JSON object: the text, its tokens, both runs, their ratio and the fields in `extra`."""
     return json.dumps({"text": text, "tokens": race.pair.tokens} | race.to_dict() | extra)

@@ -48,26 +48,26 @@ class OutputMismatchError(Exception):
 
 
 class StreamingDecoder(Protocol):
-    """The part of a decoder that the sweep uses."""
+    """The interface of a decoder that a sweep uses: its draft options and its stream of events."""
 
     gamma: Any  # draft length
     tree: Any  # token trees: auto, on or off
 
     def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]:
-        """Yield the events of a generation."""
+        """Generate up to `max_tokens` tokens after a prompt and yield the decoding events."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A decoder with its speculation options.
+    """One of the settings that a sweep compares: a decoder with its speculation options.
 
     Attributes:
         name: Display name.
-        options: Command-line options that choose it, besides -m and -d.
-        decoder: The decoder.
+        options: Command-line options that choose the setting, besides -m and -d of the pair.
+        decoder: The decoder, which several settings may share.
         kind: "alone" is the target without a draft; "draft" is the draft without a target, with an output of its own.
         gamma: Draft length, None without drafting.
-        tree: As the decoder's.
+        tree: Use of token trees: "auto", "on" or "off".
     """
 
     name: str
@@ -78,14 +78,14 @@ class Setting:
     tree: str = "off"
 
     def stream(self, case: "SweepCase") -> Iterator[Event]:
-        """Yield the events of a case."""
+        """Set the decoder's draft length and tree mode to those of this setting, and yield the decoding events of a case."""
         if self.gamma is not None:  # settings share decoders
             self.decoder.gamma, self.decoder.tree = self.gamma, self.tree
         return self.decoder.stream(case.prompt, case.max_tokens, case.sampling)
 
 
 class SweepCase(NamedTuple):
-    """A prompt with its length and sampling."""
+    """One output that a sweep generates with each setting: a prompt, the number of new tokens and the sampling settings."""
 
     prompt: str
     max_tokens: int
@@ -94,10 +94,11 @@ class SweepCase(NamedTuple):
 
 @dataclass(frozen=True)
 class SettingResult:
-    """The result of one setting at one temperature, over cases of up to max_tokens (None: of any length).
+    """The result of one setting at one temperature, over all cases of max_tokens new tokens (None: of any length).
 
     Attributes:
-        speedup_mean: Over the target alone; the speed-up of a case is the median of its rounds.
+        n_texts: Number of cases.
+        speedup_mean: Mean speed-up over the target alone; the speed-up of a case is the median of its rounds.
         tokens_per_second: Median of the cases.
         acceptance_by_position: Accepted / drafted at each position of a proposal; positions without a draft do not count.
         experts_alone: Experts that a layer of a mixture reads for a token alone; else 0.
@@ -125,18 +126,24 @@ class SettingResult:
 
 @dataclass
 class SweepRuns:
-    """The runs of every case by every setting, a list of rounds; a case that not all settings finished is left out."""
+    """The recorded runs of a sweep; a round that not all settings finished is left out.
+
+    Attributes:
+        settings: The settings, the target alone first.
+        runs: For each case its rounds, each with one run by name of the setting.
+        is_complete: Whether the sweep ran to its end.
+    """
 
     settings: Sequence[Setting]
     runs: dict[SweepCase, list[dict[str, RecordedRun]]] = field(default_factory=dict)
     is_complete: bool = False
 
     def compute_cells(self) -> list[SettingResult]:
-        """Return the results by temperature, length and setting; settings without a case are left out."""
+        """Return a result for each temperature, length and setting; settings without a case to measure are left out."""
         return self._aggregate_all((case.sampling.temperature, case.max_tokens) for case in self.runs)
 
     def compute_totals(self) -> list[SettingResult]:
-        """Return the results by temperature and setting, over all lengths."""
+        """Return a result for each temperature and setting, over all lengths."""
         return self._aggregate_all((case.sampling.temperature, None) for case in self.runs)
 
     def _aggregate_all(self, groups: Iterable[tuple[float, int | None]]) -> list[SettingResult]:
@@ -223,7 +230,7 @@ def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tupl
 def make_cases(
     pair: SpeculativeDecoder, prompts: Sequence[str], lengths: Sequence[int], samplings: Sequence[Sampling]
 ) -> tuple[list[SweepCase], list[str]]:
-    """Return every prompt at every length that fits the context, and notes on those that do not.
+    """Return a case for each prompt, length and sampling that fits the context, and notes on those that do not fit.
 
     Args:
         pair: Decoder of the pair.
@@ -249,7 +256,7 @@ def make_cases(
 
 
 def make_samplings(temperatures: Sequence[float], top_p: float, n_seeds: int) -> list[Sampling]:
-    """Return seeds 1 to n_seeds of each temperature; greedy sampling depends on no seed and gets one."""
+    """Return sampling settings with seeds 1 to n_seeds for each temperature; greedy sampling depends on no seed and gets one."""
     return [Sampling(t, 0, top_p, seed) for t in temperatures for seed in range(1, 1 + (n_seeds if t else 1))]
 
 
@@ -263,14 +270,14 @@ def measure(
     on_progress: Callable[[float], object] = lambda share: None,
     should_stop: Callable[[], object] = lambda: False,
 ) -> SweepRuns:
-    """Generate all cases with all settings `rounds` times; the first setting must be the target alone.
+    """Generate all cases with all settings `rounds` times, after a warm-up, and return the recorded runs.
 
     Args:
-        settings: The settings.
+        settings: The settings; the first must be the target alone.
         cases: The cases.
         rounds: Number of rounds.
         on_progress: Called with the completed fraction.
-        should_stop: Whether to stop and return the runs so far.
+        should_stop: Returns whether to stop and return the runs so far.
 
     Raises:
         OutputMismatchError: The output of a setting differs from that of the target alone.
@@ -309,7 +316,7 @@ def _warm_up(settings: Sequence[Setting], cases: Sequence[SweepCase], should_sto
 
 
 def run_setting(setting: Setting, case: SweepCase, should_stop: Callable[[], object] = lambda: False) -> RecordedRun | None:
-    """Run a case; return None if it was stopped."""
+    """Generate a case with a setting and return the recorded run, or None once `should_stop` returns true."""
     run = RecordedRun()
     for event in setting.stream(case):
         run.add(event)
@@ -333,14 +340,14 @@ def _check_same_output(run: RecordedRun, plain: RecordedRun, setting: Setting, c
 
 
 def format_temperature(temperature: float, temperatures: Iterable[float]) -> str:
-    """Return "greedy", "sampled" if there is one positive temperature, else the temperature."""
+    """Return the name of a temperature: "greedy", "sampled" if `temperatures` has one positive value, or "temperature 0.7"."""
     if temperature == 0:
         return "greedy"
     return "sampled" if sum(t > 0 for t in set(temperatures)) == 1 else f"temperature {temperature:g}"
 
 
 def format_conclusion(totals: Sequence[SettingResult]) -> str:
-    """Return one sentence on the best options and their speed-up."""
+    """Return one sentence on the best speculation options and their speed-up, or the advice to leave out the draft."""
     drafting = [result for result in totals if result.kind in ("ngram", "pair")]
     temperatures = list(dict.fromkeys(result.temperature for result in drafting))
     if not temperatures:
@@ -359,7 +366,7 @@ def format_conclusion(totals: Sequence[SettingResult]) -> str:
     others = [t for t in temperatures if t not in paying]
 
     def format_group(group: list[float], suffix: str) -> str:
-        """Return options and their speed-ups, grouped by options."""
+        """Return the best options for some temperatures and their speed-ups as text, grouped by options."""
         groups: dict[str, list[str]] = {}
         for t in group:
             times = f"{speed[best[t], t]:.2f}{'' if groups else suffix} ({format_temperature(t, temperatures)})"
@@ -376,7 +383,13 @@ def format_conclusion(totals: Sequence[SettingResult]) -> str:
 
 
 class FixedGammaSummary(NamedTuple):
-    """The settings with a fixed draft length: mean of their mean speed-ups, the best one, and the best single case."""
+    """A summary of the settings with a fixed draft length.
+
+    Attributes:
+        mean: Mean of their mean speed-ups.
+        best: Result with the highest mean speed-up.
+        best_text: Highest speed-up of a single case.
+    """
 
     mean: float
     best: SettingResult
@@ -384,7 +397,7 @@ class FixedGammaSummary(NamedTuple):
 
 
 def summarize_fixed_gamma(cells: Sequence[SettingResult]) -> FixedGammaSummary | None:
-    """Summarize the fixed draft lengths of the pair, or of n-grams without a draft; None if there are none."""
+    """Return a summary of the results with a fixed draft length, of the pair or else of n-grams; None if there are none."""
     kind = "pair" if any(result.kind == "pair" for result in cells) else "ngram"
     fixed = [f for f in cells if f.kind == kind and AUTO not in f.options]
     if not fixed:

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
-    """Print our own warnings as one line; pass all others to Python's default."""
+    """Print a CheckpointWarning as one line on stderr; pass all other warnings to Python's default function."""
     if issubclass(category, CheckpointWarning):
         print_message(str(message))
     else:
@@ -85,7 +85,7 @@ _default_show_warning = warnings.showwarning
 
 
 def format_usage_error(error: Exception) -> str:
-    """Return what is wrong with a command line and how to fix it."""
+    """Return the message for an error that Typer raised: what is wrong with the command line and how to fix it."""
     if name := getattr(error, "option_name", "") if hasattr(error, "possibilities") else "":
         return explain_unknown_option(name, list(getattr(error, "possibilities", None) or []), error.ctx)  # type: ignore[attr-defined]
     message: str = error.format_message()  # type: ignore[attr-defined]

@@ -52,7 +52,11 @@ class BenchRequest(Request):
 
     @property
     def timed_thread_counts(self) -> list[int]:
-        """The thread counts to time; those that may be the fastest if none is given."""
+        """The thread counts to time, as -j lists them; 0 stands for all counts that may be the fastest.
+
+        Raises:
+            ValueError: The list has something other than numbers of available threads.
+        """
         n_available = get_available_threads()
         named = parse_list(
             "threads",
@@ -64,7 +68,15 @@ class BenchRequest(Request):
         return [*dict.fromkeys(n for each in named for n in ([each] if each else get_thread_choices()))]
 
     def parse_token_counts(self, option: str, text: str) -> list[int]:
-        """Return the token counts of a comma-separated list. Raises ValueError."""
+        """Parse a comma-separated list of token counts into distinct integers.
+
+        Args:
+            option: Name of the option, for the error.
+            text: The list.
+
+        Raises:
+            ValueError: The list has something other than numbers from 0 to MAX_BENCH_TOKENS.
+        """
         return parse_list(option, text, int, lambda n: 0 <= n <= MAX_BENCH_TOKENS, f"numbers of tokens up to {MAX_BENCH_TOKENS}")
 
 

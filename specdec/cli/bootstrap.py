@@ -24,7 +24,7 @@ _NUMBA_SETTINGS = {
 
 
 def main() -> None:
-    """Run the command line, or print one line that says why it cannot be loaded.
+    """Check the environment, then load and run the command line; if that cannot be loaded, print why and exit with code 2.
 
     Signal handlers are installed first, since loading takes a second.
     """
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _format_install_hint(missing: str) -> str:
-    """Return the names of the missing packages, at least the given one, and the command that installs them."""
+    """Return an error message with the missing packages, at least the given one, and the command that installs them."""
     packages = [name for name in _REQUIRED_PACKAGES if name == missing or find_spec(name) is None] or [missing]
     if missing in sys.stdlib_module_names:
         return f"this Python was built without its standard module {missing}; use another Python"
@@ -70,14 +70,14 @@ def _format_install_hint(missing: str) -> str:
 
 
 def _find_root_cause(error: BaseException) -> str:
-    """Return the message of the first exception in the chain; packages wrap it in advice of many lines."""
+    """Return the message of the first exception in an exception's chain, since packages wrap it in advice of many lines."""
     while error.__context__:
         error = error.__context__
     return str(error).rstrip(".") or "not enough memory"
 
 
 def _format_memory_limit() -> str:
-    """Return a note on the address space limit; "" if there is none."""
+    """Return a note on the process's memory limit (ulimit -v) for an error message; "" if there is no limit."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
     except ImportError:  # Windows

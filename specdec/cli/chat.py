@@ -16,7 +16,11 @@ from specdec.text.chat_template import LLAMA2C_TEMPLATE, REQUIRED_PACKAGES
 
 
 def reject_steps(value: object) -> None:
-    """Reject llama2.c's -n, which users may expect here."""
+    """Reject a value of the option -n, which users of llama2.c may expect in `specdec chat`.
+
+    Raises:
+        ValueError: The option is given.
+    """
     if value is not None:
         raise ValueError(
             "-n counts the prompt too, so it is not supported in a conversation; use --max-tokens N to limit an answer"
@@ -52,11 +56,15 @@ class ChatRequest(Request):
 
     @property
     def is_interactive(self) -> bool:
-        """Whether stdin and stdout are terminals."""
+        """Whether both stdin and stdout are terminals."""
         return bool(sys.stdin) and sys.stdin.isatty() and sys.stdout.isatty()
 
     def resolve(self) -> "ChatRequest":
-        """Return the request with its first message and models resolved."""
+        """Return a copy of the request with the first message's text and the names of the models filled in.
+
+        Raises:
+            ValueError: No model is given, or no message although stdin is not a terminal.
+        """
         self = replace(self, word=None) if self.word == STDIN else self  # stdin is read in any case
         if not (self.word or self.model):
             raise ValueError("no model is given; name one, such as -m HuggingFaceTB/SmolLM2-135M-Instruct")

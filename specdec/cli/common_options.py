@@ -183,19 +183,23 @@ class Request:
 
     @cached_property
     def draft_settings(self) -> SpeculativeSettings:
-        """The settings of speculation."""
+        """The settings of speculation from -g, --verify and --tree."""
         return SpeculativeSettings(parse_gamma(self.gamma), cast(VerifyMode, self.verify), cast(TreeMode, self.tree))
 
     @cached_property
     def sampling(self) -> Sampling:
-        """The sampling settings; seed 0 draws a new seed."""
+        """The sampling settings from the options; seed 0 is replaced by a random one."""
         seed = self.seed or int.from_bytes(os.urandom(4), "little") or 1
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return Sampling(self.temperature, self.top_k, self.top_p, seed, self.min_p, *penalties, self.logit_biases)
 
     @property
     def logit_biases(self) -> list[tuple[int, float]]:
-        """The logit biases as (token id, bias). Raises ValueError."""
+        """The logit biases from --logit-bias as (token id, bias).
+
+        Raises:
+            ValueError: An entry is not ID=X.
+        """
         biases = []
         for each in self.logit_bias or []:
             token, _, bias = each.partition("=")
@@ -207,25 +211,32 @@ class Request:
 
     @property
     def display_names(self) -> list[str]:
-        """The names of the given models as they may be shown, the target first."""
+        """The short names for display of target, draft and stage, without those that are not given."""
         names = [str(self.model), self.draft, self.stage]
         return [sanitize_line(Path(name).name.removesuffix(".bin").removesuffix(".gguf")) for name in names if name]
 
     @property
     def labels(self) -> ModelLabels:
-        """The labels of the models for the views."""
+        """The labels with which views name the target, the origin of draft tokens, and the pair."""
         names = self.display_names
         origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
         return ModelLabels(names[0], origins.get(self.draft, f"by {names[1]}") if self.draft else "", " + ".join(names))
 
     @property
     def model_names(self) -> dict[str, str | None]:
-        """The names of the models, for JSON."""
+        """The full names of target, draft and stage for JSON, None for one that is not given."""
         return {"model": self.model, "draft": self.draft or None, "stage": self.stage or None}
 
 
 def with_models(request: RequestT, draft: str = "") -> RequestT:
-    """Return the request with its models resolved: the default pair without a target, and `draft` where no draft is given."""
+    """Return a copy of the request with the names of its models filled in.
+
+    Without a target, these are the default pair. A draft "none" becomes "".
+
+    Args:
+        request: The request.
+        draft: Draft to use if none is given.
+    """
     draft_name, stage = _normalize_draft(request.draft), _normalize_draft(request.stage)
     model = request.word or request.model
     if model is None:
@@ -236,7 +247,11 @@ def with_models(request: RequestT, draft: str = "") -> RequestT:
 
 
 def with_default_steps(request: RequestT) -> RequestT:
-    """Return the request with the default -n if neither -n nor --max-tokens is given."""
+    """Return the request with the default -n if neither -n nor --max-tokens is given.
+
+    Raises:
+        ValueError: Both are given.
+    """
     if request.steps is not None and request.max_tokens is not None:
         raise ValueError("-n counts the prompt's tokens too and --max-tokens does not; leave one of the two out")
     is_unlimited = request.steps is None and request.max_tokens is None
@@ -244,7 +259,11 @@ def with_default_steps(request: RequestT) -> RequestT:
 
 
 def parse_gamma(text: str) -> Gamma:
-    """Return the draft length that an option's text gives."""
+    """Parse the text of a draft length into "auto" or a number.
+
+    Raises:
+        ValueError: The text is neither "auto" nor 1 to MAX_GAMMA.
+    """
     if text == AUTO:
         return AUTO
     if not text.isdecimal() or not 1 <= int(text) <= MAX_GAMMA:
@@ -253,6 +272,6 @@ def parse_gamma(text: str) -> Gamma:
 
 
 def _normalize_draft(name: str) -> str:
-    """Return the draft's name; keywords may be upper case."""
+    """Return a draft's name, with a keyword such as NGRAM in lower case unless a file or folder has that name."""
     lower = name.lower()
     return lower if lower in DRAFT_KEYWORDS and not Path(name).exists() else name

@@ -60,11 +60,15 @@ class TextRequest(Request):
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings."""
+        """The strings of --stop before which the output ends; empty if none is given."""
         return self.stop or []
 
     def resolve(self) -> "TextRequest":
-        """Return the request with its words, prompt and models resolved."""
+        """Return a copy of the request with the prompt's text and the names of the models filled in.
+
+        Raises:
+            ValueError: The positional words are not at most one model and one prompt, or options contradict each other.
+        """
         if error := explain_misplaced_word(self.words, has_prompt=self.prompt is not None or bool(self.file)):
             raise ValueError(error)
         models = [word for word in self.words if word != STDIN and is_model_name(word)]
@@ -81,7 +85,7 @@ class TextRequest(Request):
         )  # under coupled verification no draft changes the output
 
     def describe_ineffective_options(self) -> str:
-        """Return the given options that have no effect, and why; "" for none."""
+        """Return a message that names the given options that have no effect, and why; "" for none."""
         reasons = (
             ("without a draft", not self.draft, ("gamma", "verify")),
             ("without a draft that is a model", self.draft in ("", NGRAM), ("tree",)),
@@ -95,7 +99,7 @@ class TextRequest(Request):
         )
 
     def get_settings(self, models: LoadedModels) -> dict[str, Any]:
-        """Return everything that the output depends on except the seed, for JSON."""
+        """Return the models and options that the output depends on, except the seed, as a dict for JSON."""
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
         sampling_names = ("temperature", "top_p", "top_k", "min_p", *penalties, "verify", "tree", "quantize")
         names = ("prompt", "steps", "max_tokens", "schema", "regex", *sampling_names)
@@ -148,7 +152,7 @@ def run(request: TextRequest) -> None:
 
 @dataclass(frozen=True)
 class GenerationRunner:
-    """The generations of one request.
+    """A runner that generates the outputs of one request with the loaded models and shows them.
 
     Attributes:
         request: The resolved request.
@@ -165,7 +169,7 @@ class GenerationRunner:
     constraint: Constraint | None
 
     def generate(self, sampling: Sampling) -> Statistics:
-        """Generate and show one output; return its statistics."""
+        """Generate one output, show it, and print its result or JSON; return the statistics of the generation."""
         decoder, stops, constraint = self.models.decoder, self.request.stop_strings, self.constraint
         statistics = Statistics(len(self.prompt))
         view = self._make_view(statistics)
@@ -193,7 +197,7 @@ class GenerationRunner:
         return LivePanel(Window(out), statistics, self.max_tokens, self.request.labels, self.request.pace)
 
     def _print_result(self, view: View, statistics: Statistics, seed: int) -> None:
-        """Print the result of a generation on stderr."""
+        """Print the speed-up and speed of a generation on stderr, with --stats also all statistics."""
         decoder, labels, errors = self.models.decoder, self.request.labels, Console(stderr=True)
         is_hidden_panel = bool(labels.draft_label) and isinstance(view, LivePanel) and not view.was_drawn
         more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_hidden_panel
@@ -207,7 +211,7 @@ class GenerationRunner:
 
 
 def get_advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
-    """Return advice for a draft that does not pay, "" if there is none."""
+    """Return a note for the user if the draft was hardly used or made generation slower; "" if there is none."""
     if not decoder.draft or statistics.target_passes < MIN_ADVICE_PASSES:
         return ""
     n_drafted = sum(statistics.drafted_histogram[1:])

@@ -27,7 +27,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A model, or a head that drafts for some models.
+    """An entry in the list of installed models: a model, or a draft head, which drafts for some models.
 
     Attributes:
         name: Name for -m, or for -d if it is a head.
@@ -53,17 +53,17 @@ class CatalogEntry:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a draft head rather than a model."""
+        """Whether the entry is a draft head rather than a model."""
         return bool(self.config and self.config.head)
 
     @property
     def n_parameters(self) -> int:
-        """The number of parameters."""
+        """The number of parameters of the model, 0 if its config cannot be read."""
         return sum(self._get_tensor_sizes().values())
 
     @property
     def n_active_parameters(self) -> int:
-        """The number of parameters that a token uses: only the chosen experts count."""
+        """The number of parameters that one token uses: in a mixture of experts, only the chosen experts count."""
         experts = self.config and self.config.experts
         sizes = self._get_tensor_sizes()
         n_expert_parameters = sum(size for name, size in sizes.items() if ".experts_" in name) if experts else 0
@@ -78,7 +78,7 @@ class CatalogEntry:
 
 
 def list_entries(folder: Path | None = None) -> list[CatalogEntry]:
-    """Return all models found, each once, those of models/ first.
+    """Return an entry for each installed model or draft head, those of models/ first, also for those that cannot be read.
 
     Args:
         folder: A folder or a single model to list instead.
@@ -90,13 +90,16 @@ def list_entries(folder: Path | None = None) -> list[CatalogEntry]:
 
 
 def get_model_sizes() -> dict[str, int]:
-    """Return the bytes of each loadable model, by name. A header is read again only if its files have changed."""
+    """Return the size in bytes of each installed model that can be loaded, by name.
+
+    A model's header is read again only if its files have changed.
+    """
     sizes = {name: _get_model_size(path, _get_fingerprint(path)) for path, name in _find_models().items()}
     return {name: size for name, size in sizes.items() if size}
 
 
 def _find_models(folder: Path | None = None) -> dict[Path, str]:
-    """Return the installed models, or those of a folder, each once, with the name for -m."""
+    """Return the paths of the installed models, or of those in a folder, each once, with their names for -m."""
     found: dict[Path, str] = {}
     for name, path in _list_folder(folder) if folder else list_installed():
         if name not in found.values():  # -m takes the first of a name
@@ -106,14 +109,17 @@ def _find_models(folder: Path | None = None) -> dict[Path, str]:
 
 @functools.lru_cache(4096)
 def _get_model_size(path: Path, _: tuple[object, ...]) -> int:
-    """Return the bytes of a model's files; 0 for a head, and for files that cannot be read."""
+    """Return the size of a model's weights in bytes; 0 for a draft head, and for files that cannot be read.
+
+    Results are cached by path and by the second argument, the fingerprint of the files.
+    """
     with suppress(CheckpointError, OSError):
         return 0 if load_checkpoint(path).config.head else _count_bytes(path)
     return 0
 
 
 def _get_fingerprint(path: Path) -> tuple[object, ...]:
-    """Return a value that changes when a model's files do."""
+    """Return a hashable value that changes when a model's files do: their names, times and sizes."""
     with suppress(OSError):
         files = path.iterdir() if path.is_dir() else [path.with_name(name) for name in list_shard_names(path.name)]
         stats = [(file.name, file.stat()) for file in files if file.exists()]
@@ -122,17 +128,17 @@ def _get_fingerprint(path: Path) -> tuple[object, ...]:
 
 
 def _count_bytes(path: Path) -> int:
-    """Return the total size of a model's weight files."""
+    """Return the total size of a model's weight files in bytes."""
     files = [path] if path.is_file() else [file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)]
     return sum(file.stat().st_size for file in files if file.exists())
 
 
 def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, Any]:
-    """Return the JSON record of a readable entry.
+    """Return a dict for JSON that describes an installed model or draft head, with the drafts or targets that fit it.
 
     Args:
-        entry: The entry.
-        found: All entries, among which its drafts or targets are searched.
+        entry: An entry with a config.
+        found: All entries, among which the entry's drafts or targets are searched.
     """
     config = entry.config
     assert config
@@ -188,7 +194,7 @@ def _have_same_vocabulary(one: CatalogEntry, other: CatalogEntry) -> bool:
 
 
 def list_installed() -> Iterator[tuple[str, Path]]:
-    """Yield the name and path of each installed model; -m takes the first of a name."""
+    """Yield the name and path of each installed model, in models/ and then in the hub's cache; -m takes the first of a name."""
     for folder in get_model_folders():
         with suppress(OSError):
             yield from ((path.name, path) for path in list_model_paths(folder))
@@ -220,7 +226,7 @@ def _read_entry(name: str, path: Path) -> CatalogEntry:
 
 
 def _read_token_texts(path: Path) -> dict[int, str]:
-    """Return the text of each id of a folder's tokenizer; empty if there is none."""
+    """Return the token text of each id in the tokenizer.json of a folder; empty if there is none that can be read."""
     try:
         vocabulary = json.loads((path / "tokenizer.json").read_bytes())["model"]["vocab"]
         return {token: text for text, token in vocabulary.items()}

@@ -40,18 +40,20 @@ class LoadedModels:
     warmup_seconds: float = 0.0
 
     def resolve_draft(self, request: RequestT) -> RequestT:
-        """Return the request with draft "auto" replaced by the drafter that was chosen."""
+        """Return the request with draft "auto" replaced by the one that was loaded: the target's own head, or n-grams."""
         return replace(request, draft=MTP if self.decoder.draft else NGRAM) if request.draft == AUTO else request
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The settings that the output depends on besides model names and sampling."""
+        """The formats and the arithmetic revision that the output depends on, besides model names and sampling."""
         return {"weights": self.decoder.weights, "kv": self.decoder.target.kv, "arithmetic": specdec.__arithmetic__}
 
 
 @contextmanager
 def load_models(request: Request, paths: list[str | Path] | None = None) -> Iterator[LoadedModels]:
-    """Load the models of a request, yield them before the warm-up, and warm them up on leaving.
+    """Load the models of a request, yield them before the warm-up, and warm them up when the context is left.
+
+    Show a status line meanwhile, and print notes on a very high temperature and on a draft that fits the target badly.
 
     Args:
         request: The resolved request.
@@ -113,14 +115,14 @@ def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Cal
 
 
 def open_prompt_cache(request: Request) -> PromptCache | None:
-    """Return the prompt cache in the request's folder, None if it names none."""
+    """Return the disk cache of processed prompts in the folder of --prompt-cache, None without that option."""
     if not request.prompt_cache:
         return None
     return PromptCache(request.prompt_cache, request.prompt_cache_size * 10**6, specdec.__arithmetic__, print_message)
 
 
 def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
-    """Return the paths of target, draft and stage; download them if needed.
+    """Return the paths of target, draft and stage, and download the models if needed; keywords such as ngram are kept.
 
     Args:
         request: The request, with its models named.
@@ -138,7 +140,13 @@ def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKA
 
 
 def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], Constraint | None]:
-    """Return a function that makes the request's constraint for a decoder; a bad schema file raises now, before models load."""
+    """Return a function that takes a decoder and makes the constraint of --regex or --schema, None without these options.
+
+    The schema file is read now, so that an error in it is reported before models load.
+
+    Raises:
+        ValueError: --schema is a JSON object rather than the name of a file.
+    """
     if request.regex:
         return lambda decoder: decoder.regex(request.regex)
     if not request.schema:
@@ -154,7 +162,14 @@ def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], 
 
 
 def resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
-    """Return the limit of new tokens by -n or --max-tokens, and print a note if the KV cache may be large.
+    """Return the limit of new tokens by -n, --max-tokens and the context's size.
+
+    Print a note if an option exceeds the context, and if the KV cache may be large.
+
+    Args:
+        request: The resolved request.
+        decoder: The decoder.
+        n_prompt: Tokens of the prompt.
 
     Raises:
         ValueError: -n leaves no token after the prompt.
@@ -193,7 +208,7 @@ def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt:
 
 
 def get_recommended_sampling(request: Request, decoder: SpeculativeDecoder) -> dict[str, Any]:
-    """Return the sampling settings that the model's files recommend, except those that options set, and print them."""
+    """Return and print the sampling settings by name that the target's files recommend, except those that options set."""
     given = {name.removeprefix("served_") for name in request.given}
     recommended_by_files = decoder.bundle.checkpoint.default_sampling if decoder.bundle.checkpoint else {}
     recommended: dict[str, Any] = {name: value for name, value in recommended_by_files.items() if name not in given}

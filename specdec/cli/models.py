@@ -67,7 +67,12 @@ def run(request: ModelsRequest) -> None:
 
 
 def pull_models(request: ModelsRequest, names: list[str]) -> None:
-    """Download models that are not installed yet."""
+    """Download the named models that are not installed yet, and print the path and size of each.
+
+    Raises:
+        ValueError: No name is given.
+        CheckpointError: A package is missing, or a model cannot be downloaded.
+    """
     if not names:
         raise ValueError("pull needs the name of a model on the hub: specdec models pull org/name, or org/name:Q4_K_M")
     if missing := optional_dependencies.format_missing_packages(find_required_packages(names)):
@@ -78,7 +83,13 @@ def pull_models(request: ModelsRequest, names: list[str]) -> None:
 
 
 def remove_models(request: ModelsRequest, names: list[str]) -> None:
-    """Remove models or aliases, after the user confirms."""
+    """Delete the files of the named models, each after the user confirms, or remove aliases, and print what was removed.
+
+    Raises:
+        ValueError: No name is given.
+        CheckpointError: A model is not installed.
+        typer.Exit: The user declines.
+    """
     from specdec.cli.installed_models import list_installed
 
     if not names:
@@ -104,14 +115,18 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
 
 
 def add_alias(request: ModelsRequest, names: list[str]) -> None:
-    """Make a short name an alias of a model."""
+    """Make the first name an alias of the second, a model's, and print it.
+
+    Raises:
+        ValueError: The names are not two.
+    """
     if len(names) != 2:
         raise ValueError("name needs an alias and a model: specdec models name small org/name:Q4_K_M")
     print(f"{names[0]} is an alias of {sanitize_line(names[1])} ({set_alias(*names)})")
 
 
 def list_models(request: ModelsRequest, folder: str) -> None:
-    """Print the installed models, or those of a folder, as a table or JSON."""
+    """Print the installed models and aliases, or the models of a folder, with the drafts that fit, as a table or JSON."""
     from specdec.cli.installed_models import list_entries, make_row  # imported here, since no other action needs it
 
     with show_status("reading models"):
@@ -130,7 +145,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         column.overflow = "fold"  # names must stay whole, to be copied
 
     def format_names(*names: str) -> Text:
-        """Return the names without the folder, which the user gave."""
+        """Return model names separated by commas, without the path of the folder that the user gave."""
         return Text(sanitize_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
 
     for row in rows:
@@ -160,13 +175,13 @@ LIST_WORDS = ("list", "ls")  # other programs' names of the same action
 
 
 def _format_head_targets(head: Mapping[str, Any], format_names: Callable[..., Text]) -> Text:
-    """Return the installed models that a head drafts for, else the requirements on a target."""
+    """Return text on the installed models that a draft head drafts for; if there are none, on the targets that it needs."""
     min_layers = f", of {max(head['layers'])} layers or more" if head["layers"] else ""
     return Text("for ") + format_names(*head["targets"] or [f"models {head['width']} wide{min_layers}"])
 
 
 def _format_count(n: int) -> str:
-    """Return a number in thousands, millions or billions, with two digits or more."""
+    """Return a number as text in thousands, millions or billions, such as "1.5 G" or "135 M", so that a unit may follow."""
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if n >= unit:
             return f"{n / unit:.1f} {name}" if n < 10 * unit else f"{n / unit:.0f} {name}"

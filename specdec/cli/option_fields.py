@@ -68,34 +68,37 @@ PANELS = (
 
 
 def flag(*names: str, group: str, help: str) -> Any:
-    """Return a field that is false unless its option is given."""
+    """Return a boolean dataclass field that is False unless its command-line option is given."""
     return option(False, *names, group=group, help=help, metavar="")
 
 
 def argument(default: Any, **more: Any) -> Any:
-    """Return a field that is a positional argument."""
+    """Return a dataclass field that is a positional command-line argument; `more` has arguments of `typer.Argument`."""
     return field(default=default, metadata={OPTION: typer.Argument(show_default=False, **more)})
 
 
 def get_option_info(request_class: type, name: str) -> Any:
-    """Return the Typer option of a request's field, from the first class in the MRO that declares one.
+    """Return the Typer option of a request class's field, from the first class in the MRO that declares one.
 
-    Subclasses may override the default alone.
+    Subclasses may override a field's default alone.
     """
     fields = [each.__dict__.get("__dataclass_fields__", {}).get(name) for each in request_class.__mro__]
     return next(each.metadata[OPTION] for each in fields if each and OPTION in each.metadata)
 
 
 def translate_parameters(message: str) -> str:
-    """Replace the library's parameter names in a message by options: draft=... becomes -d, kv='f32' becomes --kv f32.
+    """Return an error message with the library's parameter names replaced by command-line options.
 
-    "gamma is 0" becomes "--gamma is 0".
+    For example, draft=... becomes -d, kv='f32' becomes --kv f32, and "gamma is 0" becomes "--gamma is 0".
     """
     return _PARAMETER_REFERENCE.sub(lambda match: f"{PARAMETER_OPTIONS[match[1] or match[3]]} {match[2] or ''}".rstrip(), message)
 
 
 def decode_utf8(value: Any) -> Any:
-    """Decode a command-line string, or a list of them, as UTF-8 even if the locale has another encoding."""
+    """Decode a command-line string, or a list of them, as UTF-8 even if the locale has another encoding.
+
+    Other values, and bytes that are not UTF-8, are returned unchanged.
+    """
     if isinstance(value, list):
         return [decode_utf8(text) for text in value]
     with suppress(TypeError, UnicodeError):  # None, or bytes that are not UTF-8

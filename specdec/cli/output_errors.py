@@ -14,7 +14,13 @@ BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for SIGPIPE
 
 @contextmanager
 def guard_output() -> Iterator[None]:
-    """Exit quietly when the reader closes the pipe, and with one line when the disk is full."""
+    """Flush stdout at the end of the context, and turn an OSError within it into an exit code.
+
+    A closed pipe exits quietly with code 141; another error, such as a full disk, prints one line and exits with code 2.
+
+    Raises:
+        typer.Exit: Output could not be written.
+    """
     try:
         yield
         sys.stdout.flush()
@@ -30,12 +36,12 @@ def guard_output() -> Iterator[None]:
 
 
 def report_error(message: str) -> int:
-    """Print an error that the user can fix, and return its exit code, 2."""
+    """Print an error that the user can fix on stderr, and return the exit code of such errors, 2."""
     print_message(message)
     return 2
 
 
 def print_message(message: str) -> None:
-    """Print one line on stderr."""
+    """Print a message as one line on stderr, with "specdec: " in front and without control characters."""
     with suppress(OSError):
         print(f"specdec: {sanitize_line(message)}", file=sys.stderr)

@@ -16,7 +16,7 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> str:
-    """Return the prompt of -i, of a file, of the command line's word or of piped stdin, else the default prompt.
+    """Return the prompt's text from -i, a file, a positional word or piped stdin, else the default prompt.
 
     The last line break of a file or of stdin is removed.
 
@@ -42,7 +42,15 @@ def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> 
 
 
 def read_first_message(prompt: str | None, file: str) -> str:
-    """Return the first message of a conversation: the given one, then a file's text, then a pipe's, separated by blank lines."""
+    """Return the first message of a conversation: the text of -i, of a file and of piped stdin, separated by blank lines.
+
+    Args:
+        prompt: Text of -i; None or "-" adds nothing.
+        file: File of -f; "" or "-" adds nothing.
+
+    Raises:
+        ValueError: The file or stdin cannot be read.
+    """
     parts = ["" if prompt == STDIN else prompt or "", read_text_input(file).strip() if file not in ("", STDIN) else ""]
     if sys.stdin and not sys.stdin.isatty():
         parts.append(read_text_input("", "it is added to the first message").strip())
@@ -50,11 +58,11 @@ def read_first_message(prompt: str | None, file: str) -> str:
 
 
 def read_text_input(file: str, advice: str = "use -i TEXT to give one") -> str:
-    """Return the text of a file, or of stdin if the name is "-" or empty.
+    """Return the text of a file, or of stdin if the name is "-" or empty; print a message if stdin sends nothing at first.
 
     Args:
         file: The file's name.
-        advice: What to do instead of waiting for stdin.
+        advice: Advice in the message, for users who did not expect that stdin is read.
 
     Raises:
         ValueError: The file cannot be read, is too large, or is not UTF-8 text.
@@ -86,7 +94,7 @@ def _is_piped() -> bool:
 
 
 def _warn_if_stdin_is_silent(advice: str) -> None:
-    """Print a line on stderr if stdin is a pipe that sends nothing."""
+    """Print a line with advice on stderr if stdin is not a terminal and sends nothing within STDIN_WAIT_S."""
     with suppress(OSError, ValueError):  # Windows cannot select on a pipe
         if not os.isatty(0) and not select.select([0], [], [], STDIN_WAIT_S)[0]:
             print_message(f"waiting for a prompt from stdin; {advice}")

@@ -27,7 +27,11 @@ class RaceRequest(Request):
     draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
 
     def resolve(self) -> "RaceRequest":
-        """Return the request with its prompt and models resolved."""
+        """Return a copy of the request with the prompt's text and the names of target and draft filled in.
+
+        Raises:
+            ValueError: The draft is "none", or the options contradict each other.
+        """
         request = with_models(with_default_steps(self), AUTO)
         if not request.draft:
             raise ValueError("race needs a draft; name another one with -d, or leave out -d")

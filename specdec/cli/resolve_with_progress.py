@@ -8,10 +8,10 @@ from specdec.ui.progress import STATUS_DELAY_S, show_status
 
 
 def find_model(name: str, candidates: Sequence[str] = (), together: Sequence[str] = ()) -> Path:
-    """Return the path of a model; download it if needed.
+    """Return the path of a model, and download the model if it is not installed, with a status line meanwhile.
 
     Args:
-        name: As in `resolve_path`.
+        name: Path, alias or hub name of the model, as in `resolve_path`.
         candidates: Keywords that would be valid in place of a name, for suggestions.
         together: Names of all models of the request, for the error.
 

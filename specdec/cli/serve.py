@@ -87,7 +87,11 @@ class ServeRequest(Request):
     )
 
     def resolve(self) -> "ServeRequest":
-        """Return the request with its models resolved and its address checked."""
+        """Return a copy of the request with the names of its models filled in, after checking the address and the options.
+
+        Raises:
+            ValueError: Options contradict each other, or other machines could connect without a key.
+        """
         if self.api_key_file and self.no_key:
             raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
         if self.word and self.word.isdecimal():
@@ -108,14 +112,18 @@ class ServeRequest(Request):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can connect."""
+        """Whether only this machine can connect to the host's address."""
         with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host.lower() == "localhost"
 
     @property
     def api_keys(self) -> list[str]:
-        """The keys in the key file. Raises ValueError for invalid ones."""
+        """The API keys in the file of --api-key-file; empty without that option.
+
+        Raises:
+            ValueError: The file cannot be read, has no key, or has an invalid one.
+        """
         if not self.api_key_file:
             return []
         keys = [line.strip() for line in read_text_input(self.api_key_file).splitlines() if line.strip()]
@@ -126,7 +134,7 @@ class ServeRequest(Request):
         return keys
 
     def make_default_sampling(self, recommended: Mapping[str, Any]) -> Sampling:
-        """Return the sampling of requests that set none: from options, else the recommended values, else the chat defaults."""
+        """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
         options: dict[str, Any] = {
             "temperature": self.served_temperature, "top_p": self.served_top_p, "top_k": self.served_top_k,
         }  # fmt: skip
@@ -165,7 +173,17 @@ def run(request: ServeRequest) -> None:
 
 
 def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socket, keys: list[str]) -> None:
-    """Answer requests until a signal ends the server."""
+    """Print the server's address and answer requests until a signal ends the server, then let running requests finish.
+
+    Args:
+        request: The resolved request.
+        models: The loaded models; None serves all installed models and loads each on demand.
+        sock: The bound socket to listen on.
+        keys: API keys, empty to require none.
+
+    Raises:
+        ValueError: No model is installed, or the server stopped because of an error.
+    """
     from specdec.server.access_control import AuthMiddleware
     from specdec.server.app import make_app
     from specdec.server.generation_response import ServerState
@@ -204,7 +222,10 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
 
 
 def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "ModelInstance":
-    """Return the model instance of a loaded decoder: its scheduler, template and default sampling."""
+    """Return a loaded decoder as an instance that the server can use, with its scheduler, template and default sampling.
+
+    Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
+    """
     from specdec.engine.scheduler import Scheduler
     from specdec.server.model_manager import ModelInstance
     from specdec.server.openai_chat_requests import ServedModel
@@ -229,7 +250,7 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
 
 
 def prewarm(decoder: SpeculativeDecoder) -> None:
-    """Start what the first request would wait for: the helper processes and the vocabulary of structured output.
+    """Start the helper processes and load the vocabulary of structured output, so that the first request need not wait.
 
     The processes render templates, encode text and check schemas. Errors are ignored; the request that meets them reports them.
     """
@@ -240,26 +261,31 @@ def prewarm(decoder: SpeculativeDecoder) -> None:
 
 
 class CatalogModelSource:
-    """The models that `specdec models` lists, loaded with the server's options."""
+    """A source of the models that `specdec models` lists, which loads a model by name with the server's options."""
 
     def __init__(self, request: ServeRequest) -> None:
         self._request, self.memory_bytes = request, get_physical_memory_bytes()
 
     def list_models(self) -> dict[str, int]:
-        """Return the bytes of each model by name, aliases included."""
+        """Return the size in bytes of each model that can be loaded, by name, aliases included."""
         from specdec.cli.installed_models import get_model_sizes  # imported here, since no other command needs it
 
         sizes = get_model_sizes()
         return sizes | {alias: sizes[name] for alias, name in read_aliases().items() if name in sizes}
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> "ModelInstance":
-        """Load a model, on the loader thread."""
+        """Load a model by name and return its instance; called on the loader thread.
+
+        Args:
+            name: Name or alias of the model.
+            on_progress: Called with the loaded fraction.
+        """
         request = with_models(replace(self._request, model=name), AUTO)
         decoder = load_decoder(request, resolve_model_paths(request), lambda _, share: on_progress(share))
         return make_served_model(request, decoder)
 
     def limit_caches(self, instances: list["ModelInstance"]) -> None:
-        """Divide half of the memory that the weights leave free equally among the models' caches."""
+        """Divide half of the memory that the weights leave free equally among the models' KV caches, unless --cache is given."""
         if instances and not self._request.cache:
             free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
             for each in instances:
@@ -274,14 +300,14 @@ class StderrLog:
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
     def write_line(self, line: str) -> None:
-        """Queue a line with the time."""
+        """Queue a log line with the time in front; count it as dropped if the queue is full."""
         try:
             self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
         except queue.Full:
             self._n_dropped += 1
 
     def _write_lines(self) -> None:
-        """Write lines without Python's buffers: a blocked write would hold their lock, even at exit."""
+        """Write queued lines to stderr forever, without Python's buffers: a blocked write would hold their lock, even at exit."""
         while True:
             line, n = self._lines.get(), self._n_dropped
             lines = [line, *([f"{n} log lines were dropped, because stderr was not read"] if n else [])]

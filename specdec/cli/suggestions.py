@@ -73,7 +73,7 @@ NUMBER = re.compile(r"[-+.]*\d[-+.\d]*")
 
 
 def explain_unknown_option(name: str, similar: list[str], context: Any) -> str:
-    """Return the error for an unknown option: one of another program, of another command, or a misspelled one.
+    """Return the error message for an unknown option: one of another program, of another command, or a misspelled one.
 
     Args:
         name: The option.
@@ -91,7 +91,7 @@ def explain_unknown_option(name: str, similar: list[str], context: Any) -> str:
 
 
 def explain_invalid_number(error: Any) -> str:
-    """Return the error for a value that is not a number or outside the limits; "" for another error.
+    """Return the error message for an option's value that is not a number or outside its limits; "" for another error.
 
     Args:
         error: The exception of Typer's validation.
@@ -110,7 +110,10 @@ def explain_invalid_number(error: Any) -> str:
 
 
 def explain_foreign_option(args: list[str]) -> str:
-    """Return the error for a long option behind a single dash, which would be parsed as several options; "" if there is none."""
+    """Return the error message for another program's option such as -ngl in a command line; "" if there is none.
+
+    Typer would parse a long option behind a single dash as several options.
+    """
     for before, arg in zip(["", *args], args, strict=False):
         if before == "--":  # only words follow
             break
@@ -120,12 +123,12 @@ def explain_foreign_option(args: list[str]) -> str:
 
 
 def explain_extra_word(command: Any, word: str, is_model: bool) -> str:
-    """Return the error for a word that the command does not take.
+    """Return the error message for a positional word that a command does not take.
 
     Args:
         command: Typer's command.
         word: The word.
-        is_model: Whether it looks like the name of a model.
+        is_model: Whether the word looks like the name of a model.
     """
     names = _get_option_names(command)
     hint = "use -m NAME for a model" if is_model or "-i" not in names else "use -i TEXT for a prompt"
@@ -135,7 +138,7 @@ def explain_extra_word(command: Any, word: str, is_model: bool) -> str:
 
 
 def explain_unknown_command(words: list[str], args: list[str], commands: list[str]) -> str:
-    """Return the error for a word that is a command of another program or a misspelled one; "" for a prompt.
+    """Return the error message if the first word is a command of another program or a misspelled one; "" for a prompt.
 
     Args:
         words: The positional words.
@@ -157,7 +160,7 @@ def explain_unknown_command(words: list[str], args: list[str], commands: list[st
 
 
 def explain_misplaced_word(words: Sequence[str], has_prompt: bool = False) -> str:
-    """Return the error for a word that is neither a prompt nor a model; "" if there is none.
+    """Return the error message for a positional word that is a number or a text file rather than a prompt; "" if none is.
 
     Args:
         words: The positional words.
@@ -175,12 +178,12 @@ def explain_misplaced_word(words: Sequence[str], has_prompt: bool = False) -> st
 
 
 def _find_similar_command(word: str, n_more: int, commands: list[str]) -> str:
-    """Return the command that a word probably means; "" for a prompt."""
+    """Return the name of our command that a word followed by n_more words probably means; "" if it starts a prompt."""
     if word in FOREIGN_COMMANDS and n_more <= FOREIGN_COMMANDS[word][1]:
         return FOREIGN_COMMANDS[word][0]
     return next(iter(difflib.get_close_matches(word, commands, 1, MIN_COMMAND_SIMILARITY)), "")
 
 
 def _get_option_names(command: Any) -> list[str]:
-    """Return the names of a command's visible options."""
+    """Return all names of a command's visible options, such as "-m" and "--model"."""
     return [name for param in command.params if not getattr(param, "hidden", False) for name in param.opts]

@@ -64,39 +64,47 @@ class SweepRequest(Request):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The numbers of new tokens."""
+        """The numbers of new tokens per output, from --max-tokens."""
         text = self.tokens or ("50,100,200,500" if self.full else "50,200")
         return parse_list("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
 
     @cached_property
     def temperature_values(self) -> list[float]:
-        """The sampling temperatures."""
+        """The sampling temperatures, from --temperatures."""
         return parse_list("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
 
     @cached_property
     def draft_lengths(self) -> list[Gamma]:
-        """The draft lengths."""
+        """The draft lengths to compare, numbers or "auto", from --gammas."""
         return parse_list("--gammas", self.gammas, parse_gamma, lambda _: True, f"1 to {MAX_GAMMA} or {AUTO}")
 
     @property
     def n_rounds(self) -> int:
-        """The number of rounds."""
+        """The number of timed runs of each output, from --rounds or the default."""
         return self.rounds or (5 if self.full else 3)
 
     @property
     def n_seeds(self) -> int:
-        """The number of seeds per sampled prompt."""
+        """The number of seeds per prompt at positive temperatures, from --seeds or the default."""
         return self.seeds or (3 if self.full else 1)
 
     def resolve(self) -> "SweepRequest":
-        """Return the request with its models resolved."""
+        """Return a copy of the request with the names of its models filled in.
+
+        Raises:
+            ValueError: The draft is "none".
+        """
         request = with_models(self)
         if self.draft and not request.draft:
             raise ValueError("sweep needs a draft; leave out -d to measure n-grams")
         return request
 
     def read_prompts(self) -> Sequence[str]:
-        """Return the distinct non-empty lines of the prompt file, or the default prompts."""
+        """Return the distinct non-empty lines of the prompt file, or the default prompts.
+
+        Raises:
+            ValueError: The file cannot be read, or has no prompt.
+        """
         from specdec.bench.sweep import PROMPTS
 
         lines = read_text_input(self.prompts).splitlines() if self.prompts else PROMPTS
@@ -106,7 +114,7 @@ class SweepRequest(Request):
         return prompts
 
     def get_settings(self, models: LoadedModels, prompts: Sequence[str]) -> dict[str, Any]:
-        """Return what was measured and how, for JSON."""
+        """Return the models, prompts and options of the sweep as a dict for JSON."""
         return {
             **self.model_names,
             "quantize": self.quantize,

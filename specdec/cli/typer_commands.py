@@ -19,7 +19,16 @@ NUMBER_PATTERNS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,1
 
 
 def build_request(request_class: type[RequestT], context: Any, values: dict[str, Any]) -> RequestT:
-    """Return the request of a parsed command line."""
+    """Return the request object of a command line that Typer has parsed.
+
+    Args:
+        request_class: Class of the request.
+        context: Typer's context.
+        values: Values of the request's fields.
+
+    Raises:
+        ValueError: A value is invalid.
+    """
     given = {
         param.name: max(param.opts, key=len)
         for param in context.command.params
@@ -29,7 +38,7 @@ def build_request(request_class: type[RequestT], context: Any, values: dict[str,
 
 
 def make_command(request_class: type[RequestT], run: Callable[[RequestT], None]) -> Callable[..., None]:
-    """Return the function that Typer calls: its parameters are the options of the request class."""
+    """Return a function for Typer that calls `run` with a request; its parameters are the options of the request class."""
 
     def command(context: typer.Context, **values: Any) -> None:
         run(build_request(request_class, context, values))
@@ -45,16 +54,16 @@ def make_command(request_class: type[RequestT], run: Callable[[RequestT], None])
 
 
 class FastProcessValue:
-    """A replacement of a parameter's `process_value` that accepts defaults, strings and plain numbers within the limits itself.
+    """A fast replacement of a Typer parameter's `process_value` for defaults, strings, and plain numbers within the limits.
 
-    Everything else goes to Typer, which imports pydantic for it: 0.1 s of every start.
+    All other values go to Typer, which imports pydantic to validate them: 0.1 s of every start.
     """
 
     def __init__(self, param: Any) -> None:
         self._param, self.fallback = param, param.process_value
 
     def __call__(self, context: Any, value: Any) -> Any:
-        """Return the parsed value of a parameter."""
+        """Convert and check a command-line value of the parameter, call the parameter's callback, and return the result."""
         param = self._param
         value_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
         if value is None and not param.required:
@@ -70,10 +79,14 @@ class FastProcessValue:
 
 
 class Subcommand(TyperCommand):
-    """A named command."""
+    """A Typer command with a name, such as `specdec chat`, that rejects extra words with a hint."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, and raise BadParameter for words that the command does not take."""
+        """Parse the command's arguments into the context and return the words that are left.
+
+        Raises:
+            typer.BadParameter: A word is not taken by the command.
+        """
         _parse_words(self, ctx, args)
         ctx.allow_extra_args = True  # --help still works behind extra words
         words = list(super().parse_args(ctx, args))
@@ -82,15 +95,24 @@ class Subcommand(TyperCommand):
         return words
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, patched by `_patch_params`."""
+        """Return the command's parameters, with faster validation, and with Typer's own flags in the output panel."""
         return _patch_params(super().get_params(ctx))
 
 
 class CommandGroup(TyperGroup):
-    """The commands; if the first word names none, the words are those of the unnamed command and go to the context's `args`."""
+    """The group of all commands, which also parses the command without a name.
+
+    If the first word is not the name of a command, the words go to the context's `args`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command's name, or the prompt and options of the command without a name."""
+        """Parse a command's name, or the prompt and options of the command without a name, and return the arguments left.
+
+        The words "help" and "version" are treated as --help and --version.
+
+        Raises:
+            typer.BadParameter: The first word is a misspelled command or one of another program.
+        """
         words = _parse_words(self, ctx, args)
         if words[:1] in (["help"], ["version"]) and args == words:
             known = [word for word in words[1:2] if word in self.commands]
@@ -104,12 +126,16 @@ class CommandGroup(TyperGroup):
         return list(super().parse_args(ctx, args))
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, patched by `_patch_params`."""
+        """Return the command's parameters, with faster validation, and with Typer's own flags in the output panel."""
         return _patch_params(super().get_params(ctx))
 
 
 def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
-    """Return the positional words of a command line; reject a second -d, since Typer would take the last one."""
+    """Return the positional words of a command line.
+
+    Raises:
+        typer.BadParameter: An option is one of another program, or -d is given twice; Typer would take the last -d.
+    """
     if (error := explain_foreign_option(args)) and not ctx.resilient_parsing:
         raise typer.BadParameter(error)
     _, words, options = command.make_parser(ctx).parse_args(args=list(args))
@@ -119,7 +145,7 @@ def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
 
 
 def _patch_params(params: list[Any]) -> list[Any]:
-    """Move Typer's own flags to the output panel, which comes last, and install `FastProcessValue`."""
+    """Move Typer's own flags to the output panel of the help, and install `FastProcessValue`; return the changed parameters."""
     for param in params:
         if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
             param.rich_help_panel, param.metavar = "Output", ""
@@ -131,13 +157,13 @@ def _patch_params(params: list[Any]) -> list[Any]:
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> list[T]:
-    """Return the distinct values of a comma-separated list.
+    """Parse a comma-separated list into its distinct values, in order.
 
     Args:
         option: Name of the option, for the error.
         text: The list.
         parse: Converts one item; may raise ValueError.
-        is_valid: Whether a value is allowed.
+        is_valid: Returns whether a value is allowed.
         expected: Description of the allowed values, for the error.
 
     Raises:

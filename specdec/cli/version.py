@@ -22,7 +22,7 @@ def print_version() -> None:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Print one line on stderr and exit with code 2."""
+    """Print an error message as one line on stderr and exit with code 2."""
     if sys.stderr:
         print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

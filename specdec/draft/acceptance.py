@@ -14,12 +14,12 @@ MAX_EARLIER_ACCEPTED = 8.0  # accepted tokens of earlier sequences that count fo
 
 
 class Acceptance:
-    """A running estimate of how often draft tokens are accepted, by their confidence.
+    """A running estimate of the probability that a draft token is accepted, by bucket of the drafter's confidence in the token.
 
     Older observations weigh less. A bucket with few observations is estimated from its prior and the overall acceptance rate.
 
     Args:
-        prior: Acceptance rate of each bucket before any observation.
+        prior: Acceptance rate of each confidence bucket before any observation.
         mean: Acceptance rate over all tokens before any observation.
         n_accepted: Tokens accepted in earlier sequences, for `n_accepted`.
         weight: How many observations the prior counts for.
@@ -42,7 +42,7 @@ class Acceptance:
 
     @property
     def probabilities(self) -> list[float]:
-        """Acceptance rate of each bucket."""
+        """The estimated acceptance probability of a draft token in each confidence bucket, a list of N_BUCKETS numbers."""
         if self._probabilities is None:
             weight = self._weight
             scale = weight * (self._all_accepted + 1.0) / (self._all_expected + 1.0)
@@ -54,23 +54,23 @@ class Acceptance:
 
     @property
     def mean(self) -> float:
-        """Acceptance rate over all tokens."""
+        """The estimated acceptance rate over all draft tokens, whatever their confidence."""
         return (self._all_accepted + self._mean_weight * self._mean_prior) / (self._all_seen + self._mean_weight)
 
     @property
     def n_accepted(self) -> float:
-        """Tokens accepted lately, in this sequence and earlier ones."""
+        """The number of accepted draft tokens, with older ones counting less, in this sequence and earlier ones."""
         return self._all_accepted + self._n_earlier_accepted
 
     def for_sequence(self) -> "Acceptance":
-        """Return the estimate for a new sequence, which starts from this one and passes its observations on to it."""
+        """Return a new estimate for one sequence, which starts with the values of this one and also updates this one."""
         return Acceptance(self.probabilities, self.mean, min(self.n_accepted, MAX_EARLIER_ACCEPTED), SEQUENCE_WEIGHT, self)
 
     def update(self, rounds: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Count the tokens of verified drafts.
+        """Update the estimate, and its pool, with the results of verified drafts.
 
         Args:
-            rounds: For each draft the buckets of its verified tokens, and how many of them, the first ones, were accepted.
+            rounds: For each draft, the buckets of its verified tokens, and how many of these were accepted, from the first on.
         """
         seen, accepted = [0] * N_BUCKETS, [0] * N_BUCKETS
         for buckets, n_accepted in rounds:
@@ -97,5 +97,5 @@ class Acceptance:
 
 
 def get_bucket(confidence: float) -> int:
-    """Return the bucket of a confidence >= 0, by its power of two."""
+    """Return the index of the bucket, 0 to N_BUCKETS - 1, for a drafter's confidence >= 0, by its power of two."""
     return min(int(8.0 * min(confidence, 1e6)).bit_length(), N_BUCKETS - 1)

@@ -34,14 +34,14 @@ MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
 
 
 class Autotuner:
-    """The measurements of a bundle on this machine, for all its sequences.
+    """A maker of sequences for one model bundle, which compiles code, chooses threads and measures costs before the first.
 
     Trees and a second-level draft are imported, compiled and measured only if they are requested.
 
     Attributes:
-        curve: The cost of passes once they are measured, if there is a draft.
+        curve: The cost of passes once they are measured; None before, or without a draft.
         thread_choices: The numbers of threads to choose from.
-        relative_step_times: The time of a step on each of them, relative to the first one.
+        relative_step_times: By number of threads, the time of a step relative to that on the first number; empty without a trial.
     """
 
     def __init__(self, bundle: ModelBundle) -> None:
@@ -60,7 +60,7 @@ class Autotuner:
     def stream(
         self, request: GenerationRequest, settings: SpeculativeSettings, prefiller: Prefiller | None = None
     ) -> Iterator[Event | PrefillProgress]:
-        """Yield the events of a new sequence on the bundle, which must be warmed up.
+        """Prefill and decode a new sequence on the bundle, which must be warmed up, and yield its events (`stream_events`).
 
         Args:
             request: A validated request.
@@ -74,7 +74,12 @@ class Autotuner:
         )
 
     def _observe(self, events: Iterator[Event | PrefillProgress], costs: CostModel | None) -> Iterator[Event | PrefillProgress]:
-        """Yield the events, and pass their times on to the thread tuner and to later sequences."""
+        """Yield the given events unchanged; report step times to the thread tuner, and save costs at the end.
+
+        Args:
+            events: The events of a sequence.
+            costs: The cost model to save after MIN_STEPS steps, if any.
+        """
         n_steps = 0
         try:
             for event in events:
@@ -94,10 +99,10 @@ class Autotuner:
         costs: CostModel | None,
         is_alone: bool = False,
     ) -> Sequence:
-        """Return a new sequence on the bundle or a clone of it.
+        """Return a new `Sequence` for a request, with its verifier, drafter and draft length policy.
 
         Args:
-            bundle: The models, with KV caches for this sequence.
+            bundle: The autotuner's bundle or a clone of it, with KV caches for this sequence.
             request: A validated request.
             settings: The settings of speculative decoding.
             costs: The cost model of the sequence's batch, if there is one.
@@ -134,7 +139,7 @@ class Autotuner:
 
     @property
     def thread_summary(self) -> str:
-        """The number of threads in use, its speed relative to other numbers in the trial, and the machine's cores, as text."""
+        """A text with the number of threads in use, its speed relative to other numbers in the trial, and the machine's cores."""
         n, times = self._bundle.target.n_threads, self.relative_step_times
         others = [
             f"{seconds / times[n]:.2g} times as fast as {other}" for other, seconds in times.items() if n in times and other != n
@@ -143,11 +148,16 @@ class Autotuner:
         return f"{n} thread{'s' * (n != 1)}{comparison}; {get_topology().description}"
 
     def make_batch_cost_model(self) -> CostModel:
-        """Return the cost model of a batch."""
+        """Return a new cost model for a batch of sequences; measure the cost of target passes first if that is not known."""
         return CostModel(self.curve or measure(self._bundle.target, None, self._vocabulary))
 
     def record_step(self, n_proposed: int, seconds: float) -> None:
-        """Pass the time of a step, or of a pass that sequences shared, on to the thread tuner."""
+        """Report the time of a decoding step to the thread tuner, if there is one; it may change the number of threads.
+
+        Args:
+            n_proposed: Number of draft tokens of the step, or of the pass that several sequences shared.
+            seconds: Time of the step or pass.
+        """
         if self._thread_tuner:
             self._thread_tuner.record_step(n_proposed, seconds)
 
@@ -170,25 +180,25 @@ class Autotuner:
         return None if is_too_fast and not draft.model else draft.make_drafter(sampler, noise, eos_tokens)
 
     def _is_tree_drafting(self, settings: SpeculativeSettings, is_alone: bool = True) -> bool:
-        """Return whether proposals are trees."""
+        """Return whether proposals of a sequence with these settings are token trees."""
         is_requested = settings.tree == "on" and (is_alone or settings.verify != "coupled")
         return is_requested and self._bundle.draft.model is not None and not self._bundle.tree_incompatibility
 
     def _save_costs(self, costs: CostModel) -> None:
-        """Save the measurements of a sequence for later sequences and processes."""
+        """Keep a sequence's measured costs for later sequences, and write them and the acceptance to the calibration file."""
         self.curve, self._costs = costs.get_corrected_curve(), costs if costs.get_corrected_curve() is costs.curve else None
         if self._calibration_file:
             self._calibration_file.write(self.curve, self._acceptance)
 
     def warm_up(self, settings: SpeculativeSettings) -> None:
-        """Run the pending tasks: compile or load what sequences with these settings need, and measure it; each task runs once."""
+        """Compile or load the code that sequences with these settings need, choose threads, and measure costs, each only once."""
         while pending := self.get_pending_tasks(settings):
             name, task = next(iter(pending.items()))
             task()
             self._completed_tasks.add(name)
 
     def get_pending_tasks(self, settings: SpeculativeSettings) -> dict[str, Callable[[], object]]:
-        """Return the tasks to run, in order, before a sequence with these settings starts, by name.
+        """Return by name the functions that `warm_up` has yet to call, in order, before a sequence with these settings starts.
 
         One thread runs other code than several threads, so passes are a task for each case.
         """
@@ -207,7 +217,7 @@ class Autotuner:
         return {name: task for name, task in tasks.items() if name not in self._completed_tasks}
 
     def _measure(self, settings: SpeculativeSettings) -> None:
-        """Choose the number of threads and time passes, after all compilation here and in other processes has ended."""
+        """Stop the compile processes, choose and set the number of threads, and measure the costs of passes and drafts."""
         draft = self._bundle.draft
         stop_processes(self._bundle.compile_processes)
         if len(self.thread_choices) > 1:
@@ -221,7 +231,10 @@ class Autotuner:
             self._stage_calibration = measure(draft.model, stage.model, self._vocabulary), Acceptance(stage.prior_acceptance)
 
     def _calibrate(self) -> None:
-        """Measure costs and take the minimum of these and of earlier processes' costs: other programs only ever add time."""
+        """Set the cost curve to the minimum of costs measured now and those of earlier processes, and load their acceptance.
+
+        Other programs only ever add time. The measurement is skipped if a slow target's stored costs show that drafts pay.
+        """
         draft, seconds = self._bundle.draft, MEASURE_BUDGET_S
         self._calibration_file = CalibrationFile(self._models[: 1 + bool(draft.model)], "" if draft.model else NGRAM)
         if stored := self._calibration_file.read():
@@ -237,7 +250,7 @@ class Autotuner:
             model.n_threads = n_threads
 
     def _time_generation(self, max_tokens: int, settings: SpeculativeSettings) -> float:
-        """Return the seconds that generating max_tokens tokens takes."""
+        """Generate max_tokens tokens with the settings, and return the seconds of all steps, without the prefill."""
         tokens = self._bundle.tokenizer.encode("")
         if self._bundle.draft.head:  # it needs two tokens, and drafts from the target's hidden states, then from its own output
             tokens, max_tokens = (tokens * 2)[: self._bundle.target.n_positions], max_tokens + 1
@@ -246,7 +259,13 @@ class Autotuner:
 
 
 def warm_up_verifier(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:
-    """Compile what a verifier needs, by verifying two tokens that are rejected, as a chain or a tree of these parents."""
+    """Compile the code of a verifier by letting it verify two draft tokens that are rejected.
+
+    Args:
+        verifier: The verifier's class.
+        vocab_size: The number of token ids.
+        parents: The parents of the two tokens in a tree; None for a chain.
+    """
     logits = zeros(3, max(vocab_size, 3))
     logits[:, 0] = 1.0
     verifier(vocab_size, Sampling(temperature=0.0)).verify(logits, Draft([1, 2], None, parents), 1)

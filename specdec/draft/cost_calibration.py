@@ -47,13 +47,15 @@ MAX_VALUE = 1e6  # of any number in a file
 def measure(
     target: Transformer, draft: Transformer | None, vocabulary: SharedVocabulary, budget: float = MEASURE_BUDGET_S
 ) -> CostCurve:
-    """Time passes of the target and tokens of the draft, each with a draw, in turns, and return the minima as a cost curve.
+    """Run and time passes of the target and the draft in turns, and return the minimum times as a `CostCurve`.
+
+    Each pass includes the sampling of a token. The KV caches of the models are overwritten.
 
     Args:
         target: The target.
-        draft: Its draft model, if it has one.
-        vocabulary: The ids that both share.
-        budget: Seconds to spend.
+        draft: The draft model; None if the target drafts without a model.
+        vocabulary: The token ids that target and draft share.
+        budget: Seconds to spend; the needed passes run in any case.
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
@@ -111,7 +113,14 @@ def _measure_min_seconds(
     budget: float,
     seconds: Callable[[int, Transformer, list[int]], float],
 ) -> dict[int, float]:
-    """Return the minimum seconds of the jobs for which there was time, at least of the first n_needed ones."""
+    """Run the jobs in turns until the time is over, and return the minimum seconds of each job that ran, by key.
+
+    Args:
+        jobs: For each key, a model and the tokens to run on it.
+        n_needed: The number of jobs, the first ones, that run in any case.
+        budget: Seconds to spend.
+        seconds: Runs a job and returns its time.
+    """
     least: dict[int, float] = {}
     begin = time.perf_counter()
     for turn in itertools.count(1):
@@ -124,7 +133,13 @@ def _measure_min_seconds(
 
 
 def _fit_expert_costs(target: Transformer, least: Mapping[int, float], n_read: Mapping[int, float]) -> ExpertCosts:
-    """Return the cost of experts, from two passes over the same number of tokens that choose more and fewer of them."""
+    """Compute the extra costs of a mixture of experts from passes over equal and over different tokens.
+
+    Args:
+        target: The target; a model without experts gives NO_EXPERTS.
+        least: The minimum seconds of each pass, by key.
+        n_read: The number of experts that a layer read in each pass, by key.
+    """
     if EQUAL_TOKENS_KEY not in least or not target.config.experts:
         return NO_EXPERTS
     n, n_used = target.config.experts.n_experts, target.config.experts.n_experts_used
@@ -139,7 +154,7 @@ class CalibrationFile:
     """A file that stores the costs and the acceptance of a target and its draft on this machine between processes.
 
     Args:
-        models: The target first.
+        models: The target, and the draft model if there is one.
         draft: The name of the drafter if it is not one of the models.
     """
 
@@ -151,7 +166,7 @@ class CalibrationFile:
         self._last_saved = -math.inf
 
     def read(self) -> tuple[CostCurve, Acceptance] | None:
-        """Return the costs and the draft's acceptance, or None if there are none."""
+        """Return the stored costs and the draft's acceptance, or None if the file is missing or not valid."""
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             known = json.loads(read_cached(self._path))
             passes, (token, start, n_accepted) = (
@@ -173,7 +188,10 @@ class CalibrationFile:
         return None
 
     def write(self, curve: CostCurve, acceptance: Acceptance) -> None:
-        """Store both, unless that fails or the last write is less than SAVE_INTERVAL_S ago."""
+        """Write the costs and the acceptance to the file, and delete the oldest calibration files if there are too many.
+
+        Nothing is written if the last write is less than SAVE_INTERVAL_S ago. Errors of the file system are ignored.
+        """
         if not self._path or time.monotonic() < self._last_saved + SAVE_INTERVAL_S:
             return
         self._last_saved = time.monotonic()
@@ -192,7 +210,10 @@ class CalibrationFile:
 
 
 def fingerprint_weights(weights: Weights) -> str:
-    """Return a digest of some numbers of each matrix and vector; a model mistaken for another only drafts a wrong length."""
+    """Return a hex digest of a sample of numbers of each matrix and vector, which identifies the weights for calibration.
+
+    If two models have the same digest, the only effect is an unsuitable draft length.
+    """
     digest = hashlib.sha256()
     arrays = {name: matrix.panels for name, matrix in weights.matrices.items()} | weights.vectors
     for name, array in arrays.items():
@@ -202,10 +223,10 @@ def fingerprint_weights(weights: Weights) -> str:
 
 
 def _parse_numbers(given: object, n: int) -> list[float]:
-    """Return n finite numbers >= 0.
+    """Check that a value read from JSON is a list of n numbers from 0 to MAX_VALUE, and return them as floats.
 
     Raises:
-        ValueError: If there are others.
+        ValueError: If the value is no such list.
         TypeError: If an element is not a number.
     """
     found = [float(each) for each in given] if isinstance(given, list) else []

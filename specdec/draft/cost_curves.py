@@ -12,7 +12,7 @@ CATCH_UP_RATIO = 0.1  # time that a draft takes to read a missed token of the se
 
 
 class ExpertCosts:
-    """Extra time of passes over several tokens in a mixture of experts.
+    """A model of the extra time of passes over several tokens in a mixture of experts, which learns from the passes.
 
     A pass reads every expert that any of its tokens chooses: u times the k experts of one token. Suppose that each choice falls
     with probability r = `repeat_probability` on an expert that is read anyway, and else on any of all E. Then n tokens together
@@ -36,21 +36,21 @@ class ExpertCosts:
         self._update_table()
 
     def copy(self) -> "ExpertCosts":
-        """Return the same costs, to be updated by other passes."""
+        """Return a copy of these costs, so that updates of one do not change the other."""
         return ExpertCosts(self._n_experts, self._experts_per_token, self.seconds, self.repeat_probability, self.get_n_read)
 
     def compute_extra_seconds(self, n_read: float) -> float:
-        """Return the extra seconds of a pass in which a layer reads n_read experts."""
+        """Return the seconds that a pass takes longer than one over a single token if a layer reads n_read experts on average."""
         return max(n_read / self._experts_per_token - 1.0, 0.0) * self.seconds
 
     def update(self, n_tokens: int, n_read: float) -> None:
-        """Learn how much tokens repeat experts, from a pass over n_tokens in which a layer read n_read experts."""
+        """Update the repeat probability and the extra seconds from a pass over n_tokens in which a layer read n_read experts."""
         if n_tokens > 1 and self.seconds:
             self.repeat_probability += 0.2 * (self.solve_repeat_probability(n_tokens, n_read) - self.repeat_probability)
             self._update_table()
 
     def solve_repeat_probability(self, n_tokens: int, n_read: float) -> float:
-        """Solve u(n_tokens) k = n_read for the `repeat_probability`."""
+        """Return the repeat probability, from 0 to 1, by which n_tokens tokens read n_read experts: u(n_tokens) k = n_read."""
         unread = max(self._n_experts - n_read, 0.0) / max(self._n_experts - self._experts_per_token, MIN_SECONDS)
         new: float = (1.0 - unread ** (1 / (n_tokens - 1))) * self._n_experts / self._experts_per_token
         return min(max(1.0 - new, 0.0), 1.0)
@@ -67,12 +67,12 @@ NO_EXPERTS = ExpertCosts(1, 1, 0.0, 0.0, lambda: 1.0)
 
 
 class CostCurve:
-    """Seconds of the target's passes over n tokens, and of drafting.
+    """The costs, in seconds, of a target's passes over each number of tokens and of drafting tokens for it.
 
     Args:
         pass_seconds: The minimum measured seconds of passes by number of tokens, without `experts.extra_seconds` for a mixture
             of experts. Noise only ever adds time, so a pass over fewer tokens is taken to cost no more than one over more.
-        draft_token: Seconds of one drafted token; 0 if proposing costs nothing.
+        draft_token: Seconds of drafting one token; 0 if proposing costs nothing.
         draft_start: Seconds that the first drafted token of a round takes longer.
         experts: Extra costs of a mixture of experts.
         eviction: Seconds that a pass over one token takes longer after a draft; passes over more are measured after one.
@@ -94,23 +94,28 @@ class CostCurve:
         self.draft_token, self.draft_start, self.experts, self.eviction = draft_token, draft_start, experts, eviction
 
     def merge(self, other: "CostCurve") -> "CostCurve":
-        """Return the minimum of both costs, element by element."""
+        """Return a new curve with the minimum of two curves' costs, element by element; expert costs are those of `self`."""
         passes = {n: min(self.pass_seconds[n], other.pass_seconds[n]) for n in range(1, MAX_BATCH_TOKENS + 1)}
         token, start = min(self.draft_token, other.draft_token), min(self.draft_start, other.draft_start)
         return CostCurve(passes, token, start, self.experts, min(self.eviction, other.eviction))
 
     def scale(self, pass_ratio: float, draft_ratio: float) -> "CostCurve":
-        """Return a curve with the time of passes over several tokens, and of drafts, multiplied by these ratios."""
+        """Return a new curve with some costs multiplied by ratios.
+
+        Args:
+            pass_ratio: Factor for the time of passes over two or more tokens.
+            draft_ratio: Factor for the time of drafting.
+        """
         passes = {1: self.pass_seconds[1]} | {n: pass_ratio * self.pass_seconds[n] for n in range(2, MAX_BATCH_TOKENS + 1)}
         draft = draft_ratio * self.draft_token, draft_ratio * self.draft_start
         return CostCurve(passes, *draft, self.experts, self.eviction)
 
     def draft_cost(self, n: int, n_missed: int = 0) -> float:
-        """Return the seconds of drafting n tokens after reading n_missed tokens of the sequence."""
+        """Return the seconds of drafting n tokens, 0 for none, after reading n_missed tokens of the sequence."""
         return self.draft_start + (n + CATCH_UP_RATIO * n_missed) * self.draft_token if n else 0.0
 
     def is_profitable(self, acceptance: float) -> bool:
-        """Return whether some draft length is faster than no draft if each token is accepted with that probability."""
+        """Return whether some draft length is faster than no draft, if each token is accepted with probability `acceptance`."""
         gain, power, plain = 1.0, 1.0, self.pass_seconds[1]
         for n in range(1, MAX_LOOKAHEAD_TOKENS + 1):
             power *= acceptance

@@ -43,7 +43,10 @@ SUDDEN_CHANGE_RATIO = 1.5  # a change of step times by this factor calls for a c
 
 
 class PassRecord(NamedTuple):
-    """A pass of the target, with its size and its measurements."""
+    """One pass of the target over a batch, with its size, its measured times and the drafts before it.
+
+    `n_generated` is the number of tokens that the pass added to its sequences.
+    """
 
     n_sequences: int
     n_tokens: int
@@ -56,13 +59,14 @@ class PassRecord(NamedTuple):
 
 
 class CostModel:
-    """What the passes of a batch cost now, and when to compare them with plain steps.
+    """An estimate of the current costs of a batch's target passes and drafts, which also schedules steps without a draft.
 
-    The batch shares one model: all its sequences wait for the same pass. `begin_pass` and `end_pass` frame each pass. Several
-    passes are processed together, since code that runs between two passes runs with cold caches.
+    Steps without a draft (plain steps) show what a draft gains. All sequences of a batch wait for the same pass. `begin_pass` and
+    `end_pass` frame each pass. Several passes are processed together, since code that runs between two passes runs with cold
+    caches.
 
     Args:
-        curve: Costs as measured.
+        curve: Costs as measured when the models were loaded.
         earlier: The cost model of an earlier batch of the same models; its comparisons and budget are continued.
     """
 
@@ -96,12 +100,12 @@ class CostModel:
 
     @property
     def plain_cost(self) -> float:
-        """Seconds of a pass of this batch without drafts."""
+        """The seconds of a target pass over one token of each sequence of the batch, without drafts."""
         return self.curve.pass_seconds[self.n_sequences] + self.experts.extra_seconds[self.n_sequences]
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of the whole batch."""
+        """The expected number of tokens per second of the whole batch."""
         return self.speed_up * self.n_sequences / (self.plain_cost + self.overhead)
 
     @property
@@ -110,34 +114,34 @@ class CostModel:
         return self._max_tokens - self.n_tokens
 
     def pass_cost(self, n_tokens: int) -> float:
-        """Return the seconds of a pass over n_tokens."""
+        """Return the expected seconds of a target pass over n_tokens tokens of the whole batch."""
         n = min(n_tokens, MAX_BATCH_TOKENS)
         cost = self.curve.pass_seconds[n] + self.experts.extra_seconds[n]
         return max(cost * self.pass_ratio, self.plain_cost) if n > self.n_sequences else cost
 
     def draft_cost(self, n: int, n_missed: int = 0) -> float:
-        """Return the seconds of drafting n tokens with a model after reading n_missed tokens of the sequence."""
+        """Return the expected seconds of drafting n tokens with a model that first reads n_missed tokens of the sequence."""
         return self.curve.draft_cost(n, n_missed) * self.draft_ratio
 
     def begin_pass(self, n_sequences: int = 1, max_tokens: int = MAX_BATCH_TOKENS) -> None:
-        """Begin a pass of n_sequences and up to max_tokens."""
+        """Reset the counts for a new pass over n_sequences sequences and up to max_tokens tokens, including drafts."""
         self.n_sequences, self.n_tokens, self._max_tokens = max(n_sequences, 1), n_sequences, max_tokens
         self._drafts, self._is_trial = [], False
 
     def add_tokens(self, n: int) -> None:
-        """Count tokens that a sequence drafted for this pass."""
+        """Add n tokens that a sequence has drafted to the number of tokens of this pass."""
         self.n_tokens += n
 
     def add_draft(self, n: int, n_missed: int, seconds: float) -> None:
-        """Count the time that a model took to draft n tokens for this pass after reading n_missed of its sequence."""
+        """Record the seconds that a draft model took to read n_missed tokens of a sequence and draft n tokens for this pass."""
         self._drafts.append((n, n_missed, seconds))
 
     def end_pass(self, n_tokens: int, n_generated: int, seconds: float, gap_seconds: float = 0.0) -> None:
-        """Record a finished pass.
+        """Record the measurements of a finished pass, and update the cost estimates from all recorded passes when it is time.
 
         Args:
-            n_tokens: Tokens of the pass.
-            n_generated: Tokens that it generated.
+            n_tokens: Tokens that the pass ran, drafts included.
+            n_generated: Tokens that the pass added to the sequences.
             seconds: Time of the pass.
             gap_seconds: Time from the end of the last pass, if that came right before.
         """
@@ -153,7 +157,7 @@ class CostModel:
             self.is_plain = True
 
     def _learn(self) -> None:
-        """Process the pending passes, and decide whether the next one is a plain step."""
+        """Update the cost estimates from the pending passes, and set `is_plain`: whether the next pass runs without drafts."""
         for each in self._pending_passes:
             if each.n_tokens > each.n_sequences:
                 self._record_drafted(each)
@@ -170,13 +174,13 @@ class CostModel:
         self.is_plain = bool(self._drafted_ratios) and (self._rounds_until_plain == 0 or has_changed)
 
     def _compute_rounds_to_wait(self) -> int:
-        """Return the number of drafted rounds until the budget allows a plain step."""
+        """Return the number of rounds with a draft until the budget allows a step without one."""
         missing, a_round = self._plain_price - self._budget, self._plain_share * self._round_cost
         return max(self._spacing - len(self._drafted_ratios), math.ceil(missing / a_round) if missing > 0 else 0, 0)
 
     @property
     def _plain_share(self) -> float:
-        """The share of drafted rounds' time for plain steps."""
+        """The fraction of the time of drafted rounds that may be spent on steps without a draft."""
         return PLAIN_SHARE if self.n_comparisons < MIN_COMPARISONS else LATER_PLAIN_SHARE
 
     def _record_drafted(self, record: PassRecord) -> None:
@@ -217,11 +221,15 @@ class CostModel:
             self._compare(ratio)
 
     def _update_overhead(self, seconds: float) -> None:
-        """Move the overhead, in the curve's seconds, towards a measured gap, which may contain unrelated work."""
+        """Move the estimated time between two passes a step towards a measurement, which may contain unrelated work."""
         self.overhead += 0.1 * (min(max(seconds, 0.0), 2 * self.overhead + self.curve.pass_seconds[1]) - self.overhead)
 
     def _compare(self, plain: float) -> None:
-        """Compare a plain step with the median of the drafted rounds since the last one."""
+        """Update pass_ratio and draft_ratio by comparing a step without a draft to the drafted rounds since the last such step.
+
+        Args:
+            plain: The time of the step relative to the curve's.
+        """
         passes, drafts = (median(ratios) for ratios in zip(*self._drafted_ratios, strict=True))
         self._comparisons.append((passes / plain, drafts / plain))
         before = self.pass_ratio, self.draft_ratio
@@ -237,12 +245,17 @@ class CostModel:
 
     @property
     def _plain_price(self) -> float:
-        """The loss by a plain step, in plain steps."""
+        """The cost of a step without a draft: the time it loses compared with drafting, in units of one such step."""
         return 1.0 - 1.0 / self.speed_up
 
     @staticmethod
     def _has_changed(ratios: Sequence[float], level: float) -> bool:
-        """Return whether steps have become slower or faster than at the last comparison, all at once."""
+        """Return whether the last three steps are all slower, or all faster, than at the last comparison by SUDDEN_CHANGE_RATIO.
+
+        Args:
+            ratios: Times of steps relative to the curve's, the latest last.
+            level: This ratio at the last comparison; 0 if there was none.
+        """
         last = [*ratios][-3:]
         return (
             level > 0.0
@@ -251,7 +264,7 @@ class CostModel:
         )
 
     def get_corrected_curve(self) -> CostCurve:
-        """Return the curve, corrected if plain steps have shown that it is wrong."""
+        """Return the cost curve as measured, or scaled by the current ratios if MIN_COMPARISONS have shown that it is wrong."""
         is_off = any(abs(math.log(ratio)) > math.log(MAX_ERROR_RATIO) for ratio in (self.pass_ratio, self.draft_ratio))
         return (
             self.curve.scale(self.pass_ratio, self.draft_ratio)
@@ -260,10 +273,10 @@ class CostModel:
         )
 
     def try_draft(self, seconds: float, share: float = TRIAL_SHARE) -> bool:
-        """Return whether to try a draft that does not seem profitable; if so, charge it to the budget.
+        """Return whether to try a draft that does not seem profitable; if so, charge its cost to the budget and mark the pass.
 
         Args:
-            seconds: The cost of the draft.
+            seconds: The extra cost of the draft.
             share: The share of all time that such drafts may take.
         """
         price = seconds / self.plain_cost * TRIAL_SHARE / share
@@ -280,18 +293,18 @@ class CostModel:
 
 
 def _compute_cautious_median(ratios: Sequence[float]) -> float:
-    """Return the median of the ratios and 1; of two middle values the one nearer to 1, so that one ratio proves nothing."""
+    """Return the median of the ratios together with 1; of two middle values the one nearer to 1, so one ratio changes nothing."""
     ordered = sorted([1.0, *ratios])
     middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return min(middle, key=lambda ratio: abs(math.log(max(ratio, MIN_SECONDS))))
 
 
 class DraftLengthPolicy:
-    """The draft length of one sequence: as many tokens as are profitable, none if none are.
+    """A draft length policy for one sequence that drafts as many tokens as are expected to be profitable, or none.
 
     Args:
         costs: Costs of the batch that the sequence is in.
-        acceptance: The acceptance probabilities of its draft tokens.
+        acceptance: The acceptance probabilities of the sequence's draft tokens; learns from each round.
         is_free: Whether proposing costs nothing, as with n-grams.
         is_alone: Whether the batch is only this sequence, so that this policy begins and ends the passes.
     """
@@ -338,7 +351,7 @@ class DraftLengthPolicy:
         return self._is_trial
 
     def should_continue(self, confidence: float) -> bool:
-        """Take in a drafted token; return whether to draft another.
+        """Record the confidence of the token that was just drafted, and return whether to draft another token in this round.
 
         Args:
             confidence: A number >= 0 that rises with the acceptance probability: a margin in nats, or p / (1 - p).
@@ -350,7 +363,7 @@ class DraftLengthPolicy:
         return n < self.max_tokens and (self._survival > self._get_threshold(n) or self._is_trial)
 
     def choose(self, confidences: Sequence[float]) -> int:
-        """Return how many tokens with these confidences to propose, for a drafter that has them at no cost."""
+        """Return how many of the tokens with the given confidences to propose, for a drafter that has found them at no cost."""
         costs, probabilities = self.costs, self._probabilities
         rate, base = costs.tokens_per_second, costs.pass_cost(costs.n_tokens)
         self._buckets = [get_bucket(confidence) for confidence in confidences[: self.max_tokens]]
@@ -368,7 +381,7 @@ class DraftLengthPolicy:
         return n_best
 
     def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """Learn from a finished round and the time of its pass and its draft."""
+        """Learn from a finished round: record its accepted tokens and its times in seconds, and end the pass if it is alone."""
         costs = self.costs
         self._pending_seconds += pass_seconds
         if self._is_searching:
@@ -385,12 +398,12 @@ class DraftLengthPolicy:
             costs.end_pass(1 + n_drafted, 1 + n_accepted, pass_seconds)
 
     def _get_cost(self, n: int) -> float:
-        """Return the seconds of this pass with n tokens of this sequence."""
+        """Return the expected seconds of this pass if this sequence adds n draft tokens to it, with the time to draft them."""
         costs = self.costs
         return costs.pass_cost(costs.n_tokens + n) + (0.0 if self._is_free else costs.draft_cost(n))
 
     def _learn(self) -> None:
-        """Process the pending rounds, and recompute the limits of profitable drafts."""
+        """Update the acceptance probabilities from the pending rounds, and recompute the maximum draft length."""
         if self._pending_rounds:
             self.acceptance.update(self._pending_rounds)
             self._pending_rounds.clear()
@@ -412,7 +425,7 @@ class DraftLengthPolicy:
         self._max_draft_tokens = low
 
     def _get_threshold(self, n: int) -> float:
-        """Return the probability that n tokens are accepted above which another one is profitable."""
+        """Return the minimum probability that n drafted tokens are all accepted at which drafting another one is profitable."""
         key = self.costs.n_tokens, n
         if key not in self._thresholds:
             self._thresholds[key] = self._compute_threshold(n)
@@ -432,7 +445,7 @@ class DraftLengthPolicy:
 
 
 class FixedLength:
-    """A fixed draft length, with the interface of `DraftLengthPolicy`."""
+    """A draft length policy that drafts `gamma` tokens in each round, or as many as fit."""
 
     def __init__(self, gamma: int) -> None:
         self._gamma = gamma
@@ -444,13 +457,13 @@ class FixedLength:
         return self._n_left > 0
 
     def should_continue(self, confidence: float) -> bool:
-        """Return whether to draft another token."""
+        """Count a drafted token, and return whether to draft another one in this round; its confidence is ignored."""
         self._n_left -= 1
         return self._n_left > 0
 
     def choose(self, confidences: Sequence[float]) -> int:
-        """Return how many of the tokens to propose: all."""
+        """Return the number of given confidences: all tokens that the drafter has found are proposed."""
         return len(confidences)
 
     def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """Learn nothing."""
+        """Do nothing: the draft length does not depend on earlier rounds."""

@@ -45,10 +45,10 @@ ModelT = TypeVar("ModelT", bound=Transformer)
 
 @dataclass(frozen=True)
 class DraftSource:
-    """The source of draft tokens.
+    """A source of draft tokens for a target: a draft model, n-grams or nothing, with the vocabulary that both share.
 
     Attributes:
-        model_or_ngram: A model, n-grams, or None for no draft.
+        model_or_ngram: A model, "ngram", or None for no draft.
         vocabulary: The token ids that the target and the draft can generate.
     """
 
@@ -57,23 +57,23 @@ class DraftSource:
 
     @property
     def model(self) -> Transformer | None:
-        """The draft model, if there is one."""
+        """The draft model, which may be a head; None if the source is n-grams or nothing."""
         return self.model_or_ngram if isinstance(self.model_or_ngram, Transformer) else None
 
     @property
     def head(self) -> Head | None:
-        """The draft model if it is a head."""
+        """The draft model if it is a draft head (`Head`), else None."""
         return self.model_or_ngram if isinstance(self.model_or_ngram, Head) else None
 
     @property
     def prior_acceptance(self) -> Sequence[float]:
-        """The acceptance probability of draft tokens by confidence bucket, before any observation."""
+        """The assumed acceptance probability of draft tokens in each confidence bucket, before any observation."""
         return MARGIN_ACCEPTANCE if self.model else NGRAM_ACCEPTANCE
 
     def make_drafter(
         self, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
     ) -> ModelDrafter | NgramDrafter | None:
-        """Return a drafter for one sequence, or None; see `ModelDrafter` for the arguments."""
+        """Return a new drafter for one sequence from this source, or None for no draft; see `ModelDrafter` for the arguments."""
         if self.head:
             return HeadDrafter(self.head, sampler, noise, eos_tokens)
         if self.model:
@@ -81,7 +81,7 @@ class DraftSource:
         return NgramDrafter(eos_tokens) if self.model_or_ngram else None
 
     def clone_for_sequence(self, target: Transformer) -> "DraftSource":
-        """Return the same source with its own KV cache, for a sequence of this clone of the target."""
+        """Return a source with the same weights and a new KV cache, for a sequence that runs on the given clone of the target."""
         if self.head:
             return replace(self, model_or_ngram=self.head.with_target(target))
         return replace(self, model_or_ngram=self.model.with_capacity(self.model.n_positions)) if self.model else self
@@ -89,13 +89,13 @@ class DraftSource:
 
 @dataclass(frozen=True)
 class DraftResolver:
-    """Resolves the name of a draft for a target into a `DraftSource`.
+    """A loader of drafts for one target, which turns the name of a draft, or a loaded model, into a `DraftSource`.
 
     Attributes:
         target: The target.
         tokenizer: The target's tokenizer.
-        gguf_metadata: Of the GGUF file from which the tokenizer was made, if it was.
-        quantize_options: The weight formats of float models.
+        gguf_metadata: The metadata of the GGUF file from which the tokenizer was made; empty if it was made from another file.
+        quantize_options: The weight formats to which float models are quantized.
         loader: Loads models.
         checkpoint: The target's file, if the target was named.
     """
@@ -108,11 +108,15 @@ class DraftResolver:
     checkpoint: Checkpoint | None = None
 
     def resolve(self, parameter: str, draft: DraftSpec | DraftSource | None) -> DraftSource:
-        """Return the source for a named or loaded draft; raises what `SpeculativeDecoder` raises.
+        """Load a draft if it is named, check that it fits the target, and return it as a `DraftSource`.
 
         Args:
             parameter: "draft" or "stage", for error messages.
             draft: The name of the draft, or the draft itself.
+
+        Raises:
+            CheckpointError: If a file cannot be used, or is a head for another target.
+            ValueError: If the draft does not fit the target.
         """
         if isinstance(draft, DraftSource):  # from a pickled decoder, with its vocabulary
             model = None if draft.head else draft.model
@@ -147,7 +151,11 @@ class DraftResolver:
         return DraftSource(VocabMappedModel(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
 
     def _find_builtin_head(self, is_requested: bool) -> Checkpoint | None:
-        """Return the head in the target's file or next to it; if it is requested and missing, raise an error."""
+        """Return the draft head in the target's file or next to it, or None if there is none.
+
+        Raises:
+            ValueError: If the head is requested and missing.
+        """
         if not is_requested:
             with suppress(CheckpointError):
                 return load_builtin_head(self.checkpoint) if self.checkpoint else None
@@ -160,7 +168,11 @@ class DraftResolver:
         return head
 
     def _load_head(self, source: Checkpoint) -> Head:
-        """Load the head in a checkpoint for the target; raise CheckpointError if it is for another target."""
+        """Load and return the draft head in a checkpoint, with as many positions as fit into memory.
+
+        Raises:
+            CheckpointError: If the head is for another target.
+        """
         check_compatibility(source, self.target.config)
         config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
@@ -171,9 +183,9 @@ class DraftResolver:
         return self._fit_to_memory(head, weights.n_bytes)  # without the weights that it borrows from the target
 
     def _quantize_classifier(self, config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
-        """Give a head its own classifier in the draft's format if the target's is float.
+        """Return a head's configuration and weights, with a quantized copy of the target's classifier if that is float.
 
-        The head's layer is small compared with the target's classifier.
+        The copy has the draft's weight format. The head's layer is small compared with the classifier, which takes most time.
         """
         classifier, weight_format = self.target.weights.matrices["classifier"], self.quantize_options.draft
         if not weight_format or not config.head or classifier.group_size:  # float matrices have no groups
@@ -183,9 +195,10 @@ class DraftResolver:
         return own_config, Weights(weights.matrices | {"classifier": copy}, weights.vectors)
 
     def _fit_to_memory(self, model: ModelT, n_bytes: int) -> ModelT:
-        """Return a draft with as many positions as fit into memory next to the target; its weights take n_bytes.
+        """Return a draft model, or the same with another capacity, with as many positions as fit into memory next to the target.
 
-        Beyond these positions a draft model sees a window. A head has no window: it drafts while it sees the whole sequence.
+        The weights of the draft take n_bytes. Beyond its positions a draft model sees a window. A draft head has no window: it
+        drafts while it sees the whole sequence.
         """
         max_positions = self.target.n_positions
         n = model.find_max_positions((1 - TARGET_MEMORY_SHARE) * get_memory_headroom(self.target) - n_bytes, max_positions)
@@ -200,13 +213,13 @@ class ModelBundle:
 
     Attributes:
         target: The target.
-        draft: The source of its draft tokens.
-        stage: The second-level source.
+        draft: The source of draft tokens for the target.
+        stage: The second-level source, which drafts for the draft model.
         tokenizer: The tokenizer of all models.
         checkpoint: The target's file, without its tensors, if the target was named.
         can_choose_threads: Whether the autotuner may choose the number of threads.
-        compile_processes: Processes that compile the code of passes.
-        prompt_cache: Stores the target's prefilled prompts, if set.
+        compile_processes: Processes that compile the code of forward passes.
+        prompt_cache: Stores the target's prefilled prompts; None for none.
     """
 
     target: Transformer
@@ -220,14 +233,14 @@ class ModelBundle:
 
     @property
     def models(self) -> dict[str, Transformer]:
-        """The models by name, the target first."""
+        """The loaded models by name ("target", "draft" or "head", "stage"), the target first; n-grams have no model."""
         draft = HEAD if self.draft.head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
     @property
     def tree_incompatibility(self) -> str:
-        """The reason why proposals cannot be trees; empty if they can."""
+        """The reason, as an error message, why proposals cannot be token trees; an empty string if they can."""
         if self.stage.model_or_ngram:
             return 'a draft with a stage proposes chains; leave out the stage, or tree "on"'
         if HEAD in self.models:
@@ -237,14 +250,14 @@ class ModelBundle:
         return reason if chain_only else ""
 
     def clone_for_sequence(self) -> "ModelBundle":
-        """Return the same models with their own KV caches, for another sequence that may share passes of the target."""
+        """Return a bundle with the same weights and new KV caches, for another sequence that may share passes of the target."""
         target = self.target.clone_for_sequence()
         return replace(
             self, target=target, draft=self.draft.clone_for_sequence(target), stage=self.stage.clone_for_sequence(target)
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the prompt's tokens; see `SpeculativeDecoder.encode`."""
+        """Return the token ids of a prompt, given as a string or as token ids; see `SpeculativeDecoder.encode` for the errors."""
         if isinstance(prompt, str) or not is_list(prompt):
             tokens = self.tokenizer.encode(check_string("prompt", prompt))
         else:
@@ -256,7 +269,12 @@ class ModelBundle:
         return tokens
 
     def validate_request(self, request: GenerationRequest) -> GenerationRequest:
-        """Return the request with its prompt and prediction encoded; raises what `SpeculativeDecoder.stream` raises."""
+        """Check all values of a request, and return it with the prompt and the prediction as token ids.
+
+        Raises:
+            ValueError: If a value is not valid, or the sequence exceeds the context length or the memory.
+            TypeError: If a value has the wrong type.
+        """
         prompt, stop_strings, max_tokens = (
             self.encode(request.prompt),
             check_strings("stop", request.stop_strings),
@@ -272,21 +290,25 @@ class ModelBundle:
         return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)
 
     def make_detokenizer(self, request: GenerationRequest) -> EventDetokenizer:
-        """Return a detokenizer, which adds the text to the events of a request."""
+        """Return a new detokenizer for one request, which adds text to the events of its sequence."""
         return EventDetokenizer(self.tokenizer, request.stop_strings, request.visible_tokens, request.include_draft_text)
 
     @property
     def n_ids(self) -> int:
-        """The number of token ids that the target can generate."""
+        """The number of token ids that the target can generate: 0 to n_ids - 1."""
         return self.draft.vocabulary.n_target
 
     @property
     def recompute_lengths(self) -> set[int]:
-        """Lengths beyond which a sequence is prefilled again, since a model with LongRoPE switches its factors there."""
+        """The lengths beyond which a sequence is prefilled again, since a model with LongRoPE switches its factors there."""
         return {model.config.rope.longrope_threshold for model in self.models.values()} - {0}
 
     def prefill(self, tokens: list[int]) -> Iterator[float]:
-        """Prefill each model that can hold the tokens; yield the fraction of the work, in weight bytes, that is done, first 0."""
+        """Prefill each model that can hold the tokens; yield the fraction of the work that is done, first 0.
+
+        Nothing is yielded if all tokens are cached. The work is counted in tokens times weight bytes. With a prompt cache, the
+        target's tokens are first restored from it and then saved to it.
+        """
         if self.prompt_cache and len(tokens) <= self.target.n_positions:
             self.prompt_cache.restore(self.target, tokens)
         models = [model for model in self.models.values() if len(tokens) <= model.n_positions]
@@ -304,13 +326,13 @@ class ModelBundle:
 
     @property
     def weights(self) -> str:
-        """The weight formats as text; see `SpeculativeDecoder.weights`."""
+        """The weight formats of all models as text, such as "target fp32, draft int8", with the numbers in `shared`."""
         shared = {name: f" ({n:,} of {self.n_ids:,} tokens)" for name, n in self.shared.items()}
         return ", ".join(f"{name} {model.weights.format_names}{shared.get(name, '')}" for name, model in self.models.items())
 
     @property
     def shared(self) -> dict[str, int]:
-        """The number of tokens shared with the target, by model name, for models that lack some of its tokens."""
+        """The number of tokens shared with the target, by "draft", "head" or "stage", for each model that lacks some of them."""
         shared = {
             name: model.vocab_mapper.n_shared for name, model in self.models.items() if isinstance(model, VocabMappedModel | Head)
         }
@@ -325,7 +347,15 @@ def load_bundle(
     quantize: str,
     loader: Loader,
 ) -> ModelBundle:
-    """Load the models that `SpeculativeDecoder` names; errors in the tokenizer are raised before weights are read."""
+    """Load a target, its draft, the second-level draft and the tokenizer, and return them as a `ModelBundle`.
+
+    The arguments are those of `SpeculativeDecoder`. Errors in the tokenizer are raised before weights are read.
+
+    Raises:
+        CheckpointError: If a model file cannot be used.
+        TokenizerError: If a tokenizer file cannot be used.
+        ValueError: If values or models do not fit together.
+    """
     if stage is not None and (draft is None or is_draft_keyword(draft, NGRAM, AUTO)):
         raise ValueError("a stage needs a draft that is a model, and there is none; name one with draft=...")
     if is_draft_keyword(stage, SELF):
@@ -373,5 +403,5 @@ def load_bundle(
 
 
 def is_draft_keyword(draft: object, *keywords: str) -> bool:
-    """Return whether the name of a draft is one of these keywords."""
+    """Return whether a draft is given as one of the keywords, such as "auto"; models, arrays and paths are not."""
     return isinstance(draft, str) and draft in keywords  # an array would compare with a string element by element

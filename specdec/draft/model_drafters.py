@@ -15,21 +15,21 @@ from specdec.verification import Draft
 
 
 class DraftModel(Model, Protocol):
-    """The interface of a draft model."""
+    """The interface of a draft model: a `Model` with a configuration."""
 
     @property
     def config(self) -> ModelConfig:
-        """The model's configuration."""
+        """The configuration of the draft model."""
 
 
 class ModelDrafter:
-    """A drafter that decodes with a smaller model. Beyond the model's own seq_len it sees a sliding window.
+    """A drafter that generates draft tokens one by one with a smaller model, which sees a window of a longer sequence.
 
     Args:
         model: The draft model.
-        sampler: Draws its tokens.
-        noise: Returns the RNG stream for tokens from a position on.
-        eos_tokens: Tokens after which it proposes none.
+        sampler: Samples the draft tokens.
+        noise: Returns the random number stream for a proposal that starts at a position (`Verifier.get_draft_stream`).
+        eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
     """
 
     def __init__(self, model: DraftModel, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
@@ -41,19 +41,19 @@ class ModelDrafter:
         )
 
     def prepare(self, tokens: list[int]) -> None:
-        """Prefill the model with all tokens but the last."""
+        """Prefill the draft model with all tokens of a sequence but the last, or as many as it can see."""
         if self._logits_processor:
             self._logits_processor.update(tokens)
         with self._model.lock:
             self._model.forward(self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[:-1], n_logits=0)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return draft tokens; see `Drafter`.
+        """Generate draft tokens after a sequence, and return them with their distributions, valid until the next proposal.
 
         Args:
             tokens: The sequence.
             policy: Decides how many tokens to draft.
-            tail: Unverified tokens after the sequence: the proposal of the draft for which this one drafts (see `staged`).
+            tail: Unverified tokens after the sequence, which a second-level drafter continues (see `staged`); else empty.
         """
         start = self._find_window_start(len(tokens) + len(tail) + min(policy.max_tokens, self._model.n_positions // 2))
         stream, seen, n = self._get_stream(len(tokens)), self._get_visible_tokens([*tokens, *tail] if tail else tokens, start), 0
@@ -76,43 +76,46 @@ class ModelDrafter:
         return Draft(seen[len(seen) - n :], self._probs_buffers[:n])
 
     def _get_probs_buffers(self, n: int) -> list[Float32]:
-        """Return at least n buffers of probabilities, valid until the next proposal."""
+        """Return a list of at least n buffers for probabilities, which the next proposal overwrites; allocate missing ones."""
         while len(self._probs_buffers) < n:
             self._probs_buffers.append(self._sampler.new_probs())
         return self._probs_buffers
 
     def _get_visible_tokens(self, tokens: list[int], start: int) -> list[int]:
-        """Return the tokens of the sequence that the draft sees, with unknown ones replaced."""
+        """Return the tokens from index `start` on, with tokens that the draft model does not have replaced."""
         seen = tokens[start:]
         return seen if self._sampler.vocab_size <= self._vocab_size else replace_unknown_tokens(seen, self._vocab_size)
 
     def _find_window_start(self, n_tokens: int) -> int:
-        """Return the start of the window that the draft sees; it moves by half of the model's positions once these are full."""
+        """Return the index of the first of n_tokens tokens that the draft model sees, 0 while all fit into its context.
+
+        The start moves by half of the model's positions at a time.
+        """
         step = max(self._model.n_positions // 2, 1)
         return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step
 
 
 class HeadDrafter(ModelDrafter):
-    """A drafter that uses a head on the hidden states of its target's passes. It needs two tokens or more.
+    """A drafter that generates draft tokens with a draft head, which reads the hidden states of its target's passes.
 
-    If the target holds another sequence, because streams take turns, the target runs this one again, which the next step would
-    have to do anyway. So a proposal depends only on its own sequence.
+    It needs a sequence of two tokens or more. If the target holds another sequence, because streams take turns, the target runs
+    this one again, which the next step would have to do anyway. So a proposal depends only on its own sequence.
     """
 
     _model: Head
 
     def prepare(self, tokens: list[int]) -> None:
-        """Prefill the target and the head."""
+        """Prefill the target, and then the draft head, with a sequence's tokens."""
         with self._model.lock, self._model.target.lock:
             self._model.target.forward(tokens[:-1], n_logits=0)
             super().prepare(tokens[: self._model.n_positions])
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return draft tokens, or none if the head cannot draft for the sequence."""
+        """Return draft tokens, or an empty `Draft` if the head cannot draft; the target may run the sequence again first."""
         with self._model.lock, self._model.target.lock:
             self._model.target.forward(tokens[:-1], n_logits=0)
             return super().propose(tokens, policy, tail) if self._model.can_draft(tokens) else Draft([])
 
     def _find_window_start(self, n_tokens: int) -> int:
-        """Return 0, since the head has the target's positions and its attention window slides within a pass."""
+        """Return 0, since a draft head sees the whole sequence, or a window that slides within a pass."""
         return 0

@@ -21,7 +21,7 @@ class SuffixAutomaton:
     suffixes that ends at other positions too.
 
     Attributes:
-        tokens: The tokens so far.
+        tokens: The tokens of the sequence so far.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class SuffixAutomaton:
         self._last = 0  # the state of the whole sequence
 
     def match(self, tail: Sequence[int] = ()) -> tuple[int, int]:
-        """Return the length of the longest suffix that occurs earlier too, 0 for none, and the position where that ends.
+        """Find the longest suffix of the sequence that occurs earlier too; return its length, and the position after the match.
 
-        With a tail, the suffix is one of the sequence and the tail, and may also occur at the end of the sequence. Of several
-        positions, the result is the last one at which no longer match was known: it predicts the columns of a list better than
-        the very last one, and costs nothing to keep.
+        Both are 0 if there is no such suffix. With a tail, the suffix is one of the sequence and the tail, and may also occur at
+        the end of the sequence. Of several positions, the result is the last one at which no longer match was known: it predicts
+        the columns of a list better than the very last one, and costs nothing to keep.
         """
         transitions, link = self._transitions, self._link
         state = max(link[self._last], 0)
@@ -52,7 +52,7 @@ class SuffixAutomaton:
         return (length, self._end_position[state]) if state else (0, 0)
 
     def append(self, token: int) -> None:
-        """Append a token to the sequence."""
+        """Append a token to the sequence and update the automaton."""
         transitions, link, length, end = self._transitions, self._link, self._length, self._end_position
         last, n = self._last, len(self.tokens)
         if last:
@@ -87,14 +87,14 @@ class SuffixAutomaton:
 
 
 class NgramDrafter:
-    """A drafter that continues the sequence, prompt included, as it continued after the longest suffix that occurred before.
+    """A drafter without a model that proposes the tokens that followed an earlier occurrence of the sequence's longest suffix.
 
     (Prompt lookup, Saxena 2023; with a suffix automaton: SAM decoding, arXiv:2411.10666; SuffixDecoding, arXiv:2411.04975.)
-    The draft length is no setting. Each token of the sequence, also of the prompt, updates how often a match of a certain length
-    predicts the next token. A proposal is as long as it is likely enough to be accepted.
+    The sequence includes the prompt. The draft length is no setting. Each token of the sequence updates how often a match of a
+    certain length predicts the next token. A proposal is as long as it is likely enough to be accepted.
 
     Args:
-        eos_tokens: Tokens after which it proposes none.
+        eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
     """
 
     def __init__(self, eos_tokens: Container[int]) -> None:
@@ -105,7 +105,7 @@ class NgramDrafter:
         self._automaton, self._hit_rates = SuffixAutomaton(), [*INITIAL_HIT_RATES]
 
     def prepare(self, tokens: list[int]) -> None:
-        """Take in the new tokens of the sequence, or all of it if it does not continue the last one."""
+        """Index the tokens of a sequence (only the new ones if it continues that of the last call) and update the hit rates."""
         automaton = self._automaton
         if tokens[: len(automaton.tokens)] != automaton.tokens:
             self._reset()
@@ -119,7 +119,7 @@ class NgramDrafter:
             automaton.append(token)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return draft tokens; see `ModelDrafter.propose`. The tail is not taken in."""
+        """Return a proposal of draft tokens, possibly none; see `ModelDrafter.propose`. The tail is matched but not indexed."""
         self.prepare(tokens)
         length, position = self._automaton.match(tail)
         known, probability = self._automaton.tokens, 1.0
@@ -142,14 +142,20 @@ class NgramDrafter:
 
 
 class PredictionDrafter(NgramDrafter):
-    """A drafter that proposes the predicted output while the sequence equals it, then n-grams of prediction and sequence."""
+    """A drafter that proposes the rest of a predicted output while the sequence equals it, and n-grams after a difference.
+
+    Args:
+        eos_tokens: See `NgramDrafter`.
+        n_prompt: The number of tokens of the sequence's prompt.
+        prediction: The tokens of the predicted output. Its n-grams are used as well as those of the sequence.
+    """
 
     def __init__(self, eos_tokens: Container[int], n_prompt: int, prediction: Sequence[int]) -> None:
         self._n_prompt, self._prediction = n_prompt, [*prediction]
         super().__init__(eos_tokens)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return draft tokens; see `NgramDrafter.propose`."""
+        """Return the next predicted tokens, or n-grams if output and prediction differ; see `NgramDrafter.propose`."""
         n = len(tokens) - self._n_prompt
         if self._prediction[:n] != tokens[self._n_prompt :]:
             return super().propose(tokens, policy, tail)
@@ -158,10 +164,10 @@ class PredictionDrafter(NgramDrafter):
         return Draft(draft[: policy.choose([PREDICTION_CONFIDENCE] * end)] if end else [])
 
     def prepare(self, tokens: list[int]) -> None:
-        """Take in the prediction and the new tokens of the sequence."""
+        """Index the prediction, followed by the tokens of the sequence; see `NgramDrafter.prepare`."""
         super().prepare(self._prediction + tokens)
 
 
 def _get_hit_rate_index(length: int) -> int:
-    """Return the index in INITIAL_HIT_RATES for the length of a match."""
+    """Return the index in the list of hit rates (INITIAL_HIT_RATES) for a match of `length` tokens."""
     return min(length.bit_length(), len(INITIAL_HIT_RATES)) - 1

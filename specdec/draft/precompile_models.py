@@ -18,16 +18,16 @@ from specdec.runtime.op_program import Kernel
 def compile_passes(
     config: ModelConfig, tensors: Mapping[str, Any], weight_formats: Sequence[WeightFormat | None], kv: KVFormatName
 ) -> list[Popen[bytes]]:
-    """Start processes that compile the code of passes and of sampling, while this one loads the weights.
+    """Start and return processes that compile the code of forward passes and of sampling while this process loads weights.
 
     Args:
         config: The configuration of the models.
-        tensors: Their tensors.
+        tensors: The tensors of the models, by name.
         weight_formats: The weight format of each model, the target's first; see `Architecture.pack`.
         kv: The KV cache format.
 
     Returns:
-        The processes.
+        The processes, which run in the background.
     """
     architecture = get_architecture(config)
     outlines = [architecture.make_placeholder_weights(config, tensors, weight_format) for weight_format in weight_formats]

@@ -29,7 +29,7 @@ SAMPLE_TEXT = (
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The weight formats to which float weights are quantized; None keeps them.
+    """The weight formats to which float weights of the target and the draft are quantized on loading; None keeps them.
 
     Attributes:
         target: The format of the target.
@@ -50,7 +50,7 @@ def parse_quantize(quantize: str) -> QuantizeOptions:
             "=none".
 
     Raises:
-        ValueError: If it has another form.
+        ValueError: If the argument has another form.
     """
     formats: dict[str, WeightFormat | None] = {"target": None, "draft": None}
     is_requested = False
@@ -71,16 +71,16 @@ def parse_quantize(quantize: str) -> QuantizeOptions:
 def make_self_draft(
     target: Transformer, requested: WeightFormat | None, encode: Callable[[str], list[int]], loader: Loader
 ) -> Transformer:
-    """Make a quantized copy of a target as its draft.
+    """Return a new model, a quantized copy of a target, to use as its draft.
 
     A pass over weights that exceed the caches takes a time proportional to their bytes. The acceptance of an int4 copy is
     estimated on a sample text.
 
     Args:
         target: The target.
-        requested: The weight format, or None to choose the one that is expected to be faster.
-        encode: Tokenizes the sample text.
-        loader: Its settings, and the callback for progress.
+        requested: The weight format, or None to choose int8 or int4, the one that is expected to be faster.
+        encode: Function that tokenizes a string; used on the sample text.
+        loader: Provides n_threads, the KV cache format and the progress callback.
 
     Raises:
         ValueError: If a copy is hardly smaller than the target.
@@ -109,24 +109,27 @@ def make_self_draft(
 
 
 def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
-    """Return whether `make_self_draft` supports a model in a file, without reading its weights."""
+    """Return whether an int8 or int4 copy of a model would be small enough to be its draft, without reading weights."""
     architecture = get_architecture(config)
     most = MAX_COPY_RATIO * architecture.estimate_bytes(config, tensors)
     return any(architecture.estimate_bytes(config, tensors, kind) <= most for kind in (INT8, INT4))
 
 
 def estimate_acceptance(target: Transformer, draft: Transformer, tokens: list[int]) -> float:
-    """Return the expected acceptance rate of a draft: the mean of sum min(p, q) over the tokens (Leviathan et al. 2023)."""
+    """Run both models on a sample text, and return the expected acceptance rate of the draft, from 0 to 1.
+
+    It is the mean of sum min(p, q) over the sample's tokens (Leviathan et al. 2023).
+    """
     p, q = (_softmax(model.forward(tokens, len(tokens))) for model in (target, draft))
     return float(np.minimum(p, q).sum(1).mean())
 
 
 def estimate_speed_up(accepted: float, cost: float) -> float:
-    """Return the speed-up over the target alone at the best draft length (Leviathan et al. 2023).
+    """Return the expected ratio of decoding speeds with and without a draft, at the best draft length (Leviathan et al. 2023).
 
     Args:
-        accepted: The acceptance rate.
-        cost: Time of a draft's pass, relative to the target's.
+        accepted: The acceptance rate, from 0 to 1.
+        cost: Time of the draft's forward pass, divided by that of the target's.
     """
     lengths = range(1, MAX_BATCH_TOKENS)
     return max(sum(accepted**i for i in range(gamma + 1)) / (1 + gamma * cost) for gamma in lengths)

@@ -16,7 +16,12 @@ FIXED_GAMMA = 4  # draft tokens per round if measured times must not influence t
 
 @dataclass(frozen=True)
 class SpeculativeSettings:
-    """The settings `gamma`, `verify` and `tree` of `SpeculativeDecoder`; raises ValueError or TypeError if one is not valid."""
+    """The settings `gamma`, `verify` and `tree` of a `SpeculativeDecoder`, checked when an instance is made.
+
+    Raises:
+        ValueError: If a value is not valid, or `tree` is "on" and `verify` is "block".
+        TypeError: If a value has the wrong type.
+    """
 
     gamma: Gamma = AUTO
     verify: VerifyMode = "coupled"
@@ -35,17 +40,17 @@ class SpeculativeSettings:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether measured times decide the draft length; not with `rejection` and `block`: their output depends on it."""
+        """Whether measured times may decide the draft length: not with "rejection" and "block", where it changes the output."""
         return self.gamma == AUTO and self.verify == "coupled"
 
     @property
     def fixed_gamma(self) -> int:
-        """The number of draft tokens per round if it does not depend on measured times."""
+        """The number of draft tokens per round if measured times do not decide it: gamma, or FIXED_GAMMA if gamma is "auto"."""
         return FIXED_GAMMA if self.gamma == AUTO else self.gamma
 
 
 def settings_property(name: str) -> Any:
-    """Return a property for one field of an object's `_settings`, which checks the values that are set."""
+    """Return a property that gets a field of an object's `_settings`, and replaces it with a checked value when it is set."""
 
     def set_field(owner: Any, value: object) -> None:
         owner._settings = replace(owner._settings, **{name: value})

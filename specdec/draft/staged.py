@@ -22,14 +22,14 @@ SecondLevelDrafter = ModelDrafter | NgramDrafter  # these can propose after the 
 
 
 class StagedDraftModel:
-    """Wraps a draft model and runs second-level draft tokens along with the requested sequence.
+    """A wrapper of a draft model that runs second-level draft tokens along with each requested sequence in the same pass.
 
-    If the next requested sequence continues with these tokens, its logits are available already.
+    If the next requested sequence continues with the second-level tokens, its logits are available already.
 
     Args:
         model: The draft model.
         drafter: The second-level drafter.
-        policy: Decides how many second-level tokens a pass gets; it sees these passes as its steps.
+        policy: Decides how many second-level tokens a pass gets; it sees the passes of the draft model as its steps.
     """
 
     def __init__(self, model: Transformer, drafter: SecondLevelDrafter, policy: LengthPolicy) -> None:
@@ -49,11 +49,14 @@ class StagedDraftModel:
         self._logits: Float32
 
     def start_round(self, tokens: list[int], max_tokens: int) -> None:
-        """Begin a proposal of up to max_tokens after the tokens of the sequence."""
+        """Store the tokens of the sequence, after which the next `forward` calls draft a proposal of up to max_tokens tokens."""
         self._tokens, self._max_tokens, self._n_visible = tokens, max_tokens, 0
 
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
-        """Return logits at the last token, (1, V), or (0, V) if n_logits is 0; valid until the next call."""
+        """Return the draft model's logits at the last token, from its last pass if that ran the tokens, else from a new pass.
+
+        The result is (1, V), or (0, V) if n_logits is 0, and valid until the next call.
+        """
         if not n_logits:
             return self._model.forward(tokens, 0)
         n = len(tokens)
@@ -66,7 +69,10 @@ class StagedDraftModel:
         return self._logits[used : used + 1]
 
     def _run_ahead(self, tokens: list[int]) -> None:
-        """Run a pass over the tokens and a second-level draft."""
+        """Draft second-level tokens after the given ones, run the draft model over all, and store the logits.
+
+        The result of the pass before is first reported to the second-level policy.
+        """
         begin = time.perf_counter()
         if self._n_drafted >= 0:
             self._policy.update(self._n_drafted, self._n_accepted, *self._seconds)
@@ -85,13 +91,13 @@ class StagedDraftModel:
 
 
 class StagedDrafter(ModelDrafter):
-    """A draft model with a second-level drafter: it makes the same proposals, sooner if the second level is profitable.
+    """A drafter with a draft model that a second-level drafter speeds up; the proposals are the draft model's own.
 
     Args:
         models: The draft model, and the second-level model if there is one.
         second_level: The second-level drafter; it samples with the draft's noise.
         policy: The second-level draft length.
-        sampler: As in `ModelDrafter`, like `noise` and `eos_tokens`.
+        sampler: See `ModelDrafter`.
         noise: See `ModelDrafter`.
         eos_tokens: See `ModelDrafter`.
     """
@@ -110,12 +116,12 @@ class StagedDrafter(ModelDrafter):
         self._models = sorted(models, key=id)  # locked in one order everywhere, so that no two threads wait for each other
 
     def prepare(self, tokens: list[int]) -> None:
-        """Prefill the draft model and the second level."""
+        """Prefill the draft model and the second-level drafter with the tokens of a sequence."""
         super().prepare(tokens)
         self._second_level.prepare(tokens)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return the draft tokens of the draft model."""
+        """Return a proposal of the draft model; see `ModelDrafter.propose`. All models are locked meanwhile."""
         with ExitStack() as locks:
             for model in self._models:
                 locks.enter_context(model.lock)
@@ -126,7 +132,15 @@ class StagedDrafter(ModelDrafter):
 def make_staged_drafter(
     bundle: ModelBundle, policy: LengthPolicy, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
 ) -> StagedDrafter:
-    """Return the drafter of a bundle with a second-level draft; the policy decides the length of the latter."""
+    """Return a new drafter for one sequence from the draft and the second-level draft of a bundle.
+
+    Args:
+        bundle: The models; it must have a second-level draft.
+        policy: Decides the length of second-level drafts.
+        sampler: See `ModelDrafter`.
+        noise: See `ModelDrafter`.
+        eos_tokens: See `ModelDrafter`.
+    """
     draft, stage = bundle.draft, bundle.stage
     stage_sampler = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
     second_level = stage.make_drafter(stage_sampler, noise, eos_tokens)

@@ -19,15 +19,15 @@ TRIAL_TOKENS, TRIAL_BUDGET_S, TRIAL_MARGIN = 4, 0.05, 1.25
 
 
 class ThreadTuner:
-    """Chooses the number of threads by the time of steps.
+    """A controller that changes the number of threads of all models during generation, according to the time of steps.
 
     A trial runs some steps on each number and keeps the fastest one. It begins when steps have become slow, and from time to time
     while a number other than the default is in use.
 
     Args:
-        choices: Numbers that may be best, the most likely one, the default, first.
-        n_threads: The number in use.
-        set_threads: Sets the number for all models.
+        choices: The numbers of threads to choose from; the first is the default.
+        n_threads: The number of threads in use.
+        set_threads: Sets the number of threads for all models.
     """
 
     def __init__(self, choices: Sequence[int], n_threads: int, set_threads: Callable[[int], None]) -> None:
@@ -41,7 +41,14 @@ class ThreadTuner:
         self._lock = threading.Lock()
 
     def record_step(self, n_proposed: int, seconds: float) -> None:
-        """Take in a step on the current number of threads; ignore it if another thread or the interrupted code is inside."""
+        """Record the time of a decoding step, which may begin or end a trial and change the number of threads.
+
+        The step is ignored if another thread, or code that a signal handler interrupted, is in this method.
+
+        Args:
+            n_proposed: Number of draft tokens of the step.
+            seconds: Time of the step.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -60,7 +67,12 @@ class ThreadTuner:
             self._window_seconds = self._expected_seconds = 0.0
 
     def _end_window(self, slowdown: float, seconds: float) -> None:
-        """Evaluate a window by its slowdown, relative to the minimum for its steps, and its seconds."""
+        """Evaluate a window of steps: begin, continue or end a trial, and possibly switch to another number of threads.
+
+        Args:
+            slowdown: Time of the window, relative to the sum of the minimum times for its steps.
+            seconds: Time of the window.
+        """
         self._wait_seconds -= seconds
         self._n_slow_windows = self._n_slow_windows + 1 if slowdown > SLOW_RATIO else 0
         if self._pending_choices:
@@ -88,9 +100,9 @@ class ThreadTuner:
 
 
 def choose_threads(set_threads: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
-    """Set the first number of threads, or another one that is clearly faster.
+    """Try numbers of threads, set the fastest one, and return the time on each; the first wins unless another is clearly faster.
 
-    Each is tried in turn until the trials have taken TRIAL_BUDGET_S.
+    The numbers are tried in turn until the trials have taken TRIAL_BUDGET_S.
 
     Args:
         set_threads: Sets the number of threads for all models.

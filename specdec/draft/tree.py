@@ -19,17 +19,17 @@ ROOT = 0  # node of a tree's shape that stands for the sequence's last token
 
 
 class TreeDrafter(ModelDrafter):
-    """A smaller model that proposes a tree, with several candidates per position and the depth that the policy gives.
+    """A drafter that proposes token trees, with a smaller model that draws several candidates for each position.
 
-    The candidates are the best under the noise of their position, which all branches share. The shape of a tree depends only on
-    its depth (`build_tree`) and not on drawn tokens, so that `rejection` can verify it. Nodes after an end-of-sequence token, or
-    without probability, are left out.
+    The policy gives the depth of a tree. The candidates are the best under the noise of their position, which all branches share.
+    The shape of a tree depends only on its depth (`build_tree`) and not on drawn tokens, so that `rejection` can verify it. Nodes
+    after an end-of-sequence token, or without probability, are left out.
     """
 
     _model: Transformer
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return a tree of draft tokens; `tail` must be empty."""
+        """Return a tree of draft tokens after the sequence, of depth policy.max_tokens or less; `tail` must be empty."""
         model, shape, stream = self._model, build_tree(policy.max_tokens), self._get_stream(len(tokens))
         if self._logits_processor:
             self._logits_processor.update(tokens)
@@ -71,10 +71,10 @@ class TreeDrafter(ModelDrafter):
 
 @functools.cache
 def build_tree(depth: int) -> list[list[int]]:
-    """Return the children of the root and of each node, by rank, in the tree of the most likely nodes up to a depth and size.
+    """Return the shape of the proposal tree for a depth: for the root and each other node, the numbers of its children.
 
-    The probability of a node follows from CANDIDATE_ACCEPTANCE along its path (Sequoia, arXiv:2402.12374; OPT-Tree,
-    arXiv:2406.17276).
+    The children are ordered by rank. The tree has the most likely nodes. The probability of a node follows from
+    CANDIDATE_ACCEPTANCE along its path (Sequoia, arXiv:2402.12374; OPT-Tree, arXiv:2406.17276).
     """
     n_nodes = min(MAX_GAMMA, max(N_NODES, 2 * depth))
     children: list[list[int]] = [[]]
@@ -95,7 +95,7 @@ def build_tree(depth: int) -> list[list[int]]:
 
 
 def warm_up_trees(models: Sequence[Transformer], vocabulary: SharedVocabulary) -> None:
-    """Compile what trees need: run one on each model, keep a path of it, and draw several candidates."""
+    """Compile the code for token trees by running one on each model; this overwrites the KV caches of the models."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     for model in models:
         with model.lock:

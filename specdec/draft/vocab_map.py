@@ -23,12 +23,12 @@ UNKNOWN_TOKEN_ROW = 0  # the row for tokens that the draft does not have, as in 
 
 
 class VocabMapper:
-    """Maps a draft's logits (T, R) to the target's ids: (T, V), -inf for ids without a row.
+    """A mapper of a draft's logits (T, R) to logits (T, V) over the target's token ids, with -inf for ids the draft lacks.
 
     Args:
-        target_ids: The target's id of each row, no id twice, or a negative number if the target lacks the token. Further rows
-            are left out.
-        n_ids: V.
+        target_ids: The target's id of each row of the draft's vocabulary, no id twice, or a negative number if the target lacks
+            the token. Further rows are left out.
+        n_ids: V, the number of token ids of the target.
     """
 
     def __init__(self, target_ids: Sequence[int] | Int64, n_ids: int) -> None:
@@ -40,36 +40,36 @@ class VocabMapper:
 
     @property
     def n_shared(self) -> int:
-        """The number of the target's ids that have a row."""
+        """The number of tokens that the target and the draft share."""
         return len(self._rows)
 
     def __call__(self, logits: Float32) -> Float32:
-        """Return the mapped logits, valid until the next call."""
+        """Return a draft's logits (T, R) mapped to the target's ids, (T, V), in a buffer that is valid until the next call."""
         out = self.get_buffer(len(logits))
         self.scatter(0, logits)
         return out
 
     def get_buffer(self, n: int) -> Float32:
-        """Return a buffer (n, V) that `scatter` fills."""
+        """Return the first n rows of the output buffer, (n, V), which `scatter` fills; the buffer grows if necessary."""
         if n > len(self._logits):
             self._logits = np.full((n, self._logits.shape[1]), -np.inf, np.float32)
         return self._logits[:n]
 
     def scatter(self, first: int, logits: Float32) -> None:
-        """Fill the buffer from row `first` on."""
+        """Map a draft's logits (T, R) to the target's ids, and write them to the rows of the output buffer from `first` on."""
         for out, row in zip(self._logits[first:], logits, strict=False):
             out[self._ids] = row[: len(self._ids)] if self._has_all_rows else row[self._rows]
 
 
 class VocabMappedModel(Transformer):
-    """A draft model with another vocabulary than its target's; its tokens and logits use the target's ids.
+    """A draft model for a target with another vocabulary; it takes token ids and returns logits in the target's vocabulary.
 
     A token that the draft does not have is replaced by UNKNOWN_TOKEN_ROW. Everything else is as in `Transformer`.
 
     Args:
         model: The draft model; its weights are shared.
         target_ids: See `VocabMapper`.
-        n_ids: Rows of the target's vocabulary.
+        n_ids: The number of rows of the target's vocabulary.
     """
 
     def __init__(self, model: Transformer, target_ids: Sequence[int], n_ids: int) -> None:
@@ -85,11 +85,11 @@ class VocabMappedModel(Transformer):
 
     @functools.cached_property
     def config(self) -> ModelConfig:
-        """The configuration of the model, with the target's vocabulary size."""
+        """The configuration of the draft model, but with the target's vocabulary size."""
         return replace(self._config, vocab_size=len(self._draft_ids))
 
     def with_capacity(self, n_positions: int) -> Transformer:
-        """Return the same model with a new KV cache of n_positions."""
+        """Return a model with the same weights and an empty KV cache for n_positions tokens."""
         return VocabMappedModel(super().with_capacity(n_positions), self.target_ids, len(self._draft_ids))
 
     def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
@@ -97,11 +97,15 @@ class VocabMappedModel(Transformer):
         return self.vocab_mapper(super()._forward(self._to_draft_ids(tokens), draft_nodes, n_logits, n_total))
 
     def count_prefill_tokens(self, tokens: list[int]) -> int:
-        """Return how many of the tokens a prefill would run."""
+        """Return how many of a sequence's tokens, given by the target's ids, a prefill would run; others are cached."""
         return super().count_prefill_tokens(self._to_draft_ids(tokens))
 
     def _to_draft_ids(self, tokens: list[int]) -> list[int]:
-        """Return the rows of tokens in the draft's vocabulary."""
+        """Convert token ids of the target to rows of the draft's vocabulary, UNKNOWN_TOKEN_ROW for tokens that the draft lacks.
+
+        Raises:
+            ValueError: If an id is out of range.
+        """
         try:
             return [*map(self._draft_ids.__getitem__, tokens)]
         except KeyError as error:

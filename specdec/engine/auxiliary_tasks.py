@@ -12,7 +12,7 @@ AuxiliaryTask = Generator[None, None, Any]  # yields between its steps and retur
 
 
 class AuxiliaryTaskQueue:
-    """A queue of tasks, of which one runs at a time and clients take turns."""
+    """A queue of tasks that run one at a time, step by step; after each task, another client gets a turn."""
 
     def __init__(self) -> None:
         self._waiting = deque[tuple[str, Callable[[], AuxiliaryTask], Future[Any]]]()
@@ -23,7 +23,11 @@ class AuxiliaryTaskQueue:
         return bool(self._waiting)
 
     def add(self, tasks: Sequence[Callable[[], AuxiliaryTask]], client: str) -> list[Future[Any]]:
-        """Add all tasks, or none if they exceed the queue.
+        """Queue all given tasks of a client, or none if they do not fit into the queue.
+
+        Args:
+            tasks: Functions that start a task: a generator that yields between its steps and returns its result.
+            client: Name of the client.
 
         Returns:
             The future of each task, which can be cancelled; empty if the queue is full.
@@ -36,7 +40,11 @@ class AuxiliaryTaskQueue:
         return futures
 
     def step(self) -> None:
-        """Run the next step of the first task; after its last step, move a task of another client to the front."""
+        """Run the next step of the first task; do nothing if the queue is empty.
+
+        When the task ends, sets the result or error of its future and moves a task of another client to the front. A cancelled
+        task is removed.
+        """
         if not self._waiting:
             return
         client, start, future = self._waiting[0]
@@ -58,7 +66,7 @@ class AuxiliaryTaskQueue:
                 self._waiting.appendleft(next_task)
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all tasks with an error."""
+        """Remove all tasks from the queue and set the given error as the exception of their futures."""
         with self._lock:
             waiting, self._waiting, self._running_task = self._waiting, deque(), None
         for *_, future in waiting:

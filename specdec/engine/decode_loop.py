@@ -32,7 +32,7 @@ MAX_FORCED_TOKENS = 31  # in a proposal that a constraint forces: half a pass
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """Progress of a prefill: of the prompt, or of the whole sequence if it is computed again.
+    """An event that reports the progress of a prefill of the prompt, or of the whole sequence if it is prefilled again.
 
     Attributes:
         tokens: The tokens to prefill.
@@ -47,7 +47,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The event at the start of a sequence: its prompt has been prefilled.
+    """An event that reports that the prompt has been prefilled, with its tokens and the time; only `PrefillProgress` precedes it.
 
     Attributes:
         tokens: The prompt's tokens, BOS first.
@@ -62,11 +62,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens that the target is about to verify.
+    """An event with the draft tokens that the target is about to verify.
 
     Attributes:
-        tokens: The draft tokens; for a tree its first choices.
-        tree: All tokens of a tree, and the index of each one's parent, or -1; None for a chain.
+        tokens: The draft tokens; for a tree, the path of first choices from its root.
+        tree: For a tree, all its tokens and the index of each one's parent (-1: the sequence's last token); None for a chain.
         pieces: The text of each token, if it was requested.
     """
 
@@ -77,7 +77,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log probability of a token, before temperature; `top` has the most likely tokens with theirs."""
+    """The log probability of a generated token and of the most likely tokens at its position, before temperature is applied.
+
+    Attributes:
+        token: The generated token.
+        logprob: The natural logarithm of its probability.
+        top: The most likely tokens at this position, each with its log probability.
+    """
 
     token: int
     logprob: float
@@ -86,18 +92,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of a target pass over the last token and the proposal, once it is verified.
+    """An event with the result of one decoding step: the tokens that a pass of the target added.
 
     Attributes:
         tokens: The new tokens of the sequence, without an end-of-sequence token.
         draft_tokens: The proposed tokens, the accepted ones first; for a tree the accepted path, continued by first choices.
-        n_accepted: How many of them are accepted.
+        n_accepted: How many of the draft tokens are accepted.
         seconds: Time of the whole step.
-        draft_seconds: The part of it that the draft took.
-        stop_reason: Why the sequence ended, in its last step.
+        draft_seconds: The part of `seconds` that the draft took.
+        stop_reason: Why the sequence ended, if this is its last step; else None.
         n_nodes: Number of proposed tokens, with all branches of a tree.
         pieces: The text by token that is complete now; at the end also the rest. Concatenated over all steps it is the output.
-        logprobs: For each token, if they were requested.
+        logprobs: The log probabilities of each of `tokens`; None if not requested.
         experts: For a mixture of experts, how many a layer read in this pass, and how many it reads for one token.
         wrong: The text of each rejected draft token, if it was requested.
         stop_string: The stop string that ended the sequence.
@@ -118,7 +124,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The text of the step, in whole characters."""
+        """The text that this step adds to the output, the concatenation of `pieces`, in whole characters."""
         return "".join(self.pieces)
 
 
@@ -127,7 +133,7 @@ Event = Prompt | Proposal | Step
 
 @dataclass
 class Statistics:
-    """Totals over the events of one sequence.
+    """Totals over the events of one sequence (tokens, passes, seconds), with the rates that follow from them as properties.
 
     Attributes:
         n_prompt: Tokens of the prompt, with BOS.
@@ -157,7 +163,7 @@ class Statistics:
     _drafted_steps: list[tuple[int, float]] = field(default_factory=list, repr=False)  # the others: tokens proposed, seconds
 
     def add(self, event: Event | PrefillProgress) -> None:
-        """Add an event to the totals."""
+        """Update the totals with a `Prompt` or a `Step`; other events are ignored."""
         if isinstance(event, Prompt):
             self.n_prompt = len(event.tokens)
             self.prefill_seconds += event.seconds
@@ -183,32 +189,32 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted tokens, 0 if nothing was drafted."""
+        """The fraction of all draft tokens that was accepted, from 0 to 1; 0 if nothing was drafted."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Accepted / drafted tokens at each position of a proposal, over all passes."""
+        """The fraction of draft tokens that was accepted at the first, second, ... position of a proposal, over all passes."""
         drafted = [sum(self.drafted_histogram[i:]) for i in range(1, len(self.drafted_histogram))]
         return [sum(self.accepted_histogram[i:]) / n for i, n in enumerate(drafted, 1)]
 
     @property
     def experts_per_token(self) -> float:
-        """Experts that a layer read per generated token; 0 for a model without experts."""
+        """The number of experts that a mixture-of-experts layer read per generated token; 0 for a model without experts."""
         return self.experts_read / self.n_generated if self.n_generated else 0.0
 
     @property
     def seconds_per_token(self) -> float:
-        """Decoding time per generated token, 0 if there is none."""
+        """The decoding time per generated token in seconds, without the first prefill; 0 if no token was generated."""
         return self.decode_seconds / self.n_generated if self.n_generated else 0.0
 
     @property
     def speed_up(self) -> float | None:
-        """Speed relative to the target alone, measured by the plain steps of this sequence; None if they are too few.
+        """The decoding speed relative to the target alone, estimated from the steps without a draft; None if unknown.
 
-        Medians filter out stalls. If other programs took too much of the time, the result is None too. A plain step after drafted
-        ones finds part of the weights evicted from the caches and takes about a tenth longer than in a run of plain steps, so the
-        time at the lower third is used.
+        It is None if these plain steps are too few, if nothing was drafted, or if other programs took too much of the time.
+        Medians filter out stalls. A plain step after drafted ones finds part of the weights evicted from the caches and takes
+        about a tenth longer than in a run of plain steps, so the time at the lower third is used.
         """
         passes = sorted(seconds for seconds, _ in self._plain_steps)
         # by number of tokens, so that neighbours take about as long
@@ -225,17 +231,17 @@ class Statistics:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Generated tokens per pass of the target, 0 if there is none."""
+        """The number of generated tokens per target pass, without the prefill; 0 if there was no pass."""
         return self.n_generated / self.target_passes if self.target_passes else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second of decoding, 0 if there is none."""
+        """The number of generated tokens per second of decoding, without the first prefill; 0 if nothing was decoded."""
         return self.n_generated / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class LengthPolicy(Protocol):
-    """Decides how many tokens to draft in each round.
+    """The interface of draft length policies, which decide how many tokens a drafter proposes in each round of one sequence.
 
     Attributes:
         max_tokens: The maximum number of draft tokens of the current round.
@@ -247,79 +253,103 @@ class LengthPolicy(Protocol):
         """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""
 
     def should_continue(self, confidence: float) -> bool:
-        """Take in a drafted token; return whether to draft another.
+        """Record the confidence of the token that was just drafted, and return whether to draft another token in this round.
 
         Args:
-            confidence: A number >= 0 that rises with the acceptance probability.
+            confidence: A number >= 0 that rises with the acceptance probability of the token.
         """
 
     def choose(self, confidences: list[float]) -> int:
-        """Return how many tokens with these confidences to propose, for a drafter that has them at no cost."""
+        """Return how many of the tokens that a drafter found at no cost to propose, 0 for none.
+
+        Args:
+            confidences: The confidence of each token that could be proposed, in order; see `should_continue`.
+        """
 
     def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """Learn from a finished round and the time of its pass and its draft."""
+        """Learn from a finished round, to choose the draft length of later rounds.
+
+        Args:
+            n_drafted: Number of draft tokens that were proposed.
+            n_accepted: Number of these draft tokens that were accepted.
+            pass_seconds: Time of the target pass and its verification.
+            draft_seconds: Time that drafting took.
+        """
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens for one sequence."""
+    """The interface of drafters, which propose draft tokens for one sequence."""
 
     def prepare(self, tokens: list[int]) -> None:
-        """Take in a prompt."""
+        """Prefill the drafter with the tokens of a sequence; called after each prefill of the target."""
 
     def propose(self, tokens: list[int], policy: LengthPolicy) -> Draft:
-        """Return tokens that may follow, up to the number that the policy requests for its current round, maybe none."""
+        """Return draft tokens that may follow the sequence, possibly none.
+
+        Args:
+            tokens: The tokens of the sequence so far.
+            policy: Decides the number of draft tokens; its round has begun.
+        """
 
 
 class Constraint(Protocol):
-    """Restricts the output of a sequence: its tokens are drawn from logits that a `ConstraintState` masks."""
+    """The interface of constraints, such as a JSON schema, which restrict the tokens that a sequence may generate."""
 
     def begin(self, prompt: list[int]) -> "ConstraintState":
-        """Return the state of a sequence that starts with this prompt."""
+        """Return the state of this constraint at the start of the output of a new sequence with the given prompt."""
 
 
 class ConstraintState(Protocol):
-    """The state of one sequence in its constraint. Methods raise ValueError if the constraint allows no next token."""
+    """The progress of one sequence through its constraint, which decides the tokens that are allowed next.
+
+    All methods raise ValueError if the constraint allows no next token.
+    """
 
     @property
     def error(self) -> Exception | None:
-        """Why `mask_logits` left no token in a row that the sequence may never reach, if that happened."""
+        """The stored error if `mask_logits` left no token in a row of logits, which the sequence may never reach; else None."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether only an end-of-sequence token may follow."""
+        """Whether the output satisfies the constraint and only an end-of-sequence token may follow."""
 
     def get_forced_tokens(self, max_n: int) -> list[int]:
-        """Return up to max_n next tokens that are the only allowed ones, without end-of-sequence tokens."""
+        """Return the next tokens, at most max_n, for which the constraint leaves no choice, without end-of-sequence tokens."""
 
     def count_allowed(self, tokens: list[int]) -> int:
-        """Return how many of the tokens may follow, one after the other."""
+        """Return how many of the given tokens, from the first on, the constraint allows after the current output."""
 
     def find_end(self, tokens: list[int]) -> int | None:
-        """Return how many of the tokens complete the constraint, or None; none is an end-of-sequence token."""
+        """Return the number of given next tokens, without EOS, after which the constraint is complete, or None if it is not."""
 
     def mask_logits(self, logits: Float32, draft: Draft) -> None:
-        """Set the logits of tokens that may not follow to -inf, in each row (V,) for `Verifier.verify`.
+        """Set the logits of tokens that the constraint forbids to -inf, in place, for each position of a draft.
 
-        Rows that are not finite stay, to be reported. Rows after a token that may not follow stay too, since they are not read.
+        Rows that are not finite stay, so that `Sequence.verify` reports them. Rows after a forbidden draft token stay too, since
+        they are not read.
+
+        Args:
+            logits: The rows for `Verifier.verify`, (n + 1, V) for n draft tokens, or (n, V).
+            draft: The draft.
         """
 
     def commit(self, tokens: list[int]) -> None:
-        """Advance the state by new tokens of the sequence."""
+        """Advance the state by tokens that were added to the sequence."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one completion.
+    """A request for one completion: the prompt, the limits of the output, the sampling parameters and what to report.
 
     Attributes:
         prompt: Token ids, BOS first.
         max_tokens: The maximum number of tokens after the prompt.
         sampling: The sampling parameters.
         stop_strings: Strings before which the output ends.
-        top_logprobs: None for no log probabilities, else for how many of the most likely tokens in addition to the sampled one,
-            before temperature.
-        prediction: Tokens that are expected, and proposed for as long as they are accepted.
-        constraint: The constraint of the output.
+        top_logprobs: None for no log probabilities, else the number of most likely tokens that are reported in addition to the
+            sampled one, before temperature.
+        prediction: Tokens that are expected in the output; they are proposed for as long as they are accepted.
+        constraint: The constraint of the output; None for none.
         visible_tokens: Special tokens that appear in the output, with their names there.
         include_draft_text: Whether events contain the text of draft tokens.
     """
@@ -336,14 +366,14 @@ class GenerationRequest:
 
 
 class GenerationKwargs(SamplingOverrides, total=False):
-    """Keyword arguments of generation methods; all except these two replace fields of the sampling parameters."""
+    """The keyword arguments of generation methods: `stop` strings, `shape` (a constraint), and sampling parameters."""
 
     stop: Stop
     shape: Constraint | None
 
 
 def with_kwargs_signature(method: Method) -> Method:
-    """Give a method with `**kwargs` a signature that lists the keys of `GenerationKwargs`, so that `help` shows them."""
+    """Make `help` list the keys of `GenerationKwargs` for a method with `**kwargs`: set its signature and return the method."""
     signature = inspect.signature(method)
     named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     annotations = {name: GenerationKwargs.__annotations__[name] for name in ("stop", "shape", *SamplingOverrides.__annotations__)}
@@ -356,22 +386,25 @@ def with_kwargs_signature(method: Method) -> Method:
 
 
 class Model(Protocol):
-    """The interface of a model: logits at the last tokens of a sequence, valid while its lock is held."""
+    """The interface of a language model, which computes logits at the last tokens of a sequence."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """The model's lock."""
+        """The lock to hold during a forward pass and while its logits are read."""
 
     @property
     def n_positions(self) -> int:
-        """The maximum number of positions."""
+        """The maximum number of tokens that a sequence in the KV cache may have."""
 
     @property
     def longrope_threshold(self) -> int:
-        """The maximum length for the short RoPE factors; 0 if there is one set only."""
+        """The maximum sequence length for which a model uses its short RoPE factors; 0 if it has only one set of factors."""
 
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
-        """Return logits (n_logits, V) at the last tokens."""
+        """Run a sequence's tokens that the KV cache does not hold; return logits (n_logits, V) at the sequence's last tokens.
+
+        The logits are valid while the lock is held.
+        """
 
 
 class Target(Model, Protocol):
@@ -379,19 +412,25 @@ class Target(Model, Protocol):
 
     @property
     def n_passes(self) -> int:
-        """The number of passes so far."""
+        """The number of forward passes that the model has run so far."""
 
     @property
     def experts_read(self) -> tuple[float, int]:
-        """Experts that a layer read in the last pass, and reads for one token; see `Step.experts`."""
+        """The mean number of experts that a layer read in the last pass, and the number that it reads for one token."""
 
     def forward_tree(self, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
-        """Return logits (n + 1, V) at the last token and at each of n nodes."""
+        """Run a tree of n draft tokens after a sequence in one pass; return logits (n + 1, V) at the last token and each node.
+
+        Args:
+            tokens: All tokens of the sequence.
+            nodes: The tokens of the tree's n nodes.
+            parents: The index of each node's parent; -1 for the sequence's last token, at which the result's first row is.
+        """
 
 
 @dataclass
 class Sequence:
-    """A sequence being generated, in steps of two halves: `propose` before a pass of the target, `verify` and `commit` after it.
+    """A sequence being generated, in steps: `propose` before each pass of the target, `verify` and `commit` after the pass.
 
     The caller runs the pass in between: `decode` for one sequence, the scheduler for several that take turns or share one.
 
@@ -399,15 +438,15 @@ class Sequence:
         tokens: The tokens of the prompt, then the generated ones.
         max_tokens: The maximum number of generated tokens.
         n_positions: The target's number of positions.
-        drafter: Proposes draft tokens; None for plain steps.
-        verifier: Accepts or rejects them.
+        drafter: Proposes draft tokens; None for steps without a draft.
+        verifier: Accepts or rejects the draft tokens.
         policy: Decides the length of proposals.
-        eos_tokens: Tokens that end the sequence, with their names.
+        eos_tokens: The names of the tokens that end the sequence, by token.
         constraint: The constraint of the output, by default none.
         longrope_threshold: Up to this number of tokens the target uses its short RoPE factors; 0 if it has one set only.
         compute_logprobs: Returns the log probabilities of new tokens from logits that are not masked yet; None if not requested.
         draft: The last proposal.
-        stop_reason: Why the sequence ended, None before.
+        stop_reason: Why the sequence ended; None while it is being generated.
     """
 
     tokens: list[int]
@@ -432,17 +471,20 @@ class Sequence:
 
     @property
     def proposal(self) -> Proposal:
-        """The event that reports the draft before it is verified."""
+        """The `Proposal` event that reports the current draft before the target verifies it."""
         draft = self.draft
         return Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
 
     @property
     def is_finished(self) -> bool:
-        """Whether the sequence has ended."""
+        """Whether the sequence has ended, by a stop reason or at its maximum length."""
         return self.stop_reason is not None or len(self.tokens) >= self._limit
 
     def propose(self) -> Draft:
-        """Return the draft, maybe empty, for the next pass to run after the last token (`run_and_verify`)."""
+        """Choose, store and return the draft, possibly empty, that the next target pass runs after the sequence's last token.
+
+        Tokens that the constraint forces are the draft; otherwise the drafter is called if the policy wants a draft.
+        """
         begin, n, max_length = time.perf_counter(), len(self.tokens), self._limit - 1
         if n <= self.longrope_threshold:  # a proposal beyond the threshold would need a second pass over the whole sequence
             max_length = min(max_length, self.longrope_threshold)
@@ -459,7 +501,7 @@ class Sequence:
         return self.draft
 
     def _trim_to_constraint(self, draft: Draft) -> Draft:
-        """Cut a chain at the first token that the constraint refuses.
+        """Return a draft that ends at the first token that the constraint refuses; trees are returned unchanged.
 
         With coupled verification the refused token is left out, since the output is the same with any proposal. Otherwise it is
         kept, since where a proposal ends may not depend on a token that was drawn and left out.
@@ -470,9 +512,10 @@ class Sequence:
         return Draft(draft.tokens[:n], draft.q[:n] if draft.q else None)
 
     def verify(self, logits: Float32) -> tuple[list[int], int]:
-        """Return the next tokens and how many of them are accepted; the last is the first outside the draft or ends the sequence.
+        """Return the sequence's next tokens, by verifying the current draft, and how many of them are accepted draft tokens.
 
-        The method changes only the logits. It may be called again if another pass has overwritten them.
+        The last token returned is the target's own after the accepted ones, or ends the sequence. Only the logits and the stored
+        log probabilities change, so the method may be called again if another pass has overwritten the logits.
 
         Args:
             logits: (n + 1, V) for n draft tokens; a constraint masks them in place.
@@ -500,16 +543,16 @@ class Sequence:
         return tokens, n_accepted
 
     def _find_end(self, tokens: list[int]) -> int | None:
-        """Return how many of the tokens belong to the sequence if it ends among them, else None."""
+        """Return how many of the given next tokens belong to the sequence if it ends among them, EOS included, else None."""
         eos = next((i for i, token in enumerate(tokens) if token in self.eos_tokens), None)
         end = self._constraint_state.find_end(tokens[:eos]) if self._constraint_state else None
         return end if end is not None or eos is None else eos + 1
 
     def commit(self, new: list[int], n_accepted: int, seconds: float) -> Step:
-        """Append verified tokens and return the step.
+        """Append verified tokens to the sequence, update its stop reason, constraint and policy, and return the `Step` event.
 
         Args:
-            new: The tokens that `verify` returned.
+            new: The tokens that `verify` returned; an end-of-sequence token is removed from the list.
             n_accepted: How many of them are accepted draft tokens.
             seconds: Time of the pass and of `verify`.
         """
@@ -531,7 +574,13 @@ class Sequence:
 
 
 def run_and_verify(target: Target, sequence: Sequence) -> tuple[list[int], int]:
-    """Run a pass over the sequence's last token and draft, with logits at each, and return the result of `Sequence.verify`."""
+    """Run a target pass over a sequence's last token and draft, and return the result of `Sequence.verify`.
+
+    The result is the next tokens and how many of them are accepted draft tokens. The target's lock is held meanwhile.
+
+    Raises:
+        ValueError: If no token can be drawn from the logits.
+    """
     draft = sequence.draft
     with target.lock:
         while True:
@@ -546,29 +595,29 @@ def run_and_verify(target: Target, sequence: Sequence) -> tuple[list[int], int]:
 
 
 class Prefiller(Protocol):
-    """Runs all tokens of a sequence except the last."""
+    """The interface of prefillers, which fill KV caches with all tokens of a sequence except the last."""
 
     @property
     def recompute_lengths(self) -> Collection[int]:
-        """Lengths beyond which a sequence is prefilled again."""
+        """The lengths, in tokens, beyond which a growing sequence must be prefilled again from its start."""
 
     def prefill(self, tokens: list[int]) -> Iterator[float]:
-        """Run the tokens; yield the fraction of the work that is done."""
+        """Run all tokens of a sequence except the last; yield the fraction of the work that is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class SinglePassPrefiller:
-    """A prefiller that runs the target alone and reports no progress."""
+    """A prefiller that runs all tokens except the last in one pass of the target alone and reports no progress."""
 
     target: Target
 
     @property
     def recompute_lengths(self) -> Collection[int]:
-        """The target's LongRoPE threshold, if it has one."""
+        """The lengths beyond which a sequence is prefilled again: the target's LongRoPE threshold, if it has one."""
         return {self.target.longrope_threshold} - {0}
 
     def prefill(self, tokens: list[int]) -> Iterator[float]:
-        """Run the tokens; yield nothing."""
+        """Run all tokens of a sequence except the last on the target; yield nothing."""
         self.target.forward(tokens[:-1], n_logits=0)
         yield from ()
 
@@ -583,7 +632,10 @@ def decode(
     eos_tokens: Mapping[int, str],
     constraint: Constraint | None = None,
 ) -> Iterator[Event | PrefillProgress]:
-    """Yield the events of a new sequence that continues the prompt by up to max_tokens tokens; see `Sequence`."""
+    """Yield the events of a new sequence that continues a prompt by up to max_tokens tokens.
+
+    See `Sequence` for the arguments and `stream_events` for the events.
+    """
     sequence = Sequence(
         [*prompt], max_tokens, target.n_positions, drafter, verifier, policy, eos_tokens, constraint, target.longrope_threshold
     )
@@ -591,17 +643,22 @@ def decode(
 
 
 def stream_events(target: Target, sequence: Sequence, prefiller: Prefiller) -> Iterator[Event | PrefillProgress]:
-    """Yield the events of a sequence: the prompt, then steps, each after its proposal if it has one.
+    """Prefill and decode a sequence to its end; yield a `Prompt`, then `Step`s, each after its `Proposal` if it has one.
 
-    A `PrefillProgress` reports each fraction of `prefill`. A step runs the tokens that the target's KV cache does not hold: the
-    last one and the proposal.
+    A `PrefillProgress` reports each fraction that the prefiller yields. A step runs the tokens that the target's KV cache does
+    not hold: the last one and the proposal.
+
+    Args:
+        target: The target.
+        sequence: The sequence, which grows while the events are read.
+        prefiller: Fills the KV caches, at the start and again beyond its `recompute_lengths`.
 
     Raises:
         ValueError: If the target's logits are not finite.
     """
 
     def prefill() -> Generator[PrefillProgress, None, float]:
-        """Prefill all uncached tokens but the last, and prepare the drafter; yield the progress, return the time in seconds."""
+        """Prefill the sequence without its last token, and prepare the drafter; yield progress, return the seconds it took."""
         begin, tokens = time.perf_counter(), [*sequence.tokens]
         for fraction in prefiller.prefill(tokens):
             yield PrefillProgress(tokens, fraction)

@@ -51,12 +51,12 @@ FLUSH_TIMEOUT_S = 10.0
 
 
 class ModelFingerprint(NamedTuple):
-    """A digest of everything that a model's keys and values depend on, except tokens.
+    """A digest of everything except tokens that a model's keys and values depend on, with the per-token keys computed so far.
 
     Attributes:
-        weights: The model's weights.
-        digest: The digest.
-        token_keys: The known results of `PromptCache._get_token_keys`, by token id.
+        weights: The model's weights, to notice that another object has taken their `id`.
+        digest: The SHA-256 digest.
+        token_keys: The results of `PromptCache._get_token_keys` so far, by token id.
     """
 
     weights: weakref.ref[Weights]
@@ -65,12 +65,14 @@ class ModelFingerprint(NamedTuple):
 
 
 class PromptCache:
-    """A folder of prefilled prompts.
+    """A folder that stores the KV cache contents of prefilled prompts, and loads them again in this process or a later one.
+
+    A background thread writes the files; at exit the process waits for it for up to FLUSH_TIMEOUT_S.
 
     Args:
         folder: The folder, which is created if it does not exist.
-        max_bytes: The maximum size of all files.
-        revision: The revision of the arithmetic.
+        max_bytes: The maximum size of all files together, in bytes; beyond it the least recently used ones are deleted.
+        revision: The revision of the arithmetic; files of another revision are not found.
         report: Called once with a line about a damaged file, and once about one that cannot be written.
 
     Raises:
@@ -97,13 +99,15 @@ class PromptCache:
     def restore(self, model: Transformer, tokens: list[int], cache_salt: str = "") -> int:
         """Load the longest cached prefix of a prompt into the model's KV cache, if that adds at least one block.
 
+        The loaded files are marked as used now.
+
         Args:
             model: The model.
             tokens: The prompt.
             cache_salt: Prompts are shared only among requests with the same salt.
 
         Returns:
-            The number of tokens that the KV cache holds then; 0 if nothing was loaded.
+            The number of tokens that the KV cache holds after loading; 0 if nothing was loaded.
         """
         n_held, token_keys = len(tokens) - 1 - model.count_prefill_tokens(tokens), self._get_token_keys(model, tokens)
         blocks = [*takewhile(os.path.exists, self._get_block_paths(model, token_keys, len(tokens) - 1, cache_salt))]
@@ -114,9 +118,9 @@ class PromptCache:
         return model.n_cached_tokens if model.n_cached_tokens > n_held else 0
 
     def save(self, model: Transformer, tokens: list[int], is_prefilled: bool = True, cache_salt: str = "") -> None:
-        """Queue the parts of a sequence that the model holds and the folder lacks; a background thread writes them.
+        """Queue the parts of a sequence's KV cache that the folder lacks, for a background thread to write to files.
 
-        What exceeds the queue is left for the next call.
+        Files for which the queue has no room are left for the next call. A complete prefill also marks the files as used now.
 
         Args:
             model: The model.
@@ -137,7 +141,7 @@ class PromptCache:
             self._queue.put(partial(_touch, paths))
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Wait until all queued files are written, for at most timeout_s seconds."""
+        """Wait until the background thread has written all queued files, but for at most timeout_s seconds."""
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
@@ -146,7 +150,18 @@ class PromptCache:
         buffers: Buffers,
         held: list[int], snapshots: Snapshots,
     ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
-        """Return copies of the contents of missing files: blocks, then the tails from which another sequence may continue."""
+        """Return path and copied contents of each missing file of a sequence, as many as the queue holds: blocks, then tails.
+
+        Args:
+            model: The model.
+            tokens: The sequence.
+            token_keys: The result of `_get_token_keys` for the sequence.
+            paths: The block files of the sequence.
+            is_prefilled: Whether to include tails, from which another sequence may continue.
+            buffers: The model's buffers.
+            held: The tokens in the KV cache.
+            snapshots: The recurrent states that the model has kept.
+        """
         n, capacity = count_common_prefix(held, tokens, len(tokens)), MAX_QUEUED_WRITES - 1 - self._queue.qsize()
         block_bytes = sum(math.prod(shape) * array.itemsize for shape, array in _slice_block(model, buffers, 0))
         # a prompt that exceeds the folder loses its end
@@ -170,9 +185,15 @@ class PromptCache:
     def _find_tails(
         model: Transformer, paths: Sequence[Path], n: int, snapshots: Snapshots
     ) -> Iterator[tuple[int, Snapshot | None]]:
-        """Yield the ends of tails to write, with the recurrent states there; the last is yielded even if its file exists.
+        """Yield, for each tail file to write, the number of tokens up to the tail's end and the recurrent state there, if any.
 
-        An existing tail file may belong to another sequence.
+        The last tail is yielded even if its file exists, since that file may belong to another sequence.
+
+        Args:
+            model: The model.
+            paths: The block files of the sequence.
+            n: The number of tokens of the sequence that the model holds.
+            snapshots: The recurrent states that the model has kept.
         """
         if not model.has_recurrent_state:
             if len(paths) == n // BLOCK_TOKENS > 0 and len(paths) * BLOCK_TOKENS >= model.full_kv_start:
@@ -188,7 +209,7 @@ class PromptCache:
 
     @staticmethod
     def _copy_block(model: Transformer, buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
-        """Return copies of the arrays of block i: n tokens, then zeros."""
+        """Return copies of the arrays of block i, token keys first, then keys and values; zeros follow its first n tokens."""
         arrays = [np.zeros(BLOCK_TOKENS, np.uint64)]
         arrays[0][:n] = token_keys[i * BLOCK_TOKENS : i * BLOCK_TOKENS + n]
         for shape, source in _slice_block(model, buffers, i):
@@ -198,7 +219,7 @@ class PromptCache:
         return arrays
 
     def _get_block_paths(self, model: Transformer, token_keys: list[int], n: int, cache_salt: str) -> Iterator[Path]:
-        """Yield the file of each block of a sequence's first n tokens."""
+        """Yield the path of the file of each complete block in a sequence's first n tokens, whether it exists or not."""
         digest = self._get_fingerprint(model).digest + cache_salt.encode() + bytes([model.config.has_long_rope(len(token_keys))])
         for first in range(0, n // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
             block = np.array(token_keys[first : first + BLOCK_TOKENS], np.uint64)
@@ -206,7 +227,7 @@ class PromptCache:
             yield self.folder / f"{digest.hex()[:40]}{BLOCK_SUFFIX}"
 
     def _get_fingerprint(self, model: Transformer) -> ModelFingerprint:
-        """Return the fingerprint of everything that keys and values depend on, except tokens and their table rows."""
+        """Return the fingerprint, computed once, of all that a model's keys and values depend on except tokens and table rows."""
         key = id(model.weights), model.kv, model.hidden_layers
         if key not in self._fingerprints or self._fingerprints[key].weights() is not model.weights:
             digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
@@ -222,7 +243,7 @@ class PromptCache:
         return self._fingerprints[key]
 
     def _get_token_keys(self, model: Transformer, tokens: list[int]) -> list[int]:
-        """Return a key per token: its id, or a hash of the id and its rows if the model has tables.
+        """Return one number per token that identifies its input: its id, or a hash of id and table rows if the model has tables.
 
         Raises:
             CheckpointError: If the file of a table has changed.
@@ -238,7 +259,19 @@ class PromptCache:
     def _load_blocks(
         self, model: Transformer, buffers: Buffers, token_keys: list[int], blocks: Sequence[Path], n_kept: int
     ) -> tuple[int, Snapshots]:
-        """Load valid blocks after n_kept tokens, and the farthest tail, into buffers; return the number of tokens and states."""
+        """Load the valid blocks after n_kept tokens, and the tail that reaches farthest, from their files into the buffers.
+
+        Args:
+            model: The model.
+            buffers: The buffers to fill.
+            token_keys: The result of `_get_token_keys` for the sequence.
+            blocks: The block files of the sequence that exist.
+            n_kept: The number of tokens that the KV cache holds already.
+
+        Returns:
+            The number of tokens that the buffers hold after loading (0 if a recurrent state is needed and missing), and the
+            snapshot of the recurrent state there, if the model has one.
+        """
         first, snapshots = n_kept // BLOCK_TOKENS, Snapshots()
         n = first * BLOCK_TOKENS
         for i, path in enumerate(blocks[first:], first):
@@ -272,7 +305,7 @@ class PromptCache:
         ]
 
     def _read_file(self, path: Path, arrays: Sequence[Any]) -> bool:
-        """Fill the arrays from a file; return whether its contents are valid."""
+        """Fill the arrays from a file and return whether its contents are valid; delete and report the file if they are not."""
         with suppress(OSError):
             with path.open("rb", buffering=0) as file:
                 head = file.read(len(FILE_MAGIC) + CHECKSUM_BYTES)
@@ -285,7 +318,7 @@ class PromptCache:
         return False
 
     def _run_writer(self) -> None:
-        """Run queued work in the background thread; errors are reported and do not end it."""
+        """Run queued write jobs forever, as the background thread; the first error is reported, and none ends the thread."""
         while True:
             work = self._queue.get()
             try:
@@ -315,7 +348,7 @@ class PromptCache:
             self._evict()
 
     def _evict(self) -> None:
-        """Delete the least recently used files until the rest fits into max_bytes."""
+        """Delete the least recently used prompt cache files until the others fit into max_bytes."""
         files, latest = list[tuple[int, int, str]](), time.time_ns() + MAX_CLOCK_SKEW_NS
         for entry in os.scandir(self.folder):
             if FILE_NAME_PATTERN.fullmatch(entry.name):
@@ -337,7 +370,7 @@ class PromptCache:
 
 
 def _touch(paths: Sequence[Path]) -> None:
-    """Mark a prompt's blocks and tails as used now, the first one as the most recent."""
+    """Set the modification times of a prompt's block and tail files to now, with the first block's as the latest."""
     now = time.time_ns()
     for i, path in enumerate(paths):
         for each in (path, path.with_suffix(TAIL_SUFFIX)):
@@ -346,7 +379,11 @@ def _touch(paths: Sequence[Path]) -> None:
 
 
 def _get_growing_buffers(model: Transformer) -> list[tuple[str, int, int]]:
-    """Return name, axis and positions per slot of the buffers that belong to one sequence and grow with it."""
+    """Find the buffers that belong to one sequence and grow with its length, such as keys and values.
+
+    Returns:
+        For each buffer its name, the axis that grows, and the number of positions per index on that axis.
+    """
     architecture, found = get_architecture(model.config), []
     one, two = (
         architecture.get_buffer_specs(
@@ -362,7 +399,7 @@ def _get_growing_buffers(model: Transformer) -> list[tuple[str, int, int]]:
 
 
 def _slice_block(model: Transformer, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yield the shape of a whole block and the slice of block i, which may be shorter, for each growing buffer."""
+    """Yield, for each growing buffer, the shape of a whole block and a view of block i, which may be shorter at the end."""
     for name, axis, per_slot in _get_growing_buffers(model):
         array = getattr(buffers, name)
         block = array[(*[slice(None)] * axis, slice(i * BLOCK_TOKENS // per_slot, (i + 1) * BLOCK_TOKENS // per_slot))]
@@ -370,7 +407,7 @@ def _slice_block(model: Transformer, buffers: Buffers, i: int) -> Iterator[tuple
 
 
 def _store_block(model: Transformer, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
-    """Copy a block's arrays into the buffers; the first array holds the tokens and is skipped."""
+    """Copy the arrays of block i into the model's buffers; the first array holds token keys and is skipped."""
     for (_, block), array in zip(_slice_block(model, buffers, i), arrays[1:], strict=False):
         block[...] = array[tuple(map(slice, block.shape))]
 

@@ -12,12 +12,13 @@ CAPACITY_STEP_TOKENS = 128  # granularity of cache sizes
 
 
 class KVSlot:
-    """The models of one sequence, with a KV cache of its own.
+    """A set of models with KV caches, used by one sequence at a time.
 
     Attributes:
-        cache_salt: Only sequences with the same salt may reuse what the slot holds.
-        n_reserved: Tokens that the sequence may grow to.
-        n_peak: Most tokens that a finished sequence has had in it.
+        bundle: The models.
+        cache_salt: Only sequences with the same salt may reuse the KV caches.
+        n_reserved: Most tokens that the current sequence may grow to; 0 for an idle slot.
+        n_peak: Most tokens that any finished sequence in the slot has had.
     """
 
     def __init__(self, bundle: ModelBundle, cache_salt: str) -> None:
@@ -25,11 +26,11 @@ class KVSlot:
         self.n_reserved = self.n_peak = 0
 
     def count_cached_tokens(self, prompt: list[int]) -> int:
-        """Return how many tokens of a prompt need not run again."""
+        """Return how many tokens at the start of a prompt are in the target's KV cache and need not run again."""
         return max(len(prompt) - 1, 0) - self.bundle.target.count_prefill_tokens(prompt)
 
     def copy_kv(self, other: "KVSlot", prompt: list[int]) -> None:
-        """Copy the KV entries of a prompt from another slot, for each model where they save enough tokens."""
+        """Copy the KV cache of a prompt's prefix from another slot, for each model that saves enough tokens by the copy."""
         for model, other_model in zip(self.bundle.models.values(), other.bundle.models.values(), strict=True):
             tokens = replace_unknown_tokens(prompt, model.config.vocab_size)
             if (
@@ -39,34 +40,40 @@ class KVSlot:
                 model.copy_kv(other_model, tokens)
 
     def save_to_prefix_cache(self, tokens: list[int], is_prefilled: bool = True) -> None:
-        """Save the KV cache of a sequence to the prefix cache, if there is one."""
+        """Save the target's KV cache of the given tokens to the prefix cache; do nothing without a prefix cache.
+
+        Args:
+            tokens: Tokens of the sequence.
+            is_prefilled: Whether the prefill of the tokens is complete.
+        """
         if self.bundle.prompt_cache:
             self.bundle.prompt_cache.save(self.bundle.target, tokens, is_prefilled, self.cache_salt)
 
     @property
     def n_held(self) -> int:
-        """Tokens of the last sequence that the KV cache holds."""
+        """Number of tokens in the target's KV cache, left by the last sequence that used the slot."""
         return self.bundle.target.n_cached_tokens
 
     @property
     def capacity(self) -> int:
-        """Tokens that the slot has or may come to have memory for, rounded up to `CAPACITY_STEP_TOKENS`."""
+        """Number of tokens that the slot needs memory for, now or later, rounded up to `CAPACITY_STEP_TOKENS`."""
         n: int = round_up(max(self.n_reserved, self.n_peak), CAPACITY_STEP_TOKENS)
         return n
 
     def get_n_bytes(self, n: int) -> int:
-        """Return the memory of the KV caches for n tokens, in bytes."""
+        """Return the memory in bytes that the KV caches of all models take for a sequence of n tokens."""
         return sum(model.get_sequence_bytes(min(n, model.n_positions), True) for model in self.bundle.models.values())
 
 
 class SlotPool:
-    """Slots whose KV caches take at most `max_bytes`, or a single larger one; the one that is idle longest is dropped first.
+    """A pool of slots with KV caches that take at most `max_bytes` together; a single slot may be larger.
 
-    Slots are reused only with the same cache salt: the time of a prefill would reveal how other clients' prompts begin.
+    Where memory is short, the slot that has been idle longest is dropped first. Slots are reused only with the same cache salt:
+    the time of a prefill would reveal how other clients' prompts begin.
 
     Args:
-        make_bundle: Makes models with a KV cache of their own.
-        max_bytes: Memory limit of all slots.
+        make_bundle: Returns models with KV caches of their own, for a new slot.
+        max_bytes: Memory limit of all slots, in bytes.
         max_idle: Most idle slots; beyond it, the one that is idle longest serves the next conversation.
     """
 
@@ -76,10 +83,11 @@ class SlotPool:
         self._idle, self._in_use = list[KVSlot](), list[KVSlot]()  # the first one has been idle longest
 
     def acquire(self, prompt: list[int], n_tokens: int, cache_salt: str = "") -> KVSlot | None:
-        """Return a slot that holds the longest cached prefix of a prompt, or None while there is no memory for one.
+        """Return a slot for a new sequence, filled with the longest cached prefix of its prompt; None while memory is short.
 
-        It is the slot with that prefix where little else would be lost, otherwise another one with a copy of the prefix. A copy
-        serves, for example, instructions that many prompts begin with.
+        The slot that holds the prefix is returned where little else in it would be lost, otherwise another slot with a copy of
+        the prefix. A copy serves, for example, instructions that many prompts begin with. Idle slots are dropped to free memory.
+        The prefix cache, if there is one, may add more of the prompt.
 
         Args:
             prompt: Tokens of the prompt.
@@ -108,22 +116,28 @@ class SlotPool:
         return slot
 
     def release(self, slot: KVSlot, n_tokens: int) -> None:
-        """Return a slot to the idle ones after a sequence of n_tokens tokens."""
+        """Make a slot idle after its sequence has ended with n_tokens tokens; the KV caches stay for later prompts."""
         self._in_use.remove(slot)
         slot.n_peak = max(slot.n_peak, n_tokens)
         slot.n_reserved = 0
         self._idle.append(slot)
 
     def drop(self, slot: KVSlot) -> None:
-        """Drop a slot in use, for example after an error."""
+        """Remove a slot in use from the pool together with its KV caches, for example after an error."""
         self._in_use.remove(slot)
 
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
-        """Return a free slot for a prompt, the first n_prefix tokens of which `source` holds.
+        """Take a slot for a prompt from the idle slots, or make a new one, and return it.
 
-        In this order: the source, if it is idle and not worth keeping; an empty slot; a new one; with `max_idle` idle slots, the
-        one that is idle longest, the source last. Slots too large to fit next to those in use are skipped. A slot with another
-        cache salt only gives up its place.
+        In this order: `source`, if it is idle and not worth keeping; an empty slot; a new one; with `max_idle` idle slots, the
+        one that is idle longest, `source` last. Slots too large to fit next to those in use are skipped. A slot with another
+        cache salt is dropped for a new one.
+
+        Args:
+            source: The slot that holds the longest prefix of the prompt, if any.
+            n_prefix: Tokens of that prefix.
+            n_tokens: Most tokens that the sequence may grow to.
+            cache_salt: The salt of the new slot.
         """
         idle = [slot for slot in self._idle if self._can_fit(self._in_use, max(n_tokens, slot.n_peak))]
         slot = next((slot for slot in idle if not slot.n_held), None)
@@ -139,15 +153,15 @@ class SlotPool:
         return KVSlot(self._make_bundle(), cache_salt)
 
     def _is_worth_keeping(self, source: KVSlot, n_prefix: int, n_tokens: int) -> bool:
-        """Return whether to keep a slot, for its other tokens, next to a copy of n_prefix of them.
+        """Return whether to keep a slot for its other tokens, and copy its first n_prefix tokens to another slot instead.
 
-        It takes `MIN_SHARED_PREFIX_TOKENS` other tokens if both fit, otherwise more of them than the prefix has.
+        The slot must hold `MIN_SHARED_PREFIX_TOKENS` other tokens if both slots fit into memory, otherwise more than n_prefix.
         """
         both_fit = self._can_fit((*self._in_use, source), n_tokens)
         return source.n_held - n_prefix >= (MIN_SHARED_PREFIX_TOKENS if both_fit else n_prefix + 1)
 
     def _can_fit(self, slots: Sequence[KVSlot], n_tokens: int) -> bool:
-        """Return whether a slot of n_tokens fits next to those slots; always true without any."""
+        """Return whether a slot for n_tokens tokens fits into memory next to the given slots; True if there are none."""
         capacities = [round_up(n_tokens, CAPACITY_STEP_TOKENS), *(slot.capacity for slot in slots)]
         for capacity in {*capacities} - {*self._bytes_by_capacity}:
             if slots:

@@ -10,25 +10,30 @@ BUCKET_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 @dataclass
 class Histogram:
-    """Counts of durations in seconds, by the smallest of the bounds that is not exceeded."""
+    """A histogram of durations in seconds.
+
+    Attributes:
+        counts: Number of durations in each bucket: up to each of `BUCKET_BOUNDS_S`, and above the last one.
+        total: Sum of the durations, in seconds.
+    """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKET_BOUNDS_S) + 1))
     total: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count a duration."""
+        """Add a duration in seconds to the histogram."""
         self.counts[bisect_left(BUCKET_BOUNDS_S, seconds)] += 1
         self.total += seconds
 
 
 def _make_metric(name: str, metric_type: str, description: str) -> int:
-    """Return a field of `Metrics` with its Prometheus name, type and description."""
+    """Return a dataclass field for a number in `Metrics`, 0 by default, with its Prometheus name, type and description."""
     return field(default=0, metadata={"prometheus": (name, metric_type, description)})
 
 
 @dataclass
 class Metrics:
-    """Counters since the start, and the numbers of sequences that run and wait now.
+    """The server's counters since the start, and the numbers of sequences that run and wait now.
 
     Attributes:
         time_to_first_token: Seconds from the submission of a request to its first token.
@@ -54,7 +59,7 @@ PROMETHEUS_METRICS = {each.name: each.metadata["prometheus"] for each in fields(
 
 
 def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
-    """Return the sums of several metrics."""
+    """Return new metrics that are the sums of the given ones, for example of several models."""
     total = Metrics(**{name: sum(getattr(each, name) for each in parts) for name in PROMETHEUS_METRICS})
     counts = zip(*(each.time_to_first_token.counts for each in parts), strict=True)
     total.time_to_first_token = Histogram([sum(each) for each in counts], sum(each.time_to_first_token.total for each in parts))
@@ -62,7 +67,10 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
 
 
 def format_prometheus(metrics: Metrics) -> str:
-    """Return the metrics in Prometheus' text format, version 0.0.4."""
+    """Return the metrics in Prometheus' text format, version 0.0.4.
+
+    The number of cached tokens is rounded down to `CACHED_TOKENS_GRANULARITY`.
+    """
     return "".join(f"{line}\n" for line in _format_lines(metrics))
 
 

@@ -60,14 +60,14 @@ class Client(NamedTuple):
 
 
 class QueueFullError(APIError):
-    """The error for a request that arrives when the queue is full."""
+    """The error (HTTP status 429) that rejects a request because too many requests or auxiliary tasks wait already."""
 
     def __init__(self) -> None:
         super().__init__("the request queue is full; try again later", None, "queue_full", 429)
 
 
 class ShutdownError(APIError):
-    """The error for a request that arrives when the scheduler is shutting down."""
+    """The error (HTTP status 503) for a request that is rejected or stopped because the server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down", None, "shutting_down", 503)
@@ -77,7 +77,7 @@ EventCallback = Callable[[Event | PrefillProgress | Exception], None]
 
 
 class RequestHandle:
-    """A submitted request, which can be cancelled."""
+    """A submitted generation request, with its client and the callback for its events; it can be cancelled."""
 
     def __init__(self, request: GenerationRequest, on_event: EventCallback, wake: Callable[[], None], client: Client) -> None:
         self.request, self.on_event, self.client, self.submit_time = request, on_event, client, time.perf_counter()
@@ -85,18 +85,23 @@ class RequestHandle:
         self._wake = wake
 
     def cancel(self) -> None:
-        """Cancel the request: its slot is free within one step, and no event follows the one being sent."""
+        """Mark the request as cancelled and wake the scheduler, which frees the KV cache slot within one step.
+
+        The callback gets no event after the one that is being sent.
+        """
         self.is_cancelled = True
         self._wake()
 
 
 class ScheduledSequence:
-    """A running sequence with its KV cache slot and its progress.
+    """A running sequence with its KV cache slot, its draft and its prefill progress.
 
     Attributes:
-        draft: The proposal to verify next; None before `propose` is called.
-        prefix_donor: Another sequence that is prefilling the prefix of both prompts. Its KV cache is copied once that is done.
-        n_shared_prefix: Tokens of that prefix.
+        n_cached: Prompt tokens found in a KV cache, which need not run.
+        draft: The draft to verify next; None before `propose` is called.
+        prefix_donor: Another sequence that is prefilling a prefix of both prompts. This sequence waits for it and then copies the
+            KV cache of the prefix. None if there is no such sequence.
+        n_shared_prefix: Tokens of the prefix that both prompts share.
     """
 
     def __init__(self, handle: RequestHandle, sequence: Sequence, slot: KVSlot, detokenizer: EventDetokenizer) -> None:
@@ -115,21 +120,22 @@ class ScheduledSequence:
 
     @property
     def n_prefill_tokens(self) -> int:
-        """Tokens that have to run before the last token of the sequence can."""
+        """Number of tokens that the target has to run before it can run the last token of the sequence."""
         return self.model.count_prefill_tokens(self.sequence.tokens)
 
     def get_prefill_input(self, n: int) -> list[int]:
-        """Return the tokens that the target has run after a prefill chunk of n tokens."""
+        """Return the tokens of the sequence up to the end of a prefill chunk of n tokens, including those already cached."""
         return self.sequence.tokens[: len(self.sequence.tokens) - 1 - self.n_prefill_tokens + n]
 
     def count_prefilled(self) -> int:
-        """Return how many tokens of the prompt have run."""
+        """Return how many tokens of the prompt are in the KV cache of the sequence's slot."""
         return self.slot.count_cached_tokens(self.handle.request.prompt)
 
     def find_prefix_donor(self, running: Collection["ScheduledSequence"]) -> bool:
-        """Choose the earlier sequence that will prefill the longest prefix of this prompt, and return whether there is one.
+        """Find an earlier sequence that is prefilling a prefix of this prompt, and return whether there is one.
 
-        Only a prefix that is longer than what this sequence has cached counts.
+        Sets `prefix_donor` and `n_shared_prefix` to the sequence with the longest prefix. The prefix must have at least
+        `MIN_SHARED_PREFIX_TOKENS` tokens more than this sequence has cached.
         """
         prompt, is_long = self.handle.request.prompt, self.model.config.has_long_rope
         best = self.n_cached + MIN_SHARED_PREFIX_TOKENS - 1, len(prompt)
@@ -148,9 +154,10 @@ class ScheduledSequence:
         return self.prefix_donor is not None
 
     def update_prefix_wait(self, running: Collection["ScheduledSequence"]) -> bool:
-        """Return whether the sequence still waits for its prefix donor.
+        """Return whether this sequence has to wait for another one that is prefilling a prefix of its prompt.
 
-        Copies the shared prefix once it has run, or what there is of it if the donor has stopped.
+        Copies the KV cache of the prefix once it has run, or of its first tokens if the other sequence has stopped. Then looks
+        for another sequence to wait for.
         """
         if not (donor := self.prefix_donor):
             return False
@@ -162,12 +169,12 @@ class ScheduledSequence:
         return self.find_prefix_donor(running)
 
     def get_min_prefill_tokens(self, running: Collection["ScheduledSequence"]) -> int:
-        """Return how many tokens have to run until this sequence, or one that waits for its prefix, can continue."""
+        """Return how many tokens have to run until this sequence, or one that waits for a prefix from it, can continue."""
         shared = (other.n_shared_prefix - self.count_prefilled() for other in running if other.prefix_donor is self)
         return min([self.n_prefill_tokens, *shared])
 
     def prefill_draft_models(self) -> bool:
-        """Run the next prefill chunk of a draft model, and return whether there was one. A chunk is that of one pass."""
+        """Run a prefill chunk of a draft model that has not run the whole prompt; return False if there is none."""
         for model in self.slot.bundle.models.values():
             tokens = replace_unknown_tokens(self.handle.request.prompt, model.config.vocab_size)
             if model is not self.model and len(tokens) <= model.n_positions and (n_left := model.count_prefill_tokens(tokens)):
@@ -177,23 +184,23 @@ class ScheduledSequence:
 
     @property
     def has_tree(self) -> bool:
-        """Whether the proposal is a tree, which needs a pass of its own."""
+        """Whether the draft to verify is a tree of tokens, which needs a forward pass of its own."""
         return self.draft is not None and self.draft.parents is not None
 
 
 class Scheduler:
-    """Generates the sequences of all requests, up to `max_running` in a pass.
+    """The scheduler of a model: its thread generates the sequences of all requests, up to `max_running` in a forward pass.
 
-    A conversation that continues finds its KV cache. A sequence whose cache exceeds `cache_bytes` runs alone. Clients are
+    A conversation that continues finds its KV cache. A sequence with a KV cache larger than `cache_bytes` runs alone. Clients are
     equal: the client with the fewest running sequences is next, and one with less than its share of the slots need not wait for
     a slot. Passes interleave the clients. The prompts of a client wait while it is ahead of another running client in pass time.
     Auxiliary tasks get half of the time.
 
     Args:
-        decoder: The models.
+        decoder: The target and its draft models.
         max_running: Sequences per pass.
         max_waiting: Requests that may wait for a slot.
-        cache_bytes: Memory limit of all KV caches.
+        cache_bytes: Memory limit of all KV caches together, in bytes.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, max_running: int, max_waiting: int, cache_bytes: int) -> None:
@@ -216,23 +223,23 @@ class Scheduler:
 
     @property
     def metrics(self) -> Metrics:
-        """The counters, with the numbers of sequences that run and wait now."""
+        """The counters of the scheduler, updated with the numbers of sequences that run and wait now."""
         self._metrics.running, self._metrics.queued = len(self._running), len(self._waiting)
         return self._metrics
 
     def submit(
         self, requests: GenericSequence[GenerationRequest], callbacks: GenericSequence[EventCallback], client: Client
     ) -> list[RequestHandle]:
-        """Submit all sequences of a request, or none.
+        """Queue all sequences of a client's request for generation, or none of them, and return a handle for each.
 
         Args:
             requests: One per sequence.
-            callbacks: One per request, called on the scheduler's thread with each event. The last event is a step with a stop
+            callbacks: One per sequence, called on the scheduler's thread with each event. The last event is a step with a stop
                 reason or an error.
             client: The sender.
 
         Returns:
-            The handles of the requests, in their order.
+            The handles of the sequences, in their order.
 
         Raises:
             QueueFullError: Too many requests wait.
@@ -260,10 +267,14 @@ class Scheduler:
     def submit_auxiliary(
         self, tasks: GenericSequence[Callable[[Transformer], AuxiliaryTask]], client: Client
     ) -> "list[Future[Any]]":
-        """Submit tasks that use the target and run step by step between passes (see `AuxiliaryTaskQueue`).
+        """Queue tasks that use the target and run step by step between forward passes, and return their futures.
+
+        Args:
+            tasks: Functions that take the target and return a task (see `AuxiliaryTaskQueue`).
+            client: The sender.
 
         Raises:
-            QueueFullError: Too many tasks wait.
+            QueueFullError: Too many tasks wait; none of the tasks is queued.
             ShutdownError: The scheduler is shutting down.
         """
         with self._changed:
@@ -275,11 +286,11 @@ class Scheduler:
         return futures
 
     def limit_caches(self, cache_bytes: int) -> None:
-        """Set the memory limit of the KV caches for sequences that start from now on."""
+        """Set the memory limit of all KV caches in bytes, for sequences that start from now on."""
         self._slot_pool.max_bytes = cache_bytes
 
     def close(self, grace: float) -> None:
-        """Reject new requests, and wait up to `grace` seconds before the unfinished ones are aborted."""
+        """Reject new requests, abort those that are unfinished after `grace` seconds, and wait until the thread has ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -321,7 +332,7 @@ class Scheduler:
             self._seconds_until_auxiliary -= time.perf_counter() - start
 
     def _wait_for_work(self) -> bool:
-        """Wait for work, and return False once the scheduler is closed and has none."""
+        """Block until the scheduler has work or is closed; return False once it is closed and has no work left."""
         with self._changed:
             while not (self._waiting or self._running or self._auxiliary_tasks or self._is_closed):
                 self._last_pass_end = 0.0
@@ -329,7 +340,7 @@ class Scheduler:
             return bool(self._waiting or self._running or self._auxiliary_tasks)
 
     def _reap_finished(self) -> None:
-        """Remove cancelled sequences and requests, and abort all of them at the end of the grace period."""
+        """Remove and count the cancelled sequences and requests; after the grace period, abort and remove all the others too."""
         for sequence in [sequence for sequence in self._running if sequence.handle.is_cancelled or self._is_aborted]:
             if not sequence.handle.is_cancelled:
                 self._abort(sequence.handle, sequence.detokenizer, sequence.is_prefilled)
@@ -344,7 +355,7 @@ class Scheduler:
             self._count_finished(handle.is_cancelled)
 
     def _abort(self, handle: RequestHandle, detokenizer: EventDetokenizer, is_prefilled: bool) -> None:
-        """Send the last event of an aborted sequence."""
+        """Send the last events of an aborted request: its prompt, if not sent yet, and a step with the reason "interrupted"."""
         if not is_prefilled:
             self._send_event(handle, detokenizer.detokenize(Prompt(handle.request.prompt, 0.0)))
         self._send_event(handle, detokenizer.detokenize(Step([], [], 0, 0.0, 0.0, INTERRUPTED)))
@@ -356,12 +367,12 @@ class Scheduler:
         self._count_finished(sequence.handle.is_cancelled and not sequence.is_finished)
 
     def _count_finished(self, is_cancelled: bool) -> None:
-        """Count a sequence as cancelled or done."""
+        """Count a sequence in the metrics, as cancelled or as done."""
         self._metrics.cancelled += is_cancelled
         self._metrics.done += not is_cancelled
 
     def _admit(self) -> None:
-        """Start waiting requests, client by client, while there are slots and memory for their KV caches."""
+        """Turn waiting requests into running sequences, client by client, while there are slots and memory for KV caches."""
         while handle := self._get_next_waiting():
             request, slot = handle.request, None
             try:
@@ -381,9 +392,10 @@ class Scheduler:
             self._running.append(sequence)
 
     def _start_client(self, client: str) -> None:
-        """Start to count a client's pass time, at the minimum of the running clients or at its own where that is more.
+        """Set the pass time of a client that starts a sequence, so that it gets no credit for the time it was idle.
 
-        After the virtual token counter of "Fairness in Serving Large Language Models" (arXiv 2401.00588).
+        It is the lowest pass time of the running clients, or the client's own earlier pass time if that is higher. After the
+        virtual token counter of "Fairness in Serving Large Language Models" (arXiv 2401.00588).
         """
         running_clients = {sequence.client for sequence in self._running}
         min_seconds = min([self._client_seconds[name] for name in running_clients], default=0.0)
@@ -394,9 +406,9 @@ class Scheduler:
         self._client_seconds.setdefault(client, min_seconds)
 
     def _get_next_waiting(self) -> RequestHandle | None:
-        """Return the first request of the client with the fewest running sequences.
+        """Return the first waiting request of the client with the fewest running sequences, or None if it has to wait.
 
-        Returns None without a free slot, unless the client has less than its share of the slots.
+        It has to wait while no slot is free, unless the client has less than its share of the slots.
         """
         running = Counter(sequence.client for sequence in self._running)
         with self._changed:
@@ -408,7 +420,7 @@ class Scheduler:
         return first if len(self._running) < self._max_running * (2 if has_less else 1) else None
 
     def _pop_waiting(self, handle: RequestHandle) -> RequestHandle:
-        """Remove a request from the queue and return it."""
+        """Remove a request from the queue of waiting requests, and return it."""
         with self._changed:
             self._waiting.remove(handle)
         return handle
@@ -421,7 +433,7 @@ class Scheduler:
         return ScheduledSequence(handle, sequence, slot, decoder.bundle.make_detokenizer(request))
 
     def _run_next_pass(self) -> None:
-        """Choose the decode batch and the prefill chunks of the next pass, and run it."""
+        """Choose the decode batch and the prefill chunks of the next forward pass, and run the pass."""
         n_threads = self._decoder.target.n_threads
         prefilling, ready = list[ScheduledSequence](), list[ScheduledSequence]()  # together at most max_running
         for sequence in self._interleave_clients():
@@ -454,14 +466,14 @@ class Scheduler:
             self._move_to_back([*decode_batch, *(sequence for sequence, _ in chunks)])
 
     def _move_to_back(self, sequences: Collection[ScheduledSequence]) -> None:
-        """Move sequences that have run to the back of the running list."""
+        """Move the given sequences, which have just run, to the back of the list of running sequences."""
         # a new list, since other threads read the old one
         self._running = sorted(self._running, key=lambda sequence: sequence in sequences)
 
     def _interleave_clients(self) -> list[ScheduledSequence]:
-        """Return the running sequences: the first of each client, then the second of each, and so on.
+        """Return the running sequences in turns: the first sequence of each client, then the second of each, and so on.
 
-        The sequence of a client that ran last is that client's last.
+        The sequence that a client ran most recently comes last among the sequences of that client.
         """
         n_before, ranked = Counter[str](), list[tuple[int, ScheduledSequence]]()
         for sequence in self._running:
@@ -470,13 +482,20 @@ class Scheduler:
         return [sequence for _, sequence in sorted(ranked, key=lambda each: each[0])]
 
     def _is_waiting_for_prefix(self, sequence: ScheduledSequence) -> bool:
-        """Return whether another sequence is prefilling a prefix for this one. True also for a sequence that failed."""
+        """Return whether a sequence has to wait for another one that is prefilling a prefix of both prompts.
+
+        Copies the KV cache of the prefix once it has run. If that raises, the sequence fails and the result is True.
+        """
         with self._isolate_errors(sequence):
             return sequence.update_prefix_wait(self._running)
         return True
 
     def _start_decoding(self, sequence: ScheduledSequence) -> bool:
-        """Finish the prefill of a sequence whose prompt has run, and return whether it is ready to decode."""
+        """Finish the prefill of a sequence after the target has run its prompt; return whether it is ready to decode.
+
+        Runs a prefill chunk of a draft model and returns False while one is left. Then prepares the drafter, saves the KV cache
+        and sends the `Prompt` event. Finishes a sequence that may not generate any token.
+        """
         metrics, request, drafter = self._metrics, sequence.handle.request, sequence.sequence.drafter
         with self._isolate_errors(sequence):
             if drafter:
@@ -496,7 +515,10 @@ class Scheduler:
         return not sequence.sequence.is_finished
 
     def _select_decode_batch(self, ready: list[ScheduledSequence], max_tokens: int) -> list[ScheduledSequence]:
-        """Return the sequences whose last tokens and drafts fit into `max_tokens`; the others go first in the next pass."""
+        """Return the ready sequences to decode in the next pass: their last tokens and drafts fit into `max_tokens`.
+
+        Proposes the missing drafts. A sequence with a tree is returned alone. Those that do not fit go first in the next pass.
+        """
         self._cost_model.begin_pass(len(ready), max_tokens)
         batch, n_tokens = list[ScheduledSequence](), 0
         for sequence in ready:
@@ -518,10 +540,10 @@ class Scheduler:
     def _select_prefill_chunks(
         self, prefilling: list[ScheduledSequence], decode_batch: list[ScheduledSequence]
     ) -> list[tuple[ScheduledSequence, int]]:
-        """Return the sequences to prefill and their chunk sizes, small enough that decoding sequences do not wait for long.
+        """Return the sequences to prefill in the next pass, each with the number of tokens of its chunk.
 
-        The sequence with the fewest tokens left goes first, also counting those that wait for its prefix. The oldest one always
-        gets a chunk.
+        Chunks are small enough that decoding sequences do not wait for long. The sequence with the fewest tokens left goes first;
+        the sequences that wait for its prefix count too. The oldest sequence always gets a chunk.
         """
         cost = self._cost_model.pass_cost
         n_decode_tokens = sum(1 + len(sequence.draft.tokens) for sequence in decode_batch if sequence.draft)
@@ -542,7 +564,10 @@ class Scheduler:
         return chunks
 
     def _run_batch(self, decode_batch: list[ScheduledSequence], chunks: list[tuple[ScheduledSequence, int]]) -> None:
-        """Run a forward pass, then verify and commit the sequences of its decode batch."""
+        """Run a forward pass of prefill chunks and a decode batch, then verify the drafts and send the new tokens.
+
+        Adds the pass time to the clients' and updates the cost model. If the pass fails, each sequence runs alone.
+        """
         # inputs: the prefill chunks, then the decode batch
         start = time.perf_counter()
         inputs = [(sequence.model, sequence.get_prefill_input(n), 0, len(sequence.sequence.tokens)) for sequence, n in chunks]
@@ -577,7 +602,7 @@ class Scheduler:
         self._last_pass_end = time.perf_counter()
 
     def _run_separately(self, decode_batch: list[ScheduledSequence], chunks: list[tuple[ScheduledSequence, int]]) -> None:
-        """Run each sequence of a failed pass alone, so that only the one that causes the error fails."""
+        """Run each sequence of a failed pass in a pass of its own, so that only the one that causes the error fails."""
         for sequence, n in chunks:
             with self._isolate_errors(sequence):
                 sequence.model.forward(sequence.get_prefill_input(n), 0, len(sequence.sequence.tokens))
@@ -585,7 +610,7 @@ class Scheduler:
             self._run_alone(sequence)
 
     def _run_alone(self, sequence: ScheduledSequence) -> None:
-        """Run a decode step of one sequence in a pass of its own."""
+        """Run a decode step of one sequence in a pass of its own and send the new tokens; the sequence fails if that raises."""
         start = time.perf_counter()
         with self._isolate_errors(sequence):
             outcome = run_and_verify(sequence.model, sequence.sequence)
@@ -595,7 +620,7 @@ class Scheduler:
             self._commit_step(sequence, *outcome, seconds)
 
     def _commit_step(self, sequence: ScheduledSequence, new: list[int], n_accepted: int, seconds: float) -> int:
-        """Commit the new tokens of a sequence, send the step, and return the number of the tokens."""
+        """Add verified tokens to a sequence, send them, finish the sequence if it ends, and return the number of the tokens."""
         n = len(new)  # before commit, which drops an end-of-sequence token
         step = sequence.detokenizer.detokenize(sequence.sequence.commit(new, n_accepted, seconds))
         sequence.draft = None
@@ -623,7 +648,7 @@ class Scheduler:
 
     @contextmanager
     def _isolate_errors(self, sequence: ScheduledSequence) -> Iterator[None]:
-        """Fail only this sequence if the work inside the context raises."""
+        """Fail only the given sequence if the work inside the context raises, and suppress the exception."""
         try:
             yield
         except Exception as error:
@@ -640,7 +665,7 @@ class Scheduler:
 
     @staticmethod
     def _send_event(handle: RequestHandle, event: Event | PrefillProgress | Exception) -> None:
-        """Call the callback of a request; one that raises cancels its request."""
+        """Send an event to the callback of a request that is not cancelled; a callback that raises cancels its request."""
         if handle.is_cancelled:
             return
         try:

@@ -1,4 +1,4 @@
-"""Families of models, one file each: how to read their configs, and how their tensors are stored. Add a file for a new one."""
+"""Model families, one file each: how to read their configs and how their tensors are stored. Add a file for a new family."""
 
 from importlib import import_module
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Typed access to the keys of a config file: each value is checked when it is read."""
+"""Typed access to the keys of a config file, with a check of each value when it is read."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,15 +13,15 @@ ORIGINAL_HINT = "use the original model in BF16 or a GGUF file of it, such as or
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be used as a model; one line with the file, what is wrong and what is expected."""
+    """An error for a file that cannot be used as a model; one line with the file, what is wrong and what is expected."""
 
 
 class CheckpointWarning(UserWarning):
-    """A file next to a model that is not used, although the model's output may depend on it."""
+    """A warning about a file next to a model that is not used, although the model's output may depend on it."""
 
 
 def format_json_value(value: object) -> str:
-    """Format a value as JSON on one line, truncated to 60 characters."""
+    """Return a value as JSON on one line, truncated to 60 characters, for error messages."""
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError):
@@ -51,11 +51,15 @@ class ConfigValues:
         return self._prefix + key in self._values
 
     def make_error(self, key: str, expected: str) -> CheckpointError:
-        """Return an error about the value of a key; expected: a phrase for the valid values."""
+        """Return a CheckpointError, to be raised, about the value of a key; `expected` is a phrase for the valid values."""
         return CheckpointError(f"{self.path}: {self._prefix}{key} is {format_json_value(self[key])}; expected {expected}")
 
     def get_int(self, key: str, default: int | None = None, max_value: int = MAX_SIZE) -> int:
-        """Return an integer from 1 to max_value, or the default if the key is missing. Raises CheckpointError."""
+        """Return the value of a key as an integer from 1 to max_value, or the default if the key is missing.
+
+        Raises:
+            CheckpointError: The value is not an integer in this range.
+        """
         value = self[key]
         if value is None and default is not None:
             return default
@@ -64,11 +68,15 @@ class ConfigValues:
         return value
 
     def get_count(self, key: str) -> int:
-        """Return an integer like `get_int`, or 0 if the key is 0 or missing. Raises CheckpointError."""
+        """Return the value of a key as an integer like `get_int`, or 0 if the key is 0 or missing. Raises CheckpointError."""
         return 0 if self[key] in (0, None) else self.get_int(key)
 
     def get_float(self, key: str, min_value: float, max_value: float, default: float | None = None) -> float:
-        """Return a number from min_value to max_value, or the default if the key is missing. Raises CheckpointError."""
+        """Return the value of a key as a float from min_value to max_value, or the default if the key is missing.
+
+        Raises:
+            CheckpointError: The value is not a number in this range.
+        """
         value = self[key]
         if value is None and default is not None:
             return default
@@ -77,7 +85,7 @@ class ConfigValues:
         return float(value)
 
     def get_bool(self, key: str, default: bool | None = None) -> bool:
-        """Return a boolean, or the default if the key is missing. Raises CheckpointError."""
+        """Return the value of a key as a boolean, or the default if the key is missing. Raises CheckpointError."""
         value = self[key]
         if value is None and default is not None:
             return default
@@ -86,14 +94,14 @@ class ConfigValues:
         return value
 
     def get_object(self, key: str, expected: str = "an object") -> dict[str, Any]:
-        """Return a nested object, {} if the key is missing. Raises CheckpointError."""
+        """Return the nested object that is the value of a key, or {} if the key is missing. Raises CheckpointError."""
         value = {} if self[key] is None else self[key]
         if not isinstance(value, dict):
             raise self.make_error(key, expected)
         return value
 
     def get_per_layer(self, key: str, n: int, allowed: Iterable[Any], expected: str) -> list[Any]:
-        """Return a list with one of the allowed values for each of n layers. Raises CheckpointError."""
+        """Return the value of a key as a list with one of the allowed values for each of n layers. Raises CheckpointError."""
         value, known = self[key], [*allowed]
         if (
             not isinstance(value, list)
@@ -104,20 +112,20 @@ class ConfigValues:
         return value
 
     def get_layer_indices(self, key: str, n: int) -> list[int]:
-        """Return a list of layer indices from 0 to n - 1. Raises CheckpointError."""
+        """Return the value of a key as a list of layer indices from 0 to n - 1. Raises CheckpointError."""
         value = self[key]
         if not isinstance(value, list) or not all(type(i) is int and 0 <= i < n for i in value):
             raise self.make_error(key, f"a list of layers from 0 to {n - 1}")
         return value
 
     def require(self, key: str, *choices: Any) -> None:
-        """Raise CheckpointError if a value is not one of the choices; the error names the first choice."""
+        """Raise CheckpointError if the value of a key is not one of the choices; the error names only the first choice."""
         if not any(_is_same(self[key], choice) for choice in choices):
             raise self.make_error(key, f"{format_json_value(choices[0])}; other values are not supported")
 
 
 def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise CheckpointError for a key that requests arithmetic that is not supported.
+    """Raise CheckpointError if a config file has a key that requests arithmetic that is not supported, such as quantization.
 
     Args:
         values: The keys of the file.
@@ -140,5 +148,5 @@ def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[Any, 
 
 
 def _is_same(value: Any, choice: Any) -> bool:
-    """Return whether two values are equal; 1 and true are not."""
+    """Return whether a value equals a choice, where 1 and true (or 0 and false) are different."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads (Li et al. 2025, arXiv:2503.01840), in a folder of their own or a GGUF file.
+"""EAGLE-3 draft heads (Li et al. 2025, arXiv:2503.01840), in a folder of their own or in a GGUF file.
 
 Folders have EAGLE's dialect, which SpecForge and AngelSlim write too, or that of `speculators`, either of them maybe with the
 prefix `model.`. Keys, names and defaults are those of EAGLE and of speculators 0.9.
@@ -72,14 +72,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def is_head_config(given: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes an EAGLE-3 head."""
+    """Return whether a parsed config.json describes an EAGLE-3 draft head."""
     names = given.get("architectures")
     has_key = any(given.get(key) is not None for key in (SPECULATORS_KEY, EAGLE_CONFIG_KEY, DRAFT_VOCAB_SIZE_KEY))
     return has_key or (isinstance(names, list) and "eagle3" in str(names).lower())
 
 
 def get_tensor_specs(config: ModelConfig, tensors: TensorSource) -> dict[str, TensorSpec]:
-    """Return the specs of a head's tensors, in the dialect of the folder."""
+    """Return the specs of an EAGLE-3 head's tensors by our names, in the dialect (EAGLE or speculators) that the folder uses."""
     assert config.head
     layer = LAYER_PREFIXES[not any(name.startswith(LAYER_PREFIXES[0]) for name in tensors)]
     layer_specs = {name: spec._replace(name=spec.name.replace("layers.{}", layer)) for name, spec in LAYER_TENSORS.items()}
@@ -87,12 +87,23 @@ def get_tensor_specs(config: ModelConfig, tensors: TensorSource) -> dict[str, Te
 
 
 def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
-    """Return the tensor with the offsets of ids from row indices; "" if each row index is its id."""
+    """Return the name of the tensor with each row's offset from row index to token id; "" if each row's index is its id."""
     return D2T if D2T in tensors else ""
 
 
 def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) -> ModelConfig:
-    """Build the config from a head's config.json; tensors that the folder lacks are the target's."""
+    """Build the `ModelConfig` of an EAGLE-3 draft head from its parsed config.json.
+
+    An embedding or a classifier that the folder lacks is the target's.
+
+    Args:
+        path: The file, for errors.
+        given: The keys of config.json.
+        tensors: The tensors of the folder.
+
+    Raises:
+        CheckpointError: A value is not valid or not supported.
+    """
     values = ConfigValues(path, given)
     eagle, own_layer_keys = (
         values.get_object(EAGLE_CONFIG_KEY),
@@ -125,7 +136,16 @@ def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) ->
 
 
 def _parse_layer_values(path: Path, given: Mapping[str, Any], default_family: str) -> ConfigValues:
-    """Return the keys of a head's layer, which is one of `LAYER_FAMILIES`; default_family: if model_type is missing."""
+    """Return the keys of an EAGLE-3 head's own layer, with the defaults of the layer's family for missing keys.
+
+    Args:
+        path: The file, for errors.
+        given: The keys of the layer.
+        default_family: The family if model_type is missing.
+
+    Raises:
+        CheckpointError: The family is not one of `LAYER_FAMILIES`, or a value is not supported.
+    """
     family = given.get("model_type", default_family)
     if not isinstance(family, str) or family not in LAYER_FAMILIES:
         raise CheckpointError(
@@ -138,9 +158,12 @@ def _parse_layer_values(path: Path, given: Mapping[str, Any], default_family: st
 
 
 def _parse_target_layers(path: Path, given: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the target layers before which the head reads the hidden states.
+    """Return the indices of the target's layers from which an EAGLE-3 head reads the input hidden states.
 
     The ids in eagle_config count the layers before these: they mean those layers' outputs.
+
+    Raises:
+        CheckpointError: A list is not valid, or the two lists differ.
     """
     top_level, nested = (_parse_layer_ids(ConfigValues(path, each, {}), offset) for each, offset in ((given, 0), (eagle, 1)))
     if top_level and nested and top_level != nested:
@@ -159,14 +182,14 @@ def _parse_layer_ids(values: ConfigValues, offset: int) -> tuple[int, ...]:
 
 
 def _get_verifier_architecture(given: Any) -> str:
-    """Return the architecture of the model that the head was trained for, "" if the file does not say."""
+    """Return the architecture name of the target that a draft head was trained for, or "" if its config.json has none."""
     for key in ("speculators_config", "verifier", "architectures"):
         given = given.get(key) if isinstance(given, dict) else None
     return given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata.
+    """Build the `ModelConfig` of an EAGLE-3 draft head from a GGUF file's metadata.
 
     A missing classifier or embedding is the target's, and there are no biases.
     """

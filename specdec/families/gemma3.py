@@ -33,7 +33,7 @@ BLOCK_FIELDS: dict[str, Any] = {"norm_placement": "around", "activation": "gelu"
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Gemma 3 model from the keys of config.json."""
     values.require("attention_bias", False)
     values.require("use_bidirectional_attention", False, None)
     sizes, head_dim = hf.parse_base_fields(values, "hidden_activation", hf.GELU_TANH), values.get_int("head_dim")
@@ -46,17 +46,24 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def compute_embedding_scale(dim: int) -> float:
-    """Return sqrt(dim), rounded to float32."""
+    """Return sqrt(dim), rounded to float32, the factor by which Gemma multiplies embeddings."""
     return float(np.sqrt(np.float32(dim)))
 
 
 def _compute_score_scale(head_dim: int, query_scalar: float) -> float:
-    """Return 1 / sqrt(query_scalar), or 0 if that is the default, a head's dimension."""
+    """Return the scale of attention scores, 1 / sqrt(query_scalar), or 0 for the default, in which query_scalar is head_dim."""
     return 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
 
 
 def _make_config(sizes: Mapping[str, Any], sliding: AttentionConfig, full_rope: RopeConfig, full: Collection[int]) -> ModelConfig:
-    """Build a config of sliding-window and full-attention layers with different RoPE; embeddings are scaled by sqrt(dim)."""
+    """Build the `ModelConfig` of a Gemma 3 model.
+
+    Args:
+        sizes: Other fields of `ModelConfig`; the embedding scale follows from dim.
+        sliding: Attention of the sliding-window layers.
+        full_rope: RoPE config of the full-attention layers.
+        full: Indices of the full-attention layers.
+    """
     layers = hf.make_full_attention_layers(sliding, full, sizes["n_layers"], rope=full_rope)
     return ModelConfig(
         **{**sizes, "attention": sliding}, **BLOCK_FIELDS, layers=layers, embedding_scale=compute_embedding_scale(sizes["dim"])
@@ -64,7 +71,7 @@ def _make_config(sizes: Mapping[str, Any], sliding: AttentionConfig, full_rope: 
 
 
 def _parse_ropes(values: ConfigValues, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return the RoPE configs of sliding-window layers and of the others, which may have linear scaling."""
+    """Return two RoPE configs: of sliding-window layers, and of full-attention layers, which may have linear scaling."""
     thetas = []
     for is_full, rope in enumerate(hf.get_rope_values_by_layer_type(values, "rope_local_base_freq")):
         rope.require("partial_rotary_factor", None, 1)
@@ -76,7 +83,7 @@ def _parse_ropes(values: ConfigValues, head_dim: int) -> tuple[RopeConfig, RopeC
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata, which does not contain the scales."""
+    """Build the `ModelConfig` of a Gemma 3 model from a GGUF file's metadata, which lacks the scales of embeddings and scores."""
     metadata.require("rope.scaling.type", None, "linear", "none")
     sizes = gguf.parse_base_fields(metadata, has_biases=False, qk_norm=True)
     dim, n_layers, attention = metadata.common_fields["dim"], metadata.common_fields["n_layers"], sizes["attention"]

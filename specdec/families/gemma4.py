@@ -78,7 +78,7 @@ GGUF_SHARED_KV_TENSORS = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Gemma 4 model from the keys of config.json."""
     values.require("attention_bias", False)
     values.require("use_bidirectional_attention", None, "vision")
     sizes = hf.parse_base_fields(values, "hidden_activation", hf.GELU_TANH)
@@ -113,7 +113,11 @@ def _parse_per_layer_inputs(values: ConfigValues) -> PerLayerInputsConfig | None
 
 
 def _parse_full_attention_layer(values: ConfigValues, full: Collection[int], n_layers: int) -> LayerConfig:
-    """Return how heads differ in full-attention layers, from separate keys or from per_layer_config (transformers)."""
+    """Return a `LayerConfig` with the head sizes of full-attention layers, from separate keys or from per_layer_config.
+
+    Raises:
+        CheckpointError: The full-attention layers differ from each other, or other layers are listed.
+    """
     if values[PER_LAYER_CONFIG_KEY] is None:
         has_own = values.get_bool("attention_k_eq_v") and values["num_global_key_value_heads"]
         n_kv_heads = values.get_int("num_global_key_value_heads") if has_own else None
@@ -134,7 +138,9 @@ def _parse_full_attention_layer(values: ConfigValues, full: Collection[int], n_l
 def _share_kv_layers(
     unshared: Sequence[LayerConfig], attention: AttentionConfig, full: Collection[int], n_shared: int, wide_dim: int | None = None
 ) -> tuple[LayerConfig, ...]:
-    """Make the last n_shared layers use the keys and values of the last layer before them of the same type.
+    """Make each of the last n_shared layers use the keys and values of an earlier layer, and return the configs of all layers.
+
+    The earlier layer is the last one of the same type that has its own keys and values.
 
     Args:
         unshared: Configs of the layers without sharing.
@@ -157,7 +163,7 @@ def _share_kv_layers(
 
 
 def _parse_ropes(values: ConfigValues, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return the RoPE configs of sliding-window layers and of full-attention layers."""
+    """Return two RoPE configs: of sliding-window layers, and of full-attention layers, which rotate only a share of pairs."""
     key = "rope_parameters"
     given = DEFAULT_ROPE if values[key] is None else values[key]
     if not isinstance(given, dict) or not all(
@@ -179,12 +185,12 @@ def _parse_ropes(values: ConfigValues, head_dim: int) -> tuple[RopeConfig, RopeC
 
 
 def make_proportional_divisors(n_rotated_pairs: int, n_pairs: int, factor: float = 1.0) -> tuple[float, ...]:
-    """Return the frequency factors of a head's pairs; the first n_rotated_pairs are rotated."""
+    """Return the RoPE frequency divisors of a head's pairs: `factor` for the rotated pairs, which are first, else 1e30."""
     return (factor,) * n_rotated_pairs + (UNROTATED_DIVISOR,) * (n_pairs - n_rotated_pairs)
 
 
 def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> ModelConfig:
-    """Build the config from a GGUF file's metadata; its head sizes are those of full-attention layers.
+    """Build the `ModelConfig` of a Gemma 4 model from a GGUF file's metadata, which has the head sizes of full-attention layers.
 
     Args:
         metadata: The file's metadata.
@@ -232,7 +238,11 @@ def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> Mo
 
 
 def _get_per_layer_ints(metadata: GGUFMetadata, key: str, n_layers: int) -> list[int]:
-    """Return an integer for each layer, from a list or a number for all."""
+    """Return an integer for each layer from the value of a GGUF key: a list, or one number for all layers.
+
+    Raises:
+        CheckpointError: The value is not valid.
+    """
     given = metadata[key] if isinstance(metadata[key], list) else [metadata[key]] * n_layers
     if len(given) != n_layers or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in given):
         raise metadata.make_error(key, f"an integer of 1 or more, or one for each of {n_layers} layers")
@@ -240,17 +250,20 @@ def _get_per_layer_ints(metadata: GGUFMetadata, key: str, n_layers: int) -> list
 
 
 def _list_kv_sharing_layers(config: ModelConfig) -> list[int]:
-    """Return the layers that use the keys and values of others."""
+    """Return the indices of layers that use the keys and values of other layers."""
     return [i for i in range(config.n_layers) if not config.layer_config(i).has_own_kv]
 
 
 def list_unused(config: ModelConfig) -> Iterator[str]:
-    """Return the tensors that a folder may have for layers that use the keys and values of others."""
+    """Return the names of unneeded tensors that a folder may have for layers that use the keys and values of other layers."""
     return (f"layers.{i}.{name}" for i in _list_kv_sharing_layers(config) for name in SHARED_KV_TENSORS)
 
 
 def list_unused_gguf(config: ModelConfig) -> Iterator[str]:
-    """Return the tensors that a GGUF file may have for layers that use the keys and values of others."""
+    """Return the names of tensors that a GGUF file of Gemma 4 may have but the model does not need.
+
+    They are RoPE's frequencies, and keys and values of layers that use those of other layers.
+    """
     layer_names = (f"blk.{i}.{name}" for i in _list_kv_sharing_layers(config) for name in GGUF_SHARED_KV_TENSORS)
     return itertools.chain([gguf.ROPE_FREQS], layer_names)
 

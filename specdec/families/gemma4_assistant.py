@@ -1,4 +1,4 @@
-"""Gemma 4's own draft head, which Google publishes next to each model as its "assistant" (Gemma Team 2026).
+"""Gemma 4's own draft head, which Google publishes with each model as the model's "assistant" (Gemma Team 2026).
 
 Keys and tensor names of a folder are those of transformers 5.23 (`models/gemma4_assistant`).
 """
@@ -31,17 +31,28 @@ TOKEN_ORDERING = "masked_embedding.token_ordering"
 
 
 def is_head_config(given: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes an assistant."""
+    """Return whether a parsed config.json describes a Gemma 4 assistant, the draft head of a Gemma 4 model."""
     return given.get("model_type") == ASSISTANT
 
 
 def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
-    """Return the tensor with the ids in the order of their centroids; "" if there are none."""
+    """Return the name of the tensor with token ids in the order of their centroids; "" if the assistant has no centroids."""
     return TOKEN_ORDERING if get_assistant_config(config).n_centroids else ""
 
 
 def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) -> ModelConfig:
-    """Build the config from config.json: the top level, and text_config of its layers, which use the target's keys and values."""
+    """Build the `ModelConfig` of a Gemma 4 assistant, a draft head, from its parsed config.json.
+
+    The config of its layers, which use the target's keys and values, is in text_config.
+
+    Args:
+        path: The file, for errors.
+        given: The keys of config.json.
+        tensors: The tensors of the folder, which are not needed.
+
+    Raises:
+        CheckpointError: A value is not valid or not supported.
+    """
     top_level, text_config = ConfigValues(path, given, DEFAULTS), given.get(hf.TEXT_CONFIG_KEY)
     if not isinstance(text_config, dict):
         raise top_level.make_error(hf.TEXT_CONFIG_KEY, "an object, the config of its layers")
@@ -64,7 +75,7 @@ def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) ->
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata; llama.cpp leaves out the centroids."""
+    """Build the `ModelConfig` of a Gemma 4 assistant, a draft head, from a GGUF file's metadata; these files lack centroids."""
     metadata.require(gemma4.SHARED_KV_LAYERS_KEY, metadata.common_fields["n_layers"])
     metadata.require(gguf.NEXTN_LAYERS_KEY, metadata.common_fields["n_layers"])
     metadata.require(gemma4.PER_LAYER_INPUT_DIM_KEY, 0, None)
@@ -74,12 +85,22 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 
 
 def _use_target_kv(attention: AttentionConfig) -> AttentionConfig:
-    """Return attention over the target's keys and values; as in transformers, its window is one token longer."""
+    """Return a copy of an attention config that reads the target's keys and values.
+
+    A sliding window is one token longer, as in transformers.
+    """
     return replace(attention, kv_layer=TARGET_KV_LAYER, values_are_keys=False, window=attention.window + (attention.window > 0))
 
 
 def _make_assistant_config(model: ModelConfig, target_dim: int, n_centroids: int, top_k: int) -> ModelConfig:
-    """Turn a Gemma 4 config into that of an assistant."""
+    """Convert the `ModelConfig` of a Gemma 4 model to that of an assistant, a draft head for a target with this dim.
+
+    Args:
+        model: The config of the assistant's own layers.
+        target_dim: Dimension of the target's hidden states.
+        n_centroids: Number of centroids of the vocabulary; 0 for none.
+        top_k: Number of centroids with tokens that get logits.
+    """
     return replace(
         model,
         architecture=ASSISTANT,

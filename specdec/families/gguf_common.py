@@ -1,4 +1,4 @@
-"""Parts of a GGUF file's metadata that families have in common, and the names of Llama's tensors there.
+"""Parse the parts of a GGUF file's metadata that families have in common, and name Llama's tensors in GGUF files.
 
 Keys, names and defaults are llama.cpp's (gguf-py's constants.py, src/llama-model.cpp).
 """
@@ -84,11 +84,11 @@ YARN_BETAS = "beta_fast", "beta_slow"
 def parse_base_fields(
     metadata: GGUFMetadata, has_partial_rope: bool = False, n_kv_heads: int | None = None, has_biases: bool = True, **more: Any
 ) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` for a family like Llama.
+    """Parse the metadata of a GGUF file with keys like Llama's and return a dict of `ModelConfig` fields.
 
     Args:
         metadata: The file's metadata.
-        has_partial_rope: Whether RoPE may rotate only a part of each head.
+        has_partial_rope: Whether RoPE may rotate only a part of each attention head.
         n_kv_heads: Number of KV heads; by default that of the metadata.
         has_biases: Whether biases in the file are used.
         more: Other fields of `AttentionConfig`.
@@ -119,7 +119,7 @@ def parse_base_fields(
 
 
 def _parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeConfig:
-    """Return the RoPE config, with its scaling: a factor per pair, one for all, or YaRN; and the scaling of queries."""
+    """Return the RoPE config of a GGUF file, scaled by one factor, by a factor per pair, or by YaRN, and with a query scale."""
     type_key, old_factor_key, new_factor_key = "rope.scaling.type", "rope.scale_linear", "rope.scaling.factor"
     metadata.require(type_key, "linear", "yarn", "none", None)
     factor_key = new_factor_key if new_factor_key in metadata else old_factor_key
@@ -158,11 +158,15 @@ def _parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeC
 
 
 def get_full_attention_layers(metadata: GGUFMetadata, interval: int = 0) -> set[int]:
-    """Return the indices of layers without a window.
+    """Return the indices of the layers without a sliding window, from a GGUF file's list of layers or from an interval.
 
     Args:
         metadata: The file's metadata, which may list the layers.
-        interval: Without a list, each interval-th layer, unless the metadata gives another interval; 0: the list is required.
+        interval: Without a list, each interval-th layer has no window, unless the metadata gives another interval; 0: the list is
+            required.
+
+    Raises:
+        CheckpointError: The list is not valid.
     """
     key, n_layers = f"{SLIDING_WINDOW_KEY}_pattern", metadata.common_fields["n_layers"]
     if interval and not isinstance(metadata[key], list):
@@ -173,9 +177,16 @@ def get_full_attention_layers(metadata: GGUFMetadata, interval: int = 0) -> set[
 
 
 def parse_experts(metadata: GGUFMetadata, **more: Any) -> ExpertsConfig:
-    """Return the config of experts; more: other fields of `ExpertsConfig`.
+    """Return the `ExpertsConfig` of a mixture-of-experts model from a GGUF file's metadata.
 
-    A layer without a router has none. The weights of the chosen experts are divided by their sum, as in llama.cpp.
+    A layer without a router has no experts. The weights of the chosen experts are divided by their sum, as in llama.cpp.
+
+    Args:
+        metadata: The file's metadata.
+        more: Other fields of `ExpertsConfig`.
+
+    Raises:
+        CheckpointError: A value is not valid.
     """
     router, n_layers = EXPERT_TENSORS["router"].name, metadata.common_fields["n_layers"]
     return ExpertsConfig(

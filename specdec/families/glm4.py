@@ -24,7 +24,7 @@ GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.POST_NORM_TENSORS | make_fus
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a GLM-4 model from the keys of config.json."""
     rope = hf.get_rope_values(values)
     rope.require("rope_type", "default")
     rope.require("mrope_section", None)
@@ -36,7 +36,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata.
+    """Build the `ModelConfig` of a GLM-4 model from a GGUF file's metadata.
 
     Multimodal models, which have RoPE sections, are rejected: their rows have another order.
     """

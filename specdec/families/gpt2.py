@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019)."""
+"""GPT-2 (Radford et al. 2019): how to read its configs and tensors in folders and GGUF files."""
 
 import re
 from typing import Any
@@ -44,7 +44,7 @@ GGUF_TENSORS = gguf.OUTER_TENSORS | {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a GPT-2 model from the keys of config.json."""
     values.require("activation_function", *hf.GELU_TANH)
     values.require("scale_attn_weights", True)
     values.require("scale_attn_by_inverse_layer_idx", False)
@@ -64,7 +64,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a GPT-2 model from a GGUF file's metadata."""
     eps = metadata.get_float("attention.layer_norm_epsilon", 0, 1)
     return ModelConfig(**metadata.common_fields, n_kv_heads=metadata.common_fields["n_heads"], architecture="gpt2", norm_eps=eps)
 

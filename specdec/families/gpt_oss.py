@@ -49,7 +49,7 @@ GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a gpt-oss model from the keys of config.json."""
     quantization = values["quantization_config"]
     if quantization is not None and (not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4"):
         raise values.make_error("quantization_config", "null, or an object with the quant_method mxfp4")
@@ -70,7 +70,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata.
+    """Build the `ModelConfig` of a gpt-oss model from a GGUF file's metadata.
 
     YaRN's ramp is not truncated, as in folders; llama.cpp rounds it to whole pairs.
     """

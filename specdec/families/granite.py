@@ -37,21 +37,28 @@ EXPERT_TENSORS = {
 
 
 def parse_scaled_fields(values: ConfigValues, **more: Any) -> dict[str, Any]:
-    """Return Llama's fields and the scales of embeddings, residuals, logits and scores; more: other attention fields."""
+    """Parse the keys of Granite's config.json and return a dict of `ModelConfig` fields.
+
+    The fields are those of Llama and the scales of embeddings, residuals, logits and scores.
+
+    Args:
+        values: The keys of config.json.
+        more: Other fields of `AttentionConfig`.
+    """
     scales = {name: values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for name, key in SCALE_KEYS.items()}
     attention = hf.parse_attention(values, scale=values.get_float(SCORE_SCALE_KEY, MIN_SCALE, 1 / MIN_SCALE), **more)
     return hf.parse_base_fields(values) | scales | {"attention": attention}
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a dense Granite model from the keys of config.json."""
     hf.reject_window(values)
     hf.check_layer_types(hf.FULL_ATTENTION, values)
     return ModelConfig(**parse_scaled_fields(values), mlp_bias=values.get_bool("mlp_bias"))
 
 
 def parse_moe_config(values: ConfigValues) -> ModelConfig:
-    """Build the config with experts, and a shared expert unless its width is 0."""
+    """Build the `ModelConfig` of a Granite model with experts, and with a shared expert unless the shared width is 0."""
     shared = values.get_int("shared_intermediate_size") if values["shared_intermediate_size"] != 0 else 0
     experts = hf.parse_experts(values, "intermediate_size", "num_local_experts", shared_hidden_dim=shared)
     hf.reject_window(values)
@@ -60,7 +67,7 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_hybrid_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of a hybrid. Raises CheckpointError for Mamba layers and for experts."""
+    """Build the `ModelConfig` of a hybrid Granite model from config.json. Raises CheckpointError for Mamba layers or experts."""
     n_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS)
     values.require("num_local_experts", 0)
     values.get_per_layer("layer_types", n_layers, ATTENTION_TYPES, "attention (others are not supported)")
@@ -74,7 +81,10 @@ def parse_hybrid_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata, in which a scale of 0 means none."""
+    """Build the `ModelConfig` of a Granite model, dense or with experts, from a GGUF file's metadata.
+
+    A scale of 0 in the metadata means none.
+    """
 
     def get_scale(key: str, default: float) -> float:
         return metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE) if metadata[key] not in (None, 0) else default

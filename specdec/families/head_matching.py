@@ -1,4 +1,4 @@
-"""Checks whether a draft head is compatible with a target: by its sizes, and by the model family that it was trained for."""
+"""Check whether a draft head is compatible with a target: by its sizes, and by the model family that it was trained for."""
 
 from specdec.families.config_values import MAX_SIZE, format_json_value
 from specdec.heads.gemma4_assistant import AssistantConfig, find_kv_source_layers
@@ -14,14 +14,14 @@ VERIFIER_FAMILIES = {
 
 
 def is_layer_list(ids: object) -> bool:
-    """Return whether this is a valid list of target layers: not empty, not too long, without duplicates."""
+    """Return whether a value is a valid list of target layers: not empty, not too long, without duplicates."""
     if not isinstance(ids, list | tuple) or not 0 < len(ids) <= MAX_TARGET_LAYERS:
         return False
     return all(type(i) is int and 0 <= i <= MAX_SIZE for i in ids) and len({*ids}) == len(ids)
 
 
 def infer_family(target: ModelConfig) -> str:
-    """Infer a target's family from the parts of its config in which families differ."""
+    """Return the name of a target's model family, inferred from the parts of its config in which families differ."""
     if target.architecture != "llama":
         return target.architecture
     if any(layer.mixer for layer in target.layers):
@@ -34,7 +34,12 @@ def infer_family(target: ModelConfig) -> str:
 
 
 def find_incompatibility(config: ModelConfig, target: ModelConfig) -> str:
-    """Return why a head cannot draft for a target, "" if it can."""
+    """Return a sentence that says why a draft head cannot be used with a target model, or "" if it can.
+
+    Args:
+        config: The config of the draft head.
+        target: The config of the target.
+    """
     head, n_layers = config.head, target.n_layers
     if not head:
         return "it is not a draft head"

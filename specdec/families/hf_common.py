@@ -1,4 +1,4 @@
-"""Parts of config.json that families have in common, and the names of Llama's tensors in a folder.
+"""Parse the parts of config.json that families have in common, and name Llama's tensors in a Hugging Face folder.
 
 The keys are those of transformers 5.23, `models/*/configuration_*.py`.
 """
@@ -101,12 +101,12 @@ FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.mlp.experts.%s")
 
 
 def parse_base_fields(values: ConfigValues, activation: str = "hidden_act", choices: Sequence[str] = SILU) -> dict[str, Any]:
-    """Return the sizes of a family like Llama as fields of `ModelConfig`.
+    """Parse the sizes in a config.json with keys like Llama's and return them as a dict of `ModelConfig` fields.
 
     Args:
         values: The keys of config.json.
         activation: The key of the MLP's activation.
-        choices: Its supported values.
+        choices: The supported values of that key.
 
     Raises:
         CheckpointError: A value is not supported.
@@ -128,19 +128,22 @@ def parse_base_fields(values: ConfigValues, activation: str = "hidden_act", choi
 
 
 def parse_attention(values: ConfigValues, rope_config: RopeConfig | None = None, **more: Any) -> AttentionConfig:
-    """Return the attention's config; its projections all have biases, or none has.
+    """Return an `AttentionConfig` in which either all projections have biases or none has, from the keys of config.json.
 
     Args:
         values: The keys of config.json.
-        rope_config: The RoPE config; by default that of Llama's keys.
+        rope_config: The RoPE config; None to parse it from the keys as for Llama.
         more: Other fields of `AttentionConfig`.
+
+    Raises:
+        CheckpointError: A value is not supported.
     """
     has_biases = values.get_bool("attention_bias")
     return AttentionConfig(rope_config or parse_rope(values), qkv_bias=has_biases, wo_bias=has_biases, **more)
 
 
 def reject_biases(values: ConfigValues) -> None:
-    """Raise CheckpointError if the projections have biases."""
+    """Raise CheckpointError if a config.json gives biases to the projections of attention or MLP."""
     values.require("attention_bias", False)
     values.require("mlp_bias", False)
 
@@ -149,20 +152,24 @@ def reject_biases(values: ConfigValues) -> None:
 
 
 def parse_window(values: ConfigValues) -> int:
-    """Return the sliding window of all layers, 0 for none; a list of layer types must match it."""
+    """Return the sliding window of all layers in tokens, 0 for none.
+
+    Raises:
+        CheckpointError: The value is not valid, or the list of layer types has layers of another type.
+    """
     window = values.get_int("sliding_window", 0)
     check_layer_types(SLIDING_ATTENTION if window else FULL_ATTENTION, values)
     return window
 
 
 def reject_window(values: ConfigValues) -> None:
-    """Raise CheckpointError for a sliding window in a config for which transformers ignores it."""
+    """Raise CheckpointError if a config.json has a sliding window shorter than the context, which transformers ignores."""
     if values["sliding_window"] is not None and values.get_int("sliding_window") < values.get_int("max_position_embeddings"):
         raise values.make_error("sliding_window", f"null in a {values['model_type']} model")
 
 
 def check_layer_types(layer_type: str, values: ConfigValues) -> None:
-    """Raise CheckpointError if a list of layer types contains another type than this one."""
+    """Raise CheckpointError if the list of layer types in a config.json contains any type but the given one."""
     n_layers = values.get_int("num_hidden_layers", max_value=MAX_LAYERS)
     if values["layer_types"] is not None and values["layer_types"] != [layer_type] * n_layers:
         raise values.make_error("layer_types", f"{layer_type} in all {n_layers} layers")
@@ -171,13 +178,16 @@ def check_layer_types(layer_type: str, values: ConfigValues) -> None:
 def get_full_attention_layers(
     values: ConfigValues, n_layers: int, interval: int | str, other_type: str = SLIDING_ATTENTION
 ) -> set[int]:
-    """Return the indices of layers with full attention.
+    """Return the indices of the layers with full attention, from the list of layer types in config.json or from an interval.
 
     Args:
         values: The keys of config.json.
         n_layers: Number of layers.
         interval: Without a list of layer types, each interval-th layer has full attention; a string is the key of the interval.
         other_type: The type of the other layers.
+
+    Raises:
+        CheckpointError: A value is not valid.
     """
     if values["layer_types"] is None:
         step = values.get_int(interval) if isinstance(interval, str) else interval
@@ -189,7 +199,7 @@ def get_full_attention_layers(
 def make_full_attention_layers(
     sliding: AttentionConfig, full: Collection[int], n_layers: int, **more: Any
 ) -> tuple[LayerConfig, ...]:
-    """Return `ModelConfig.layers` in which the given layers have no window.
+    """Return a value for `ModelConfig.layers` in which the given layers have full attention, without a sliding window.
 
     Args:
         sliding: Attention of the sliding-window layers.
@@ -204,13 +214,21 @@ def make_full_attention_layers(
 
 
 def get_head_dim(values: ConfigValues) -> int:
-    """Return the rows of a head, including those that RoPE does not rotate."""
+    """Return the dimension of an attention head, including the part that RoPE does not rotate."""
     head_dim, dim = values.get_int("head_dim", 0, MAX_DIM), values.get_int("hidden_size", max_value=MAX_DIM)
     return head_dim or dim // values.get_int("num_attention_heads")
 
 
 def get_rope_values(values: ConfigValues, default: Mapping[str, Any] | None = None) -> ConfigValues:
-    """Return the RoPE keys: rope_parameters of transformers 5, or rope_scaling of older ones; default: if both are missing."""
+    """Return the RoPE keys of a config.json: rope_parameters of transformers 5, or rope_scaling of older versions.
+
+    Args:
+        values: The keys of config.json.
+        default: The RoPE keys if config.json has neither.
+
+    Raises:
+        CheckpointError: The value is not an object, or has separate values for types of layers.
+    """
     key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     given = default or {} if values[key] is None else values[key]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -220,7 +238,16 @@ def get_rope_values(values: ConfigValues, default: Mapping[str, Any] | None = No
 
 
 def parse_partial_rope(rope: ConfigValues, values: ConfigValues, *sources: ConfigValues) -> RopeConfig:
-    """Return the RoPE config with the rotated share of each head, which the last of the sources with such a key gives."""
+    """Return the RoPE config of a model in which RoPE may rotate only a part of each attention head.
+
+    Args:
+        rope: The RoPE keys, which have the base.
+        values: The keys of config.json.
+        sources: Keys that may contain the rotated share; the last source that has it counts. By default all of a head is rotated.
+
+    Raises:
+        CheckpointError: The share does not give an even number of rows.
+    """
     partial, head_dim = "partial_rotary_factor", get_head_dim(values)
     chosen, share = values, 1.0
     for source in sources:
@@ -233,9 +260,14 @@ def parse_partial_rope(rope: ConfigValues, values: ConfigValues, *sources: Confi
 
 
 def get_rope_values_by_layer_type(values: ConfigValues, local_theta: str = "rope_theta") -> list[ConfigValues]:
-    """Return the RoPE keys of sliding-window layers and of full-attention layers.
+    """Return two sets of RoPE keys: those of sliding-window layers, then those of full-attention layers.
 
-    Older files have the base of the former under the key local_theta, and scale the latter by rope_scaling.
+    Args:
+        values: The keys of config.json.
+        local_theta: The key of the sliding-window layers' base in older files, which scale the other layers by rope_scaling.
+
+    Raises:
+        CheckpointError: The value is not an object of these two types of layers.
     """
     key, expected = "rope_parameters", f"an object of {FULL_ATTENTION} and {SLIDING_ATTENTION}"
     given = values.get_object(key, expected)
@@ -251,7 +283,15 @@ def get_rope_values_by_layer_type(values: ConfigValues, local_theta: str = "rope
 
 
 def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None) -> RopeConfig:
-    """Return the RoPE config; rope_values: by default those of `get_rope_values`. Raises CheckpointError."""
+    """Return the RoPE config of a model, with its scaling, from the keys of config.json.
+
+    Args:
+        values: The keys of config.json.
+        rope_values: The RoPE keys; by default the result of `get_rope_values`.
+
+    Raises:
+        CheckpointError: A value is not valid, or the kind of RoPE is not supported.
+    """
     rope_values = rope_values or get_rope_values(values)
     rope_values.require("mrope_section", None)
     rope_values.require("partial_rotary_factor", None, 1)
@@ -282,7 +322,7 @@ def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None) ->
 
 
 def get_original_positions(values: ConfigValues, rope_values: ConfigValues) -> int:
-    """Return the context length before it was extended."""
+    """Return the context length in tokens that the model had before RoPE scaling extended it."""
     key = "original_max_position_embeddings"
     source = values if key in values else rope_values
     return source.get_int(key) if key in source else values.get_int("max_position_embeddings")
@@ -317,19 +357,25 @@ def _parse_yarn(rope: RopeConfig, values: ConfigValues, rope_values: ConfigValue
 
 
 def get_dense_layers(values: ConfigValues) -> tuple[int, ...]:
-    """Return the layers without experts: those in mlp_only_layers, and all but each decoder_sparse_step-th layer."""
+    """Return the indices of layers that have an MLP and no experts, from the keys of config.json.
+
+    They are the layers in mlp_only_layers, and all but each decoder_sparse_step-th layer.
+    """
     n_layers, step = values.get_int("num_hidden_layers", max_value=MAX_LAYERS), values.get_int("decoder_sparse_step")
     named = [] if values["mlp_only_layers"] is None else values.get_layer_indices("mlp_only_layers", n_layers)
     return tuple(i for i in range(n_layers) if i in named or (i + 1) % step)
 
 
 def parse_experts(values: ConfigValues, hidden_dim_key: str, count_key: str = "num_experts", **more: Any) -> ExpertsConfig:
-    """Return the config of experts.
+    """Return the `ExpertsConfig` of a mixture-of-experts model from the keys of config.json.
 
     Args:
         values: The keys of config.json.
         hidden_dim_key: The key of an expert's width.
         count_key: The key of the number of experts.
         more: Other fields of `ExpertsConfig`.
+
+    Raises:
+        CheckpointError: A value is not valid.
     """
     return ExpertsConfig(values.get_int(count_key), values.get_int("num_experts_per_tok"), values.get_int(hidden_dim_key), **more)

@@ -61,7 +61,7 @@ GGUF_TENSORS = gguf.TENSORS | {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a dense LFM2 model from the keys of config.json."""
     hf.reject_window(values)
     hf.reject_biases(values)
     sizes = hf.parse_base_fields(values) | {
@@ -74,7 +74,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_moe_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of a model with experts after its first layers."""
+    """Build the `ModelConfig` of an LFM2 model with experts in all but its first layers, from the keys of config.json."""
     dense = values["num_dense_layers"]
     if type(dense) is not int or not 0 <= dense <= values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS):
         raise values.make_error("num_dense_layers", "a number of layers")
@@ -91,7 +91,7 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
 
 
 def compute_hidden_dim(values: ConfigValues) -> int:
-    """Return the hidden dim of the MLP, which follows from several keys."""
+    """Return the hidden dim of LFM2's MLP, which follows from several keys of config.json."""
     hidden, multiplier = values.get_int("intermediate_size"), values["block_ffn_dim_multiplier"]
     if values.get_bool("block_auto_adjust_ff_dim"):
         hidden = int(2 * hidden / 3)
@@ -105,7 +105,11 @@ def compute_hidden_dim(values: ConfigValues) -> int:
 
 
 def get_conv_layers(values: ConfigValues, n_layers: int) -> tuple[int, ...]:
-    """Return the convolution layers, from the list of layer types or from that of attention layers."""
+    """Return the indices of the convolution layers, from the list of layer types or from the list of attention layers.
+
+    Raises:
+        CheckpointError: The list is not valid, or all layers have the same type.
+    """
     key = "full_attn_idxs" if values["layer_types"] is None else "layer_types"
     if values["layer_types"] is not None:
         types = values.get_per_layer(key, n_layers, LAYER_TYPES, " or ".join(LAYER_TYPES))
@@ -119,7 +123,7 @@ def get_conv_layers(values: ConfigValues, n_layers: int) -> tuple[int, ...]:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a dense LFM2 model from a GGUF file's metadata."""
     key = "attention.head_count_kv"
     heads = metadata[key]
     n_layers = metadata.common_fields["n_layers"]
@@ -133,7 +137,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 
 
 def parse_moe_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config of a model with experts from a GGUF file's metadata."""
+    """Build the `ModelConfig` of an LFM2 model with experts from a GGUF file's metadata."""
     metadata.require(gguf.GATING_FUNC_KEY, gguf.SIGMOID)
     bias = gguf.EXPERT_TENSORS["router_bias"].name
     has_bias = any(bias.format(i) in metadata.tensors for i in range(metadata.common_fields["n_layers"]))

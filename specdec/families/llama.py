@@ -8,14 +8,14 @@ from specdec.model_config import ModelConfig
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Llama model from the keys of config.json."""
     hf.reject_window(values)
     hf.check_layer_types(hf.FULL_ATTENTION, values)
     return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values), mlp_bias=values.get_bool("mlp_bias"))
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a Llama model, or of one with the same keys, from a GGUF file's metadata."""
     return ModelConfig(**gguf.parse_base_fields(metadata))
 
 

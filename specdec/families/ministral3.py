@@ -22,7 +22,7 @@ DEFAULT_ROPE = {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Ministral 3 model from the keys of config.json."""
     rope_values = hf.get_rope_values(values, DEFAULT_ROPE)
     query_scale = float(np.float32(rope_values.get_float("llama_4_scaling_beta", 0, 1e6)))
     rope = replace(

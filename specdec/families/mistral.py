@@ -27,13 +27,13 @@ MIXTRAL_EXPERT_TENSORS = {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Mistral model from the keys of config.json."""
     hf.reject_biases(values)
     return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values, window=hf.parse_window(values)))
 
 
 def parse_mixtral_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of a Mixtral from config.json."""
+    """Build the `ModelConfig` of a Mixtral model, which has experts, from the keys of config.json."""
     experts = hf.parse_experts(values, "intermediate_size", "num_local_experts")
     return replace(parse_config(values), experts=experts)
 

@@ -18,7 +18,7 @@ FULL_ATTENTION_INTERVAL = 4  # default
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of an OLMo 2 from config.json."""
+    """Build the `ModelConfig` of an OLMo 2 model from the keys of config.json."""
     hf.reject_window(values)
     values.require("mlp_bias", False)
     return ModelConfig(
@@ -27,7 +27,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_olmo3_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of an OLMo 3 from config.json."""
+    """Build the `ModelConfig` of an OLMo 3 model from the keys of config.json."""
     sizes, n_layers = hf.parse_base_fields(values), values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS)
     full = hf.get_full_attention_layers(values, n_layers, FULL_ATTENTION_INTERVAL)
     values.require("mlp_bias", False)
@@ -48,7 +48,7 @@ def parse_olmo3_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config of an OLMo 2 or 3 from a GGUF file's metadata."""
+    """Build the `ModelConfig` of an OLMo 2 or 3 model from a GGUF file's metadata."""
     sizes = gguf.parse_base_fields(metadata, qk_norm="whole")
     if not (window := metadata.get_count(gguf.SLIDING_WINDOW_KEY)):
         return ModelConfig(**sizes, norm_placement="behind")

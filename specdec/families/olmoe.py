@@ -14,7 +14,7 @@ DEFAULTS = hf.DEFAULTS | {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of an OLMoE model from the keys of config.json."""
     hf.reject_window(values)
     values.require("mlp_bias", False)
     experts = hf.parse_experts(values, "intermediate_size", norm_topk_prob=values.get_bool("norm_topk_prob"))
@@ -22,7 +22,10 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata; expert weights are not normalized, as in llama.cpp."""
+    """Build the `ModelConfig` of an OLMoE model from a GGUF file's metadata.
+
+    The weights of the chosen experts are not normalized, as in llama.cpp.
+    """
     return ModelConfig(
         **gguf.parse_base_fields(metadata, qk_norm="whole") | {"experts": gguf.parse_experts(metadata, norm_topk_prob=False)}
     )

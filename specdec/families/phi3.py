@@ -26,7 +26,7 @@ GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | replace_in_specs(
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json; a window as long as the context is dropped."""
+    """Build the `ModelConfig` of a Phi-3 model from config.json; a sliding window as long as the context is dropped."""
     window = hf.parse_window(values)
     hf.reject_biases(values)
     if window >= values.get_int("max_position_embeddings"):
@@ -58,7 +58,11 @@ def _parse_rope(values: ConfigValues) -> RopeConfig:
 
 
 def _get_factors(rope_values: ConfigValues, key: str, n: int) -> tuple[float, ...]:
-    """Return a list of n positive numbers."""
+    """Return the list of n positive numbers that is the value of a RoPE key, rounded to float32.
+
+    Raises:
+        CheckpointError: The value is not a list of n positive numbers.
+    """
     given = rope_values[key]
     is_valid = isinstance(given, list) and all(type(each) in (int, float) and 1e-6 <= each <= 1e9 for each in given)
     if not is_valid or len(given) != n:
@@ -69,7 +73,15 @@ def _get_factors(rope_values: ConfigValues, key: str, n: int) -> tuple[float, ..
 def _set_longrope_factors(
     rope: RopeConfig, short: tuple[float, ...], long: tuple[float, ...], n_positions: int, original: int
 ) -> RopeConfig:
-    """Set the frequency factors of short sequences, and of those longer than the original context if they are possible."""
+    """Return a copy of a RoPE config with LongRoPE's frequency factors.
+
+    Args:
+        rope: The RoPE config without factors.
+        short: The factors of sequences within the original context.
+        long: The factors of longer sequences; left out if the context cannot be longer.
+        n_positions: The context length.
+        original: The original context length.
+    """
     switches = short != long and n_positions > original
     return replace(
         rope, freq_factors=short, long_freq_factors=long if switches else (), longrope_threshold=original if switches else 0
@@ -77,7 +89,7 @@ def _set_longrope_factors(
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata and its tensors of factors."""
+    """Build the `ModelConfig` of a Phi-3 model from a GGUF file's metadata and its tensors of RoPE factors."""
     n_positions = metadata.common_fields["seq_len"]
     window = metadata.get_count(gguf.SLIDING_WINDOW_KEY)
     config = ModelConfig(**gguf.parse_base_fields(metadata, has_partial_rope=True, window=window if window < n_positions else 0))

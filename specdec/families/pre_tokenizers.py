@@ -12,7 +12,7 @@ DEFAULT_PRE_TOKENIZER = "default"  # also if the name is missing; llama.cpp's ow
 
 
 class PreTokenizer(NamedTuple):
-    """How a byte-level BPE tokenizer splits text into words.
+    """A description of how a byte-level BPE tokenizer splits text into words.
 
     Attributes:
         regexes: Patterns that split the text one after another, before words become bytes.
@@ -84,7 +84,11 @@ NON_STRIPPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def has_rstrip_special_tokens(keys: Mapping[str, Any]) -> bool:
-    """Return whether special tokens strip the white space after them, as in Phi-3, which the file's name shows."""
+    """Return whether a GGUF file is a Phi-3 model, in which special tokens remove the white space that follows them in a text.
+
+    Args:
+        keys: The metadata of the file; its name, architecture and tokenizer model show the family.
+    """
     is_named = any(name in str(keys.get("general.name")).lower() for name in ("phi-3", "phi3"))
     is_phi3 = (
         keys.get("general.architecture") == "phi3"

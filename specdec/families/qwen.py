@@ -25,7 +25,17 @@ MOE_DEFAULTS = DEFAULTS | {
 
 
 def make_dense_config(values: ConfigValues, attention: AttentionConfig) -> ModelConfig:
-    """Build a config with a sliding window in the layers after the first max_window_layers, or in those of layer_types."""
+    """Build the `ModelConfig` of a Qwen2 or Qwen3 model without experts from the keys of config.json.
+
+    Layers after the first max_window_layers, or those in layer_types, have a sliding window if use_sliding_window is true.
+
+    Args:
+        values: The keys of config.json.
+        attention: Attention of all layers without a window.
+
+    Raises:
+        CheckpointError: A value is not valid.
+    """
     n_layers, n_full_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS), values["max_window_layers"]
     window, is_listed = values.get_int("sliding_window", 0), values["layer_types"] is not None
     if not is_listed and type(n_full_layers) is not int:
@@ -42,19 +52,19 @@ def make_dense_config(values: ConfigValues, attention: AttentionConfig) -> Model
 
 
 def parse_qwen2_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of a Qwen2 from config.json."""
+    """Build the `ModelConfig` of a Qwen2 model from the keys of config.json."""
     values.require("mlp_bias", False)
     return make_dense_config(values, AttentionConfig(hf.parse_rope(values), qkv_bias=True))
 
 
 def parse_qwen3_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of a Qwen3 from config.json."""
+    """Build the `ModelConfig` of a dense Qwen3 model from the keys of config.json."""
     values.require("mlp_bias", False)
     return make_dense_config(values, hf.parse_attention(values, qk_norm=True))
 
 
 def parse_moe_config(values: ConfigValues) -> ModelConfig:
-    """Build the config of a Qwen3 with experts in some layers; a window applies to all layers."""
+    """Build the `ModelConfig` of a Qwen3 model with experts in some layers; a sliding window applies to all layers."""
     experts = hf.parse_experts(
         values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",
         norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=hf.get_dense_layers(values),
@@ -66,7 +76,7 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_qwen3_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config of a Qwen3 from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a Qwen3 model, dense or with experts, from a GGUF file's metadata."""
     return ModelConfig(**gguf.parse_base_fields(metadata, qk_norm=True))
 
 

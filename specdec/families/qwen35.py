@@ -62,7 +62,12 @@ MTP_LAYER_TENSORS = ("rms_att", "wq", "wk", "wv", "wg", "wo", "q_norm", "k_norm"
 
 
 def make_mtp_specs(specs: dict[str, TensorSpec], layer_tensors: Collection[str]) -> dict[str, TensorSpec]:
-    """Return the specs of the MTP head in a folder: its layer, with names like the model's, and its own tensors."""
+    """Return the specs of the tensors of an MTP draft head in a folder: those of its layer, then its own.
+
+    Args:
+        specs: Specs of the model's tensors, which the layer's tensors are named after.
+        layer_tensors: Our names of the layer's tensors.
+    """
     mtp_specs = make_tensor_specs(
         "%s.weight", fc="fc", rms_emb="pre_fc_norm_embedding", rms_hidden="pre_fc_norm_hidden", rms_final="norm"
     )
@@ -73,7 +78,12 @@ def make_mtp_specs(specs: dict[str, TensorSpec], layer_tensors: Collection[str])
 
 
 def make_nextn_specs(specs: dict[str, TensorSpec], layer_tensors: Collection[str]) -> dict[str, TensorSpec]:
-    """Return the specs of the MTP head in a GGUF file."""
+    """Return the specs of the tensors of an MTP draft head in a GGUF file: those of its layer, then its own.
+
+    Args:
+        specs: Specs of the model's tensors, which the layer's tensors are named after.
+        layer_tensors: Our names of the layer's tensors.
+    """
     head_specs = make_tensor_specs(
         "blk.{}.nextn.%s.weight", fc="eh_proj", rms_emb="enorm", rms_hidden="hnorm", rms_final="shared_head_norm"
     )
@@ -81,7 +91,7 @@ def make_nextn_specs(specs: dict[str, TensorSpec], layer_tensors: Collection[str
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json.
+    """Build the `ModelConfig` of a dense Qwen3.5 model from the keys of config.json.
 
     RoPE sections, which have different positions in images, have the same position in text.
     """
@@ -108,14 +118,27 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_moe_config(values: ConfigValues, **more: Any) -> ModelConfig:
-    """Build the config of a model with experts; more: other fields of `ExpertsConfig`."""
+    """Build the `ModelConfig` of a Qwen3.5 model with experts from config.json.
+
+    Args:
+        values: The keys of config.json.
+        more: Other fields of `ExpertsConfig`.
+    """
     shared = values.get_int("shared_expert_intermediate_size")
     more |= {"shared_hidden_dim": shared, "shared_gate": True}
     return replace(parse_config(values), experts=hf.parse_experts(values, "moe_intermediate_size", **more))
 
 
 def parse_gguf_config(metadata: GGUFMetadata, tiled_heads: bool = True) -> ModelConfig:
-    """Build the config from a GGUF file's metadata; tiled_heads: whether value heads that share a key head are interleaved."""
+    """Build the `ModelConfig` of a dense Qwen3.5 model from a GGUF file's metadata.
+
+    Args:
+        metadata: The file's metadata.
+        tiled_heads: Whether value heads that share a key head are interleaved.
+
+    Raises:
+        CheckpointError: A value is not valid.
+    """
     n_layers, recurrent_key = metadata.common_fields["n_layers"], "attention.recurrent_layers"
     interval = metadata.get_int("full_attention_interval", 4)
     is_recurrent, n = metadata[recurrent_key], n_layers + metadata.get_count(gguf.NEXTN_LAYERS_KEY)
@@ -145,7 +168,7 @@ def parse_gguf_config(metadata: GGUFMetadata, tiled_heads: bool = True) -> Model
 
 
 def parse_moe_gguf_config(metadata: GGUFMetadata, tiled_heads: bool = True) -> ModelConfig:
-    """Build the config of a model with experts from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a Qwen3.5 model with experts from a GGUF file's metadata; see `parse_gguf_config`."""
     return replace(parse_gguf_config(metadata, tiled_heads), experts=gguf.parse_experts(metadata, shared_gate=True))
 
 

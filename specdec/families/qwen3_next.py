@@ -20,7 +20,10 @@ DEFAULTS = qwen35.MOE_DEFAULTS | {
 
 
 def _make_qkvz_groups(first: int, last: int) -> Callable[[ModelConfig], RowGroups]:
-    """Return a function for the row groups of some parts of queries, keys, values and z."""
+    """Return a function from a layer's config to row groups of the projection of queries, keys, values and z.
+
+    The parts from index `first` to before `last` are selected, in that order.
+    """
 
     def make_groups(config: ModelConfig) -> RowGroups:
         delta = require_type(config.mixer, DeltaNetConfig)
@@ -31,7 +34,10 @@ def _make_qkvz_groups(first: int, last: int) -> Callable[[ModelConfig], RowGroup
 
 
 def _make_ba_groups(first: int, last: int) -> Callable[[ModelConfig], RowGroups]:
-    """Return a function for the row groups of some parts of b and a."""
+    """Return a function from a layer's config to row groups of the projection of the delta net's b and a.
+
+    The parts from index `first` to before `last` are selected, in that order.
+    """
 
     def make_groups(config: ModelConfig) -> RowGroups:
         delta = require_type(config.mixer, DeltaNetConfig)
@@ -41,7 +47,7 @@ def _make_ba_groups(first: int, last: int) -> Callable[[ModelConfig], RowGroups]
 
 
 def make_qkvz_specs(name: str) -> dict[str, TensorSpec]:
-    """Return the specs of the tensors that are stored in the first projection."""
+    """Return the specs of the tensors that are fused in the projection with this name: queries, keys and values; and z."""
     return {
         "delta_qkv": TensorSpec(name, make_row_groups=_make_qkvz_groups(0, 3)),
         "delta_z": TensorSpec(name, make_row_groups=_make_qkvz_groups(3, 4)),
@@ -49,7 +55,7 @@ def make_qkvz_specs(name: str) -> dict[str, TensorSpec]:
 
 
 def make_ba_specs(name: str) -> dict[str, TensorSpec]:
-    """Return the specs of the tensors that are stored in the second projection."""
+    """Return the specs of the tensors that are fused in the projection with this name: the delta net's b and a."""
     return {
         "delta_b": TensorSpec(name, make_row_groups=_make_ba_groups(0, 1)),
         "delta_a": TensorSpec(name, make_row_groups=_make_ba_groups(1, 2)),
@@ -57,14 +63,14 @@ def make_ba_specs(name: str) -> dict[str, TensorSpec]:
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Qwen3-Next model from the keys of config.json."""
     return qwen35.parse_moe_config(
         values, norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=hf.get_dense_layers(values)
     )
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a Qwen3-Next model from a GGUF file's metadata."""
     return qwen35.parse_moe_gguf_config(metadata, tiled_heads=False)
 
 

@@ -16,7 +16,7 @@ DEFAULTS = hf.DEFAULTS | {
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a Seed-OSS model from the keys of config.json."""
     hf.reject_window(values)
     hf.check_layer_types(hf.FULL_ATTENTION, values)
     biases = {"qkv_bias": values.get_bool("attention_bias"), "wo_bias": values.get_bool("attention_out_bias")}

@@ -22,7 +22,7 @@ def _make_nope_layers(attention: AttentionConfig, nope_layers: Collection[int], 
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
-    """Build the config from config.json."""
+    """Build the `ModelConfig` of a SmolLM3 model from the keys of config.json."""
     n_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS)
     if values.get_bool("use_sliding_window") and values["sliding_window"] is not None:
         raise values.make_error("sliding_window", "null; windows in some layers are not supported")
@@ -39,7 +39,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the config from a GGUF file's metadata."""
+    """Build the `ModelConfig` of a SmolLM3 model from a GGUF file's metadata."""
     fields, n_layers = gguf.parse_base_fields(metadata), metadata.common_fields["n_layers"]
     layers = _make_nope_layers(fields["attention"], range(GGUF_NOPE_INTERVAL - 1, n_layers, GGUF_NOPE_INTERVAL), n_layers)
     return ModelConfig(**fields, layers=layers)

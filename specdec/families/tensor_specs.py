@@ -1,4 +1,4 @@
-"""Tensor specs: where a tensor is stored in a file, and how it is converted to the layout that our blocks take.
+"""Tensor specs: where a tensor is stored in a model's file, and how to convert it to the layout that our blocks take.
 
 Shapes: D dim, F hidden dim, E experts.
 """
@@ -21,20 +21,23 @@ CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_
 
 
 class TensorSpec(NamedTuple):
-    """How a tensor is stored in a file.
+    """A description of how a tensor is stored in a model's file.
 
     Attributes:
-        name: Its name, with `{}` for the layer.
-        is_neox_style: Whether each head has the first parts of all RoPE pairs, then all second parts; else pairs are adjacent.
+        name: The tensor's name in the file, with `{}` for the layer.
+        is_neox_style: Whether each attention head has the first parts of all RoPE pairs, then all second parts; else pairs are
+            adjacent.
         is_transposed: Whether the matrix is (inputs, outputs), not (outputs, inputs).
         fused_names: Our names of the tensors that are stored in one, concatenated along the outputs, including this one.
-        is_unnumbered: Whether it is the only one of a list, and its name has no number.
-        head_interleave: (index, count) for heads interleaved with those of other tensors, see `FileTensor.reorder_heads`.
+        is_unnumbered: Whether the tensor is the only one of a list, and its name has no number.
+        head_interleave: (index, count) for attention heads interleaved with those of other tensors; see
+            `FileTensor.reorder_heads`.
         transform: How a small tensor is computed from the stored one.
-        is_per_expert: Whether each expert has one, by a second `{}` in the name; without it, all are stored in one tensor.
+        is_per_expert: Whether the tensor belongs to experts: each expert has its own if the name has a second `{}`, else all
+            are stored in one tensor.
         row_stride: (first, step) of the outputs, for interleaved ones.
-        scales_name: Name of the exponents, for blocks of MXFP4.
-        make_row_groups: Function from the layer's config to the groups of rows that contain its own.
+        scales_name: Name of the tensor with the exponents, for blocks of MXFP4.
+        make_row_groups: Function from the layer's config to the groups of rows that contain the tensor's own rows.
     """
 
     name: str
@@ -51,14 +54,21 @@ class TensorSpec(NamedTuple):
 
 
 class TensorTransform(NamedTuple):
-    """A function that computes a tensor from the stored one, and one that returns the stored shape."""
+    """A pair of functions: `apply` computes a tensor from the stored one, `get_stored_shape` the stored from the final shape."""
 
     apply: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
     get_stored_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
 class RowGroups(NamedTuple):
-    """Rows in n groups, each split into parts of these sizes; of each group, parts first_part to last_part - 1 are selected."""
+    """A selection of rows from a fused tensor with n equal groups of rows, each split into parts.
+
+    Attributes:
+        n: Number of groups.
+        part_sizes: Number of rows of each part of a group.
+        first_part: Index of the first selected part of each group.
+        last_part: Index after the last selected part.
+    """
 
     n: int
     part_sizes: tuple[int, ...]
@@ -67,31 +77,43 @@ class RowGroups(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """Rows of all parts together."""
+        """The total number of rows of the fused tensor: all parts of all groups."""
         return self.n * sum(self.part_sizes)
 
     def get_row_indices(self) -> npt.NDArray[np.int64]:
-        """Return the indices of the selected rows, part by part."""
+        """Return the indices of the selected rows: the rows of the first selected part in all groups, then of the next part."""
         groups, ends = np.arange(self.n_rows).reshape(self.n, -1), [*itertools.accumulate(self.part_sizes, initial=0)]
         return np.concatenate([groups[:, ends[i] : ends[i + 1]].reshape(-1) for i in range(self.first_part, self.last_part)])
 
 
 def make_tensor_specs(template: str, **stored_names: str) -> dict[str, TensorSpec]:
-    """Return specs by our names, from stored names that fill a template such as `layers.{}.%s.weight`."""
+    """Return tensor specs by our names.
+
+    Args:
+        template: The stored name with `%s` for the part that differs, such as `layers.{}.%s.weight`.
+        stored_names: That part for each of our names.
+    """
     return {name: TensorSpec(template % stored_name) for name, stored_name in stored_names.items()}
 
 
 def make_fused_specs(
     names: tuple[str, ...], stored_name: str, is_per_expert: bool = False, is_transposed: bool = False
 ) -> dict[str, TensorSpec]:
-    """Return specs of tensors that are stored in one."""
+    """Return tensor specs by our names for tensors that a file stores concatenated in one tensor.
+
+    Args:
+        names: Our names of the tensors, in the order in which they are concatenated.
+        stored_name: The name of the tensor in the file.
+        is_per_expert: See `TensorSpec`.
+        is_transposed: See `TensorSpec`.
+    """
     return dict.fromkeys(
         names, TensorSpec(stored_name, fused_names=names, is_per_expert=is_per_expert, is_transposed=is_transposed)
     )
 
 
 def make_fused_expert_specs(template: str) -> dict[str, TensorSpec]:
-    """Return specs of a folder's experts that are stored in one tensor, as transformers 5 has them in memory."""
+    """Return the specs of expert weights in a folder that stores all experts in one tensor, as transformers 5 does in memory."""
     return {
         **make_fused_specs(EXPERTS_GATE_UP, template % "gate_up_proj", is_per_expert=True),
         "experts_w2": TensorSpec(template % "down_proj", is_per_expert=True),
@@ -99,7 +121,7 @@ def make_fused_expert_specs(template: str) -> dict[str, TensorSpec]:
 
 
 def replace_in_specs(specs: Mapping[str, TensorSpec], names: Collection[str], **changes: Any) -> dict[str, TensorSpec]:
-    """Return specs with some fields changed for the given names."""
+    """Return a copy of tensor specs in which those with the given names have some fields changed."""
     return {name: spec._replace(**changes) if name in names else spec for name, spec in specs.items()}
 
 

@@ -50,19 +50,23 @@ LAYER_TENSORS = (
 
 
 def get_head_config(config: ModelConfig) -> HeadConfig:
-    """Return the head's part of a configuration, which `ModelConfig.find_error` has checked."""
+    """Return the `HeadConfig` in the configuration of a draft head, which `ModelConfig.find_error` has checked."""
     return require_type(config.head, HeadConfig)
 
 
 def get_feature_shape(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of rows, each with its own norm, in which a feature's hidden states lie, and their width."""
+    """Return the shape (rows, width) in which the target's hidden states of one feature are stored, with a norm per row."""
     head = get_head_config(config)
     n_rows = head.n_target_states if head.fc_norm == "each" else 1
     return n_rows, head.n_target_states * head.target_dim // n_rows
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the tensors: Llama's of one layer, with wq, wk and wv over two concatenated vectors, fc and norms."""
+    """Return the shapes of an EAGLE-3 head's tensors, by name.
+
+    They are those of one Llama layer, with wq, wk and wv over two concatenated vectors, fc, norms, and the embedding and
+    classifier if the head has its own.
+    """
     head, dim, llama_shapes = get_head_config(config), config.dim, llama.layer_shapes(config, 0)
     tensors = {name: llama_shapes[name] for name in LAYER_TENSORS if name in llama_shapes}
     tensors |= {name: (tensors[name][0], 2 * dim) for name in ("wq", "wk", "wv")}
@@ -77,7 +81,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
-    """Return the packed tensors: Llama's of one layer, and the others, with one norm per row of taps."""
+    """Return the packed tensors of an EAGLE-3 head by name, made from those of `shapes`, with one norm per row of `taps`."""
     stored = shapes(config)
     layer = {name: shape for name, shape in stored.items() if name in LAYER_TENSORS}
     others = {name: shape for name, shape in stored.items() if name not in LAYER_TENSORS and name != "fc_norm"}
@@ -89,7 +93,7 @@ def packed_tensors(config: ModelConfig) -> PackedTensors:
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return Llama's buffers and those of the head.
+    """Return the specs of the buffers that an EAGLE-3 head needs, by name: Llama's, and those listed here.
 
     taps (1, T, N H padded), or (N, T, H padded) if each row is normed: the target's hidden states of the pass's pairs.
     tapped (threads, T, N H and more): the same, normed. embedded (1, T, h padded): the tokens' embeddings.
@@ -112,7 +116,10 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def features(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-    """Return x = fc taps, or fc norm(taps): runs before a pass over pairs with hidden states of the target."""
+    """Return the program that computes features from the target's hidden states: x = fc taps, or fc norm(taps).
+
+    It runs before a pass over pairs for which the target has hidden states.
+    """
     n_taps, width = get_feature_shape(config)
     tapped, norms = b.taps, list[Op]()
     if get_head_config(config).fc_norm:
@@ -125,14 +132,15 @@ def features(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
 
 
 def make_pair_norms(config: ModelConfig, weights: Weights, b: Buffers) -> list[Op]:
-    """Return pairs = concat(norm(embedding), norm(x))."""
+    """Return the operations that compute the input of the layer: pairs = concat(norm(embedding), norm(x))."""
     sides = (b.embedded, "rms_emb", 0), (b.x, "rms_hidden", config.dim)
     return [rms_norm(b.pairs, x, weights.vectors[name], config.dim, config.norm_eps, False, at) for x, name, at in sides]
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-    """Return x = (x or norm(x)) + wo attention(rope(qkv concat(norm(embedding), norm(x)))), then MLP and classifier as in Llama.
+    """Return the program of a pass: embedding, one layer over pairs of embedding and x, and the classifier.
 
+    x = (x or norm(x)) + wo attention(rope(qkv concat(norm(embedding), norm(x)))), then MLP and classifier as in Llama.
     The input x holds features, or outputs that are fed back.
     """
     head, v, dim = get_head_config(config), weights.vectors, config.dim

@@ -36,7 +36,7 @@ PRE_PROJECTION, POST_PROJECTION, CENTROIDS = "pre", "post", "centroids"
 
 @dataclass(frozen=True)
 class AssistantConfig(HeadConfig):
-    """The assistant's part of a model configuration.
+    """The part of a model configuration that only Gemma 4's assistant has: how its vocabulary is divided into centroids.
 
     Attributes:
         n_centroids: The number of parts of equal size into which the vocabulary is divided, in the order of the classifier's
@@ -49,20 +49,20 @@ class AssistantConfig(HeadConfig):
 
     @property
     def n_target_states(self) -> int:
-        """The number of the target's hidden states per token."""
+        """The number of hidden states of the target that the assistant reads per token."""
         return 1
 
     @property
     def n_candidates(self) -> int:
-        """The number of tokens that get logits in a pass."""
+        """The number of token ids that get logits in a pass: all, or with centroids those of the nearest parts."""
         return self.draft_vocab_size // self.n_centroids * self.centroid_top_k if self.n_centroids else self.draft_vocab_size
 
     def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the index of the hidden states that the assistant reads: those after the target's final norm."""
+        """Return the indices of the hidden states that the assistant reads from n_layers layers: those after the final norm."""
         return (n_layers + 1,)
 
     def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
-        """Yield a message for each field that is not valid."""
+        """Yield an error message for each field that is not valid for a model of this width and vocabulary size."""
         yield from check_positive(self, "target_dim")
         if self.draft_vocab_size != vocab_size:
             yield f"draft_vocab_size is {self.draft_vocab_size}; expected vocab_size, {vocab_size}"
@@ -73,15 +73,17 @@ class AssistantConfig(HeadConfig):
 
 
 def get_assistant_config(config: ModelConfig) -> AssistantConfig:
-    """Return the assistant's part of a configuration, which `ModelConfig.find_error` has checked."""
+    """Return the `AssistantConfig` in an assistant's configuration, which `ModelConfig.find_error` has checked."""
     return require_type(config.head, AssistantConfig)
 
 
 def find_kv_source_layers(config: ModelConfig, target: ModelConfig) -> list[int]:
-    """Return for each layer the target's layer with the KV cache that it reads: the last one of the same attention type.
+    """Return for each layer of the assistant the index of the target's layer from which it reads keys and values.
+
+    It is the target's last layer of the same attention type that has its own KV cache.
 
     Raises:
-        ValueError: If there is none, or its KV heads differ.
+        ValueError: If the target has no such layer, or the number or size of its KV heads differs.
     """
     last = {bool(target.layer_config(i).attention.window): i for i in range(target.n_layers) if target.layer_config(i).has_own_kv}
     found = []
@@ -98,13 +100,23 @@ def find_kv_source_layers(config: ModelConfig, target: ModelConfig) -> list[int]
 
 
 def get_target_caches(config: ModelConfig, target: ModelConfig, weights: Weights, b: Buffers) -> list[dict[str, Any]]:
-    """Return for each layer the arrays of the target's KV cache that it reads."""
+    """Return for each layer of the assistant the arrays of the target's KV cache that it reads, by buffer name.
+
+    Args:
+        config: The assistant's configuration.
+        target: The target's configuration.
+        weights: The target's weights.
+        b: The target's buffers.
+    """
     layers = split_by_layer(target, weights, b)
     return [{name: getattr(layers[source], name) for name in KV_BUFFERS} for source in find_kv_source_layers(config, target)]
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the tensors: Llama's, projections from embedding and state to x and from x to a state, centroids."""
+    """Return the shapes of the assistant's tensors, by name.
+
+    They are Llama's, the projections from embedding and state to x and from x to a state, and the centroids if there are any.
+    """
     head, dim = get_assistant_config(config), config.dim
     centroids = {CENTROIDS: (head.n_centroids, dim)} if head.n_centroids else {}
     return (
@@ -113,7 +125,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
-    """Return the packed tensors: Llama's, except the embedding, which is the target's, and the projections and centroids."""
+    """Return the assistant's packed tensors by name, without the embedding unless it counts as its own on a target."""
     stored, packed = shapes(config), llama.packed_tensors(config)
     del packed["embedding"]
     packed |= fuse_tensors(
@@ -125,7 +137,7 @@ def packed_tensors(config: ModelConfig) -> PackedTensors:
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return Llama's buffers, without a cache and for one more position, and those of the assistant.
+    """Return the specs of the buffers that the assistant needs, by name: Llama's, with one more position, and those listed here.
 
     embedded (1, T, H padded): the last token's embedding. pairs (1, T, 2 H and more): embedding and state, concatenated.
     outputs (T, H padded): the next state. nearness (T, C padded): the logits of centroids.
@@ -141,10 +153,11 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-    """Return x = pre concat(embedding, state), layers, post rmsnorm(x), and logits if there are no centroids.
+    """Return the program of a pass over one token, which computes the next state, and logits or the nearness of centroids.
 
-    It runs at the last slot that the target has filled, with RoPE for the next position. b.taken holds the result of
-    `get_target_caches`. With centroids, `make_classifier_program` computes the logits.
+    x = pre concat(embedding, state), then layers, then post rmsnorm(x). The program runs at the last slot that the target has
+    filled, with RoPE for the next position. b.taken holds the result of `get_target_caches`. With centroids,
+    `make_classifier_program` computes the logits.
     """
     head, w = get_assistant_config(config), weights.matrices
     tables = {name: table[1:] for name, table in vars(b).items() if name.startswith(ROPE_TABLES)}
@@ -166,7 +179,7 @@ def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram
 
 
 def make_classifier_program(config: ModelConfig, weights: Weights, b: Buffers, classifier: Matrix) -> ForwardProgram:
-    """Return the program for the logits of x, as `program` leaves it, by the candidate rows of the classifier."""
+    """Return the program that computes logits from the x that `program` leaves, with candidate rows of the classifier only."""
     candidate_weights = replace(weights, matrices=weights.matrices | {"classifier": classifier})
     return ForwardProgram([], [], llama.classify(config, candidate_weights, b))
 

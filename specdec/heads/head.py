@@ -24,7 +24,7 @@ from specdec.runtime.simd import Float32, Int64
 
 
 class Head(Transformer):
-    """A draft head, which computes logits for the target's ids from the hidden states that the target holds of a sequence.
+    """A draft head, a small model that predicts tokens from its target's hidden states of a sequence, with logits over all ids.
 
     A sequence of n tokens has n - 1 pairs: the target's hidden states of position i, and the token of position i + 1. A pair for
     which the target holds the states runs with them. A later pair runs with the head's own output, and once more as soon as the
@@ -35,12 +35,13 @@ class Head(Transformer):
         weights: The head's weights; embedding and classifier are the target's if the head has none.
         target: The target, which keeps the hidden states that the head reads next to its KV cache.
         target_ids: The target's id of each row of the classifier, (R,); by default row i is id i.
-        n_threads: As in `Transformer`, like `n_positions` and `kv`.
+        n_threads: See `Transformer`.
         n_positions: See `Transformer`.
         kv: See `Transformer`.
 
     Raises:
-        ValueError: If the model is not a head or the head of another target; else as in `Transformer`.
+        ValueError: If the model is not a draft head or the head of another target, or target_ids are not valid; else as in
+            `Transformer`.
     """
 
     def __init__(
@@ -87,23 +88,23 @@ class Head(Transformer):
         return rebuild, (type(self), (*self._own_config_and_weights, self.target, self.target_ids), named)
 
     def with_capacity(self, n_positions: int) -> "Head":
-        """Return the same head with an empty KV cache of n_positions."""
+        """Return a draft head with the same weights and target, and an empty KV cache for n_positions tokens."""
         return self.with_target(self.target, n_positions)
 
     def with_target(self, target: Transformer, n_positions: int | None = None) -> "Head":
-        """Return the same head, with an empty KV cache, on a clone of its target."""
+        """Return a draft head with the same weights and an empty KV cache, which reads from `target`, a clone of its target."""
         n_positions = self._n_positions if n_positions is None else n_positions
         head = type(self)(*self._own_config_and_weights, target, self.target_ids, self._max_threads, n_positions, self.kv)
         head.n_threads = self.n_threads
         return head
 
     def copy_kv(self, other: Transformer, tokens: list[int]) -> None:
-        """Do nothing: a prefill of the head costs little."""
+        """Do nothing instead of copying keys and values from another model, since a prefill of a draft head costs little."""
 
     def can_draft(self, tokens: list[int]) -> bool:
-        """Return whether `forward` computes logits after the tokens without feeding back its own output.
+        """Return whether the draft head can predict the next token from the target's hidden states, without its own output.
 
-        The target must hold the states of the last pair, and of earlier pairs that have not run with them.
+        The target must hold the states of the last pair, and of earlier pairs that have not run with hidden states.
         """
         n_pairs = len(tokens) - 1
         with self.lock, self.target.lock:
@@ -111,17 +112,23 @@ class Head(Transformer):
             return 0 < n_pairs <= n + len(self._get_target_states(tokens, n))
 
     def _get_target_states(self, tokens: list[int], first: int) -> Float32:
-        """Return the hidden states (n, N H) of a sequence that the target holds, from position `first` on."""
+        """Return the target's hidden states (n, N H) of a sequence from position `first` on, as far as the target holds them."""
         if self.target.hidden_layers != self._target_layers:
             return np.zeros((0, 0), np.float32)
         return self.target.get_hidden_states(tokens, first)
 
     def _count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
-        """Return how many tokens need not run again, whatever the target holds; the first one is not in a pair."""
+        """Return how many tokens, at most `limit`, are cached and need not run again; the first (it has no pair) counts too."""
         return min(max(count_common_prefix(self._cached_tokens, tokens, limit), 1), self._n_true_pairs + 1, limit)
 
     def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Run all pairs that have states of the target and did not run with them, then others as far as logits need them."""
+        """Return logits (n_logits, V) at the last tokens, after running the pairs that are not cached.
+
+        Pairs for which the target holds hidden states run with these, once. Other pairs run only as far as logits need them.
+
+        Raises:
+            ValueError: If n_logits exceeds the number of pairs, or pairs would have to run without hidden states.
+        """
         self._model_lock.n_passes += 1
         if self._has_long_rope_pairs != self.target.has_long_rope:  # other hidden states
             self._has_long_rope_pairs, self._n_true_pairs = self.target.has_long_rope, 0
@@ -154,7 +161,11 @@ class Head(Transformer):
         return logits
 
     def _compute_features(self, tokens: list[int], first: int, end: int) -> int:
-        """Compute features of the target's hidden states for pairs from `first` to `end`; return how many there are."""
+        """Compute features from the target's hidden states into the buffer x, for pairs from `first` to `end`.
+
+        Returns:
+            The number of pairs with a feature, as far as the target holds their states; 0 if it holds none.
+        """
         n_taps, width = get_feature_shape(self._config)
         with self.target.lock:
             n_passes = -1
@@ -173,7 +184,15 @@ class Head(Transformer):
         return n
 
     def _feed_back_output(self, at: int, end: int) -> int:
-        """Copy the output before pair `at` to the input of a pass over it; return the number of pairs, 1."""
+        """Copy the head's output at the previous pair to the input of a pass over pair `at`, and return the number of pairs, 1.
+
+        Args:
+            at: The index of the pair.
+            end: The number of pairs in the sequence.
+
+        Raises:
+            ValueError: If there is no previous pair, or more pairs are left than a pass takes.
+        """
         if at == 0 or end - at > MAX_BATCH_TOKENS:
             raise ValueError(f"the target holds no hidden states of the sequence; {end - at} of {end} pairs would run without")
         x = self._buffers.x[0, 0]
@@ -183,7 +202,7 @@ class Head(Transformer):
 
 
 def _find_incompatibility(config: ModelConfig, target: ModelConfig) -> str:
-    """Return the reason why a head does not fit the target, or an empty string."""
+    """Return the reason why a draft head does not fit a target, as an error message, or an empty string if it fits."""
     head = config.head
     if head is None:
         return f"a {config.architecture} model is not a head"

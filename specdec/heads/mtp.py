@@ -35,9 +35,10 @@ TARGET_NORM = "target_norm"  # the target's final norm, which a head borrows
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the tensors: Llama's of one layer, fc, which joins embedding and state, and norms.
+    """Return the shapes of a multi-token-prediction head's tensors, by name.
 
-    A head on a target also has the tensors that it borrows.
+    They are those of one Llama layer, fc, which joins embedding and state, and norms. A head on a target also has the tensors
+    that it borrows.
     """
     head, dim, llama_shapes = get_head_config(config), config.dim, llama.shapes(config)
     tensors = {
@@ -50,7 +51,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
-    """Return the packed tensors: Llama's of one layer, and the others."""
+    """Return the packed tensors of a multi-token-prediction head by name, made from those of `shapes`."""
     stored, packed = shapes(config), PackedTensors()
     for block in llama.get_blocks(config, 0):
         packed |= fuse_tensors(block.shapes(config), block.fused, stored, 0)
@@ -59,19 +60,19 @@ def packed_tensors(config: ModelConfig) -> PackedTensors:
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return EAGLE-3's buffers and joined (1, T, D padded), the output of fc."""
+    """Return the specs of the head's buffers, by name: those of EAGLE-3, and joined (1, T, D padded), the output of fc."""
     joined = BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.dim, PANEL_ROWS)), scope="token")
     return eagle3.buffers(config, weights, sizes) | {"joined": joined}
 
 
 def features(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-    """Return x = norm(taps), with the target's final norm."""
+    """Return the program that computes features from the target's hidden states: x = norm(taps), with the target's final norm."""
     normed = rms_norm(b.normed, b.taps, weights.vectors[TARGET_NORM], config.dim, config.norm_eps, False, 0)
     return [[normed, copy_rows(b.x[0], b.normed, 0, 0, config.dim, False)]]
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-    """Return x = fc concat(norm(embedding), norm(x)), then a layer and the classifier as in Llama.
+    """Return the program of a pass: joined = fc concat(norm(embedding), norm(x)), then a layer and the classifier as in Llama.
 
     The input x holds features, or outputs that are fed back; the normed output is kept for that.
     """

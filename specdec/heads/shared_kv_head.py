@@ -20,12 +20,13 @@ from specdec.runtime.simd import Float32, round_up
 
 
 class SharedKVHead(Head):
-    """A head on its target's KV cache. Its logits depend only on the sequence and on where the draft tokens begin in it.
+    """A draft head without its own KV cache, which attends to the keys and values of its target.
 
-    If the target holds all tokens but the last, the head predicts from the state of the last token that the target holds. After
-    a draft token it predicts from its own output. Its programs use the target's buffers, and are rebuilt when these have grown.
-    With centroids, target_ids (R,) gives the ids of the classifier's rows, grouped by centroid. Everything else is as in `Head`;
-    the KV cache format is the target's.
+    Its logits depend only on the sequence and on the position where the draft tokens begin. If the target holds all tokens but
+    the last, the head predicts from the state of the last token that the target holds. After a draft token it predicts from its
+    own output. Its programs use the target's buffers, and are rebuilt when these have grown. With centroids, target_ids (R,)
+    gives the ids of the classifier's rows, grouped by centroid. Everything else is as in `Head`; the KV cache format is the
+    target's.
     """
 
     _target_buffers: Buffers  # which the programs use
@@ -33,16 +34,16 @@ class SharedKVHead(Head):
     _last_pass: tuple[int, list[int]] | None  # where the draft tokens of the last pass begin, and the tokens up to its own
 
     def can_draft(self, tokens: list[int]) -> bool:
-        """Return whether the target holds all tokens but the last, and at least one."""
+        """Return whether the head can draft after the tokens, since the target holds the hidden states of all but the last."""
         with self.lock, self.target.lock:
             return 0 < len(tokens) - 1 <= len(self._get_target_states(tokens, 0))
 
     def count_prefill_tokens(self, tokens: list[int]) -> int:
-        """Return 0, since the head caches nothing."""
+        """Return 0, since a prefill has nothing to run for a head without a KV cache."""
         return 0
 
     def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Return logits at the last tokens, each computed from the state of the token before if the target holds that."""
+        """Return logits (n_logits, V) at the last tokens, each from the target's or the head's state of the token before."""
         self._model_lock.n_passes += 1
         logits = self.vocab_mapper.get_buffer(n_logits)
         if n_logits:
@@ -50,7 +51,17 @@ class SharedKVHead(Head):
         return logits
 
     def _fill_logits(self, logits: Float32, tokens: list[int], target_buffers: Buffers, held: list[int]) -> None:
-        """Fill the logits, with exclusive access to the target's buffers, which hold the tokens `held`."""
+        """Fill a logits array for the last tokens of a sequence; requires exclusive access to the target's buffers.
+
+        Args:
+            logits: The array to fill, (n, V) for the last n tokens.
+            tokens: All tokens of the sequence.
+            target_buffers: The target's buffers; the programs are rebuilt if these are new.
+            held: The tokens in the target's KV cache.
+
+        Raises:
+            ValueError: If the target holds no hidden states of the sequence.
+        """
         if target_buffers is not self._target_buffers:
             self._build_for_target(target_buffers)
         n_held = count_common_prefix(held, tokens, len(tokens)) if self.target.hidden_layers == self._target_layers else 0
@@ -66,7 +77,13 @@ class SharedKVHead(Head):
             self._write_logits(row)
 
     def _run_token(self, tokens: list[int], position: int, first: int) -> None:
-        """Run a pass over the token at position `at`; draft tokens begin after position `first`."""
+        """Run a pass over one token, which leaves the next state and logits (or the nearness of centroids) in the buffers.
+
+        Args:
+            tokens: All tokens of the sequence.
+            position: The position of the token.
+            first: The number of tokens that the target holds; the token at this position is the last before draft tokens.
+        """
         b, width = self._buffers, self.target.config.dim
         state = b.outputs[0, :width] if position > first else self._target_buffers.hidden_states[first - 1]
         b.pairs[0, 0, width : 2 * width] = state
@@ -76,7 +93,7 @@ class SharedKVHead(Head):
         self._last_pass = first, tokens[: position + 1]
 
     def _write_logits(self, logits: Float32) -> None:
-        """Copy the logits of the last pass, mapped to the target's ids."""
+        """Write the logits of the last pass, mapped to the target's ids, to an array (V,); with centroids compute them first."""
         head = get_assistant_config(self._config)
         if not head.n_centroids:
             logits[:] = self._buffers.logits[0, : len(logits)]
@@ -95,7 +112,7 @@ class SharedKVHead(Head):
         self.target.export_kv(lambda buffers, held, snapshots: self._build_for_target(buffers))
 
     def _build_for_target(self, target_buffers: Buffers) -> None:
-        """Allocate buffers with as many slots as the target's, and build the programs over both."""
+        """Allocate the head's buffers with as many slots as the target's, and build the programs that use both."""
         config, weights, architecture, shared = self._config, self._weights, self._architecture, self._model_lock.shared_buffers
         caches = get_target_caches(config, self.target.config, self.target.weights, target_buffers)
         sizes = self._get_buffer_sizes(caches[0]["values"].shape[2], 0)
@@ -107,7 +124,11 @@ class SharedKVHead(Head):
         self._model_lock.shared_buffers, self._candidate_classifier, self._last_pass = shared, candidates, None
 
     def _make_candidate_classifier(self, buffers: Buffers) -> tuple[Any, Executor] | None:
-        """Allocate panels for the classifier's candidate rows, and build the program that multiplies them."""
+        """Allocate panels for the classifier's candidate rows, and build the program that computes their logits.
+
+        Returns:
+            The panels, to be filled before each run, and the program; None without centroids.
+        """
         head, classifier = get_assistant_config(self._config), self._weights.matrices["classifier"]
         if not head.n_centroids:
             return None

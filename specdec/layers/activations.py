@@ -1,6 +1,6 @@
-"""Kernels of activations and gates.
+"""Kernels of activations and gates, each on the panels, columns or rows of the current chunk only.
 
-Each runs on the panels, columns or rows of the current chunk only. Shapes: T tokens of this pass, D dim, F hidden dim, E experts.
+Shapes: T tokens of this pass, D dim, F hidden dim, E experts.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,10 @@ from specdec.runtime.work_stealing import get_chunk_range
 
 @inlined
 def apply_gate(run, thread, hidden, up, per_token, activation):
-    """Compute hidden[t] = activation(w1 x) * (w3 x); up (T per_token, 2 F) holds panels of both, interleaved."""
+    """Compute the gated activation hidden[t] = activation(w1 x) * (w3 x) for each of T per_token rows.
+
+    up (T per_token, 2 F) holds panels of w1 x and w3 x, interleaved.
+    """
     width = hidden.shape[2]
     first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens * per_token):
@@ -31,19 +34,19 @@ def apply_gate(run, thread, hidden, up, per_token, activation):
 
 @kernel
 def swiglu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute hidden[t] = silu(w1 x) * (w3 x) (Shazeer 2020)."""
+    """Compute SwiGLU, hidden[t] = silu(w1 x) * (w3 x), with up as in `apply_gate` (Shazeer 2020, arXiv:2002.05202)."""
     apply_gate(run, thread, hidden, up, per_token, silu)
 
 
 @kernel
 def geglu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute hidden[t] = gelu(w1 x) * (w3 x) (Shazeer 2020)."""
+    """Compute GEGLU, hidden[t] = gelu(w1 x) * (w3 x), with up as in `apply_gate` (Shazeer 2020, arXiv:2002.05202)."""
     apply_gate(run, thread, hidden, up, per_token, gelu_tanh)
 
 
 @kernel
 def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """Compute hidden[t] = GELU of up[t], where up is (T, F)."""
+    """Compute hidden[0, t] = GELU of up[t] (tanh approximation), without a gate; up (T, F)."""
     width = hidden.shape[2]
     first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
@@ -53,7 +56,7 @@ def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2) -> None
 
 @kernel
 def gate_heads(run: ForwardContext, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
-    """Compute heads[t] *= sigmoid of n columns of gates[t], from `base` on."""
+    """Compute heads[0, t] *= sigmoid(gates[t, base : base + n]), the gate of attention output."""
     first, last = get_chunk_range(ceil_div(n, LANES), run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         for row in range(first * LANES, last * LANES, LANES):
@@ -63,7 +66,7 @@ def gate_heads(run: ForwardContext, thread: int, heads: Floats3, gates: Floats2,
 
 @kernel
 def gate_tokens(run: ForwardContext, thread: int, hidden: Floats3, gates: Floats2) -> None:
-    """Compute hidden[0, t] *= sigmoid(gates[t, 0])."""
+    """Compute hidden[0, t] *= sigmoid(gates[t, 0]): one gate for all numbers of a token."""
     first, last = get_chunk_range(hidden.shape[2] // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         scale = sigmoid(splat(gates[t, 0]))
@@ -76,10 +79,10 @@ def gate_tokens(run: ForwardContext, thread: int, hidden: Floats3, gates: Floats
 def clamped_swiglu(
     run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, bias: Floats2, starts: Ints2, limit: float, alpha: float
 ) -> None:
-    """Compute hidden[slot] = (u + 1) g sigmoid(alpha g) (gpt-oss: OpenAI 2025, arXiv:2508.10925).
+    """Compute clamped SwiGLU, hidden[0, slot] = (u + 1) g sigmoid(alpha g) (gpt-oss: OpenAI 2025, arXiv:2508.10925).
 
-    g = min(w1 x + b1, limit), u = w3 x + b3, clamped to -limit..limit. up (slots, 2 F) and bias (E, 2 F) hold panels of both,
-    interleaved. starts (threads, E + 1): first slot of each expert.
+    g = min(w1 x + b1, limit); u = w3 x + b3, clamped to -limit..limit. up (slots, 2 F) holds panels of w1 x and w3 x,
+    interleaved; bias (E, 2 F) holds b1 and b3 likewise. starts (threads, E + 1): first slot of each expert.
     """
     width, upper, lower = hidden.shape[2], splat(limit), splat(-limit)
     first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
@@ -97,7 +100,7 @@ def clamped_swiglu(
 
 @kernel
 def add_slot_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats2, starts: Ints2) -> None:
-    """Compute out[slot] += bias[expert of the slot]; starts as in `clamped_swiglu`."""
+    """Compute out[slot] += bias[expert of the slot], the bias (E, D) of experts; starts as in `clamped_swiglu`."""
     first, last = get_chunk_range(out.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)
     for expert in range(starts.shape[1] - 1):
         for slot in range(starts[thread, expert], starts[thread, expert + 1]):
@@ -108,7 +111,7 @@ def add_slot_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats2,
 
 @kernel
 def softcap(run: ForwardContext, thread: int, logits: Floats2, bound: float) -> None:
-    """Compute logits[t] = bound tanh(logits[t] / bound) of the tokens that have logits."""
+    """Compute logits[t] = bound tanh(logits[t] / bound) in place, for the n_logits tokens with logits."""
     first, last = get_chunk_range(logits.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)
     inverse = splat(np.float32(1.0) / bound)
     for t in range(run.n_logits):
@@ -121,7 +124,7 @@ def softcap(run: ForwardContext, thread: int, logits: Floats2, bound: float) -> 
 def combine_per_layer_inputs(
     run: ForwardContext, thread: int, inputs: Floats2, rows: Floats2, unit: int, row_scale: float, scale: float
 ) -> None:
-    """Compute inputs[t] = scale (inputs[t] + row_scale rows[t]) for this chunk's rows of the preceding matmul.
+    """Compute inputs[t] = scale (inputs[t] + row_scale rows[t]) for what this chunk of the preceding matmul wrote.
 
     unit: The matmul's number of panels per step; see `get_chunk_rows`.
     """
@@ -135,7 +138,7 @@ def combine_per_layer_inputs(
 def gate_per_layer_inputs(
     run: ForwardContext, thread: int, out: Floats3, gates: Floats2, inputs: Floats2, base: int, n: int
 ) -> None:
-    """Compute out[0, t] = gelu(gates[t]) * n columns of inputs[t], from `base` on."""
+    """Compute out[0, t] = gelu(gates[t]) * inputs[t, base : base + n], a layer's share of the per-layer inputs, gated."""
     first, last = get_chunk_range(gates.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)
     begin, end = first * PANEL_ROWS, min(last * PANEL_ROWS, n)
     whole = begin + max(end - begin, 0) // LANES * LANES
@@ -148,9 +151,10 @@ def gate_per_layer_inputs(
 
 
 class ParallelBranchesArgs(NamedTuple):
-    """Arguments of `add_parallel_branches`.
+    """Arguments of the kernel `add_parallel_branches`.
 
-    x (T, D padded); a, b (1, T, D padded), complete; out (threads, T, D padded).
+    x (T, D padded): residual stream. a, b (1, T, D padded): outputs of the two branches. out (threads, T, D padded): scratch.
+    weight_a, weight_b, weight: norm weights of a, of b and of their sum.
     """
 
     x: Floats2
@@ -167,9 +171,9 @@ class ParallelBranchesArgs(NamedTuple):
 
 @kernel
 def add_parallel_branches(run: ForwardContext, thread: int, p: ParallelBranchesArgs) -> None:
-    """Compute x[t] = factor (x[t] + rms_norm(rms_norm(a[t]) + rms_norm(b[t]))).
+    """Compute x[t] = factor (x[t] + rms_norm(rms_norm(a[t]) + rms_norm(b[t]))), for this chunk's columns.
 
-    Each thread keeps the sum of the branches in out.
+    Each thread computes the sum of the two branches once per phase and keeps it in out.
     """
     width = p.x.shape[1]
     if run.is_first_chunk != 0:

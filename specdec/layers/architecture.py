@@ -37,14 +37,14 @@ VOCAB_MATRICES = ("embedding", "classifier")  # matrices with a row for each tok
 
 
 def ignore_progress(share: float) -> None:
-    """Ignore the progress: the default callback."""
+    """Do nothing with the fraction done: the default progress callback."""
 
 
 class PackedTensor(NamedTuple):
     """A matrix to pack out of one or more tensors.
 
     Attributes:
-        tensors: Names of the tensors, each with its layer or expert if it holds one matrix for each, else None.
+        tensors: Names of the tensors, each with an index of a layer or expert if it holds one matrix for each, else None.
         rows: Number of rows of each tensor.
         n: Number of columns.
         n_interleaved: Number of tensors whose panels alternate; 1: the tensors lie below each other.
@@ -57,19 +57,19 @@ class PackedTensor(NamedTuple):
 
     @property
     def n_panels(self) -> int:
-        """Number of panels of all tensors."""
+        """Number of panels that the rows of all tensors fill."""
         return sum(map(count_panels, self.rows))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows, padded to whole panels, and columns."""
+        """Number of rows, padded to whole panels, and number of columns of the packed matrix."""
         return (self.n_panels * PANEL_ROWS, self.n)
 
 
 class Shard(NamedTuple):
-    """The rows of a packed tensor that get the same weight format.
+    """Consecutive rows of a matrix that are packed in the same weight format.
 
-    first_panel and n_total_panels place it in the whole matrix, as in `Matrix`; both are 0 if it is the whole.
+    first_panel and n_total_panels place the shard in the whole matrix, as in `Matrix`; both are 0 if it is the whole matrix.
     """
 
     tensor: PackedTensor
@@ -79,13 +79,13 @@ class Shard(NamedTuple):
 
 
 class PackedVector(NamedTuple):
-    """A vector, or a table of vectors, to pack out of tensors that are padded to whole panels.
+    """A vector, or a table of vectors, to pack out of one or more tensors, each padded to whole panels.
 
     Attributes:
         tensors: Names and layers, as in `PackedTensor`.
         sizes: Size of each tensor's vectors.
         interleaved: The tensors' panels alternate; else the tensors follow each other.
-        n_rows: Number of vectors of each tensor of a table, else 0.
+        n_rows: Number of vectors of a table; 0: this is a single vector.
     """
 
     tensors: tuple[tuple[str, int | None], ...]
@@ -95,7 +95,7 @@ class PackedVector(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the packed array."""
+        """Shape of the packed array, with padding."""
         size = sum(round_up(size, PANEL_ROWS) for size in self.sizes)
         return (self.n_rows, size) if self.n_rows else (size,)
 
@@ -104,11 +104,12 @@ PackedTensors = dict[str, PackedTensor | PackedVector]
 
 
 class FusedTensors(NamedTuple):
-    """Tensors to pack as one, as far as a model has them.
+    """Names of tensors to pack into one matrix or vector, as far as a model has these tensors.
 
     Attributes:
-        interleaved: Their panels alternate; else they lie below each other.
-        is_table: They are tables of vectors; else 2-D tensors are matrices.
+        tensors: Names of the tensors.
+        interleaved: Panels of the tensors alternate; else the tensors lie below each other.
+        is_table: The tensors are tables of vectors; else 2-D tensors are matrices.
     """
 
     tensors: tuple[str, ...]
@@ -117,13 +118,13 @@ class FusedTensors(NamedTuple):
 
 
 def fuse_tensors(own: Shapes, fused: Mapping[str, FusedTensors], stored: Shapes, i: int | None = None) -> PackedTensors:
-    """Return what tensors become: each by its name, or several fused into one.
+    """Return descriptions of the matrices and vectors to pack, by name: one for each tensor, or one for several fused tensors.
 
     A tensor with a matrix for each expert becomes one matrix with all of them below each other.
 
     Args:
-        own: Shapes without the axis of layers.
-        fused: Tensors to fuse, by the name of what they become.
+        own: Shapes of the tensors, without the axis of layers.
+        fused: Tensors to fuse, by the name of the fused matrix or vector.
         stored: Shapes in the file, where a tensor may hold one matrix for each layer.
         i: Layer; its number precedes the names. None: tensors of no layer.
     """
@@ -154,13 +155,13 @@ class LazyTable:
     tensor: Any
 
     def read_rows(self, tokens: Sequence[int]) -> Float32:
-        """Return the rows of tokens, (n, columns), float32; raise what reading the file raises."""
+        """Read the rows of tokens from the file and return them, (n, columns), float32; raise whatever reading raises."""
         rows = [_widen_rows(self.tensor[token : token + 1]) for token in tokens]
         return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
 
 
 def _widen_rows(rows: Floats) -> Float32:
-    """Return rows in float32, like `to_float32`; for few rows one thread is faster."""
+    """Return rows (bf16 bits as uint16, or floats) as float32, on one thread, which is faster than `to_float32` for few rows."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return rows.astype(np.float32, copy=False)
@@ -173,7 +174,7 @@ class Weights:
     Attributes:
         matrices: Packed matrices, by the architecture's names.
         vectors: Padded vectors, by the architecture's names.
-        tables: Tables that stay in their files, by the names of the buffers that their rows fill.
+        tables: Tables that stay in their files, by the names of the buffers that their rows are read into.
     """
 
     matrices: dict[str, Matrix]
@@ -181,17 +182,17 @@ class Weights:
     tables: dict[str, LazyTable] = field(default_factory=dict)
 
     def get_shards(self, name: str) -> list[Matrix]:
-        """Return the shards of a matrix: one for each weight format of its rows."""
+        """Return the shards of the named matrix from top to bottom, one if its rows have one format; empty if there is none."""
         names = itertools.chain([name], (f"{name}{SHARD_SEPARATOR}{i}" for i in itertools.count(1)))
         return [*itertools.takewhile(bool, map(self.matrices.get, names))]  # type: ignore[list-item]
 
     def matmul(self, name: str, out: Float32, x: Float32, scratches: Sequence[Float32], *, unit: int = 1) -> list[Op]:
-        """Return the `Matrix.matmul` ops of all shards; scratches has at least one array for each."""
+        """Return ops that compute out = W x for the matrix of this name, one per shard; scratches has an array for each shard."""
         shards = zip(self.get_shards(name), scratches, strict=False)
         return [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in shards]
 
     def load_tokens(self, tokens: Sequence[int], buffers: "Buffers", at: int) -> None:
-        """Write a pass's tokens, and their rows of the tables, into buffers from row `at` on."""
+        """Write the tokens of a pass, and the tokens' rows of the lazy tables, into the buffers from row `at` on."""
         rows = slice(at, at + len(tokens))
         buffers.tokens[rows] = tokens
         for name, table in self.tables.items():
@@ -199,26 +200,26 @@ class Weights:
 
     @property
     def format_names(self) -> str:
-        """Names of the matrices' weight formats, such as "bf16 and fp32"."""
+        """Sorted names of the weight formats of all matrices, as text such as "bf16 and fp32"."""
         return " and ".join(sorted({matrix.weight_format.name for matrix in self.matrices.values()}))
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all arrays; an array that serves as two matrices counts once."""
+        """Size in bytes of all matrices and vectors; an array that serves as two matrices counts once."""
         arrays = [*(matrix.panels for matrix in self.matrices.values()), *self.vectors.values()]
         return sum({id(array): array.nbytes for array in arrays}.values())
 
     @property
     def array_ids(self) -> list[int]:
-        """Identities of the matrices' arrays."""
+        """The `id` of each matrix's array, by which models that share weights are recognized."""
         return [id(matrix.panels) for matrix in self.matrices.values()]
 
     def estimate_bytes(self, weight_format: WeightFormat) -> int:
-        """Return the bytes of the matrices after a conversion to another weight format."""
+        """Return the bytes that the matrices would take after `convert` to another weight format; convert nothing."""
         return 4 * sum(_count_floats(len(m.panels), m.n, 0, to) for m, to in self._plan_conversion(weight_format).values())
 
     def convert(self, weight_format: WeightFormat, progress: Callable[[float], None] = ignore_progress) -> "Weights":
-        """Return the same vectors and tables with the matrices in another weight format.
+        """Return new weights with the matrices converted to another weight format, and with the same vectors and tables.
 
         Args:
             weight_format: The format; some matrices choose another one (`_choose_matrix_format`).
@@ -232,25 +233,25 @@ class Weights:
         return replace(self, matrices={name: converted[id(matrix)] for name, matrix in self.matrices.items()})
 
     def _plan_conversion(self, weight_format: WeightFormat) -> dict[int, tuple[Matrix, WeightFormat]]:
-        """Return each matrix once, by its id, with the format that it gets."""
+        """Return each distinct matrix, by its `id`, with the format that `convert` gives it."""
         return {
             id(matrix): (matrix, _choose_matrix_format(name, weight_format) or matrix.weight_format)
             for name, matrix in self.matrices.items()
         }
 
     def align(self) -> "Weights":
-        """Return the same weights in arrays that begin at cache lines."""
+        """Return the same weights in arrays that begin at cache lines, copying those that do not."""
         aligned = {id(matrix): matrix.align_panels() for matrix in self.matrices.values()}
         vectors = {name: align_to_cache_line(vector) for name, vector in self.vectors.items()}
         return replace(self, matrices={name: aligned[id(matrix)] for name, matrix in self.matrices.items()}, vectors=vectors)
 
 
 class BufferSizes(NamedTuple):
-    """Quantities that the shapes of buffers depend on.
+    """Quantities next to config and weights that the shapes of a model's buffers depend on.
 
     Attributes:
         kv: Format of the KV cache.
-        n_positions: Longest sequence, in whole panels of positions.
+        n_positions: Length of the longest sequence, rounded up to whole panels of positions.
         n_threads: Number of threads of a pass.
         n_hidden_layers: Number of layers whose hidden states are kept.
     """
@@ -265,7 +266,7 @@ BufferScope = Literal["pass", "token", "sequence", "cache"]
 
 
 class BufferSpec(NamedTuple):
-    """The declaration of an array that a program works in; a growing array keeps its contents at the same indexes.
+    """Shape, dtype and scope of a buffer, an array that a program works in; a buffer that grows keeps its contents.
 
     Attributes:
         scope: "pass": any pass may overwrite it. "token": the same, and its last axis is the row of one token of a pass.
@@ -279,23 +280,27 @@ class BufferSpec(NamedTuple):
 
     @property
     def is_per_sequence(self) -> bool:
-        """Whether each sequence has its own."""
+        """Whether each sequence has an array of its own."""
         return self.scope in ("sequence", "cache")
 
     @property
     def token_bytes(self) -> int:
-        """Distance in bytes between the rows of two tokens; 0 without such rows."""
+        """Distance in bytes between the rows of two consecutive tokens; 0 if the scope is not "token"."""
         if self.scope != "token":
             return 0
         return (self.shape[-1] if len(self.shape) > 1 else 1) * np.dtype(self.dtype).itemsize
 
     @property
     def n_bytes(self) -> int:
-        """Size in bytes."""
+        """Size of the array in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def allocate(self, old: Any = None) -> Any:
-        """Return zeros, or old grown to this shape, itself if it has it already. Raise MemoryError without enough memory."""
+        """Return an array of zeros with the contents of `old` copied to its beginning; return `old` itself if its shape is right.
+
+        Raises:
+            MemoryError: If there is not enough memory.
+        """
         if old is not None and old.shape == self.shape:
             return old
         if self.scope == "cache":
@@ -307,7 +312,7 @@ class BufferSpec(NamedTuple):
         return new
 
     def copy(self, to: Any, source: Any) -> None:
-        """Copy the contents of one such array to another."""
+        """Copy all contents of `source` to `to`, two arrays of this spec; skip pages of zeros if the scope is "cache"."""
         if self.scope == "cache":
             copy_nonzero_pages(to, source)
         else:
@@ -315,21 +320,21 @@ class BufferSpec(NamedTuple):
 
 
 class Buffers(SimpleNamespace):
-    """The arrays of a program, by the names that its architecture declares, with those that every program has.
+    """The arrays that a forward program works in, as attributes: those of its architecture and those of every program.
 
     Arrays of every program:
         kv: The `KVFormat`.
         tokens, logits: (T,) and (T, V padded), of a pass.
         x: Residual stream (1, T, D padded).
         depths: (N,), of the nodes of a tree; after n tokens, a node's position is n + depth.
-        paths: (N, N): the node at each depth on the way to a node, itself the last.
+        paths: (N, N): for each node, the nodes on the path to it by depth, ending with the node itself.
         hidden_states: (S, layers D), of the cache's slots; only if hidden states are kept.
 
     An array with the prefix long_ replaces the one without it in sequences with long RoPE factors.
     """
 
     def with_long_rope(self) -> "Buffers":
-        """Return the buffers of sequences with long RoPE factors, under the usual names."""
+        """Return buffers in which each array "long_<name>" replaces "<name>", for sequences with long RoPE factors."""
         long_arrays = {
             name.removeprefix(LONG_ROPE_PREFIX): array for name, array in vars(self).items() if name.startswith(LONG_ROPE_PREFIX)
         }
@@ -342,7 +347,7 @@ class SharedBuffers:
 
     Attributes:
         buffers: Buffers that belong to no sequence.
-        n_positions: Longest sequence that they are made for.
+        n_positions: Length of the longest sequence that the buffers are made for.
         executors: Executors by (n_positions, hidden layers); the second of each list, if any, is for long RoPE factors.
     """
 
@@ -352,14 +357,19 @@ class SharedBuffers:
 
 
 class ForwardProgram(NamedTuple):
-    """A forward pass: x of tokens, one program for each layer, logits of x. Between two of them x is a hidden state."""
+    """A forward pass in parts: embed makes the residual stream x of tokens, each layer updates x, classify makes logits of x."""
 
     embed: Program
     layers: Sequence[Program]
     classify: Program
 
     def assemble(self, before: Mapping[int, Program]) -> Program:
-        """Return the whole program; before: what to run in front of each layer, and after the last ones before logits."""
+        """Return the parts joined to one program, with extra programs inserted.
+
+        Args:
+            before: Program to run in front of the layer of each index; the index n_layers or n_layers + 1 stands for the place
+                between the last layer and classify.
+        """
         layers = enumerate([*self.layers, [], []])
         return [*self.embed, *(phase for i, layer in layers for phase in (*before.get(i, []), *layer)), *self.classify]
 
@@ -369,22 +379,22 @@ class Architecture:
     """A model family.
 
     Attributes:
-        shapes: Shape of each tensor in a file of the family.
-        packed_tensors: What the tensors become; includes "embedding" and "classifier".
-        buffers: What the program works in, next to what every program has (`Buffers`).
-        program: Forward pass over weights and buffers.
-        fill_position_tables: Fills what depends on positions alone, from a position on.
+        shapes: Returns the shape of each tensor in a file of the family.
+        packed_tensors: Returns the matrices and vectors to pack out of the tensors; includes "embedding" and "classifier".
+        buffers: Returns the specs of the family's own buffers, next to those of every program (`Buffers`).
+        program: Returns the forward pass over weights and buffers.
+        fill_position_tables: Fills the buffers that depend on positions alone, such as RoPE tables, from a position on.
         learned_positions: Positions are a table in the file, which limits the length of a sequence.
-        move_path: Moves what buffers hold of a tree's path, nodes from depth 0 on, behind the first n tokens. None: the
-            family runs no trees.
+        move_path: Moves the cache entries of a tree's path, nodes from depth 0 on, behind those of the first n tokens. None:
+            the family runs no trees.
         n_rewindable_states: Number of last sequence lengths for which buffers hold the recurrent state. A sequence can be
             truncated by one token less; beyond that it runs again. The pass at position 0 takes no state. 0: no such state.
         split_by_layer: Returns each layer's buffers as its blocks name them, with keys and values. None: no memory of a sequence
             is released before its end.
         table_tensors: Returns the tensor that fills each buffer with rows of tokens, by buffer.
-        make_features: Of a draft head: makes x of the target's hidden states in the buffer taps.
-        final_norm: Makes the op that writes the last norm of x, of all tokens, to normed. None: it cannot be requested as a
-            hidden state.
+        make_features: Returns a draft head's program that makes x out of the target's hidden states in the buffer `taps`.
+        final_norm: Returns the op that writes the last norm of x, of all tokens, to the buffer `normed`. None: the last norm
+            cannot be requested as a hidden state.
     """
 
     shapes: Callable[[ModelConfig], Shapes]
@@ -401,15 +411,15 @@ class Architecture:
     final_norm: Callable[[ModelConfig, Weights, Buffers], Op] | None = None
 
     def get_matrices(self, config: ModelConfig) -> dict[str, PackedTensor]:
-        """Return the matrices of `packed_tensors`."""
+        """Return the entries of `packed_tensors` that are matrices, by name."""
         return {name: each for name, each in self.packed_tensors(config).items() if isinstance(each, PackedTensor)}
 
     def get_vectors(self, config: ModelConfig) -> dict[str, PackedVector]:
-        """Return the vectors of `packed_tensors`."""
+        """Return the entries of `packed_tensors` that are vectors or tables of vectors, by name."""
         return {name: each for name, each in self.packed_tensors(config).items() if isinstance(each, PackedVector)}
 
     def get_buffer_specs(self, config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-        """Return the buffers of the family and those of every program."""
+        """Return the specs of all buffers of a model, by name: the family's own and those of every program."""
         hidden_states = BufferSpec((sizes.n_positions, sizes.n_hidden_layers * config.dim), scope="cache")
         kept = {"hidden_states": hidden_states} if sizes.n_hidden_layers else {}
         common = {
@@ -429,9 +439,12 @@ class Architecture:
         old: Buffers | None = None,
         shared: "SharedBuffers | None" = None,
     ) -> Buffers:
-        """Return all buffers; only those in shared have filled position tables. Raise MemoryError without enough memory.
+        """Return all buffers of a model, with position tables that are filled only as far as those in `shared` are.
 
-        Per-sequence arrays grow out of those in old. All others grow out of those in shared, or are those.
+        Per-sequence arrays grow out of those in `old`. All others are those in `shared`, or grow out of them.
+
+        Raises:
+            MemoryError: If there is not enough memory.
         """
         shared = shared or SharedBuffers()
         specs = self.get_buffer_specs(config, weights, sizes)
@@ -448,7 +461,10 @@ class Architecture:
     def grow_buffers(
         self, config: ModelConfig, weights: Weights, sizes: BufferSizes, old: Buffers | None, shared: "SharedBuffers"
     ) -> "tuple[Buffers, SharedBuffers]":
-        """Return the buffers with filled position tables, and what other sequences can share."""
+        """Return buffers of these sizes, grown out of `old`, with filled position tables, and the shared buffers.
+
+        The shared buffers are replaced by new ones if the longest sequence has grown, else they are those given.
+        """
         buffers = self.allocate_buffers(config, weights, sizes, old, shared)
         if sizes.n_positions > shared.n_positions:
             self.fill_position_tables(config, buffers, shared.n_positions)
@@ -458,7 +474,7 @@ class Architecture:
         return buffers, shared
 
     def copy_sequence(self, config: ModelConfig, weights: Weights, sizes: BufferSizes, source: Buffers, to: Buffers) -> None:
-        """Copy the per-sequence buffers, up to the number of positions in sizes."""
+        """Copy the per-sequence buffers from `source` to `to`, for the number of positions in `sizes`."""
         for name, spec in self.get_buffer_specs(config, weights, sizes).items():
             if spec.is_per_sequence:
                 region = (*map(slice, spec.shape),)
@@ -497,7 +513,10 @@ class Architecture:
     def make_shards(
         self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None
     ) -> dict[str, Shard]:
-        """Return the shards of each matrix: tensors with different block types keep their types; see `pack`."""
+        """Return all shards by name: a matrix out of tensors with different block types gets one for each run of equal types.
+
+        weight_format is as in `pack`.
+        """
         shards = {}
         for name, matrix in self.get_matrices(config).items():
             ts = [_get_tensor(tensors, *source) for source in matrix.tensors]
@@ -515,7 +534,7 @@ class Architecture:
         return shards
 
     def estimate_bytes(self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None) -> int:
-        """Return the bytes of the matrices that `pack` makes, or would make in another weight format; read none."""
+        """Return the bytes of the matrices that `pack` would make, without reading the tensors' data."""
         names = {shard: name for name, shard in self.make_shards(config, tensors, None).items()}  # a tied classifier counts once
         formats = {
             shard: (weight_format and _choose_matrix_format(name, weight_format)) or shard.weight_format
@@ -526,24 +545,24 @@ class Architecture:
     def _find_packable(
         self, config: ModelConfig, tensors: Mapping[str, Any], without: Collection[str] = ()
     ) -> list[PackedTensor]:
-        """Return the bf16 matrices that can be packed into 12 bits."""
+        """Return the distinct bf16 matrices that can be packed into 12 bits per weight, except those named in `without`."""
         shards = self.make_shards(config, tensors, PACKED_BF16).items()
         found = (shard.tensor for name, shard in shards if shard.weight_format is PACKED_BF16 and name not in without)
         return [*dict.fromkeys(found)]
 
     def is_bf16_packing_candidate(self, config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
-        """Return whether there are enough bf16 weights for a trial to find 12 bits faster."""
+        """Return whether a model has enough bf16 weights for a trial of packing them into 12 bits."""
         return sum(sum(matrix.rows) * matrix.n for matrix in self._find_packable(config, tensors)) >= MIN_MODEL_WEIGHTS
 
     def is_bf16_packing_faster(self, config: ModelConfig, tensors: Mapping[str, Any], n_threads: int) -> bool:
-        """Return whether 12 bits are faster on n_threads, by a trial on the first bf16 matrices of its layers."""
+        """Time the first bf16 matrices of the layers, and return whether 12 bits per weight are faster on n_threads threads."""
         matrices = self._find_packable(config, tensors, without=VOCAB_MATRICES)
         return is_packing_faster((_get_tensor(tensors, *source) for matrix in matrices for source in matrix.tensors), n_threads)
 
     def make_placeholder_weights(
         self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None
     ) -> Weights:
-        """Return weights like those of `pack`, without data: enough to make the program."""
+        """Return weights like those of `pack` with empty matrices and zero vectors: enough to make the program."""
         matrices = {
             name: Matrix(
                 own,
@@ -564,7 +583,7 @@ class Architecture:
         weight_format: WeightFormat | None = None,
         progress: Callable[[float], None] = ignore_progress,
     ) -> Weights:
-        """Pack tensors, in the shapes of `shapes`, into the layout that the kernels read.
+        """Return the model's weights: its tensors, in the shapes of `shapes`, packed into the layout that the kernels read.
 
         Args:
             config: Config of the model.
@@ -625,7 +644,7 @@ class Architecture:
 
 
 def _choose_matrix_format(name: str, weight_format: WeightFormat) -> WeightFormat | None:
-    """Return the format of a matrix in a model with this weight format. None: a router's own format is kept."""
+    """Return the format of the named matrix in a model with this weight format. None: it is a router, which keeps its own."""
     if name in VOCAB_MATRICES:
         return weight_format.embedding_format or weight_format
     if name.endswith(ROUTER_SUFFIXES):
@@ -634,13 +653,13 @@ def _choose_matrix_format(name: str, weight_format: WeightFormat) -> WeightForma
 
 
 def _find_runs(types: Sequence[str]) -> list[slice]:
-    """Return slices of consecutive equal types."""
+    """Split a sequence of types into runs of equal ones and return the slice of each run."""
     edges = [0, *(i for i in range(1, len(types)) if types[i] != types[i - 1]), len(types)]
     return [slice(*edge) for edge in itertools.pairwise(edges)]
 
 
 def _as_shard(matrix: Matrix, first: int, total: int) -> Matrix:
-    """Return a matrix as a shard; a whole one stays the same."""
+    """Return a matrix placed as a shard, from panel `first` of `total`; return it unchanged if `total` is 0."""
     return replace(matrix, first_panel=first, n_total_panels=total) if total else matrix
 
 
@@ -649,12 +668,12 @@ def _get_tensor(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any
 
 
 def _count_floats(n_panels: int, n: int, group: int, weight_format: WeightFormat) -> int:
-    """Return the 4-byte words of a matrix in a format; group: size of the groups that share scales in its tensor, or 0."""
+    """Return the size of a packed matrix in 4-byte words; group: number of weights that share a scale in its tensor, or 0."""
     return n_panels * math.prod(weight_format.get_panel_shape(n, weight_format.get_group_size(n, group)))
 
 
 def _count_fallback_floats(packed: PackedTensor, weight_format: WeightFormat) -> int:
-    """Return the words that the fallback of a format takes beyond its own."""
+    """Return how many more 4-byte words a matrix takes in the fallback of a weight format than in the format itself, or 0."""
     formats = (weight_format.fallback or weight_format, weight_format)
     fallback, own = (_count_floats(packed.n_panels, packed.n, 0, each) for each in formats)
     return max(fallback - own, 0)

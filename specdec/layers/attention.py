@@ -23,7 +23,7 @@ NORM = "rms_att"
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes by llama2.c's names, with biases, head norms and a gate if the config has them."""
+    """Return the shapes of an attention block's tensors, by llama2.c's names; norms, biases and a gate if the config has them."""
     dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_dim
     kv_shapes = dict.fromkeys(_get_kv_tensors(config), (kv_dim, dim))
     tensors = norm_shapes(config, NORM) | {"wq": (q_dim, dim)} | kv_shapes | {"wo": (dim, q_dim)}
@@ -41,12 +41,12 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def _get_kv_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Return the tensors that make keys and values; none if an earlier layer's are read (`AttentionConfig`)."""
+    """Return the names of the tensors that make keys and values; none if the layer reads those of another layer."""
     return () if not config.has_own_kv else ("wk", "wk_as_v" if config.attention.values_are_keys else "wv")
 
 
 def _find_head_norms(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """Return for each norm of queries and keys: its size, its first row in the matmul's output, and the number of norms."""
+    """Return (size, first row in the qkv matmul's output, number of norms) for each norm of queries and keys, by name."""
     base = count_panels(config.q_dim) * PANEL_ROWS
     sides = {"q_norm": (0, config.n_heads), "k_norm": (base, config.n_kv_heads)}
     own = {name: side for name, side in sides.items() if name == "q_norm" or config.has_own_kv}
@@ -56,14 +56,17 @@ def _find_head_norms(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += wo attention(rope(qkv rmsnorm(x)))."""
+    """Return the attention block's program in layer i: x += wo attention(rope(qkv rmsnorm(x)))."""
     return make_attention_program(config, weights, b, i, *prepare_input(config, weights, b, f"{i}.{NORM}"))
 
 
 def make_attention_program(
     config: ModelConfig, weights: Weights, b: Buffers, i: int, source: Float32, before: Sequence[Op]
 ) -> Program:
-    """Return the program of x += wo attention(rope(qkv source)); before: ops that make source (threads, T, ...)."""
+    """Return the program of x += wo attention(rope(qkv source)) in layer i, with an input given by the caller.
+
+    The program writes keys and values to the KV cache. before: Ops that compute source (threads, T, ...).
+    """
     w, v = weights.matrices, weights.vectors
     k_row, has_kv = count_panels(config.q_dim) * PANEL_ROWS, config.has_own_kv
     v_row = k_row + count_panels(config.kv_dim) * PANEL_ROWS
@@ -103,7 +106,10 @@ def make_attention_program(
 
 
 def attention(config: ModelConfig, b: Buffers, sinks: Float32 | None = None) -> Op:
-    """Return the op of heads = attention of each query head over the positions that it sees; sinks: see `AttentionArgs`."""
+    """Return the op of heads = softmax attention of each query head over the cached positions that a token sees.
+
+    sinks: Extra scores of the heads; see `AttentionArgs`.
+    """
     scale = np.float32(config.softmax_scale)
     sink_scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # they are scaled later
     scratch = b.scores, b.mixed, b.depths, b.paths, sink_scores
@@ -113,19 +119,22 @@ def attention(config: ModelConfig, b: Buffers, sinks: Float32 | None = None) -> 
 
 
 def get_panels_per_unit(config: ModelConfig) -> int:
-    """Return the panels of q, k, v and gates that a thread takes at a time, so that no head is split; all for odd sizes."""
+    """Return how many panels of the qkv matmul a thread takes at a time, so that no head is split; all if sizes do not fit."""
     unit = config.head_dim // math.gcd(config.head_dim, PANEL_ROWS)
     panels = [count_panels(rows) for rows in get_qkv_rows(config)]
     return unit if all(n % unit == 0 for n in panels) else sum(panels)
 
 
 def get_qkv_rows(config: ModelConfig) -> tuple[int, ...]:
-    """Return the rows of q, k and v, and of the gate if there is one."""
+    """Return the number of rows of each part of the qkv matmul: q, k and v, and the gate if there is one."""
     return (config.q_dim, *[config.kv_dim] * len(_get_kv_tensors(config)), *[config.q_dim][: config.attention.gate])
 
 
 def move_path(buffers: Buffers, path: Int64, n_tokens: int) -> None:
-    """Move a path of a tree: see `Architecture.move_path`."""
+    """Move the cached keys and values of a tree's path to the slots behind the first n_tokens, in all layers.
+
+    path: Indexes of the tree's nodes, from depth 0 on.
+    """
     for name in [name for name in vars(buffers) if name.startswith("keys")]:
         cache = (getattr(buffers, name.replace("keys", part)) for part in KV_BUFFERS)
         move_kv_slots(*cache, path, n_tokens)

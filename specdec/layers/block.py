@@ -19,13 +19,13 @@ from specdec.runtime.simd import Float32, ceil_div, round_up
 
 
 class Block(NamedTuple):
-    """Half a layer; its program adds a function of x to x.
+    """Half a layer, such as attention or an MLP; its program adds a function of the residual stream x to x.
 
     Attributes:
-        shapes: Shapes of one layer's tensors, norms among them.
+        shapes: Returns the shapes of the block's tensors in one layer, including its norms.
         fused: Tensors that are packed as one, or under another name.
-        program: Program of layer i.
-        buffers: What it works in, next to `block_buffers`.
+        program: Returns the block's program in layer i.
+        buffers: Returns the specs of buffers that the block needs next to `block_buffers`.
     """
 
     shapes: Callable[[ModelConfig], Shapes]
@@ -35,11 +35,11 @@ class Block(NamedTuple):
 
 
 def block_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers of attention layers, with "qkv" as the first matmul, and of MLPs.
+    """Return the specs of the buffers that attention layers and MLPs work in, by name.
 
     normed (threads, T, D padded).
     scratch (threads, T, words): activations in the form that a weight format needs.
-    scores (threads, MAX_TILE_TOKENS, S): of one head.
+    scores (threads, MAX_TILE_TOKENS, S): attention scores of one head.
     more_scratch (n, threads, T, words): scratch for further shards of a matrix.
     branch (1, T, D padded): output of a block before its norm, if there is one.
 
@@ -62,7 +62,10 @@ def block_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> 
 
 
 def group_layers(config: ModelConfig, *names: str) -> dict[str, list[int]]:
-    """Group layers with equal values of the named fields, by their buffers' suffix; the first group has none."""
+    """Return the layers' indexes in groups with equal values of the named config fields, by the suffix of their buffers' names.
+
+    The suffix of the first group is empty.
+    """
     if not config.layers:
         return {"": [*range(config.n_layers)]}
     groups = dict[tuple[object, ...], list[int]]()
@@ -73,12 +76,12 @@ def group_layers(config: ModelConfig, *names: str) -> dict[str, list[int]]:
 
 
 def has_kv_cache(config: ModelConfig, weights: Weights, i: int) -> bool:
-    """Return whether layer i is an attention layer with keys and values of its own."""
+    """Return whether layer i is an attention layer that caches keys and values of its own."""
     return config.layer_config(i).has_own_kv and f"{i}.qkv" in weights.matrices
 
 
 def kv_bytes_per_position(config: ModelConfig, kv: KVFormat) -> int:
-    """Return the bytes of a position's keys, values and scales in an attention layer."""
+    """Return the bytes that the keys, values and scales of one position take in one attention layer's KV cache."""
     n = config.head_dim + round_up(config.head_dim, PANEL_ROWS)
     return int(config.n_kv_heads * (n * np.dtype(kv.dtype).itemsize + 8 * kv.is_scaled))
 
@@ -86,7 +89,7 @@ def kv_bytes_per_position(config: ModelConfig, kv: KVFormat) -> int:
 def layer_group_buffers(
     config: ModelConfig, weights: Weights, sizes: BufferSizes, layers: Sequence[int], n_cached: int
 ) -> dict[str, BufferSpec]:
-    """Return the buffers of layers with the same sizes, n_cached of them with keys and values of their own.
+    """Return the specs of the buffers of layers with equal sizes; n_cached of the layers have their own keys and values.
 
     keys (L, G, S / R, K, R): panels of positions.
     values (L, G, ceil(K / R), S, R).
@@ -128,9 +131,9 @@ ROPE_TABLES = ("rope_cos", "rope_sin")
 
 
 def split_by_layer(config: ModelConfig, weights: Weights, b: Buffers) -> list[Buffers]:
-    """Return each layer's buffers under the names that its blocks use.
+    """Return one `Buffers` for each layer, with the layer's arrays under the names that its blocks use.
 
-    These are the buffers of its sizes, its RoPE tables, its mixer's state, and its KV cache or the one that it reads.
+    A layer's arrays are those of its size group, its RoPE tables, its mixer's state, and its KV cache or the one that it reads.
     """
     by_layer: list[dict[str, Float32]] = [{} for _ in range(config.n_layers)]
     size_groups, rope_groups = group_layers(config, *SIZE_FIELDS), group_layers(config, *ROPE_FIELDS)
@@ -157,21 +160,22 @@ def split_by_layer(config: ModelConfig, weights: Weights, b: Buffers) -> list[Bu
 
 
 def get_scratches(b: Buffers) -> list[Float32]:
-    """Return a scratch array for each shard of a matrix."""
+    """Return the scratch arrays in the buffers, enough for one per shard of any matrix."""
     return [b.scratch, *getattr(b, "more_scratch", ())]
 
 
 def norm_shapes(config: ModelConfig, name: str) -> Shapes:
-    """Return the shapes of the norms around a block; the one behind it has the suffix "_out"."""
+    """Return the shapes of the norms before and behind a block, by name; the norm behind the block has the suffix "_out"."""
     names = {"before": [name], "behind": [f"{name}_out"], "around": [name, f"{name}_out"]}[config.norm_placement]
     return dict.fromkeys(names, (config.dim,))
 
 
 def norm(config: ModelConfig, weights: Weights, b: Buffers, name: str, logits_only: bool = False) -> Op:
-    """Return the op of normed = rmsnorm(x), with the weights of this name.
+    """Return the op of normed = rmsnorm(x), with the norm weights of this name.
 
-    x is a family's residual stream divided by residual_scale, so that layers add what they compute. So eps is divided by its
-    square. With logits_only, the weights include logit_divisor.
+    x is a family's residual stream divided by residual_scale, so that layers add their output without a factor. So eps is
+    divided by the square of residual_scale. With logits_only, the op runs for the tokens with requested logits only, and the
+    weights are divided by logit_divisor.
     """
     weight = weights.vectors[name]
     if logits_only and config.logit_divisor != 1:
@@ -181,17 +185,17 @@ def norm(config: ModelConfig, weights: Weights, b: Buffers, name: str, logits_on
 
 
 def prepare_input(config: ModelConfig, weights: Weights, b: Buffers, name: str) -> tuple[Float32, list[Op]]:
-    """Return the input of a block, x or x normed by the norm of this name, and the ops that make it."""
+    """Return the buffer with a block's input, x or x normed by the norm of this name, and the ops that compute this input."""
     return (b.x, []) if config.norm_placement == "behind" else (b.normed, [norm(config, weights, b, name)])
 
 
 def add_residual(
     config: ModelConfig, weights: Weights, b: Buffers, matrix: Matrix, source: Float32, bias: str, name: str, factor: float = 1.0
 ) -> Program:
-    """Return the program of x += matrix source + bias.
+    """Return the program of x += matrix source + bias, a block's last step.
 
-    With a norm behind the block, the sum is normed before it is added, and x is multiplied by factor afterwards. A bias of that
-    name need not exist.
+    With a norm behind the block (`name`_out), the sum is normed before it is added, and x is multiplied by factor afterwards.
+    There may be no bias of the name `bias`; then none is added.
     """
     if config.norm_placement == "before":
         return [[matrix.matmul(b.x[0], source, b.scratch, accumulate=True), *make_bias_ops(weights, b.x[0], bias)]]
@@ -205,10 +209,13 @@ LAYER_SCALE = "layer_scale"
 
 
 def get_layer_scale(config: ModelConfig, weights: Weights, i: int, is_last: bool = True) -> float:
-    """Return the factor of the residual stream after a block of layer i, if it is the layer's last."""
+    """Return the factor that multiplies the residual stream after a block of layer i: 1 unless this block is the layer's last."""
     return float(weights.vectors[f"{i}.{LAYER_SCALE}"][0]) if config.layer_scale and is_last else 1.0
 
 
 def make_bias_ops(weights: Weights, out: Float32, name: str, unit: int = 1) -> list[Op]:
-    """Return the ops that add a bias to a matmul's output, with the matmul's unit; none if there is no bias."""
+    """Return a list with the op that adds the bias `name` to a matmul's output; empty if there is no such bias.
+
+    unit: The matmul's number of panels per step; see `Matrix.matmul`.
+    """
     return [add_bias(out, weights.vectors[name], unit)] if name in weights.vectors else []

@@ -17,10 +17,10 @@ from specdec.runtime.simd import round_up
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the tensors.
+    """Return the shapes of a delta net block's tensors in one layer, by name.
 
     delta_qkv, delta_z, delta_b, delta_a: projections. conv (kernel_size, channels). rate: factor of the decay's logarithm,
-    negative. dt: what is added to a. delta_norm: norm of heads.
+    negative. dt: bias of a. delta_norm: weights of the norm of heads.
     """
     d, dim = require_type(config.mixer, DeltaNetConfig), config.dim
     return norm_shapes(config, NORM) | {
@@ -31,7 +31,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers; those not listed are those of `DeltaNetArgs`, for each layer.
+    """Return the specs of the buffers of delta net blocks, by name; `DeltaNetArgs` describes those not listed here.
 
     projected (T, columns): output of the matmuls. inputs (L, N, channels): rings of the convolutions' inputs.
     mixed_values (1, T, values padded): output of the layers.
@@ -56,7 +56,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += out delta_net(conv(in rmsnorm(x)))."""
+    """Return the delta net block's program in layer i: x += out delta_net(conv(in rmsnorm(x)))."""
     d, w, v = require_type(config.mixer, DeltaNetConfig), weights.matrices, weights.vectors
     source, before = prepare_input(config, weights, b, f"{i}.{NORM}")
     matmul = weights.matmul(f"{i}.in", b.projected, source, get_scratches(b))

@@ -24,7 +24,10 @@ MAX_CODE = 127.0  # largest magnitude of a code
 
 @inlined
 def compute_scale(x, t, first, n):
-    """Return the value of code 1 and its inverse for n numbers of a row; NaN and 0 if one of them is not finite."""
+    """Return the q8 scale (the value of code 1) and its inverse for n numbers of row x[t], from column `first` on.
+
+    Both are 0 if all numbers are about 0; they are NaN and 0 if a number is not finite.
+    """
     largest = np.float32(0.0)
     for i in range(first, first + n):
         largest = max(largest, abs(x[t, i]))
@@ -37,7 +40,7 @@ def compute_scale(x, t, first, n):
 
 @inlined
 def encode_q8(x, factor):
-    """Return the nearest code, with ties away from 0."""
+    """Return x times factor, the inverse of the scale, rounded to the nearest int8 code; ties go away from 0."""
     if factor == np.float32(0.0):
         return np.int8(0)
     v = x * factor
@@ -46,7 +49,10 @@ def encode_q8(x, factor):
 
 @kernel
 def store_keys_q8(run: ForwardContext, thread: int, keys: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
-    """Store the heads that begin at row `base` of x in keys (G, S / R, K, R) from pos on: this chunk's whole heads."""
+    """Quantize a pass's keys, the columns of x from `base` on, into the cache `keys` (G, S / R, K, R) with their scales.
+
+    Tokens get the slots from pos on. A chunk stores whole heads: those that its share of the preceding matmul wrote.
+    """
     head_dim = keys.shape[2]
     first, last = get_chunk_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
     for row in range(first, last, head_dim):
@@ -63,7 +69,10 @@ def store_keys_q8(run: ForwardContext, thread: int, keys: Bytes4, scales: Floats
 def store_values_q8(
     run: ForwardContext, thread: int, values: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
 ) -> None:
-    """Store the heads that begin at row `base` of x in values (G, K / R, S, R) from pos on: this chunk's whole heads."""
+    """Quantize a pass's values, the columns of x from `base` on, into the cache `values` (G, K / R, S, R) with their scales.
+
+    Tokens get the slots from pos on. A chunk stores whole heads: those that its share of the preceding matmul wrote.
+    """
     first, last = get_chunk_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
     for row in range(first, last, head_dim):
         head = row // head_dim

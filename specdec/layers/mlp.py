@@ -10,7 +10,7 @@ NORM = "rms_ffn"
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes by llama2.c's names, with biases if the config has them."""
+    """Return the shapes of an MLP block's tensors, by llama2.c's names; with biases and a layer scale if the config has them."""
     dim, hidden = config.dim, config.hidden_dim
     biases = {"b1": (hidden,), "b3": (hidden,), "b2": (dim,)} if config.mlp_bias else {}
     scale = {LAYER_SCALE: (1,)} if config.layer_scale else {}
@@ -18,7 +18,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += w2 (act(w1 rmsnorm(x)) * w3 rmsnorm(x))."""
+    """Return the MLP block's program in layer i: x += w2 (act(w1 rmsnorm(x)) * w3 rmsnorm(x))."""
     w, (source, before) = weights.matrices, prepare_input(config, weights, b, f"{i}.{NORM}")
     gate = GATED_ACTIVATIONS[config.activation](b.hidden, b.up, 1)
     phase = [*before, w[f"{i}.up"].matmul(b.up, source, b.scratch, unit=2), *make_bias_ops(weights, b.up, f"{i}.b13", 2), gate]

@@ -24,17 +24,17 @@ from specdec.runtime.simd import Float32, round_up
 
 
 def get_experts_config(config: ModelConfig) -> ExpertsConfig:
-    """Return the config of the experts."""
+    """Return config.experts, which must be set."""
     return require_type(config.experts, ExpertsConfig)
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the tensors.
+    """Return the shapes of a mixture-of-experts block's tensors in one layer, by name.
 
     router (E, D); experts_w1, experts_w3 (E, F, D); experts_w2 (E, D, F).
     router_bias (E,): added to the scores that choose experts.
     router_b (E,), experts_b1, experts_b3 (E, F), experts_b2 (E, D): biases of the matmuls.
-    shared_w1, shared_w2, shared_w3, shared_gate (1, D): of the shared expert.
+    shared_w1, shared_w3 (S, D), shared_w2 (D, S), shared_gate (1, D): matrices of the shared expert.
     """
     e, dim = get_experts_config(config), config.dim
     tensors: Shapes = {"router": (e.n_experts, dim), "experts_w2": (e.n_experts, dim, e.hidden_dim)}
@@ -64,7 +64,7 @@ def make_scratch(weights: Weights, sizes: BufferSizes, matrix: str) -> BufferSpe
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers for the kernels in `moe_ops`; a pass has T k slots.
+    """Return the specs of a mixture-of-experts block's buffers, by name; a pass has T k slots (see `moe_ops`).
 
     router (T, E padded).
     router_probs (threads, E padded), slot_tokens, token_slots, slot_weights (threads, T k), starts (threads, E + 1): see
@@ -109,15 +109,17 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 def make_expert_ops(
     config: ModelConfig, weights: Weights, b: Buffers, i: int, source: Float32, before: list[Op]
 ) -> tuple[list[Op], list[Op], list[Op]]:
-    """Return the ops of three phases: router's matmul; routing and first matrices; second matrices and the sum by rank.
+    """Return the ops of the three phases of mixture of experts, as three lists.
+
+    Phases: the router's matmul; routing, then the experts' first matrices; their second matrices, then the weighted sum by rank.
 
     Args:
         config: Config of the layer.
         weights: Packed weights.
         b: Buffers of the layer.
-        i: Layer.
-        source: Input of the experts.
-        before: Ops that make source.
+        i: Index of the layer.
+        source: Buffer with the input of the experts.
+        before: Ops that compute source.
     """
     e, w, v, routed = get_experts_config(config), weights.matrices, weights.vectors, ExpertRouting(b.slot_tokens, b.starts)
     scoring = SIGMOID if e.is_sigmoid else SOFTMAX_OF_CHOSEN if e.norm_topk_prob else SOFTMAX_OF_ALL
@@ -151,7 +153,7 @@ def make_expert_ops(
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += the weighted sum over a token's experts of w2 swiglu(w13 rmsnorm(x)) + the shared expert."""
+    """Return the program of x += weighted sum of w2 swiglu(w13 rmsnorm(x)) over each token's experts + the shared expert."""
     e, w, (source, before) = get_experts_config(config), weights.matrices, prepare_input(config, weights, b, f"{i}.{NORM}")
     router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, source, before)
     if e.shared_hidden_dim:
@@ -184,17 +186,20 @@ PARALLEL_NORMS = (
 
 
 def parallel_shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of MLP and experts; router_scale (D,) scales the router's input, expert_scale (E,) the weights."""
+    """Return the shapes of the tensors of an MLP and experts in parallel, by name.
+
+    router_scale (D,): factors of the router's input. expert_scale (E,): factors of the experts' weights.
+    """
     e, dim = get_experts_config(config), config.dim
     scales = {"router_scale": (dim,), "expert_scale": (e.n_experts,)} | dict.fromkeys(PARALLEL_NORMS, (dim,))
     return MLP.shapes(config) | shapes(config) | scales
 
 
 def parallel_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers of the experts and of what runs in parallel.
+    """Return the specs of the buffers of an MLP and experts in parallel, by name, including `buffers`.
 
     routed, experts_input (threads, T, D padded): input of the router and of the experts.
-    experts_output (1, T, D padded).
+    experts_output (1, T, D padded): weighted sum of the experts.
     branch_sum (threads, T, D padded): sum of MLP and experts.
     mlp_scratch: like scratch.
     """
@@ -210,9 +215,9 @@ def parallel_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) 
 
 
 def parallel_program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))).
+    """Return the program of an MLP and experts in parallel: x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))).
 
-    The router's norm has weights of its own.
+    Each norm has its own weights, also the norm of the router's input.
     """
     w, v, dim, eps, gate = weights.matrices, weights.vectors, config.dim, config.norm_eps, GATED_ACTIVATIONS[config.activation]
     router_weight = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))

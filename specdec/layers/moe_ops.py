@@ -26,17 +26,18 @@ SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = range(3)
 
 
 class RoutingArgs(NamedTuple):
-    """Arguments of `route`.
+    """Arguments of the kernel `route`, which chooses the experts of each token.
 
     Attributes:
         scores: Output of the router's matmul (T, E padded).
-        bias: (E padded), added to the scores that choose experts, but not to weights.
+        bias: (E padded), numbers added to the scores that choose experts, but not to weights.
         probs: Scratch (threads, E padded).
         tokens: Output (threads, T k): token of each slot.
         starts: Output (threads, E + 1): first slot of each expert.
         slots: Output (threads, T k): slot of token t's expert of rank r, at t k + r.
-        weights: Output (threads, T k): weight of that slot.
-        scoring: One of the constants above.
+        weights: Output (threads, T k): weight of the expert of rank r for token t, at t k + r.
+        n_experts_used: Number of experts per token, k.
+        scoring: SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL or SIGMOID.
         norm_topk_prob: Divide sigmoids by their sum + eps.
         scale: Factor of all weights.
         expert_scales: Factor of each expert (E padded), or empty.
@@ -59,9 +60,10 @@ class RoutingArgs(NamedTuple):
 
 @jitable
 def select_experts(probs, row, n_experts, chosen, at, n_experts_used):
-    """Write the experts with the largest probs[row] to chosen, from `at` on, the largest first.
+    """Write the n_experts_used experts with the largest probs[row] to chosen[row], from `at` on, the largest first.
 
-    Of equal ones, the lower expert comes first. No expert is chosen twice, even with NaNs: a NaN is never larger.
+    Of experts with equal probabilities, the one with the lower index comes first. No expert is chosen twice, even with NaNs: a
+    NaN is never larger.
     """
     for rank in range(n_experts_used):
         best = -1
@@ -76,7 +78,10 @@ def select_experts(probs, row, n_experts, chosen, at, n_experts_used):
 
 @kernel
 def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
-    """Choose the experts of each token, with their weights and slots; see `RoutingArgs`."""
+    """Choose the experts of each token from the router's scores; write their weights and slots to the outputs of `RoutingArgs`.
+
+    A thread does this once per phase, for itself.
+    """
     if run.is_first_chunk == 0:
         return
     n_experts, n_experts_used, width = p.starts.shape[1] - 1, p.n_experts_used, p.scores.shape[1]
@@ -115,9 +120,11 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
 
 
 class ExpertSumArgs(NamedTuple):
-    """Arguments of `add_experts`: x (T, D padded), branch (slots, D padded) and the tables of `RoutingArgs`.
+    """Arguments of the kernel `add_experts`; slots, weights and starts are outputs of `route` (see `RoutingArgs`).
 
     Attributes:
+        x: Output (T, D padded).
+        branch: Output of the experts (slots, D padded).
         n_read: Output (1,): number of experts that the pass has read.
         accumulate: Add to x; else overwrite it.
     """
@@ -134,7 +141,7 @@ class ExpertSumArgs(NamedTuple):
 
 @jitable
 def count_used_experts(starts):
-    """Return the number of experts with a slot."""
+    """Return the number of experts that at least one token uses, given the first slot of each expert."""
     n = 0
     for expert in range(starts.size - 1):
         n += starts[expert + 1] > starts[expert]
@@ -143,7 +150,10 @@ def count_used_experts(starts):
 
 @jitable
 def assign_slots(p, thread, n):
-    """Replace the first n experts in slots[thread] by their slots, sorted by expert."""
+    """Sort the first n choices of experts in slots[thread] by expert, and replace each by its slot, its place in this order.
+
+    Fills starts[thread], the first slot of each expert, and tokens[thread], the token of each slot.
+    """
     starts, slots, tokens = p.starts[thread], p.slots[thread], p.tokens[thread]
     n_experts = starts.size - 1
     starts[:] = 0
@@ -162,7 +172,10 @@ def assign_slots(p, thread, n):
 
 @kernel
 def add_experts(run: ForwardContext, thread: int, p: ExpertSumArgs) -> None:
-    """Compute x[t] (+)= the sum of weight * branch[slot] over the token's experts, by rank."""
+    """Compute x[t] (+)= the sum of weight * branch[slot] over the token's experts, by rank, in this chunk's columns.
+
+    The first chunk also writes the number of experts that the pass has read to n_read.
+    """
     x, branch, slots, weights, n_experts_used = p.x, p.branch, p.slots, p.weights, p.n_experts_used
     if run.chunk == 0:
         p.n_read[0] = count_used_experts(p.starts[thread])

@@ -1,7 +1,7 @@
 """Per-layer inputs: what each layer reads of a token next to the residual stream (Gemma 3n and 4: Gemma Team 2025, 2026).
 
-They are a row of a table, which stays in its file, plus a matmul of the embedding, for all layers at once. Each layer gates its
-share by a matmul of x.
+A token's per-layer inputs are a row of a table, which stays in its file, plus a matmul of the token's embedding, for all layers
+at once. Each layer multiplies its share by a gate, the GELU of a matmul of x.
 
 Shapes: T tokens of this pass, L layers, D dim, P numbers per layer.
 """
@@ -24,29 +24,32 @@ NORM, GATE, PROJECTION, TOKEN_TABLE = "inputs", "inputs_gate", "inputs_back", "i
 
 
 def get_inputs_config(config: ModelConfig) -> PerLayerInputsConfig:
-    """Return the config of the per-layer inputs."""
+    """Return config.per_layer_inputs, which must be set."""
     return require_type(config.per_layer_inputs, PerLayerInputsConfig)
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of one layer: the gate (P, D), the projection back (D, P), and the norm behind it."""
+    """Return the shapes of one layer's tensors: the gate (P, D), the projection back (D, P), and the norm behind it (D,)."""
     n, dim = get_inputs_config(config).dim, config.dim
     return {GATE: (n, dim), PROJECTION: (dim, n), "inputs_norm": (dim,)}
 
 
 def global_shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of all layers: the table (rows, L P), the matrix (L P, D), and the norm of each layer's share (P,)."""
+    """Return the shapes of the tensors that all layers share.
+
+    They are the table (rows, L P), the embedding's matrix (L P, D), and the norm (P,) of each layer's share of its output.
+    """
     n, n_rows = get_inputs_config(config).dim, get_inputs_config(config).vocab_size
     width = config.n_layers * n
     return {TOKEN_TABLE: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers.
+    """Return the specs of the buffers of per-layer inputs, by name.
 
     input_rows (T, L P): rows of the table.
     layer_inputs (T, L P padded): output of the embedding's matmul, then the layers' inputs.
-    input_gates (T, P padded), gated_inputs (1, T, P padded): of a layer.
+    input_gates (T, P padded), gated_inputs (1, T, P padded): gates and gated inputs of one layer.
     """
     n, width = round_up(get_inputs_config(config).dim, PANEL_ROWS), config.n_layers * get_inputs_config(config).dim
     return {
@@ -58,7 +61,10 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-    """Return the program of inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2); each layer's share has its own norm."""
+    """Return the program of inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2), for all layers at once.
+
+    The norm is taken over each layer's share separately.
+    """
     n, eps = get_inputs_config(config).dim, config.norm_eps * config.dim  # eps of the norm, because x is not divided by sqrt(D)
     unit = n // math.gcd(n, PANEL_ROWS)
     n_panels = count_panels(config.n_layers * n)
@@ -74,7 +80,7 @@ def embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Prog
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x = factor (x + norm(back (gelu(gate x) * inputs)))."""
+    """Return the block's program in layer i: x = factor (x + norm(back (gelu(gate x) * inputs)))."""
     w, n = weights.matrices, get_inputs_config(config).dim
     gate = gate_per_layer_inputs(b.gated_inputs, b.input_gates, b.layer_inputs, i * n, n)
     phase = [w[f"{i}.{GATE}"].matmul(b.input_gates, b.x, b.scratch), gate]

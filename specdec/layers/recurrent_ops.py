@@ -31,16 +31,16 @@ NO_BIAS: Float32 = np.zeros(0, np.float32)
 
 
 def make_ring_buffer(n_layers: int, width: int, n_channels: int) -> BufferSpec:
-    """Return the ring buffer (L, N, channels padded) of convolution inputs; width: kernel size."""
+    """Return the spec of a ring buffer (L, N, n_channels) for the inputs of n_layers convolutions of kernel size `width`."""
     return BufferSpec((n_layers, MAX_BATCH_TOKENS + width - 1, n_channels), scope="sequence")
 
 
 @inlined
 def convolve_position(inputs, weight, bias, position, k):
-    """Return bias + sum_j weight[j] inputs[position - width + 1 + j], for the channels from k on.
+    """Return a convolution's output, bias + sum_j weight[j] inputs[position - width + 1 + j], for channels from k on.
 
-    It is one chain of multiply-adds, from the oldest input on. inputs (N, channels) is a ring; weight (width, channels); bias
-    (channels), or empty. Inputs before the sequence are zero.
+    The sum is one chain of multiply-adds, from the oldest input on. inputs (N, channels) is a ring; weight (width,
+    channels); bias (channels), or empty. Inputs before the sequence are zero.
     """
     width = weight.shape[0]
     acc = load(bias, k) if bias.size > 0 else splat(0.0)
@@ -51,9 +51,10 @@ def convolve_position(inputs, weight, bias, position, k):
 
 
 class ConvolutionArgs(NamedTuple):
-    """Arguments of `convolve`.
+    """Arguments of the kernel `convolve`.
 
-    Channels begin at row `base` of x (T, rows), a matmul's output with this unit; the others are those of `convolve_position`.
+    Channels begin at column `base` of x (T, rows), the output of a matmul with this unit (`Matrix.matmul`). inputs, weight and
+    bias are as in `convolve_position`.
     """
 
     x: Floats2
@@ -66,7 +67,10 @@ class ConvolutionArgs(NamedTuple):
 
 @kernel
 def convolve(run: ForwardContext, thread: int, p: ConvolutionArgs) -> None:
-    """Compute x[t] = silu(conv x)[t], channel by channel: this chunk's rows of the matmul."""
+    """Compute x[t] = silu(conv x)[t] in place, for the channels that this chunk's share of the preceding matmul wrote.
+
+    The convolution's inputs are stored in the ring `inputs`.
+    """
     x, unit, base, inputs, weight, bias = p
     n_channels = weight.shape[1]
     first, last = get_chunk_rows(run, x.shape[1], unit, base, n_channels)
@@ -81,7 +85,10 @@ def convolve(run: ForwardContext, thread: int, p: ConvolutionArgs) -> None:
 
 
 class GatedConvolutionArgs(NamedTuple):
-    """Arguments of `gated_convolution`: out (1, T, channels); x (T, 3 channels) holds panels of b, c and x, interleaved."""
+    """Arguments of the kernel `gated_convolution`.
+
+    out (1, T, channels); x (T, 3 channels) holds panels of b, c and x, interleaved. The others are as in `convolve_position`.
+    """
 
     out: Floats3
     x: Floats2
@@ -92,7 +99,10 @@ class GatedConvolutionArgs(NamedTuple):
 
 @kernel
 def gated_convolution(run: ForwardContext, thread: int, p: GatedConvolutionArgs) -> None:
-    """Compute out[t] = c[t] * conv(b x)[t], channel by channel: this chunk's panels of the matmul, with unit 3."""
+    """Compute out[t] = c[t] * conv(b x)[t], for the channels that this chunk's share of the preceding matmul wrote.
+
+    The matmul has unit 3. The convolution's inputs b x are stored in the ring `inputs`.
+    """
     out, x, inputs, weight, bias = p
     n_channels = weight.shape[1]
     first, last = get_chunk_range(n_channels // PANEL_ROWS, run.chunk, run.n_chunks)
@@ -113,46 +123,48 @@ def gated_convolution(run: ForwardContext, thread: int, p: GatedConvolutionArgs)
 
 @jitable
 def exp_scalar(x):
-    """Return e^x of a float32."""
+    """Return e^x of a float32 scalar, with the same bits as the vector function `exp`."""
     return extract_lane(exp(splat(x)), 0)
 
 
 @compiled
 def fill_decay_rates(rates, logarithms):
-    """Compute rates = -e^logarithms, in float32."""
+    """Write rates[i] = -e^logarithms[i], the decay rates of a delta net, in float32."""
     for i in range(rates.size):
         rates[i] = -exp_scalar(logarithms[i])
 
 
 @jitable
 def sigmoid_scalar(x):
-    """Return 1 / (1 + e^-x) of a float32."""
+    """Return the sigmoid 1 / (1 + e^-x) of a float32 scalar."""
     return extract_lane(sigmoid(splat(x)), 0)
 
 
 @jitable
 def softplus_scalar(x):
-    """Return log(1 + e^x) of a float32, as max(x, 0) + log(1 + e^-|x|)."""
+    """Return the softplus log(1 + e^x) of a float32 scalar, computed as max(x, 0) + log(1 + e^-|x|)."""
     if not abs(x) < np.inf:
         return max(x, np.float32(0.0)) if x == x else x
     return max(x, np.float32(0.0)) + np.float32(log(1.0 + np.float64(exp_scalar(-abs(x)))))
 
 
 class DeltaNetArgs(NamedTuple):
-    """Arguments of `delta_net`.
+    """Arguments of the kernel `delta_net`.
 
     Attributes:
-        out: (1, T, H C or more).
+        out: Output (1, T, H C or more).
         x: (T, columns): queries, keys and values, then in panels of their own gates, betas and decays.
-        states: (2, H C / R, K, R): panels of the base's state and of the tip's.
-        lengths: (H, 2): tokens in these states.
+        states: (2, H C / R, K, R): panels of the base's state and of the tip's state.
+        lengths: (H, 2): number of tokens in each head's base and tip.
         keys, deltas, decays: Rings (H, N, K), (H, N, C) and (H, N).
         scratch: (threads, T, words): a head's queries, keys and outputs.
         draft_state: (threads, K, R): panel of a state after draft tokens.
-        rates: Decay rates (H padded), then what is added to decays (H padded).
-        weight: (C): of the norm of heads.
+        rates: Decay rates (H padded), then biases of the decays (H padded).
+        weight: (C): weights of the norm of heads.
+        eps: Eps of this norm.
         head_dim: C without padding.
-        n_key_heads: Each serves several value heads: consecutive ones, or tiled_heads.
+        n_key_heads: Number of key heads; each serves several value heads.
+        tiled_heads: Value head h uses key head h % n_key_heads; else consecutive value heads share one.
     """
 
     out: Floats3
@@ -174,7 +186,7 @@ class DeltaNetArgs(NamedTuple):
 
 @jitable
 def normalize_rows(scratch, thread, t, to, x, column, n, scale):
-    """Compute scratch[t, to:] = scale x[t, column:] / |x[t, column:]|, n numbers."""
+    """Compute scratch[thread, t, to : to + n] = scale y / |y| of the n numbers y = x[t, column : column + n]."""
     at, start = (thread * scratch.shape[1] + t) * scratch.shape[2] + to, t * x.shape[1] + column
     whole, total = n // LANES * LANES, sum_squares(x, start, n)
     factor = scale / sqrt(total + np.float32(L2_NORM_EPS)) + np.float32(0.0) * total  # not finite if the squares are not
@@ -186,7 +198,10 @@ def normalize_rows(scratch, thread, t, to, x, column, n, scale):
 
 @jitable
 def replay(states, to, start, p, head, panel, first, last):
-    """Compute the state (K, R) at `to`: that at `start`, updated by positions first to last, four rows at a time."""
+    """Write to `to` the state panel (K, R) at `start`, updated by the ring's positions first to last - 1; it may be in place.
+
+    Four rows are updated at a time.
+    """
     n_keys, width, begin, n = p.keys.shape[2], p.deltas.shape[2], first % RING_SLOTS, last - first
     n_until_wrap = min(n, RING_SLOTS - begin)  # positions before the ring's end
     row, first_key, first_decay = head * RING_SLOTS * width + panel * PANEL_ROWS, head * RING_SLOTS * n_keys, head * RING_SLOTS
@@ -229,7 +244,13 @@ def replay(states, to, start, p, head, panel, first, last):
 
 
 class TokenStep(NamedTuple):
-    """A token of the pass in a head: its index, the ring slot of its position, and its beta, the factor of its delta."""
+    """A token of the pass in one head of a delta net, for a thread.
+
+    Attributes:
+        t: Index of the token in the pass.
+        slot: Slot of the token's position in the rings.
+        beta: Factor of the token's delta.
+    """
 
     thread: int
     t: int
@@ -240,7 +261,7 @@ class TokenStep(NamedTuple):
 
 @inlined
 def recall_values(before, at, p, token):
-    """Return the values (R) that the decayed state (K, R) at `at` has for the token's key, in two vectors."""
+    """Return the product of the decayed state panel (K, R) at `at` and the token's key, R numbers in two vectors."""
     n_keys = p.keys.shape[2]
     decay, keys = (
         splat(load_item(p.decays, token.head * RING_SLOTS + token.slot)),
@@ -260,7 +281,10 @@ def recall_values(before, at, p, token):
 
 @inlined
 def update_state_row(after, to, before, at, decay, key, left, right):
-    """Update one row of the state as `update_state` does and return it."""
+    """Write one row of the new state, decay * old row + key * delta, to `after`, and return the row as two vectors.
+
+    left, right: The two halves of the delta.
+    """
     s = fma(key, left, mul(load(before, at), decay))
     u = fma(key, right, mul(load(before, at + LANES), decay))
     store(after, to, s)
@@ -270,7 +294,9 @@ def update_state_row(after, to, before, at, decay, key, left, right):
 
 @inlined
 def update_state(after, to, before, at, p, token, left, right):
-    """Compute the state at `to` = decay * that at `at` + key delta'; return its values for the query.
+    """Write the state panel decay * (panel at `at`) + key delta' to `to`; return its product with the token's query.
+
+    left, right: The two halves of the delta; the product is two vectors, too.
 
     The decay is applied again, which costs less than storing the decayed state.
     """
@@ -297,7 +323,10 @@ def update_state(after, to, before, at, p, token, left, right):
 
 @jitable  # its helpers are inlined: a call copies a whole record of arrays, which took half of the time
 def step(after, to, before, at, p, token, panel):
-    """Process one token, from state (K, R) at `at` to `to`: S = g S; d = (v - S' k) beta; S = S + k d'; y = S' q."""
+    """Update a state panel S by one token and write its output y: S = g S; d = (v - S' k) beta; S = S + k d'; y = S' q.
+
+    The old panel (K, R) lies in `before` at `at`, the new one in `after` at `to`. d goes to the ring of deltas, y to scratch.
+    """
     width, beta, minus = p.deltas.shape[2], splat(token.beta), splat(-1.0)
     left, right = recall_values(before, at, p, token)
     value_at = token.t * p.x.shape[1] + 2 * p.n_key_heads * p.keys.shape[2] + token.head * p.head_dim + panel * PANEL_ROWS
@@ -313,7 +342,10 @@ def step(after, to, before, at, p, token, panel):
 
 @jitable
 def gated_norm(run, thread, p, head, column):
-    """Compute out[t] = weight * y[t] / sqrt(mean(y[t]^2) + eps) * silu(x[t, column:]) of a head, for all tokens."""
+    """Compute out[t] = weight * y[t] / sqrt(mean(y[t]^2) + eps) * silu(x[t, column:]) of one head, for all tokens.
+
+    y is the head's output in scratch, which is overwritten.
+    """
     width, n = p.deltas.shape[2], p.head_dim
     for t in range(run.n_tokens):
         at = (thread * p.scratch.shape[1] + t) * p.scratch.shape[2] + p.scratch.shape[2] - width
@@ -328,9 +360,9 @@ def gated_norm(run, thread, p, head, column):
 
 @jitable
 def advance_states(run, p, head):
-    """Set the tip's state of a head to the tokens before the pass; advance the base where the ring ends.
+    """Update a head's tip to the state of all tokens before the pass, and return the new length of the head's base.
 
-    Returns the new length of the base.
+    The base advances, too, if the pass would overwrite updates in the ring that the base needs. At position 0 both are zeroed.
     """
     n_panels, panel_items = p.deltas.shape[2] // PANEL_ROWS, p.keys.shape[2] * PANEL_ROWS
     base, tip, end = p.lengths[head, BASE], p.lengths[head, TIP], run.pos + run.n_tokens
@@ -353,7 +385,7 @@ def advance_states(run, p, head):
 
 @jitable
 def prepare_inputs(run, thread, p, head, decay_column):
-    """Write a head's normed queries and keys, and its decays, to where `step` reads them."""
+    """Compute a head's normed queries and keys and its decays for all tokens; write them to scratch and rings for `step`."""
     n_keys, padded = p.keys.shape[2], p.rates.size // 2
     key_head = head % p.n_key_heads if p.tiled_heads else head // (p.lengths.shape[0] // p.n_key_heads)
     for t in range(run.n_tokens):

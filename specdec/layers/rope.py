@@ -20,7 +20,7 @@ DECIMAL_CONTEXT = Context(prec=40)
 
 
 def compute_positions_per_radian(config: ModelConfig) -> Float64:
-    """Return how many positions each pair takes to rotate by one radian: theta^(2i/n), scaled by the config."""
+    """Return how many positions each pair of rows takes to rotate by one radian: theta^(2i/n), with RoPE scaling applied."""
     with localcontext(DECIMAL_CONTEXT):
         theta, pairs = Decimal(config.rope.theta), range(0, config.rotary_dim, 2)
         positions = np.array([float(theta ** (Decimal(row) / config.rotary_dim)) for row in pairs])
@@ -36,14 +36,14 @@ def compute_positions_per_radian(config: ModelConfig) -> Float64:
 
 
 def _compute_llama3_ramp(scaling: Llama3RopeScaling, positions: Float64) -> Float64:
-    """Return the unscaled part of each pair's angle (Llama 3.1, Dubey et al. 2024, arXiv:2407.21783), as in transformers."""
+    """Return the unscaled share, 0 to 1, of each pair's angle (Llama 3.1: arXiv:2407.21783), as in transformers."""
     rotations = scaling.original_seq_len / (2 * math.pi * positions)
     ramp: Float64 = np.clip((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
     return ramp
 
 
 def _compute_yarn_ramp(scaling: YarnRopeScaling, config: ModelConfig) -> Float64:
-    """Return the unscaled part of each pair's angle (YaRN), as in transformers' modeling_rope_utils."""
+    """Return the unscaled share, 0 to 1, of each pair's angle (YaRN), as in transformers' modeling_rope_utils."""
     with localcontext(DECIMAL_CONTEXT):
         theta = Decimal(config.rope.theta).ln()
         first, last = (
@@ -62,24 +62,24 @@ def _compute_yarn_ramp(scaling: YarnRopeScaling, config: ModelConfig) -> Float64
 
 
 def get_yarn_attention_factor(factor: float, share: float = 1.0) -> float:
-    """Return the factor of rotated rows for a context extended by `factor` (YaRN, arXiv:2309.00071, 3.4).
+    """Return YaRN's factor of the rotated rows, 1 + share ln(factor) / 10, for a context that is `factor` times as long.
 
-    share scales what the factor exceeds 1 by.
+    Source: arXiv:2309.00071, section 3.4. For a factor of 1 or less the result is 1.
     """
     with localcontext(DECIMAL_CONTEXT):
         return float(Decimal(share) * Decimal(factor).ln() / 10 + 1) if factor > 1 else 1.0
 
 
 def get_longrope_attention_factor(factor: float, original: int) -> float:
-    """Return the factor of rotated rows for a context of `original` positions extended by `factor` (arXiv:2402.13753)."""
+    """Return LongRoPE's factor of the rotated rows for a context of `factor` times `original` positions (arXiv:2402.13753)."""
     with localcontext(DECIMAL_CONTEXT):
         return float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt()) if factor > 1 else 1.0
 
 
 def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0) -> None:
-    """Fill cos and signed sin (S, K + LANES) from position start on.
+    """Fill the RoPE tables cos and signed sin (S, K + LANES) in place, from position start on.
 
-    They are periodic in K, because a vector may begin at any row of a head.
+    The tables are periodic in K, because a vector may begin at any row of a head.
     """
     fill_rope_tables(cos, sin, compute_positions_per_radian(config), start, config.head_dim, config.rope.attention_factor)
 
@@ -87,14 +87,14 @@ def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0
 def fill_query_cos_sin(
     config: ModelConfig, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int
 ) -> None:
-    """Fill the tables of queries: those of keys, scaled by position."""
+    """Fill the RoPE tables of queries from position start on: the tables of keys, cos and sin, times a factor of the position."""
     scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in range(start, len(cos))]
     column = np.array(scales, np.float32)[:, None]
     query_cos[start:], query_sin[start:] = cos[start:] * column, sin[start:] * column
 
 
 def compute_depths(parents: Sequence[int]) -> list[int]:
-    """Return the depths of a tree's nodes, 1 for those without a parent (-1)."""
+    """Return the depth of each node of a token tree, given the nodes' parents; a node without a parent (-1) has depth 1."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -102,7 +102,7 @@ def compute_depths(parents: Sequence[int]) -> list[int]:
 
 
 def compute_lengths(tokens: list[int], nodes: list[TreeNode], n_logits: int) -> list[int]:
-    """Return the lengths of the sequences that end at the last n_logits of tokens and nodes."""
+    """Return the sequence length at each of the last n_logits of tokens and tree nodes, counting the token or node itself."""
     n, n_node_logits = len(tokens), min(n_logits, len(nodes))
     node_depths = compute_depths([parent for _, parent in nodes])[len(nodes) - n_node_logits :]
     return [*range(n - n_logits + n_node_logits + 1, n + 1), *(n + depth for depth in node_depths)]

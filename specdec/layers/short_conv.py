@@ -17,7 +17,7 @@ PROJECTIONS = ("conv_b", "conv_c", "conv_x")  # matmuls; the convolution's input
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the matmuls around a convolution, and of its weights."""
+    """Return the shapes of a short convolution block's tensors, by name: matmuls, convolution weights, a norm and any biases."""
     conv, dim = require_type(config.mixer, ShortConvConfig), config.dim
     tensors: Shapes = {"conv": (conv.kernel_size, dim)}
     tensors |= dict.fromkeys((*PROJECTIONS, "conv_out"), (dim, dim))
@@ -25,7 +25,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers.
+    """Return the specs of the buffers of short convolution blocks, by name.
 
     projected (T, 3 D padded): output of the matmuls.
     inputs (L, N, D padded): a ring of each layer's inputs (`make_ring_buffer`).
@@ -42,7 +42,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += out (c * conv(b * x)), where b, c, x = in rmsnorm(x)."""
+    """Return the block's program in layer i: x += out (c * conv(b * y)), where b, c, y = in rmsnorm(x)."""
     w, v, (source, before) = weights.matrices, weights.vectors, prepare_input(config, weights, b, f"{i}.{NORM}")
     bias = v.get(f"{i}.conv_bias", NO_BIAS)
     phase = [

@@ -13,9 +13,10 @@ from specdec.loaders.unsupported_formats import reject_unsupported_formats
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Load a model or a draft head from a Hugging Face folder, a GGUF file or a llama2.c file.
+    """Open a model or a draft head from a Hugging Face folder, a GGUF file or a llama2.c file as a `Checkpoint`.
 
-    A GGUF file is recognized whatever its name is. A llama2.c file holds a model, not a head.
+    Weights are read later, when a tensor of the checkpoint is indexed. A GGUF file is recognized by its first bytes, whatever its
+    name is. A llama2.c file holds a model, not a head.
 
     Raises:
         CheckpointError: The path holds no complete and consistent model.
@@ -34,12 +35,20 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def is_head_folder(folder: Path) -> bool:
-    """Return whether a folder's config.json is that of a draft head. Raises CheckpointError if it is damaged."""
+    """Return whether a folder's config.json describes a draft head; False without a config.json.
+
+    Raises:
+        CheckpointError: The config.json cannot be read or is damaged.
+    """
     return head_folder.detect_head(folder) is not None
 
 
 def is_llama2c_file(path: Path) -> bool:
-    """Return whether `load_checkpoint` reads a path as a llama2.c file. Raises CheckpointError."""
+    """Return whether a path is neither a folder nor a GGUF file, so that `load_checkpoint` can only read it as a llama2.c file.
+
+    Raises:
+        CheckpointError: The path cannot be read.
+    """
     return not _is_folder(path) and not gguf_checkpoint.is_gguf(path)
 
 

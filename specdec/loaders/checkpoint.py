@@ -28,13 +28,13 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as it lies in its files; the numbers of a tensor are read when they are indexed.
+    """An opened model or draft head: config, tokenizer data, and tensors that are read from the files when they are indexed.
 
     Attributes:
         path: The file or folder.
         config: The model's config.
         tensors: Tensors by the names and in the shapes of the config's architecture.
-        eos_tokens: Names of the token ids that end a sequence, where the files give them.
+        eos_tokens: Names by id of the tokens that end a sequence, where the files give the ids.
         bos_token_id: Id of the BOS token, where the files give it.
         vocabulary: Keys of the tokenizer that lies in the same file; empty if none does.
         chat_template: Chat template of the same file, if it has one.
@@ -67,12 +67,12 @@ SAMPLING_RANGES = {  # lowest and highest accepted value
 
 
 def parse_default_sampling(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
-    """Return the recommended sampling parameters of a config; values that are not numbers or out of range are left out.
+    """Return the sampling parameters that a model's file recommends, as a dict from parameter name to number.
 
-    They are hints only: no output depends on those that are left out.
+    Values that are not numbers or out of range are left out without an error, because the parameters are hints only.
 
     Args:
-        values: Keys of the file.
+        values: Values of the file by key.
         names: For each parameter of `sampling.Sampling`, its key in the file.
     """
     found = ((name, values.get(key)) for name, key in names.items())
@@ -86,9 +86,10 @@ def parse_default_sampling(values: Mapping[str, Any], names: Mapping[str, str]) 
 
 
 class ModelFile:
-    """A file that is read in chunks.
+    """A file of a model, to read ranges of bytes from, with a check that it stays the same file while it is in use.
 
-    It is not memory-mapped: truncating a mapped file kills every process that reads the mapping.
+    Raises CheckpointError if it cannot be read. It is not memory-mapped: truncating a mapped file kills every process that reads
+    the mapping.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,11 +99,25 @@ class ModelFile:
             self.size = path.stat().st_size
 
     def read(self, start: int, n_bytes: int) -> Bytes:
-        """Return n_bytes of the file from `start` on. Raises CheckpointError if the file has changed since it was opened."""
+        """Read n_bytes of the file from byte `start` on, and return them as a vector.
+
+        Raises:
+            CheckpointError: The file cannot be read, or has changed since this object was created.
+        """
         return self.read_strided(start, 1, n_bytes, n_bytes).reshape(-1)
 
     def read_strided(self, start: int, n: int, n_bytes: int, stride: int) -> Bytes:
-        """Return n runs of n_bytes, one every `stride` bytes, as (n, n_bytes). Raises CheckpointError like `read`."""
+        """Read n runs of n_bytes of the file, and return them as (n, n_bytes).
+
+        Args:
+            start: Byte at which the first run begins.
+            n: Number of runs.
+            n_bytes: Bytes of a run.
+            stride: Bytes from the start of a run to the start of the next.
+
+        Raises:
+            CheckpointError: As in `read`.
+        """
         runs = np.empty((n, n_bytes), np.uint8)
         with wrap_read_errors(self.path, CheckpointError), self.path.open("rb", buffering=0) as file:
             chunks = runs.reshape(1, -1) if n_bytes == stride else runs
@@ -114,7 +129,7 @@ class ModelFile:
 
 
 def _fill_buffer(file: FileIO, start: int, data: Bytes) -> bool:
-    """Read bytes of a file into data; return whether the file has that many."""
+    """Fill a buffer with the bytes of a file from byte `start` on; return False if the file ends before the buffer is full."""
     file.seek(start)
     done = 0
     while done < data.size and (n := file.readinto(data.data[done : done + READ_CHUNK_BYTES])):
@@ -128,9 +143,9 @@ def _get_identity(stat: os.stat_result) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A float tensor in a file; [i] is a view of one layer, [first:last] reads rows (or numbers of a vector) as an array.
+    """A tensor of floats or raw bytes in a file, read on demand: [first:last] reads rows, or numbers of a vector, as an array.
 
-    Reading raises CheckpointError for numbers that are not finite.
+    [i] is a view of one layer and reads nothing. Reading raises CheckpointError for numbers that are not finite.
 
     Attributes:
         file: The file.
@@ -150,7 +165,7 @@ class FileTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Number of bytes of one row of the tensor in the file."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -162,15 +177,17 @@ class FileTensor:
         return self.check_finite(data.view(self.dtype).reshape(-1, *inner))
 
     def slice_rows(self, first: int, last: int) -> "FileTensor":
-        """Return a view of some rows, without reading them."""
+        """Return a view of rows first to last - 1, without reading them."""
         return replace(self, shape=(last - first, *self.shape[1:]), start=self.start + first * self.row_bytes)
 
     def flatten_matrices(self) -> "FileTensor":
-        """Return a view as one matrix, with all matrices stacked along the rows."""
+        """Return a view of the tensor as one matrix, with its matrices stacked along the rows, without reading anything."""
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
     def reorder_heads(self, head_dim: int, rotary_dim: int, head_interleave: tuple[int, int] = (0, 1)) -> "DerivedTensor":
-        """Reorder the first rotary_dim rows of each head: i and i + rotary_dim / 2 become 2i and 2i + 1, the pairs of our RoPE.
+        """Return a tensor with the rows of each attention head in the order of our RoPE, which rotates pairs of adjacent rows.
+
+        Of the first rotary_dim rows of a head, i and i + rotary_dim / 2 become 2i and 2i + 1. Nothing is read yet.
 
         Args:
             head_dim: Rows of a head.
@@ -189,7 +206,10 @@ class FileTensor:
         return DerivedTensor(self, (self.shape[0] // n_interleaved, *inner), self.dtype, read_rows)
 
     def select_rows(self, indices: Int64) -> "DerivedTensor":
-        """Return a tensor of the rows with these indices, in this order; runs of adjacent rows are read at once."""
+        """Return a tensor of the rows with the given indices, in the order of the indices, without reading them.
+
+        Runs of adjacent rows are read at once later.
+        """
 
         def read_rows(first: int, last: int) -> npt.NDArray[Any]:
             selected = indices[first:last]
@@ -200,13 +220,21 @@ class FileTensor:
         return DerivedTensor(self, (len(indices), *self.shape[1:]), self.dtype, read_rows)
 
     def read_columns(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Read columns of a matrix (n, columns) as (n, last - first)."""
+        """Read columns first to last - 1 of this matrix (n, columns) as an array (n, last - first).
+
+        Raises:
+            CheckpointError: The file has changed, or a number is NaN or infinite.
+        """
         size = self.dtype.itemsize
         data = self.file.read_strided(self.start + first * size, self.shape[0], (last - first) * size, self.row_bytes)
         return self.check_finite(data.view(self.dtype))
 
     def check_finite(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the numbers. Raises CheckpointError if one is NaN or infinite."""
+        """Check that numbers read from this tensor are finite, and return them unchanged; raw bytes are not checked.
+
+        Raises:
+            CheckpointError: A number is NaN or infinite.
+        """
         if self.dtype != BYTE and not all_finite(numbers):
             raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.value_name}")
         return numbers
@@ -220,7 +248,7 @@ class DerivedTensor:
         source: The stored tensor.
         shape: Shape of the result.
         dtype: Dtype of the result.
-        read_rows: Function that returns rows first to last - 1.
+        read_rows: Function of first and last that computes rows first to last - 1.
     """
 
     source: Any

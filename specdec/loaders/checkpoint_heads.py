@@ -9,7 +9,9 @@ from specdec.loaders.head_checks import check_compatibility
 
 
 def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
-    """Open the head that a target comes with; return None if there is none.
+    """Open the draft head that a target model comes with as a `Checkpoint`; return None if there is none.
+
+    It is the MTP head in the target's own files, else a head in a folder inside or next to the target's folder.
 
     Raises:
         CheckpointError: The head is damaged, not supported, or belongs to another target.
@@ -22,7 +24,7 @@ def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
 
 
 def has_builtin_head(target: Checkpoint) -> bool:
-    """Return whether a target comes with a head that can be read."""
+    """Return whether a target model comes with a draft head that can be read and fits the target."""
     with suppress(CheckpointError):
         return load_builtin_head(target) is not None
     return False

@@ -49,18 +49,26 @@ SAMPLING_KEYS = {
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file has GGUF's magic bytes or suffix. Raises CheckpointError if it cannot be read."""
+    """Return whether a file is to be read as GGUF, because it has the suffix .gguf or begins with GGUF's magic bytes.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
     file = ModelFile(path)
     return path.suffix == ".gguf" or file.read(0, min(len(MAGIC), file.size)).tobytes() == MAGIC
 
 
 def read_vocabulary(path: Path) -> dict[str, Any]:
-    """Return the tokenizer's keys in a GGUF file, without their common prefix; {} for another file."""
+    """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} for a file that is not GGUF.
+
+    Raises:
+        CheckpointError: The file cannot be read or is damaged.
+    """
     return _get_vocabulary(GGUFFile(path)) if is_gguf(path) else {}
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Open a file and its shards, after checking everything that their headers show.
+    """Open a GGUF file and its shards as a `Checkpoint`, after checking everything that their headers show.
 
     Raises:
         CheckpointError: The model is not complete and consistent. Weights are checked when they are read.
@@ -96,7 +104,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 class GGUFModel(TensorIndex[GGUFFile]):
-    """The metadata of a model's first file, and the tensors of all shards. Raises CheckpointError if shards do not match."""
+    """A model in one or several GGUF files: the metadata of the first file, and an index of the tensors of all shards.
+
+    Raises CheckpointError if shards are missing or do not match, or if the architecture is not supported.
+    """
 
     need_phrase, shape_phrase, model_phrase = "its keys need", "the keys say", "the keys describe"
 
@@ -132,13 +143,16 @@ class GGUFModel(TensorIndex[GGUFFile]):
         )
 
     def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
-        """Return a tensor; ggml's writers, its quantizer among them, drop an outermost dimension of 1."""
+        """Return the tensor with a name and mark it as used, as in `TensorIndex`; an outermost dimension of 1 may be missing.
+
+        ggml's writers, its quantizer among them, drop that dimension.
+        """
         if shape[0] == 1 and self.get_shape(name) == shape[1:]:
             return super().get_tensor(name, shape[1:], *types).flatten_matrices()
         return super().get_tensor(name, shape, *types)
 
     def is_duplicate(self, name: str, other: str) -> bool:
-        """Return whether two tensors are equal; if so, mark the second as used."""
+        """Return whether the tensors with two names are equal, after reading both; if so, mark the second as used."""
         a, b = (self._sources[each][0] for each in (name, other))
         result = a.entries[name][:2] == b.entries[other][:2] and is_equal(a.get_raw_tensor(name), b.get_raw_tensor(other))
         if result:
@@ -147,7 +161,11 @@ class GGUFModel(TensorIndex[GGUFFile]):
 
 
 def _open_shards(first: GGUFFile) -> list[GGUFFile]:
-    """Open all files of the model that begins with this one."""
+    """Open the later shards of a split model, and return all its files with the given first one, in order.
+
+    Raises:
+        CheckpointError: A shard is missing, or the numbers in the metadata do not match the file names.
+    """
     count, number = (ConfigValues(first.path, first.metadata, {key: 0})[key] for key in (SPLIT_COUNT_KEY, SPLIT_NUMBER_KEY))
     if type(count) is not int or not 0 <= count <= MAX_SHARDS:
         raise CheckpointError(f"{first.path}: {SPLIT_COUNT_KEY} is {format_json_value(count)}; expected 1 to {MAX_SHARDS}")
@@ -170,7 +188,10 @@ def _open_shards(first: GGUFFile) -> list[GGUFFile]:
 
 
 def _get_vocabulary(file: GGUFFile) -> dict[str, Any]:
-    """Return the tokenizer's keys, and whether its special tokens strip the white space after them."""
+    """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} if the file has no tokenizer.
+
+    A key is added if the tokenizer's special tokens strip the white space after them.
+    """
     vocabulary = {
         key.removeprefix(TOKENIZER_PREFIX): value for key, value in file.metadata.items() if key.startswith(TOKENIZER_PREFIX)
     }
@@ -180,7 +201,13 @@ def _get_vocabulary(file: GGUFFile) -> dict[str, Any]:
 
 
 def read_config(model: GGUFModel) -> ModelConfig:
-    """Build the config from the metadata and from which tensors exist. Raises CheckpointError."""
+    """Build the `ModelConfig` of a GGUF model from its metadata and from which tensors exist.
+
+    If the classifier is stored and equals the embedding, the classifier is marked as used.
+
+    Raises:
+        CheckpointError: A key is missing, not valid or not supported.
+    """
     family, prefix = model.family, f"{model.family.architecture}."
     values = ConfigValues(model.path, model.metadata, prefix=prefix)
     check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
@@ -213,7 +240,10 @@ def read_config(model: GGUFModel) -> ModelConfig:
 def _get_vocab_size(model: GGUFModel, values: ConfigValues, is_borrowed: bool) -> int:
     """Return the number of token ids: the rows of the token embedding, which the keys must match.
 
-    A head that borrows the target's embedding has no such rows; its keys give the number.
+    A draft head that borrows the target's embedding has no such rows; its keys give the number.
+
+    Raises:
+        CheckpointError: The keys do not match the rows, or the number is missing.
     """
     tokens, key = model.metadata.get(TOKENS_KEY), "vocab_size"
     if is_borrowed:

@@ -22,12 +22,12 @@ GROUPS_PER_BLOCK = 8  # groups of 32 weights in a block of 256 of Q4_K and Q5_K
 
 
 class BlockFormat(NamedTuple):
-    """A type of quantized blocks.
+    """A format of quantized blocks in GGUF files, such as Q8_0: its sizes, and functions that dequantize and check blocks.
 
     Attributes:
-        n_weights: Weights of a block.
-        n_bytes: Bytes of a block.
-        scale_offsets: Bytes at which its f16 scales begin.
+        n_weights: Number of weights in a block.
+        n_bytes: Number of bytes in a block.
+        scale_offsets: Bytes of a block at which its f16 scales begin.
         dequantize: Function from blocks (n, bytes) to floats (n, weights).
         is_supported: Function that returns whether the scales of blocks (n, bytes) are supported.
     """
@@ -40,52 +40,52 @@ class BlockFormat(NamedTuple):
 
 
 def _read_scales(blocks: Bytes, at: int) -> Float32:
-    """Read an f16 of each block, as (n, 1)."""
+    """Return the f16 at byte `at` of each block (n, bytes) as float32, (n, 1)."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(FP16).astype(np.float32)
 
 
 def _unpack_nibbles(data: Bytes) -> Bytes:
-    """Unpack (..., n) bytes to (..., 2 n): all low halves, then all high ones."""
+    """Unpack bytes (..., n) of two 4-bit codes each to one code per byte, (..., 2 n): all lower halves, then all upper ones."""
     return np.concatenate([data & 15, data >> 4], -1)
 
 
 def _unpack_fifth_bits(blocks: Bytes, at: int) -> Bytes:
-    """Unpack a u32 of each block to (n, 32), each bit at the position of a code's fifth bit."""
+    """Unpack the u32 at byte `at` of each block to the fifth bits of 32 codes, (n, 32): 16 for each set bit, else 0."""
     bits: Bytes = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
     return bits
 
 
 def _dequantize_q8_0(blocks: Bytes) -> Float32:
-    """Return d q."""
+    """Dequantize Q8_0 blocks (n, 34) to weights (n, 32): d q."""
     return _read_scales(blocks, 0) * blocks[:, 2:].view(np.int8)
 
 
 def _dequantize_q4_0(blocks: Bytes) -> Float32:
-    """Return d (q - 8)."""
+    """Dequantize Q4_0 blocks (n, 18) to weights (n, 32): d (q - 8)."""
     return _read_scales(blocks, 0) * (_unpack_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8))
 
 
 def _dequantize_q4_1(blocks: Bytes) -> Float32:
-    """Return d q + m."""
+    """Dequantize Q4_1 blocks (n, 20) to weights (n, 32): d q + m."""
     return _read_scales(blocks, 0) * _unpack_nibbles(blocks[:, 4:]) + _read_scales(blocks, 2)
 
 
 def _dequantize_q5_0(blocks: Bytes) -> Float32:
-    """Return d (q - 16)."""
+    """Dequantize Q5_0 blocks (n, 22) to weights (n, 32): d (q - 16)."""
     return _read_scales(blocks, 0) * (
         (_unpack_nibbles(blocks[:, 6:]) | _unpack_fifth_bits(blocks, 2)).view(np.int8) - np.int8(16)
     )
 
 
 def _dequantize_q5_1(blocks: Bytes) -> Float32:
-    """Return d q + m."""
+    """Dequantize Q5_1 blocks (n, 24) to weights (n, 32): d q + m."""
     return _read_scales(blocks, 0) * (_unpack_nibbles(blocks[:, 8:]) | _unpack_fifth_bits(blocks, 4)) + _read_scales(blocks, 2)
 
 
 def _unpack_sub_scales(blocks: Bytes) -> tuple[Float32, Float32]:
-    """Return d sc and dmin m, (n, 8, 1), of Q4_K and Q5_K.
+    """Return the scales d sc and the minima dmin m of the 8 groups of each Q4_K or Q5_K block, both (n, 8, 1).
 
-    The 6-bit sc and m are packed into 12 bytes; those of groups 4 to 7 are split in two.
+    The 6-bit sc and m are packed into 12 bytes; the sc and m of groups 4 to 7 are split in two.
     """
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([a & 63, (c & 15) | ((a >> 6) << 4)], 1)
@@ -94,14 +94,17 @@ def _unpack_sub_scales(blocks: Bytes) -> tuple[Float32, Float32]:
 
 
 def _dequantize_q4_k(blocks: Bytes) -> Float32:
-    """Return d sc q - dmin m."""
+    """Dequantize Q4_K blocks (n, 144) to weights (n, 256): d sc q - dmin m."""
     scales, minima = _unpack_sub_scales(blocks)
     codes = _unpack_nibbles(blocks[:, 16:].reshape(-1, GROUPS_PER_BLOCK // 2, 32)).reshape(-1, GROUPS_PER_BLOCK, 32)
     return (scales * codes - minima).reshape(len(blocks), -1)
 
 
 def _dequantize_q5_k(blocks: Bytes) -> Float32:
-    """Return d sc q - dmin m; bit j of the 32 high-bit bytes belongs to group j."""
+    """Dequantize Q5_K blocks (n, 176) to weights (n, 256): d sc q - dmin m.
+
+    Bit j of the 32 bytes of fifth bits belongs to group j.
+    """
     scales, minima = _unpack_sub_scales(blocks)
     codes = _unpack_nibbles(blocks[:, 48:].reshape(-1, GROUPS_PER_BLOCK // 2, 32)).reshape(-1, GROUPS_PER_BLOCK, 32)
     codes |= ((blocks[:, None, 16:48] >> np.arange(GROUPS_PER_BLOCK, dtype=np.uint8)[:, None]) & 1) << 4
@@ -109,7 +112,7 @@ def _dequantize_q5_k(blocks: Bytes) -> Float32:
 
 
 def _dequantize_q6_k(blocks: Bytes) -> Float32:
-    """Return d sc (q - 32).
+    """Dequantize Q6_K blocks (n, 210) to weights (n, 256): d sc (q - 32).
 
     Each 128 weights have 64 bytes of nibbles and 32 bytes of upper bits, two bits per weight; each 16 weights have an int8 sc.
     """
@@ -124,18 +127,24 @@ _TABLES: dict[str, Float32] = {name: np.array(numbers, np.float32) for name, num
 
 
 def _dequantize_mxfp4(blocks: Bytes) -> Float32:
-    """Return 2^(e - 128) t[q], where t has the doubled values of E2M1 (OCP's MX format of 2023)."""
+    """Dequantize MXFP4 blocks (n, 17) to weights (n, 32): 2^(e - 128) t[q].
+
+    t has the doubled values of E2M1 (OCP's MX format of 2023).
+    """
     floats: Float32 = e8m0_to_fp32_half(blocks[:, :1]) * _TABLES["e2m1"][_unpack_nibbles(blocks[:, 1:])]
     return floats
 
 
 def _dequantize_iq4_nl(blocks: Bytes) -> Float32:
-    """Return d t[q]."""
+    """Dequantize IQ4_NL blocks (n, 18) to weights (n, 32): d t[q], with the table t of ggml's kvalues_iq4nl."""
     return _read_scales(blocks, 0) * _TABLES["nl"].take(_unpack_nibbles(blocks[:, 2:]))
 
 
 def _dequantize_iq4_xs(blocks: Bytes) -> Float32:
-    """Return d (sc - 32) t[q]; the upper 2 of the 6 bits of sc are in a u16, the lower 4 in 4 bytes."""
+    """Dequantize IQ4_XS blocks (n, 136) to weights (n, 256): d (sc - 32) t[q], with the table t of IQ4_NL.
+
+    Each of the 8 sc has 6 bits: the upper 2 are in a u16, the lower 4 in 4 bytes.
+    """
     upper = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     lower = blocks[:, 4:8].repeat(2, 1) >> np.array([0, 4] * 4, np.uint8) & 15
     scales = _read_scales(blocks, 0) * ((lower | upper << 4).astype(np.int8) - np.int8(32))
@@ -144,13 +153,19 @@ def _dequantize_iq4_xs(blocks: Bytes) -> Float32:
 
 
 def _unpack_two_bits(blocks: Bytes) -> Bytes:
-    """Unpack the 2-bit codes of 64 bytes (n, 64), four per byte, to (n, 16, 16); each 32 bytes hold 128 codes in order."""
+    """Unpack the 2-bit codes in bytes (n, 64), four per byte, to one code per byte, (n, 16, 16).
+
+    Each 32 bytes hold 128 codes: first the lowest two bits of all 32 bytes, then the next two, and so on.
+    """
     pairs: Bytes = (blocks.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)).reshape(-1, 16, 16)
     return pairs
 
 
 def _dequantize_q2_k(blocks: Bytes) -> Float32:
-    """Return d sc q - dmin m; each of 16 bytes has a 4-bit scale and a 4-bit minimum."""
+    """Dequantize Q2_K blocks (n, 84) to weights (n, 256): d sc q - dmin m.
+
+    Each of the first 16 bytes has a 4-bit sc and a 4-bit m.
+    """
     scales, minima = (
         _read_scales(blocks, 80) * (blocks[:, :16] & np.uint8(15)),
         _read_scales(blocks, 82) * (blocks[:, :16] >> np.uint8(4)),
@@ -160,7 +175,7 @@ def _dequantize_q2_k(blocks: Bytes) -> Float32:
 
 
 def _dequantize_q3_k(blocks: Bytes) -> Float32:
-    """Return d (sc - 32) (q - 4).
+    """Dequantize Q3_K blocks (n, 110) to weights (n, 256): d (sc - 32) (q - 4).
 
     The 6-bit sc are packed into 12 bytes. The third bit of q is in the first 32 bytes, bit j for each 32 weights of group j.
     """
@@ -174,7 +189,7 @@ def _dequantize_q3_k(blocks: Bytes) -> Float32:
 
 
 def _has_fp16_exponents(blocks: Bytes) -> bool:
-    """Return whether all MXFP4 exponents are in fp16's range, except those of all-zero blocks."""
+    """Return whether the scale of each MXFP4 block (n, 17) is a power of two in fp16's range; blocks of zeros need not be."""
     in_range = (blocks[:, 0] >= MIN_FP16_EXPONENT) & (blocks[:, 0] <= MAX_FP16_EXPONENT)
     return bool(in_range.all()) or not (blocks[~in_range, 1:] & 0x77).any()
 
@@ -198,21 +213,21 @@ BLOCKS = {
 
 
 def dequantize(type_name: str, rows: Bytes) -> Float32:
-    """Dequantize rows (rows, bytes) of blocks of this type to floats (rows, n)."""
+    """Dequantize rows of quantized blocks (rows, bytes) to floats (rows, weights); type_name: a key of BLOCKS."""
     block = BLOCKS[type_name]
     return block.dequantize(rows.reshape(-1, block.n_bytes)).reshape(len(rows), -1)
 
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A matrix of rows of quantized blocks, read when it is indexed.
+    """A matrix in a file with rows of quantized blocks; [first:last] reads rows and dequantizes them to float32.
 
-    Reading raises CheckpointError for scales that are not finite.
+    Reading raises CheckpointError for scales that are not finite or not supported.
 
     Attributes:
-        raw: Its bytes (rows, bytes), which can be sliced by rows.
-        type: Name of its type in `BLOCKS`.
-        error_prefix: Its file and name, for error messages.
+        raw: The stored blocks as a tensor of bytes (rows, bytes), which can be sliced by rows.
+        type: Name of the block format in `BLOCKS`.
+        error_prefix: File and name of the tensor, for error messages.
     """
 
     raw: Any
@@ -221,7 +236,7 @@ class BlockTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in weights: (rows, n)."""
+        """Shape of the matrix in weights, not in bytes: (rows, weights per row)."""
         rows, n_bytes = self.raw.shape
         return rows, n_bytes // BLOCKS[self.type].n_bytes * BLOCKS[self.type].n_weights
 
@@ -230,7 +245,11 @@ class BlockTensor:
         return dequantize(self.type, self.read_blocks(first, last))
 
     def read_blocks(self, first: int, last: int) -> Bytes:
-        """Read the raw blocks of some rows, (last - first, bytes)."""
+        """Read the quantized blocks of rows first to last - 1 as raw bytes, (last - first, bytes).
+
+        Raises:
+            CheckpointError: The file has changed, or a scale is NaN, infinite or not supported.
+        """
         data: Bytes = self.raw[first:last]
         block = BLOCKS[self.type]
         for at in block.scale_offsets:
@@ -242,20 +261,20 @@ class BlockTensor:
         return data
 
     def flatten_matrices(self) -> "BlockTensor":
-        """Return itself: its matrices are already stacked along the rows, as in `FileTensor.flatten_matrices`."""
+        """Return this tensor unchanged: its matrices are already stacked along the rows, as in `FileTensor.flatten_matrices`."""
         return self
 
     def slice_rows(self, first: int, last: int) -> "BlockTensor":
-        """Return a view of some rows, without reading them."""
+        """Return a view of rows first to last - 1, without reading them."""
         assert isinstance(self.raw, FileTensor)
         return replace(self, raw=self.raw.slice_rows(first, last))
 
     def select_rows(self, indices: Int64) -> "BlockTensor":
-        """Return a tensor of the rows with these indices, in this order."""
+        """Return a tensor of the rows with the given indices, in the order of the indices, without reading them."""
         assert isinstance(self.raw, FileTensor)
         return replace(self, raw=self.raw.select_rows(indices))
 
     def reorder_heads(self, head_dim: int, rotary_dim: int, head_interleave: tuple[int, int] = (0, 1)) -> "BlockTensor":
-        """Reorder or select the rows of heads, see `FileTensor.reorder_heads`."""
+        """Return a tensor with the rows of each attention head in the order of our RoPE, as in `FileTensor.reorder_heads`."""
         assert isinstance(self.raw, FileTensor)
         return replace(self, raw=self.raw.reorder_heads(head_dim, rotary_dim, head_interleave))

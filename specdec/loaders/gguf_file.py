@@ -49,7 +49,14 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a file: its type's name, its shape (outermost dimension first), and its bytes in the file."""
+    """An entry of a GGUF file's header for one tensor.
+
+    Attributes:
+        type: Name of the tensor's type, as in TENSOR_TYPES.
+        shape: Shape in weights, outermost dimension first.
+        offset: First byte of the tensor in the file.
+        n_bytes: Number of bytes in the file.
+    """
 
     type: str
     shape: tuple[int, ...]
@@ -58,7 +65,10 @@ class TensorEntry(NamedTuple):
 
 
 class GGUFFile:
-    """An open file, its metadata and tensor entries. Raises CheckpointError if the header is not that of a complete file."""
+    """A GGUF file with its parsed metadata and tensor entries; tensors are read when they are indexed.
+
+    Raises CheckpointError if the file is not GGUF, is truncated, or has a damaged header.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +78,11 @@ class GGUFFile:
         self._read_header(_HeaderReader(self._file))
 
     def get_tensor(self, name: str) -> FileTensor | BlockTensor:
-        """Return a tensor; the matrices of a quantized one are stacked along the rows. Raises CheckpointError."""
+        """Return the tensor with a name for reading later; the matrices of a quantized tensor are stacked along the rows.
+
+        Raises:
+            CheckpointError: The type holds neither floats nor supported blocks, or the tensor is a quantized vector.
+        """
         entry = self.entries[name]
         if entry.type in FLOATS:
             return FileTensor(self._file, name, entry.shape, entry.offset, dtype=FLOATS[entry.type])
@@ -80,14 +94,18 @@ class GGUFFile:
         return BlockTensor(self.get_raw_tensor(name), entry.type, f"{self.path} is damaged: {format_json_value(name)}")
 
     def read_integers(self, name: str) -> Int64:
-        """Read an I64 tensor as a vector. Raises CheckpointError for another type."""
+        """Read the I64 tensor with a name, and return its integers as a vector.
+
+        Raises:
+            CheckpointError: The tensor is of another type.
+        """
         entry = self.entries[name]
         if entry.type != INTEGER_TYPE:
             raise CheckpointError(f"{self.path}: {format_json_value(name)} is of type {entry.type}; expected {INTEGER_TYPE}")
         return self._file.read(entry.offset, entry.n_bytes).view("<i8").astype(np.int64)
 
     def get_raw_tensor(self, name: str) -> FileTensor:
-        """Return the bytes (rows, bytes) of a tensor of any type."""
+        """Return the tensor with a name, of any type, as raw bytes (rows, bytes per row), for reading later."""
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
         return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.offset, dtype=BYTE)
@@ -122,7 +140,11 @@ class GGUFFile:
         self._resolve_offsets(header.position)
 
     def _read_entry(self, name: str, header: "_HeaderReader") -> TensorEntry:
-        """Read a tensor's entry; its offset is still relative to the data section."""
+        """Read the next tensor's entry from the header and check it; its offset is still relative to the data section.
+
+        Raises:
+            CheckpointError: The shape or the type is not valid or not supported.
+        """
         n_dimensions = header.read_u32()
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
             raise CheckpointError(
@@ -145,7 +167,14 @@ class GGUFFile:
         return TensorEntry(type_name, shape, offset, math.prod(shape) // n_weights * n_bytes)
 
     def _resolve_offsets(self, end: int) -> None:
-        """Make the offsets absolute; check that tensors are aligned, inside the file and do not overlap."""
+        """Make the offsets of all tensor entries absolute, after checking that tensors are aligned, in the file and apart.
+
+        Args:
+            end: The first byte after the header.
+
+        Raises:
+            CheckpointError: A check fails.
+        """
         alignment = self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: {ALIGNMENT_KEY} is {format_json_value(alignment)}; expected a power of two")
@@ -170,44 +199,62 @@ class GGUFFile:
 
 
 class _HeaderReader:
-    """A cursor in a file's header. Raises CheckpointError at the file's end, and for lengths that would exhaust the memory."""
+    """A cursor that parses the header of a GGUF file, value after value.
+
+    Its methods raise CheckpointError at the file's end, and for lengths that would exhaust the memory.
+    """
 
     def __init__(self, file: ModelFile) -> None:
         self._file, self.position = file, 0
         self._data = b""
 
     def check_count(self, n: int, min_bytes: int, item_name: str) -> None:
-        """Raise CheckpointError if the rest of the file is too short for n items of min_bytes."""
+        """Raise CheckpointError if the rest of the file is too short for n items of min_bytes each."""
         if n * min_bytes > self._file.size - self.position:
             raise CheckpointError(f"{self._file.path} is damaged: it declares {n} {item_name} in {self._file.size} bytes")
 
     def read_bytes(self, n_bytes: int) -> bytes:
-        """Read the next n_bytes."""
+        """Read the next n_bytes of the header, move the cursor behind them, and return them."""
         self._load_until(self.position + n_bytes)
         self.position += n_bytes
         return self._data[self.position - n_bytes : self.position]
 
     def read_u32(self) -> int:
-        """Read a u32."""
+        """Read the next 4 bytes of the header as an unsigned integer."""
         return int(_U32.unpack(self.read_bytes(4))[0])
 
     def read_u64(self) -> int:
-        """Read a u64."""
+        """Read the next 8 bytes of the header as an unsigned integer."""
         return int(_U64.unpack(self.read_bytes(8))[0])
 
     def read_string(self) -> str:
-        """Read a string; bytes that are not UTF-8 become surrogate escapes."""
+        """Read the next string of the header, a u64 length and bytes; bytes that are not UTF-8 become surrogate escapes."""
         return self.read_bytes(self.read_u64()).decode("utf-8", "surrogateescape")
 
     def read_name(self, owner: str) -> str:
-        """Read the name of a key or a tensor; owner: "key" or "tensor", for errors."""
+        """Read the next string of the header as the name of a key or a tensor.
+
+        Args:
+            owner: "key" or "tensor", for errors.
+
+        Raises:
+            CheckpointError: The name is empty or too long.
+        """
         n = self.read_u64()
         if not 1 <= n <= MAX_NAME_BYTES:
             raise CheckpointError(f"{self._file.path} is damaged: a {owner} has a name of {n} bytes")
         return self.read_bytes(n).decode("utf-8", "surrogateescape")
 
     def read_value(self, key: str, type_id: int) -> Any:
-        """Read a value of this type: a number, a boolean, a string, or a list of these."""
+        """Read the next metadata value of the header: a number, a boolean, a string, or a list of one of the three types.
+
+        Args:
+            key: The value's key, for errors.
+            type_id: Number of the value's type in GGUF.
+
+        Raises:
+            CheckpointError: The type is unknown, or an array is nested or too long.
+        """
         if type_id == STRING:
             return self.read_string()
         if type_id == ARRAY:
@@ -237,7 +284,7 @@ class _HeaderReader:
         return result
 
     def _read_strings(self, n: int) -> list[str]:
-        """Read n strings like `read_string`, in a third of the time."""
+        """Read the next n strings of the header like n calls of `read_string`, in a third of the time."""
         self.check_count(n, 8, "strings")
         result: list[str] = []
         data, at = self._data, self.position
@@ -256,7 +303,11 @@ class _HeaderReader:
         return result
 
     def _load_until(self, end: int) -> None:
-        """Read the header up to byte `end`."""
+        """Read the file into the buffer until the buffer holds its first `end` bytes or more.
+
+        Raises:
+            CheckpointError: The file is shorter, or the header is too long.
+        """
         if end > self._file.size:
             raise CheckpointError(
                 f"{self._file.path} is truncated: {self._file.size} bytes, its header is longer; {DOWNLOAD_AGAIN_HINT}"

@@ -6,6 +6,6 @@ _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(?!00000)(\d{5})\.gguf", re.ASCII | r
 
 
 def list_shard_names(name: str) -> list[str]:
-    """Return the names of all shards of the model that a shard belongs to, in order; [name] for a file that is not split."""
+    """Return the file names of all shards of a split GGUF model from the name of one shard, in order; [name] for another file."""
     match = _SHARD_NAME.fullmatch(name)
     return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))] if match else [name]

@@ -10,10 +10,10 @@ from specdec.runtime.simd import Int64
 
 
 def check_target_ids(ids: Int64, vocab_size: int, source: str) -> Int64:
-    """Return the target's token id of each row of a head's vocabulary, after checking that each is valid and occurs once.
+    """Check that the token id map of a draft head holds valid ids of the target, each once, and return it unchanged.
 
     Args:
-        ids: The ids, (n_rows,).
+        ids: The target's token id for each row of the head's vocabulary, (n_rows,).
         vocab_size: The target's vocabulary size.
         source: Where the ids are stored, for errors.
 
@@ -30,7 +30,14 @@ def check_target_ids(ids: Int64, vocab_size: int, source: str) -> Int64:
 
 
 def check_id_map(head: HeadConfig, vocab_size: int, has_ids: bool, source: str) -> None:
-    """Raise CheckpointError if a head with a reduced vocabulary has no id map; source: its file."""
+    """Raise CheckpointError if a draft head has fewer token ids than its target and no map to the target's ids.
+
+    Args:
+        head: The head's config.
+        vocab_size: The target's vocabulary size.
+        has_ids: Whether the head's files hold an id map.
+        source: The head's file, for errors.
+    """
     if head.draft_vocab_size < vocab_size and not has_ids:
         raise CheckpointError(
             f"{source}: the head has {head.draft_vocab_size} of {vocab_size} ids, but no d2t tensor to map them to the target's"
@@ -38,11 +45,11 @@ def check_id_map(head: HeadConfig, vocab_size: int, has_ids: bool, source: str) 
 
 
 def check_compatibility(head: Checkpoint, target: ModelConfig) -> None:
-    """Raise CheckpointError with the reason if a head cannot draft for a target."""
+    """Raise CheckpointError with the reason if a draft head cannot draft for the target with the given config."""
     if reason := find_incompatibility(head.config, target):
         raise CheckpointError(f"{head.path} is not compatible with the target: {reason}")
 
 
 def is_compatible(head: ModelConfig, target: ModelConfig) -> bool:
-    """Return whether a head can draft for a target."""
+    """Return whether a draft head can draft for a target, according to their configs."""
     return not find_incompatibility(head, target)

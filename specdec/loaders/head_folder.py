@@ -20,13 +20,17 @@ from specdec.runtime.simd import Int64
 
 
 def reorder_rows(stored: Any, order: Int64) -> DerivedTensor:
-    """Return a matrix with the rows of a stored one in another order."""
+    """Return a tensor with row order[i] of a stored matrix as row i; the first read reads and caches the whole matrix."""
     read_all = functools.cache(lambda: stored[:])
     return DerivedTensor(stored, stored.shape, stored.dtype, lambda first, last: read_all()[order[first:last]])
 
 
 def detect_head(folder: Path) -> HFHead | None:
-    """Return which kind of head a folder's config.json describes, None if not a head. Raises CheckpointError if it is damaged."""
+    """Return the kind of draft head that a folder's config.json describes; None if it describes no head or is missing.
+
+    Raises:
+        CheckpointError: The config.json cannot be read or is damaged.
+    """
     with wrap_read_errors(folder, CheckpointError):
         if not (folder / CONFIG).exists():
             return None
@@ -35,7 +39,14 @@ def detect_head(folder: Path) -> HFHead | None:
 
 
 def load_adjacent_head(model: Path) -> Checkpoint | None:
-    """Open the head inside a model's folder or next to it; return None if there is none. Raises CheckpointError."""
+    """Open the draft head in a folder inside or next to a model's folder as a `Checkpoint`; return None if there is none.
+
+    Args:
+        model: The model's folder; a file has no such head.
+
+    Raises:
+        CheckpointError: The head is damaged or not supported.
+    """
     folder_path = model.absolute()
     for head in HF_HEADS:
         for folder in (
@@ -49,7 +60,11 @@ def load_adjacent_head(model: Path) -> Checkpoint | None:
 
 
 def load_checkpoint(path: Path, head: HFHead) -> Checkpoint:
-    """Open a head's folder, after checking everything that its headers show.
+    """Open the folder of a draft head as a `Checkpoint`, after checking everything that its headers show.
+
+    Args:
+        path: The folder.
+        head: The kind of head, from `detect_head`.
 
     Raises:
         CheckpointError: The head is not complete and consistent. Weights are checked when they are read.

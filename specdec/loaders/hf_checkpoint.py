@@ -57,9 +57,11 @@ POOLING_KEYS = {"last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token
 
 
 class HFFolder(TensorIndex[SafetensorsFile]):
-    """Tensors of a folder's safetensors files, by their names without the prefix that the `prefix` regex matches.
+    """An index of the tensors in a folder's safetensors files, by name.
 
-    Names that match `ignored_names` are left out.
+    The names lack the prefix that the `prefix` regex matches. Names that match `ignored_names` are left out.
+
+    Raises CheckpointError if the files are missing or damaged, if two tensors have one name, or if shards do not match the index.
     """
 
     need_phrase, shape_phrase, model_phrase = f"its {CONFIG} needs", f"{CONFIG} says", f"{CONFIG} describes"
@@ -80,7 +82,7 @@ class HFFolder(TensorIndex[SafetensorsFile]):
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder of config.json and safetensors files, after checking everything that their headers show.
+    """Open a Hugging Face folder of config.json and safetensors files as a `Checkpoint`, after checking all headers.
 
     Raises:
         CheckpointError: The model is not complete and consistent. Weights are checked when they are read.
@@ -112,9 +114,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def has_tied_embedding(folder: HFFolder, specs: dict[str, TensorSpec], config: ModelConfig) -> bool:
-    """Return whether the classifier equals the embedding; either of them, or both, may be in the folder.
+    """Return whether the classifier (lm_head) of a model equals its token embedding, or is not stored.
 
-    Changes the embedding's entry in `specs` if only the classifier's tensor is there.
+    Either of them, or both, may be in the folder. Changes the embedding's entry in `specs` if only the classifier's tensor is
+    there. Reads and compares both tensors if both are there, and marks them as used.
     """
     if LM_HEAD not in folder:
         return True
@@ -128,13 +131,20 @@ def has_tied_embedding(folder: HFFolder, specs: dict[str, TensorSpec], config: M
 
 
 def _read_pooling(path: Path) -> str:
-    """Return the pooling mode that sentence-transformers writes for embedding models, "" if there is none."""
+    """Return how a folder's embedding model pools hidden states, "last", "cls" or "mean"; "" if no pooling config says so.
+
+    The pooling config is that of sentence-transformers.
+    """
     values = read_optional_json_object(path / POOLING_CONFIG)
     return next((mode for mode, key in POOLING_KEYS.items() if values.get(key) is True), "")
 
 
 def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile] | None]:
-    """Return the folder's safetensors files, and the file of each tensor if there is an index."""
+    """Open a folder's safetensors files; return them, and a dict from tensor name to file if there is an index, else None.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or lacks a tensor that the index lists.
+    """
     with wrap_read_errors(path, CheckpointError):
         if (path / WEIGHTS).exists():
             return [SafetensorsFile(path / WEIGHTS)], None
@@ -155,7 +165,13 @@ def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, Safetensor
 
 
 def _resolve_shard(index: Path, name: Any) -> Path:
-    """Return the path of a shard; a link may lead out of the folder, as in the hub's cache, but a name may not."""
+    """Return the path of a shard from its file name in an index, after checking that the name is safe and the file exists.
+
+    A link may lead out of the folder, as in the hub's cache, but a name may not.
+
+    Raises:
+        CheckpointError: The name is not that of an existing file in the index's folder.
+    """
     problem = f"{index} names the file {format_json_value(name)}"
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise CheckpointError(f"{problem}; expected a file next to it")
@@ -169,7 +185,7 @@ def _resolve_shard(index: Path, name: Any) -> Path:
 
 
 def _make_hint(path: Path) -> str:
-    """Return what to do about a folder without a model, depending on what it contains."""
+    """Return advice, for an error, on a folder that holds no complete model, depending on the files in it."""
     entries = sorted(path.iterdir())
     broken = [entry.name for entry in entries if entry.is_symlink() and not entry.exists()]
     if broken:  # the hub's cache copied without its blobs

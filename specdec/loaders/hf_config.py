@@ -27,13 +27,13 @@ TOP_LEVEL_KEYS = ("tie_word_embeddings", *QUANTIZATION_KEYS, "bos_token_id", "eo
 
 
 def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], int | None]:
-    """Read the config of a folder.
+    """Read the model's config, family and special token ids from config.json and generation_config.json of a folder.
 
     Returns:
-        The family, the model's config, the names of the EOS token ids, and the BOS token id, if any.
+        The family, the model's config, a dict with the EOS token ids as keys and names as values, and the BOS token id or None.
 
     Raises:
-        CheckpointError: The file is missing or damaged, or the family or a setting is not supported.
+        CheckpointError: A file is missing or damaged, or the family or a setting is not supported.
     """
     path = folder / CONFIG
     given = _select_text_config(path, read_json_object(path))
@@ -53,7 +53,17 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
 
 
 def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the language model: all keys, or those of text_config with the top-level ones on top."""
+    """Return the keys of a config.json that describe the language model.
+
+    For a multimodal model these are the keys in text_config, overridden by TOP_LEVEL_KEYS; otherwise all keys.
+
+    Args:
+        path: The config.json, for errors.
+        given: All its keys.
+
+    Raises:
+        CheckpointError: A multimodal model has no text_config.
+    """
     name = given.get("model_type")
     if not isinstance(name, str) or name not in MULTIMODAL_TYPES:
         return given
@@ -72,7 +82,9 @@ def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
 def _read_special_ids(
     folder: Path, given: Mapping[str, Any], values: ConfigValues, vocab_size: int
 ) -> tuple[dict[int, str], int | None]:
-    """Return the names of the EOS token ids from both files, and the BOS token id; defaults are the family's.
+    """Return a dict with the EOS token ids as keys and names as values, and the BOS token id or None.
+
+    The ids are from config.json and generation_config.json; if neither has a key, from the family's defaults.
 
     Ids beyond the vocabulary are dropped, because they never occur: transformers writes 50256 into a config of 100 tokens.
     """

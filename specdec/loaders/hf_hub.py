@@ -50,22 +50,25 @@ _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def is_repository_name(name: str) -> bool:
-    """Return whether a name has the form org/name or org/name:quant, and is not a file name."""
+    """Return whether a model name has the form of a hub repository, org/name or org/name:quant, and is not a file name."""
     return bool(_REPOSITORY_NAME.fullmatch(name)) and not name.endswith(_FILE_ENDINGS)
 
 
 def is_model_file_name(name: str) -> bool:
-    """Return whether a file name is that of a model in one file, or of the first shard of a split one."""
+    """Return whether a model file's name may be that of a whole model or of its first shard.
+
+    Later shards, image encoders (mmproj), importance matrices and MTP heads are no models of their own.
+    """
     return not _NON_MODEL_NAME.search(name)
 
 
 def format_fetch_purpose(name: str) -> str:
-    """Return the purpose of huggingface_hub for a name, for the error if the library is missing."""
+    """Return the purpose for which a model name needs huggingface_hub, for the error if the library is missing."""
     return f"to download {name}, which is not a local path"
 
 
 def fetch(name: str) -> Path:
-    """Return the folder or GGUF file of a repository; download it if it is not in the cache.
+    """Return the local folder or GGUF file of a hub repository; download it if it is not in the hub's cache.
 
     A folder has safetensors weights, a config and a tokenizer. A repository without safetensors gives one of its GGUF files.
 
@@ -73,7 +76,7 @@ def fetch(name: str) -> Path:
         name: org/name, or org/name:quant for the GGUF file with that quant in its name, such as Q4_K_M.
 
     Raises:
-        CheckpointError: It is not in the cache and cannot be downloaded.
+        CheckpointError: The model is not in the cache and cannot be downloaded.
     """
     if path := find_cached(name):
         return path
@@ -83,7 +86,11 @@ def fetch(name: str) -> Path:
 
 
 def fetch_file(name: str) -> Path:
-    """Return one of PUBLISHED_FILES; download it and check its sha256 if it is not in the cache. Raises CheckpointError."""
+    """Return the local path of one of PUBLISHED_FILES; download it and check its sha256 if it is not in the hub's cache.
+
+    Raises:
+        CheckpointError: The file is not in the cache and cannot be downloaded.
+    """
     if path := find_cached_file(name):
         return path
     path_or_url, sha256 = PUBLISHED_FILES[name]
@@ -97,9 +104,12 @@ def fetch_file(name: str) -> Path:
 
 
 def find_cached(name: str) -> Path | None:
-    """Return what `fetch` takes from the cache: the folder if it is complete, else a GGUF file, else None.
+    """Return a repository's model in the hub's cache, without the network; None if the cache has no complete one.
 
-    Without a quant, it is the first of DEFAULT_QUANTS among the GGUF files in the cache.
+    It is the folder if that is complete and no quant is given, else a GGUF file of the quant, or of the first of DEFAULT_QUANTS.
+
+    Args:
+        name: org/name or org/name:quant, as in `fetch`.
     """
     name, _, quant = name.partition(":")
     if not (folder := _find_snapshot(name)) or (not quant and _is_complete(folder)):
@@ -109,14 +119,17 @@ def find_cached(name: str) -> Path | None:
 
 
 def find_cached_file(name: str) -> Path | None:
-    """Return the file that `fetch_file` takes from the cache, or None."""
+    """Return the path of one of PUBLISHED_FILES in the hub's cache, without the network; None if it is not there."""
     repository_dir = _get_repository_dir(TINYLLAMAS)
     candidates = [repository_dir / "llama2.c" / name, *repository_dir.glob(f"snapshots/*/{PUBLISHED_FILES[name][0]}")]
     return next((path for path in candidates if path.is_file()), None)
 
 
 def list_cached_models() -> Iterator[tuple[str, Path]]:
-    """Yield the complete models in the cache: names for `fetch` or `fetch_file`, and their paths."""
+    """Yield a name and the local path of each model in the hub's cache, without incomplete safetensors folders.
+
+    The name is one for `fetch` or `fetch_file`, or the path if a GGUF file has no quant in its name.
+    """
     for repository_dir in sorted(_get_cache_dir().glob("models--*--*")):
         name = repository_dir.name.removeprefix("models--").replace("--", "/", 1)
         folder = _find_snapshot(name)
@@ -132,7 +145,12 @@ def list_cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def choose_gguf(files: Iterable[str], quant: str) -> list[str]:
-    """Return all shards of the GGUF file with this quant in its name; without one, the first of DEFAULT_QUANTS."""
+    """Choose a GGUF model among the file names of a repository, and return the names of all its shards; [] if none matches.
+
+    Args:
+        files: File names in the repository.
+        quant: Part of the file name to look for, such as Q4_K_M; "": the first of DEFAULT_QUANTS that a file has.
+    """
     firsts = [file for file in sorted(files) if file.endswith(GGUF_SUFFIX) and is_model_file_name(file)]
     for candidate in [quant] if quant else DEFAULT_QUANTS:
         pattern = re.compile(rf"(?<![a-z0-9]){re.escape(candidate)}[.-]" if candidate else "", re.IGNORECASE)
@@ -145,7 +163,7 @@ def choose_gguf(files: Iterable[str], quant: str) -> list[str]:
 
 
 class _Repository:
-    """A repository on the hub: its latest commit, and its files with their sizes and hashes."""
+    """A repository on the hub, with its latest commit and the sizes and hashes of its files, which it requests when created."""
 
     def __init__(self, name: str) -> None:
         from huggingface_hub import HfApi, constants
@@ -161,7 +179,16 @@ class _Repository:
         self._files = {file.rfilename: file for file in info.siblings or [] if _is_safe_name(file.rfilename)}
 
     def fetch_model(self, quant: str) -> Path:
-        """Return the safetensors folder, or a GGUF file if a quant is given or there is no other model."""
+        """Download the repository's model if necessary, and return its local path.
+
+        It is the safetensors folder, or a GGUF file if a quant is given or the repository has no safetensors.
+
+        Args:
+            quant: Quant in the name of the GGUF file, such as Q4_K_M; "" for none.
+
+        Raises:
+            CheckpointError: The repository has no such GGUF file, or no supported weights.
+        """
         found, has_safetensors = choose_gguf(self._files, quant), not {WEIGHTS, INDEX}.isdisjoint(self._files)
         if quant and not found:
             names = ", ".join(sorted(Path(file).name for file in self._files if file.endswith(GGUF_SUFFIX))) or "none"
@@ -177,7 +204,17 @@ class _Repository:
         return self.fetch_files(_list_shards(self._snapshot_dir / INDEX) if index else [WEIGHTS])
 
     def fetch_files(self, names: Sequence[str], sha256: str = "") -> Path:
-        """Download files if necessary, make this commit the cache's main one, and return its snapshot folder."""
+        """Download the named files that are missing, and return the snapshot folder that holds them.
+
+        Also writes the commit to refs/main of the cache, so that later look-ups find this snapshot.
+
+        Args:
+            names: File names in the repository.
+            sha256: Expected hash of the files; "": the one that the hub reports.
+
+        Raises:
+            CheckpointError: The repository lacks a file, or the download is not valid.
+        """
         if unavailable := [file for file in names if file not in self._files]:
             raise CheckpointError(f"{self._name} on the hub has no {unavailable[0]!r}, which the model needs")
         missing = [file for file in names if not (self._snapshot_dir / file).exists()]
@@ -198,7 +235,14 @@ class _Repository:
 
 @contextmanager
 def _explain_errors(name: str, repository: str) -> Iterator[None]:
-    """Turn any exception during a download into a one-line CheckpointError that says what to do."""
+    """Run a block that downloads a model; turn any exception into a one-line CheckpointError that says what to do.
+
+    Raises the error before the block runs if huggingface_hub is missing or an environment variable forbids downloads.
+
+    Args:
+        name: The model name that the user gave.
+        repository: Its repository on the hub, org/name.
+    """
     try:
         if missing := optional_dependencies.format_missing_packages({optional_dependencies.HUB: format_fetch_purpose(name)}):
             raise CheckpointError(missing)
@@ -242,14 +286,14 @@ def _format_error(error: BaseException, name: str, page: str) -> str:
 
 
 def _get_cache_dir() -> Path:
-    """Return the cache's folder, following the rules of huggingface_hub."""
+    """Return the folder of the hub's cache, from the same environment variables and defaults as in huggingface_hub."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     return Path(os.path.expandvars(os.path.expanduser(given))).absolute()
 
 
 def _get_offline_variable() -> str:
-    """Return the environment variable that forbids downloads; "" if none does."""
+    """Return the name of the environment variable that forbids downloads; "" if none does."""
     name = next((name for name in OFFLINE_VARIABLES if os.environ.get(name)), "")
     return name if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") else ""
 
@@ -259,12 +303,12 @@ def _get_endpoint() -> str:
 
 
 def _get_repository_dir(name: str) -> Path:
-    """Return the cache's folder of a repository, which contains blobs, refs and snapshots."""
+    """Return the folder of a repository (org/name) in the hub's cache, for its blobs, refs and snapshots; it may not exist."""
     return _get_cache_dir() / f"models--{name.replace('/', '--')}"
 
 
 def _find_snapshot(name: str) -> Path | None:
-    """Return the folder of the commit that was downloaded last, or None."""
+    """Return the snapshot folder of a repository's last downloaded commit in the hub's cache; None if there is none."""
     with suppress(OSError, ValueError):
         commit = (_get_repository_dir(name) / "refs" / "main").read_text().strip()
         folder = _get_repository_dir(name) / "snapshots" / commit
@@ -273,13 +317,13 @@ def _find_snapshot(name: str) -> Path | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether a snapshot has a config and all safetensors weights."""
+    """Return whether a snapshot folder has a config.json and all safetensors weights, in one file or in shards."""
     is_split = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
     return all((folder / file).exists() for file in (CONFIG, *(_list_shards(folder / INDEX) if is_split else [WEIGHTS])))
 
 
 def _list_shards(index: Path) -> list[str]:
-    """Return the files that an index lists; none if it is damaged, which the loader reports."""
+    """Return the names of the shards in a safetensors index file, sorted; [] if the index is damaged (reported on loading)."""
     with suppress(CheckpointError, KeyError, AttributeError):
         return sorted({str(file) for file in read_json_object(index)["weight_map"].values()})
     return []
@@ -290,6 +334,6 @@ def _list_ggufs(folder: Path) -> list[str]:
 
 
 def _is_safe_name(name: str) -> bool:
-    """Return whether a file name is printable and stays inside its repository on every system."""
+    """Return whether a file name from the hub is printable and stays inside its repository's folder on every system."""
     is_plain = name.isprintable() and not set(name) & set("\\:")
     return is_plain and all(part.strip(". ") and len(part.encode()) <= MAX_NAME_BYTES for part in name.split("/"))

@@ -14,7 +14,11 @@ MAX_JSON_BYTES = 100_000_000  # limit of a safetensors header; other JSON files 
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError."""
+    """Read a JSON file and return its object as a dict.
+
+    Raises:
+        CheckpointError: The file cannot be read, is too large, or holds no valid JSON object.
+    """
     file = ModelFile(path)
     if file.size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path} has {file.size} bytes; expected a JSON object of {MAX_JSON_BYTES} at most")
@@ -22,12 +26,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_optional_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, {} if there is no file. Raises CheckpointError."""
+    """Read a JSON file that may be missing, and return its object as a dict, {} if there is no file.
+
+    Raises:
+        CheckpointError: As in `read_json_object`.
+    """
     return read_json_object(path) if path.exists() else {}
 
 
 def parse_json_object(path: Path, data: bytes, part_name: str = "") -> dict[str, Any]:
-    """Parse bytes of a file as a JSON object.
+    """Parse bytes of a file as a JSON object, and return the object as a dict.
 
     Args:
         path: The file, for errors.
@@ -54,7 +62,16 @@ def parse_json_object(path: Path, data: bytes, part_name: str = "") -> dict[str,
 
 
 def write_text_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file completely or not at all: if the disk is full, the old file stays. Raises OSError."""
+    """Write a text file completely or not at all: if writing fails, the old file stays as it is.
+
+    Args:
+        path: The file.
+        text: Its new content.
+        mode: Permissions of the file, before the umask.
+
+    Raises:
+        OSError: The file cannot be written, for example because the disk is full.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:

@@ -33,7 +33,14 @@ FP32_TENSORS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
 
 
 class Header(NamedTuple):
-    """A parsed header: the config, the order of the tensors, the first tensor's offset, and the weights per scale (0: fp32)."""
+    """The parsed header of a llama2.c checkpoint.
+
+    Attributes:
+        config: The model's config.
+        order: Names of the tensors in the order of the file.
+        start: First byte of the first tensor.
+        group_size: Number of int8 weights that share a scale; 0 for fp32 weights.
+    """
 
     config: ModelConfig
     order: tuple[str, ...]
@@ -42,7 +49,7 @@ class Header(NamedTuple):
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint of version 0, 1 or 2, after checking everything that its header shows.
+    """Open a llama2.c file of version 0, 1 or 2 as a `Checkpoint`, after checking everything that its header shows.
 
     Raises:
         CheckpointError: The model is not complete and consistent. Weights are checked when they are read.
@@ -77,10 +84,10 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Int8Tensor:
-    """A matrix of version 2: int8 values, and a scale for each run of `file_group_size` of them, which may cross rows.
+    """An int8 matrix in a llama2.c file of version 2; [first:last] reads rows as `Int8Rows`.
 
-    [first:last] reads rows as `Int8Rows`, in the largest groups that do not cross rows. Raises CheckpointError for negative or
-    non-finite scales.
+    In the file, each run of `file_group_size` weights has a scale, and a run may cross rows. The rows that are read have the
+    largest groups that do not cross rows. Reading raises CheckpointError for negative or non-finite scales.
     """
 
     file: ModelFile
@@ -91,13 +98,13 @@ class Int8Tensor:
 
     @property
     def scales(self) -> FileTensor:
-        """The scales of all runs, as a vector in the file."""
+        """The scales of the matrix, one for each run of `file_group_size` weights, as a vector that is not read yet."""
         n = math.prod(self.shape)
         return FileTensor(self.file, self.name, (n // self.file_group_size,), self.start + n, "scales")
 
     @property
     def group(self) -> int:
-        """Number of consecutive weights of a row that share a scale, wherever the row begins."""
+        """Number of weights in a group of the rows that are read: the largest that divides both the run and the row."""
         return math.gcd(self.file_group_size, self.shape[1])
 
     def __getitem__(self, index: slice) -> Int8Rows:
@@ -113,7 +120,7 @@ class Int8Tensor:
 
 
 def _count_bytes(n: int, group_size: int) -> int:
-    """Return the bytes of a tensor of n weights in the file."""
+    """Return how many bytes a tensor of n weights takes in a llama2.c file; group_size: int8 weights per scale, 0 for fp32."""
     return n + 4 * n // group_size if group_size else 4 * n
 
 

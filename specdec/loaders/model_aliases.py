@@ -10,7 +10,7 @@ MAX_FILE_BYTES = 100_000
 
 
 def get_alias_file() -> Path:
-    """Return the path of the alias file."""
+    """Return the path of the file in the user's config folder that holds model aliases; it may not exist."""
     if os.name == "nt":
         return Path(os.environ.get("APPDATA") or os.path.expanduser("~"), "specdec", "names")
     config = os.environ.get("XDG_CONFIG_HOME", "")
@@ -18,7 +18,13 @@ def get_alias_file() -> Path:
 
 
 def read_aliases() -> dict[str, str]:
-    """Return the models by alias; empty lines and lines that begin with # are skipped. Raises CheckpointError."""
+    """Read the user's alias file into a dict from alias to model name; {} if there is no file.
+
+    Empty lines and lines that begin with # are skipped.
+
+    Raises:
+        CheckpointError: The file cannot be read, or a line has no model.
+    """
     aliases = dict[str, str]()
     for i, line in enumerate(_read_lines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -30,16 +36,16 @@ def read_aliases() -> dict[str, str]:
 
 
 def set_alias(alias: str, model: str) -> Path:
-    """Set the model of an alias and return the alias file.
+    """Add, change or remove an alias for a model in the user's alias file, and return the path of the file.
 
-    Other lines of the file stay as they are.
+    Other lines of the file stay as they are. Creates the file if there is none.
 
     Args:
-        alias: The alias.
-        model: The model; "" removes the alias.
+        alias: The alias, without white space, slashes, backslashes, colons and #.
+        model: Name or path of the model; "" removes the alias.
 
     Raises:
-        CheckpointError: The alias is not valid, or the file cannot be written.
+        CheckpointError: The alias is not valid, or the file cannot be read or written.
     """
     if not alias or not alias.isprintable() or any(letter.isspace() or letter in "/\\:#" for letter in alias):
         raise CheckpointError(f"{alias[:80]!r} is not a valid alias; expected letters and digits, without / and :")

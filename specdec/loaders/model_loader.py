@@ -28,17 +28,19 @@ TARGET_MEMORY_SHARE = 0.75  # of the memory headroom, for the target's KV cache;
 
 
 def ignore_progress(name: str, share: float) -> None:
-    """Ignore the progress; the default `ProgressCallback`."""
+    """Do nothing with the loading progress of a model; the default `ProgressCallback`."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Settings by which checkpoints become models.
+    """Settings for building models from checkpoints: threads, KV cache format, weight packing and a progress callback.
+
+    Raises ValueError or TypeError if a setting is not valid.
 
     Attributes:
         n_threads: Threads of a forward pass, as in `Transformer`.
         kv: Number format of the KV cache, as in `Transformer`.
-        progress: Callback for the loading progress.
+        progress: Callback for the loading progress, see `ProgressCallback`.
         pack_mode: Whether bf16 weights are packed into 12 bits, see `PackMode`.
     """
 
@@ -54,15 +56,27 @@ class Loader:
             check_int("n_threads", self.n_threads, 1, get_available_threads())
 
     def load(self, checkpoint: Checkpoint, weight_format: WeightFormat | None, n_positions: int | None = None) -> Transformer:
-        """Build the model of a checkpoint; weight_format as in `pack`. Raises CheckpointError."""
-        return Transformer(checkpoint.config, self.pack(checkpoint, weight_format), self.n_threads, n_positions, self.kv)
-
-    def pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
-        """Read and pack the weights of a checkpoint. Raises CheckpointError.
+        """Read and pack the weights of a checkpoint and return a `Transformer` that is ready to run.
 
         Args:
             checkpoint: The model's config and tensors.
-            weight_format: Format for weights that are floats in the file; None: as `pack_mode` says.
+            weight_format: Format for weights that are floats in the file, as in `pack`.
+            n_positions: Capacity of the KV cache in tokens, as in `Transformer`.
+
+        Raises:
+            CheckpointError: The weights are damaged or do not fit into memory.
+        """
+        return Transformer(checkpoint.config, self.pack(checkpoint, weight_format), self.n_threads, n_positions, self.kv)
+
+    def pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
+        """Read the weights of a checkpoint, pack them for the kernels, and return the packed `Weights`; reports the progress.
+
+        Args:
+            checkpoint: The model's config and tensors.
+            weight_format: Format for weights that are floats in the file; None: as `pack_mode` says, which may run a benchmark.
+
+        Raises:
+            CheckpointError: The weights are damaged or do not fit into memory.
         """
         name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
         architecture, formats = get_architecture(config), self.list_weight_formats(checkpoint, weight_format)
@@ -77,9 +91,13 @@ class Loader:
             raise CheckpointError(f"{problem}; use a smaller model, or a GGUF file of it with fewer bits per weight") from None
 
     def list_weight_formats(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> list[WeightFormat | None]:
-        """List the formats that `pack` may choose for float weights.
+        """List the one or two formats that `pack` chooses from for the float weights of a checkpoint; None: as in the file.
 
-        The last one is used, unless a benchmark on this machine finds it slower than the first.
+        `pack` uses the last one, unless a benchmark on this machine finds it slower than the first.
+
+        Args:
+            checkpoint: The model's config and tensors.
+            weight_format: The format that the caller wants, the only one in the list; None: `pack_mode` decides.
         """
         if weight_format is not None or self.pack_mode == "none":
             return [weight_format]
@@ -97,7 +115,7 @@ def load_model(
     kv: KVFormatName = "auto",
     pack: PackMode = "auto",
 ) -> Transformer:
-    """Load the model of a path or a name.
+    """Load a model by its path or name, with its weights, and return a `Transformer`; a missing model is downloaded.
 
     Args:
         path: A path, a bundled or published model, an alias, or a repository on the hub.
@@ -114,16 +132,17 @@ def load_model(
 
 
 def open_checkpoint(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint of a path or a name, without reading its weights.
+    """Open a model by its path or name as a `Checkpoint`, without reading its weights; a missing model is downloaded.
 
-    Warns if an adapter lies next to the weights. No file says whether they include it: some tools leave it there after merging.
+    Warns with CheckpointWarning if an adapter lies next to the weights. No file says whether the weights include the adapter:
+    some tools leave it there after merging.
 
     Args:
         parameter: The caller's parameter, such as "target", for errors. Only "draft" accepts a draft head.
         name: The path or name.
 
     Raises:
-        CheckpointError: There is no such model, or it is a draft head.
+        CheckpointError: There is no such model, it is damaged, or it is a draft head for another parameter.
     """
     checkpoint = load_checkpoint(resolve_path(check_path(parameter, name)))
     if checkpoint.config.head and parameter != "draft":
@@ -139,17 +158,23 @@ def open_checkpoint(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def get_memory_headroom(target: Transformer) -> float:
-    """Return the bytes of physical memory that a target's weights leave free."""
+    """Return how many bytes of this machine's physical memory remain after a target's weights."""
     return get_physical_memory_bytes() - target.weights.n_bytes
 
 
 def compute_max_positions(target: Transformer) -> int:
-    """Return the longest sequence in tokens: the target's context, or what fits into its share of the memory headroom."""
+    """Return the length in tokens of the longest sequence that a target can run on this machine.
+
+    The limit is the target's context, or what its KV cache can hold in TARGET_MEMORY_SHARE of the memory headroom.
+    """
     return target.find_max_positions(TARGET_MEMORY_SHARE * get_memory_headroom(target), target.n_positions)
 
 
 def check_memory(target: Transformer, n_tokens: int) -> None:
-    """Raise ValueError if the KV cache of a sequence of n_tokens does not fit into memory."""
+    """Raise ValueError if a target's KV cache for a sequence of n_tokens does not fit into this machine's memory.
+
+    Tokens beyond the target's context are not counted.
+    """
     n = min(n_tokens, target.n_positions)
     if n > (max_positions := compute_max_positions(target)):
         raise ValueError(

@@ -45,11 +45,13 @@ RESTORE_HINT = "restore it with 'git checkout models' or by installing again"
 def resolve_path(
     name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = (), together: Sequence[str] = ()
 ) -> Path:
-    """Return the file or folder of a path, a name in models/, an alias, a repository on the hub, or a published stories model.
+    """Return the local file or folder of a model that is given by a path or a name; download the model if necessary.
+
+    A name is one in models/, an alias, a repository on the hub, or a published stories model.
 
     Args:
         name: A path or a name. The folder of a repository in the hub's cache stands for its snapshot.
-        source_hint: Where to get the file, for the error; by default how models are named.
+        source_hint: Where to get the file, for the error if nothing is found; by default the error explains how models are named.
         candidates: Words that a misspelt name might stand for.
         together: Names of all models of the request, so that the error lists every file to download by hand.
 
@@ -88,7 +90,7 @@ def resolve_path(
 
 
 def _make_naming_hint(name: str) -> str:
-    """Return how to name a model, for the error about a name that was not found."""
+    """Return advice on how to name a model, as a part of the error about a name that was not found."""
     if name.endswith(MODEL_SUFFIXES) or not (bare := BARE_NAME.fullmatch(name)):
         return NAMING_HINT
     ollama_note = "it looks like an ollama name, which is not supported; " if bare[2] else ""
@@ -96,7 +98,9 @@ def _make_naming_hint(name: str) -> str:
 
 
 def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
-    """Return the optional packages that models need, with their purposes, without downloading anything.
+    """Return a dict from each optional package that models need to its purpose, without downloading anything.
+
+    The packages are huggingface_hub if a model has to be downloaded, and tokenizers, if not installed, for most tokenizers.
 
     Args:
         names: Names of models, the target first.
@@ -118,7 +122,11 @@ def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[st
 
 
 def list_model_paths(folder: Path) -> list[Path]:
-    """List what looks like a model in a folder by its name: model files, and folders with a config. Raises OSError."""
+    """List the paths in a folder that look like models, sorted: files with the name of a model, and folders with a config.json.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
 
     def is_model(path: Path) -> bool:
         is_tokenizer = path.name.startswith("tok") and path.suffix == ".bin"
@@ -129,7 +137,10 @@ def list_model_paths(folder: Path) -> list[Path]:
 
 
 def is_model_name(word: str) -> bool:
-    """Return whether a word is a model's name and not a prompt: an existing model, or a name that only a model can have."""
+    """Return whether a command-line word names a model and is not a prompt.
+
+    It does if it names an existing model file or folder, or if it has the form of a name that only a model can have.
+    """
     if not _is_possible_name(word):
         return False
     if found := _find_local_path(Path(word)):
@@ -144,7 +155,7 @@ def is_model_name(word: str) -> bool:
 
 
 def is_text_file(word: str) -> bool:
-    """Return whether a word names an existing text file, and not a model."""
+    """Return whether a command-line word names an existing text file (here or in models/) that is not a model."""
     found = _find_local_path(Path(word)) if _is_possible_name(word) and not word.endswith(MODEL_SUFFIXES) else None
     return bool(found and found.is_file() and is_text(found))
 
@@ -154,10 +165,19 @@ def _is_possible_name(word: str) -> bool:
 
 
 def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vocab_size: int) -> Path:
-    """Return the tokenizer's path.
+    """Return the path of the tokenizer for a target; download a published tokenizer if necessary.
 
-    It is the given one, else a target that is a folder, else tok<vocab_size>.bin or tokenizer.bin next to the target, in models/
-    or on the hub. Raises TokenizerError or CheckpointError if there is none.
+    It is the given one, else the target if that is a folder, else tok<vocab_size>.bin or tokenizer.bin next to the target, in
+    models/ or on the hub.
+
+    Args:
+        given: Path or name of a tokenizer; None: look for one.
+        target: The target's file or folder, if known.
+        vocab_size: The target's vocabulary size.
+
+    Raises:
+        CheckpointError: The given tokenizer does not exist.
+        TokenizerError: No tokenizer was given, and none is found.
     """
     if given is not None:
         return resolve_path(given, f"llama2.c's tokenizer.bin is at {LLAMA2C_URL}")
@@ -179,7 +199,11 @@ def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vo
 
 
 def get_default_pair() -> tuple[Path, Path]:
-    """Return the paths of the bundled target and draft. Raises CheckpointError if they are missing."""
+    """Return the paths of the bundled target and draft.
+
+    Raises:
+        CheckpointError: One of them, or the bundled tokenizer, is missing.
+    """
     missing = [str(path) for path in _get_default_paths() if not path.exists()]
     if missing:
         raise CheckpointError(
@@ -192,7 +216,10 @@ def get_default_pair() -> tuple[Path, Path]:
 
 @contextmanager
 def add_restore_hint() -> Iterator[None]:
-    """Add to errors about bundled files how to restore them, unless memory is short or the file may not be read."""
+    """Run a block; if it raises an error about a bundled model file, raise the error again with advice to restore the file.
+
+    Only a CheckpointError or TokenizerError gets the advice, and not if its cause is a lack of memory or permission.
+    """
     try:
         yield
     except (CheckpointError, TokenizerError) as error:
@@ -207,22 +234,23 @@ def _get_default_paths() -> tuple[Path, Path, Path]:
 
 
 def get_model_folders() -> tuple[Path, Path]:
-    """Return the folders that names are looked up in: models/ in the current folder, then the bundled one."""
+    """Return the folders that model names are looked up in: models/ in the current folder, then that of the bundled models."""
     return Path("models"), BUNDLED_MODELS_DIR
 
 
 def _read_valid_aliases() -> dict[str, str]:
-    """Return the aliases, {} if their file cannot be read."""
+    """Return the model of each alias in the user's alias file; {} if the file cannot be read or is not valid."""
     with suppress(CheckpointError):
         return read_aliases()
     return {}
 
 
 def _make_manual_download_hint(names: Iterable[str]) -> str:
-    """Return which files to download by hand, and where to put them, if published files cannot be downloaded.
+    """Return advice, for an error, on which published files to download by hand and where to put them.
 
     Args:
-        names: Names of models or tokenizers; only those of `hub.PUBLISHED_FILES` are listed, with the tokenizers that they need.
+        names: Names of models or tokenizers. The advice lists those of `hf_hub.PUBLISHED_FILES` that are not here yet, and the
+            tokenizers that the listed models need.
     """
     published = list(dict.fromkeys(filter(None, map(_find_published, names))))
     models = [name for name in published if name.startswith("stories")]
@@ -237,12 +265,12 @@ def _make_manual_download_hint(names: Iterable[str]) -> str:
 
 
 def _find_published(name: str) -> str:
-    """Return which of `hub.PUBLISHED_FILES` has this name, with or without its suffix; "" for none."""
+    """Return the file name in `hf_hub.PUBLISHED_FILES` that equals a name, given with or without .bin; "" if there is none."""
     return next((file for file in (name, f"{name}.bin") if file in hf_hub.PUBLISHED_FILES), "")
 
 
 def find_local(name: str) -> Path | None:
-    """Return what `resolve_path` finds without the network, or None."""
+    """Return the local path of a model or tokenizer, as `resolve_path` does, but without the network; None if it is not here."""
     if found := _find_local_path(Path(name)):
         return found
     if model := _read_valid_aliases().get(name):
@@ -253,7 +281,7 @@ def find_local(name: str) -> Path | None:
 
 
 def _has_json_tokenizer(name: str) -> bool:
-    """Return whether reading the tokenizer of this name needs, or may need, the package `tokenizers`.
+    """Return whether the tokenizer of a model or tokenizer name needs, or may need, the package `tokenizers` to be read.
 
     JSON files, GGUF files with a BPE vocabulary and folders need it, except the folder of a draft head. Repositories that are not
     downloaded yet may need it.
@@ -267,7 +295,12 @@ def _has_json_tokenizer(name: str) -> bool:
 
 
 def _suggest_similar(path: Path, candidates: Sequence[str]) -> str:
-    """Return a hint at the known name most similar to one that was not found, a file, alias or candidate; "" for none."""
+    """Return "; did you mean ...?" with the known model name most similar to one that was not found; "" if none is similar.
+
+    Args:
+        path: The name that was not found.
+        candidates: Other words that it might stand for, in addition to models here or in the cache, published ones and aliases.
+    """
     folders = [path.parent] if len(path.parts) > 1 else [Path(), *get_model_folders()]
     cached = [name if ":" in path.name else name.partition(":")[0] for name, _ in hf_hub.list_cached_models()]
     known = [*candidates, *_read_valid_aliases(), *(hf_hub.PUBLISHED_FILES if len(path.parts) == 1 else cached)]
@@ -285,14 +318,24 @@ def _suggest_similar(path: Path, candidates: Sequence[str]) -> str:
 
 
 def _find_local_path(path: Path) -> Path | None:
-    """Return what exists at a path or under a name in models/; for a repository in the hub's cache, its snapshot."""
+    """Return the existing file or folder of a path, or of a name in models/; None if there is none.
+
+    A repository's folder in the hub's cache becomes its snapshot folder.
+
+    Raises:
+        CheckpointError: The path cannot be accessed, or the repository has no snapshot or several.
+    """
     found = _find_first_existing(_list_candidate_paths(path))
     is_repository = found and (found / "snapshots").is_dir() and not (found / "config.json").exists()
     return _find_snapshot(found) if found and is_repository else found
 
 
 def _find_snapshot(repository: Path) -> Path:
-    """Return the latest snapshot of a repository, or its only one. Raises CheckpointError if neither is known."""
+    """Return the snapshot folder of a repository's folder in the hub's cache: that of refs/main, or the only one.
+
+    Raises:
+        CheckpointError: There is no snapshot, or there are several and refs/main names none of them.
+    """
     with wrap_read_errors(repository, CheckpointError):
         snapshots = sorted(each for each in (repository / "snapshots").iterdir() if each.is_dir())
     commit = ""
@@ -306,14 +349,18 @@ def _find_snapshot(repository: Path) -> Path:
 
 
 def _list_candidate_paths(path: Path) -> list[Path]:
-    """List the paths that a path or a name may stand for, with or without its suffix."""
+    """List the paths to try for a path or a model name, in order: here and in the models folders, as it is and with a suffix."""
     path = Path(os.path.expanduser(path))  # shells do not expand --model=~/x.gguf
     names = [path, *(path.with_name(path.name + ending) for ending in OPTIONAL_SUFFIXES if path.name and not path.suffix)]
     return [folder / name for folder in (Path(), *get_model_folders()) for name in names]
 
 
 def _find_first_existing(paths: list[Path]) -> Path | None:
-    """Return the first path that exists, or None. Raises CheckpointError if a path cannot be checked."""
+    """Return the first of the given paths that exists, or None.
+
+    Raises:
+        CheckpointError: A path cannot be accessed.
+    """
     for path in paths:
         try:
             path.stat()  # since Python 3.14, `exists` hides errors such as a lack of permission

@@ -10,7 +10,10 @@ from specdec.loaders.model_paths import BUNDLED_MODELS_DIR
 
 
 def list_model_files(path: Path) -> list[Path]:
-    """List what to delete with the model at a path: a file and its shards, a folder, or its files in the hub's cache.
+    """List the files and folders to delete in order to remove the model at a path, without deleting anything.
+
+    They are a file and its shards, or a folder. In the hub's cache they are the repository's folder, or, if other GGUF files of
+    the repository remain, the model's links and blobs.
 
     Raises:
         CheckpointError: The model is bundled with specdec.
@@ -27,13 +30,17 @@ def list_model_files(path: Path) -> list[Path]:
 
 
 def compute_total_bytes(paths: Sequence[Path]) -> int:
-    """Return the bytes of files and folders; each file counts once."""
+    """Return the total size in bytes of files and folders on disk; a file that occurs twice, also by a link, counts once."""
     files = {file.resolve() for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()}
     return sum(file.stat().st_size for file in files)
 
 
 def delete_files(paths: Sequence[Path]) -> None:
-    """Delete files and folders. Raises CheckpointError for one that cannot be deleted."""
+    """Delete the given files and folders from the disk; a file that does not exist is skipped.
+
+    Raises:
+        CheckpointError: A file or folder cannot be deleted; the ones after it remain.
+    """
     for path in paths:
         try:
             if path.is_dir() and not path.is_symlink():
@@ -45,12 +52,12 @@ def delete_files(paths: Sequence[Path]) -> None:
 
 
 def _find_repository_dir(path: Path) -> Path | None:
-    """Return the cache's folder of the repository that a path belongs to, or None."""
+    """Return the repository folder in the hub's cache that contains a path; None if the path is not in the cache."""
     repository_dirs = (each for each in path.parents if each.name.startswith("models--") and (each / "snapshots").is_dir())
     return next(repository_dirs, None)
 
 
 def _list_shards(path: Path) -> list[Path]:
-    """List a model's files: a folder, or a file and its shards."""
+    """Return [path] for a model that is a folder, else the path of the model's file and those of its existing shards."""
     others = (path.with_name(name) for name in list_shard_names(path.name))
     return [path] if path.is_dir() else [other for other in others if other == path or other.is_file()]

@@ -1,7 +1,7 @@
 """Read the MTP (multi-token prediction) head in a model's own files as a `Checkpoint`.
 
-A folder stores its tensors next to those of the model, and transformers ignores them. A GGUF file stores them in the layer after
-the model's last one.
+A folder stores the head's tensors next to the model's tensors, and transformers ignores the head. A GGUF file stores the head in
+the layer after the model's last one.
 """
 
 import re
@@ -17,7 +17,7 @@ from specdec.model_config import HeadConfig, ModelConfig
 
 
 def load_mtp_head(target: Checkpoint) -> Checkpoint | None:
-    """Open the MTP head in a target's files; return None if there is none.
+    """Open the MTP (multi-token prediction) head in a target model's own files as a `Checkpoint`; return None if there is none.
 
     Raises:
         CheckpointError: The head is damaged or not supported.
@@ -42,7 +42,15 @@ def load_mtp_head(target: Checkpoint) -> Checkpoint | None:
 
 
 def _select_layer_specs(target: Checkpoint, layer: int, source: TensorSource) -> dict[str, TensorSpec]:
-    """Return the specs of the head's tensors, with the number of its layer in the file filled in."""
+    """Return the tensor specs of a target's MTP head, with the head's layer number in the file filled into the stored names.
+
+    If the target has alternative specs, those that match the tensors in the file are chosen.
+
+    Args:
+        target: The model with the MTP head.
+        layer: The head's layer number in the file.
+        source: The tensors of the file.
+    """
 
     def fill_layer(spec: TensorSpec) -> TensorSpec:
         return spec._replace(name=spec.name.replace("{}", str(layer), 1))
@@ -52,7 +60,7 @@ def _select_layer_specs(target: Checkpoint, layer: int, source: TensorSource) ->
 
 
 def make_head_config(target: ModelConfig) -> ModelConfig:
-    """Return the config of an MTP head, which has one layer like the target's attention layers."""
+    """Return the config of the MTP head of a target with the given config: one layer, like the target's attention layers."""
     head = HeadConfig(
         target_dim=target.dim,
         target_layers=(target.n_layers,),

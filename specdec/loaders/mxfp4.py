@@ -20,11 +20,11 @@ WEIGHTS_PER_BLOCK, BYTES_PER_BLOCK, *_ = BLOCKS[MXFP4]
 
 
 def join_blocks(codes: FileTensor, exponents: FileTensor, n_rows: int, first: int, step: int) -> DerivedTensor:
-    """Join codes and exponents into rows (n_rows, bytes) of GGUF blocks.
+    """Join the codes and exponents of an MXFP4 matrix into rows of GGUF blocks, a tensor (n_rows, bytes) computed on reading.
 
     Args:
-        codes: Codes of each row, with all blocks of a row.
-        exponents: Exponents of each row.
+        codes: Stored codes, (rows, 16 bytes per block).
+        exponents: Stored exponents, (rows, blocks).
         n_rows: Rows of the result.
         first: The first stored row to take.
         step: Distance between the stored rows to take.
@@ -42,17 +42,17 @@ def join_blocks(codes: FileTensor, exponents: FileTensor, n_rows: int, first: in
 
 
 def get_mxfp4_experts(source: Any, names: tuple[str, str], shape: tuple[int, ...], first: int, step: int) -> list[BlockTensor]:
-    """Return a matrix for each expert from a folder's tensors of all experts.
+    """Return one MXFP4 matrix per expert, from the two tensors in a folder that hold the codes and exponents of all experts.
 
     Args:
-        source: The tensors of the folder.
-        names: Names of the codes and of the exponents.
-        shape: (experts, rows, columns) of the result.
+        source: The tensors of the folder, which are marked as used.
+        names: Names of the codes tensor and of the exponents tensor.
+        shape: Number of experts, and rows and columns of each matrix in the result.
         first: The first stored row to take of each expert.
         step: Distance between the stored rows to take.
 
     Raises:
-        CheckpointError: The shapes do not match.
+        CheckpointError: A tensor is missing, or its shape or type does not match.
     """
     (codes, exponents), (n, n_rows, n_columns) = names, shape
     n_stored_rows, n_blocks = n_rows * step, n_columns // WEIGHTS_PER_BLOCK

@@ -1,7 +1,8 @@
 """Download files into the cache of huggingface_hub: resumed after an interrupt, verified, and once for several processes.
 
-The library's own downloads are not used. Since 1.18 they start from zero after an interrupt. They also join the server's ETag to
-a path, which lets a hostile mirror write outside the cache (seen in 0.30 and 2.4). Its sessions, locks and errors are used.
+The download functions of huggingface_hub are not used. Since 1.18 they start from zero after an interrupt. They also join the
+server's ETag to a path, which lets a hostile mirror write outside the cache (seen in 0.30 and 2.4). The sessions, locks and
+errors of huggingface_hub are used.
 """
 
 import hashlib
@@ -25,9 +26,15 @@ progress_callbacks: list[Callable[[str, int, int], object]] = []
 
 
 class RemoteFile(NamedTuple):
-    """A file on a server, and where it goes: its bytes into `blob`, and `link` becomes a link to that.
+    """A file to download from a server, and the places for it in the hub's cache.
 
-    size is None and sha256 is "" if the server does not give them.
+    Attributes:
+        url: Address of the file.
+        headers: Headers of the request.
+        link: Path in a snapshot folder that becomes a link to `blob`.
+        blob: Path for the bytes.
+        size: Size in bytes; None if the server does not give it.
+        sha256: Expected hash in hexadecimal digits; "" if the server does not give it.
     """
 
     url: str
@@ -39,24 +46,31 @@ class RemoteFile(NamedTuple):
 
     @property
     def partial(self) -> Path:
-        """The file of the bytes that have been received, until it is complete."""
+        """Path of the partial file, which holds the bytes received so far until the download is complete."""
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     @property
     def n_downloaded(self) -> int:
-        """Bytes that are here already."""
+        """Number of bytes of the file that are on disk already, complete or partial."""
         return next((path.stat().st_size for path in (self.blob, self.partial) if path.exists()), 0)
 
 
 class Download:
-    """A download of the files of one model into the cache. The next download resumes one that was interrupted."""
+    """A download of the files of one model into the hub's cache, which resumes an earlier one that was interrupted."""
 
     def __init__(self, name: str, files: Sequence[RemoteFile], cache: Path) -> None:
         self._name, self._files, self._cache = name, files, cache
         self._total, self._n_finished = sum(file.size or 0 for file in files), 0
 
     def run(self) -> None:
-        """Download the files one after the other. Raises CheckpointError, OSError, or an error of the library."""
+        """Download the files that are missing, one after the other, verify them and link them into their snapshot folder.
+
+        Reports the progress, and waits while another process downloads the same file.
+
+        Raises:
+            CheckpointError: The disk has too little space, or a file is not the expected one.
+            OSError: A file cannot be written. Connections that stay broken raise this or an error of the library.
+        """
         from huggingface_hub.utils import tqdm
 
         self._check_disk_space()
@@ -81,7 +95,7 @@ class Download:
 
     @contextmanager
     def _lock(self, file: RemoteFile) -> Iterator[None]:
-        """Hold the library's lock of a file; report the progress of another process while it holds the lock."""
+        """Run a block while holding huggingface_hub's lock of a file; wait and report progress while another process holds it."""
         from huggingface_hub.utils import WeakFileLock
 
         path = self._cache / ".locks" / file.blob.parents[1].name / f"{file.blob.name}.lock"
@@ -96,7 +110,11 @@ class Download:
             yield
 
     def _download_file(self, file: RemoteFile) -> None:
-        """Download the rest of a file, with retries after broken connections, and verify it."""
+        """Download the rest of a file with retries after broken connections, verify its sha256, and move it to its blob path.
+
+        Raises:
+            CheckpointError: The file has another size or sha256 than expected; the partial file is then emptied or removed.
+        """
         from huggingface_hub.errors import HfHubHTTPError
 
         n_tries, digest = MAX_TRIES, ""
@@ -116,7 +134,14 @@ class Download:
         os.replace(file.partial, file.blob)
 
     def _receive_rest(self, file: RemoteFile) -> str:
-        """Append the missing bytes to the partial file, and return the sha256 of the whole file."""
+        """Request the missing bytes of a file, append them to its partial file, and return the sha256 of the whole file.
+
+        Starts again from zero if the size is unknown or the server sends the whole file. Reports the progress.
+
+        Raises:
+            CheckpointError: The server sends more bytes than announced.
+            ConnectionError: The response ends too early.
+        """
         digest = hashlib.sha256()
         with file.partial.open("a+b") as out:
             n = out.tell()
@@ -144,7 +169,7 @@ class Download:
         return digest.hexdigest()
 
     def _report(self, n: int) -> None:
-        """Report that n bytes of the current file are here."""
+        """Report that n bytes of the current file are on disk, to the progress bar and to the last progress callback."""
         n += self._n_finished
         self._bar.update(n - self._bar.n)
         for report in progress_callbacks[-1:]:
@@ -153,7 +178,10 @@ class Download:
 
 @contextmanager
 def _open_response(file: RemoteFile, start: int) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
-    """Request a file from byte `start` on: the response's headers and chunks. A redirect to another server drops the token."""
+    """Request a file from byte `start` on, and provide the response's headers and chunks of bytes to a `with` block.
+
+    A redirect to another server drops the access token. Raises an error of huggingface_hub for an error status.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
@@ -166,7 +194,10 @@ def _open_response(file: RemoteFile, start: int) -> Iterator[tuple[Mapping[str, 
 
 
 def _link(blob: Path, link: Path) -> None:
-    """Give a blob its name in a snapshot: by a link, or by moving it if the disk does not support links, as the library does."""
+    """Make a downloaded blob available at a path in a snapshot folder, unless that path exists already.
+
+    The path becomes a symbolic link, or the blob is moved there if the disk does not support links, as huggingface_hub does.
+    """
     if not link.exists():
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)  # a link to a blob that is gone

@@ -31,7 +31,14 @@ DTYPE_BITS = {
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a file: its dtype, its shape, its first byte in the file, and the first byte after it."""
+    """An entry of a safetensors header for one tensor.
+
+    Attributes:
+        dtype: Name of the tensor's dtype, such as "BF16".
+        shape: Shape of the tensor.
+        start: First byte of the tensor in the file.
+        end: First byte after the tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +47,10 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """An open file and the entries of its header. Raises CheckpointError if the header is not that of a complete file."""
+    """A safetensors file with the parsed entries of its header; tensors are read when they are indexed.
+
+    Raises CheckpointError if the file is not safetensors, is truncated, or has a damaged header.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +58,15 @@ class SafetensorsFile:
         self.entries = self._read_header()
 
     def get_tensor(self, name: str, dtypes: Mapping[str, np.dtype[Any]] = FLOATS) -> FileTensor:
-        """Return a tensor. Raises CheckpointError if its dtype is not one of `dtypes`."""
+        """Return the tensor with a name for reading later.
+
+        Args:
+            name: Name of the tensor in the file.
+            dtypes: Accepted dtypes: numpy's by the name in the file.
+
+        Raises:
+            CheckpointError: The tensor has another dtype.
+        """
         entry = self.entries[name]
         if entry.dtype not in dtypes:
             raise CheckpointError(
@@ -57,7 +75,11 @@ class SafetensorsFile:
         return FileTensor(self._file, name, entry.shape, entry.start, dtype=dtypes[entry.dtype])
 
     def read_integers(self, name: str) -> Int64:
-        """Read an I64 tensor as a vector. Raises CheckpointError for another type."""
+        """Read the I64 tensor with a name, and return its integers as a vector.
+
+        Raises:
+            CheckpointError: The tensor is of another type.
+        """
         numbers = self.get_tensor(name, INTEGER_DTYPES)
         return self._file.read(numbers.start, math.prod(numbers.shape) * 8).view("<i8").astype(np.int64)
 
@@ -106,7 +128,7 @@ class SafetensorsFile:
         return TensorEntry(dtype, tuple(shape), start + first, start + last)
 
     def _check_spans(self, entries: dict[str, TensorEntry], start: int) -> None:
-        """Check that every byte after the header belongs to exactly one tensor."""
+        """Raise CheckpointError unless every byte of the file after the header belongs to exactly one tensor."""
         at = start
         for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
             if entry.start != at or entry.end < at:
@@ -122,6 +144,6 @@ class SafetensorsFile:
 
 
 def _is_int_list(numbers: Any) -> bool:
-    """Return whether this is a short list of integers in the range of offsets."""
+    """Return whether a value from a header is a list of at most MAX_DIMENSIONS integers from 0 to 2^63 - 1."""
     is_short = isinstance(numbers, list) and len(numbers) <= MAX_DIMENSIONS
     return is_short and all(type(n) is int and 0 <= n < 2**63 for n in numbers)

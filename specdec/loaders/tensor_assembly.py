@@ -21,7 +21,9 @@ COMPARE_CHUNK_ROWS = 2048  # rows of the embedding and the classifier that are c
 
 
 def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> dict[str, Any]:
-    """Return the tensors that the config's architecture takes, by its names; tensors that all layers have are lists.
+    """Find a model's tensors in its files, and return them in the layout of the model's architecture, by its tensor names.
+
+    Checks names, shapes and types; weights are read later. Some values are lists, of one tensor per layer or per expert.
 
     Args:
         config: The model's config.
@@ -58,7 +60,7 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
         return DerivedTensor(view, shape, FP32, lambda first, last: transform.apply(to_float32(view[:]))[first:last])
 
     def get_experts(name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
-        """Return one tensor per expert; a stored tensor of all experts is cut into slices."""
+        """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices."""
         n, n_rows, n_columns = shape
         if spec.scales_name:
             return get_mxfp4_experts(source, (spec.name.format(layer), spec.scales_name.format(layer)), shape, *spec.row_stride)
@@ -91,7 +93,7 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Return whether two tensors of the same shape have the same dtype and numbers."""
+    """Return whether two tensors of the same shape have the same dtype and numbers, after reading both in chunks of rows."""
     starts = range(0, a.shape[0], COMPARE_CHUNK_ROWS)
     return a.dtype == b.dtype and all(
         np.array_equal(a[first : first + COMPARE_CHUNK_ROWS], b[first : first + COMPARE_CHUNK_ROWS]) for first in starts
@@ -99,13 +101,13 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def transpose(stored: FileTensor, n_rows: int, first: int, step: int = 1) -> DerivedTensor:
-    """Return the transpose of a stored matrix, restricted to some columns, which are the only ones read.
+    """Return the transpose of a stored matrix, or of some of its columns, as a tensor that is computed when it is read.
 
     Args:
         stored: The stored matrix (inputs, outputs).
-        n_rows: Number of its columns to take, the rows of the result.
-        first: The first of these columns.
-        step: Distance between them.
+        n_rows: Number of stored columns to take, which are the rows of the result.
+        first: The first stored column to take.
+        step: Distance between the stored columns to take.
     """
 
     def read_rows(begin: int, end: int) -> npt.NDArray[Any]:

@@ -20,12 +20,12 @@ PICKLE = "a PyTorch file, which may run code when it is read, so it is not suppo
 
 
 class UnsupportedFormat(NamedTuple):
-    """A file format that cannot be loaded.
+    """A file format that is recognized but cannot be loaded, with advice for the error message.
 
     Attributes:
-        signature: Regex of its first bytes.
-        name: Its name with an article.
-        advice: What to do; "" if only another file helps.
+        signature: Regex that matches the first bytes of a file in the format.
+        name: Name of the format with an article.
+        advice: What the user can do; "" if only another file helps.
     """
 
     signature: bytes
@@ -69,7 +69,9 @@ WEB_PAGE = re.compile(rb"\s*(<!doctype|<html|<\?xml)", re.IGNORECASE)
 
 
 def identify_file(path: Path, expected: str) -> str:
-    """Return what a file is and what to do, such as "is a picture; expected ..."; "" if its format is not recognized.
+    """Return the part of an error that says what an unsupported file is and what to do; "" if the format is not recognized.
+
+    An example is "is a PNG image; expected a GGUF file". The file is recognized by its first bytes.
 
     Args:
         path: A file, not a folder.
@@ -91,19 +93,23 @@ def identify_file(path: Path, expected: str) -> str:
 
 
 def is_text(path: Path) -> bool:
-    """Return whether a file begins like text. Raises CheckpointError if it cannot be read."""
+    """Return whether the first bytes of a file are printable text; False for a web page or a Git LFS pointer.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
     file = ModelFile(path)
     return bool(_decode_text(file.read(0, min(SNIFF_BYTES, file.size)).tobytes()))
 
 
 def reject_unsupported_formats(path: Path) -> None:
-    """Raise CheckpointError for a file that is recognized as something other than a model."""
+    """Raise CheckpointError if a file's first bytes are those of an unsupported format or of something other than a model."""
     if problem := identify_file(path, EXPECTED_MODEL):
         raise CheckpointError(f"{path} {problem}")
 
 
 def _decode_text(head: bytes) -> str:
-    """Return the first bytes of a file as text; "" if they are not text, or stand for another file."""
+    """Decode the first bytes of a file; return "" if they are not printable text, or are a Git LFS pointer or a web page."""
     if len(head) < MIN_TEXT_BYTES or head.startswith(LFS_POINTER) or WEB_PAGE.match(head):
         return ""
     is_wide = head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

@@ -26,7 +26,7 @@ FUSED = {"up": FusedTensors(("w1",)), "down": FusedTensors(("w2",)), **ATTENTION
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes by llama2.c's names and those of their biases; `wcls` exists only if it is not the embedding."""
+    """Return the shapes of all tensors by name; the classifier `wcls` exists only if it is not the embedding."""
     layers, dim, hidden = config.n_layers, config.dim, config.hidden_dim
     tensors: Shapes = {"tok_emb": (config.vocab_size, dim), "pos_emb": (config.seq_len, dim)}
     tensors |= dict.fromkeys(("wq", "wk", "wv", "wo"), (layers, dim, dim))
@@ -38,7 +38,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
-    """Return the packed tensors: q, k and v fused, norms, biases, and the table of positions."""
+    """Return descriptions (source tensors, sizes) of all matrices and vectors to pack, by name, with q, k and v fused."""
     stored, layers = shapes(config), range(config.n_layers)
     packed = fuse_tensors({name: stored[name] for name in GLOBAL_TENSORS if name in stored}, FUSED_GLOBALS, stored)
     packed.setdefault("classifier", packed["embedding"])
@@ -47,7 +47,7 @@ def packed_tensors(config: ModelConfig) -> PackedTensors:
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-    """Return the program of the forward pass.
+    """Return GPT-2's forward pass as a program for the embedding, one for each layer and one for the logits.
 
     x = embedding + position; for each layer x += wo attention(qkv norm(x)), x += w2 gelu(w1 norm(x)); logits = wcls norm(x).
     """
@@ -78,7 +78,7 @@ def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram
 
 
 def make_layer_norm(config: ModelConfig, weights: Weights, b: Buffers, name: str = "ln_final", logits_only: bool = False) -> Op:
-    """Return the op of normed = layernorm(x), with the weights of this name."""
+    """Return the op of normed = layernorm(x), with the weights `name` and the biases `name`_bias."""
     weight, bias = (weights.vectors[each] for each in (name, f"{name}_bias"))
     return layer_norm(b.normed, b.x, weight, bias, config.dim, config.norm_eps, logits_only)
 

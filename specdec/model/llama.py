@@ -44,7 +44,7 @@ MIXERS = {ShortConvConfig: SHORT_CONV, DeltaNetConfig: DELTA_NET}  # blocks that
 
 
 def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
-    """Return the blocks of layer i: attention or a mixer, an MLP or experts, and per-layer inputs if there are any."""
+    """Return the blocks of layer i in order: attention or a mixer, an MLP or experts, and per-layer inputs if there are any."""
     mixer = MIXERS.get(type(config.layer_config(i).mixer), ATTENTION)
     mlp = MLP
     if config.experts and i not in config.experts.dense_layers:
@@ -53,17 +53,20 @@ def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
 
 
 def iter_blocks(config: ModelConfig) -> Iterator[tuple[int, Block]]:
-    """Iterate over the blocks of all layers, with their layer's number, in the order in which they run."""
+    """Return an iterator of (layer index, block) over all blocks of all layers, in the order in which they run."""
     return ((i, block) for i in range(config.n_layers) for block in get_blocks(config, i))
 
 
 def layer_shapes(config: ModelConfig, i: int) -> Shapes:
-    """Return the shapes of layer i's tensors."""
+    """Return the shapes of all tensors of layer i, by name without the layer's number."""
     return {name: shape for block in get_blocks(config, i) for name, shape in block.shapes(config.layer_config(i)).items()}
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes by llama2.c's names; `wcls` exists only if it is not the embedding."""
+    """Return the shapes of all tensors of a model, by llama2.c's names.
+
+    The classifier `wcls` is left out if it is the embedding.
+    """
     n = config.n_layers if config.experts or config.layers else 1  # one is enough if all are alike
     layers = [layer_shapes(config, i) for i in range(n)]
     common = {
@@ -79,7 +82,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
-    """Return the packed tensors of all blocks; a classifier without a tensor of its own is the embedding."""
+    """Return descriptions of all matrices and vectors to pack, by name; the classifier may be the embedding itself."""
     stored = shapes(config)
     packed = fuse_tensors({name: stored[name] for name in GLOBAL_TENSORS if name in stored}, FUSED_VOCAB, stored)
     packed.setdefault("classifier", packed["embedding"])
@@ -89,7 +92,7 @@ def packed_tensors(config: ModelConfig) -> PackedTensors:
 
 
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the buffers of the blocks and the RoPE tables.
+    """Return the specs of all buffers of a Llama-like model, by name: those of its blocks and its RoPE tables.
 
     rope_cos, rope_sin (S, K + LANES): entry j belongs to row j % K of a head; sines are negative for a pair's first row.
     query_cos, query_sin: tables of queries, if a scale depends on their position.
@@ -109,7 +112,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def fill_position_tables(config: ModelConfig, b: Buffers, start: int) -> None:
-    """Fill the RoPE tables: see `Architecture.fill_position_tables`."""
+    """Fill all RoPE tables in the buffers, from position `start` on."""
     for suffix, layers in group_layers(config, *ROPE_FIELDS).items():
         cos, sin = (getattr(b, name + suffix) for name in ROPE_TABLES)
         fill_cos_sin(config.layer_config(layers[0]), cos, sin, start)
@@ -121,7 +124,7 @@ def fill_position_tables(config: ModelConfig, b: Buffers, start: int) -> None:
 
 
 def embed(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-    """Return the program of x = embedding."""
+    """Return the program that sets x to the tokens' scaled embeddings and computes the per-layer inputs, if there are any."""
     scale = config.embedding_scale / config.residual_scale
     scale_ops = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
     ops = [[weights.matrices["embedding"].embed(b.x[0], b.tokens), *scale_ops]]
@@ -129,19 +132,19 @@ def embed(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
 
 
 def classify(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-    """Return the program of logits = wcls rmsnorm(x), of the last tokens."""
+    """Return the program of logits = wcls rmsnorm(x), for the tokens with requested logits, with a softcap if there is one."""
     matmul = weights.matrices["classifier"].matmul(b.logits, b.normed, b.scratch, logits_only=True)
     softcap_ops = [softcap(b.logits, config.logit_softcap)] if config.logit_softcap else []
     return [[norm(config, weights, b, "rms_final", logits_only=True), matmul, *softcap_ops]]
 
 
 def final_norm(config: ModelConfig, weights: Weights, b: Buffers) -> Op:
-    """Return the op of normed = rmsnorm(x), the classifier's input but for a divisor of logits."""
+    """Return the op of normed = rmsnorm(x) for all tokens: the classifier's input before it is divided by logit_divisor."""
     return norm(config, weights, b, "rms_final")
 
 
 def layer_programs(config: ModelConfig, weights: Weights, layer_buffers: Sequence[Buffers]) -> list[Program]:
-    """Return the programs of all layers, each over its own buffers."""
+    """Return one program for each layer, which runs the layer's blocks over its own entry of layer_buffers."""
     return [
         [phase for block in get_blocks(config, i) for phase in block.program(config.layer_config(i), weights, own, i)]
         for i, own in enumerate(layer_buffers)
@@ -149,13 +152,13 @@ def layer_programs(config: ModelConfig, weights: Weights, layer_buffers: Sequenc
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-    """Return the program of x = embedding; the blocks of each layer; logits = wcls rmsnorm(x)."""
+    """Return the forward pass: x = embedding, then the blocks of each layer, then logits = wcls rmsnorm(x)."""
     layers = layer_programs(config, weights, split_by_layer(config, weights, b))
     return ForwardProgram(embed(config, weights, b), layers, classify(config, weights, b))
 
 
 def table_tensors(config: ModelConfig) -> dict[str, str]:
-    """Return the tensors that fill buffers: see `Architecture.table_tensors`."""
+    """Return the name of the per-layer inputs' table, which stays in its file, by the buffer that it fills; else empty."""
     return {per_layer_inputs.TOKEN_TABLE: per_layer_inputs.TOKEN_TABLE} if config.per_layer_inputs else {}
 
 

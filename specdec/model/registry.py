@@ -1,4 +1,4 @@
-"""The architectures by name."""
+"""Registry of all model architectures by name, and re-exports of their configs."""
 
 from specdec.heads.eagle3 import EAGLE3
 from specdec.heads.gemma4_assistant import GEMMA4_ASSISTANT
@@ -25,7 +25,10 @@ ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3, "mtp": MTP, ASS
 
 
 def get_architecture(config: ModelConfig) -> Architecture:
-    """Return the architecture of a config; raise ValueError for an unknown name."""
+    """Return the `Architecture` that config.architecture names; raise ValueError if the name is unknown.
+
+    A "llama" with mixers gets the variant with a recurrent state.
+    """
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {config.architecture!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[config.architecture]

@@ -23,11 +23,11 @@ EVICTION_STEP_TOKENS = 512  # positions that are released at a time
 
 
 class WindowedLayer(NamedTuple):
-    """A layer with a window.
+    """An attention layer in which a token may not see all positions, and the memory of its keys and values.
 
     Attributes:
-        layer_index: Number of the layer.
-        window: Number of positions that a token sees.
+        layer_index: Index of the layer.
+        window: Maximum number of positions that a token sees.
         bytes_per_position: Bytes of a position's keys and values.
         n_runs: Number of contiguous runs of positions in memory.
     """
@@ -39,9 +39,9 @@ class WindowedLayer(NamedTuple):
 
 
 class SlidingWindowEvictor:
-    """The windowed layers of a model, for sequences of up to n_positions.
+    """An object that releases memory of the KV cache of windowed layers, for sequences of up to n_positions.
 
-    There are none if the system cannot release pages or the architecture has no `split_by_layer`.
+    It releases nothing if the system cannot release pages or the architecture has no `split_by_layer`.
     """
 
     def __init__(self, architecture: Architecture, config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> None:
@@ -54,29 +54,29 @@ class SlidingWindowEvictor:
         self._max_rewind_tokens = max(MAX_REWIND_BYTES // max(per_position, 1), MIN_REWIND_TOKENS)
 
     def get_min_rewind(self, n: int) -> int:
-        """Return the shortest length that n tokens can be truncated to; older positions are not worth their memory."""
+        """Return the shortest length to which a sequence of n tokens can be truncated later; 0 if nothing is ever released."""
         return max((n - self._max_rewind_tokens) // EVICTION_STEP_TOKENS * EVICTION_STEP_TOKENS, 0) if self._layers else 0
 
     def evict(self, buffers: Buffers, old_min_rewind: int, min_rewind: int) -> None:
-        """Release what a sequence no longer needs after its shortest length has changed.
+        """Release the keys and values that a sequence no longer needs when its shortest length rises to min_rewind.
 
         A Gemma 4 assistant sees one position more than its target.
         """
         self._release(buffers, lambda layer: (max(old_min_rewind - layer.window - 1, 0), min_rewind - layer.window - 1))
 
     def evict_all(self, buffers: Buffers) -> None:
-        """Release all keys and values of the windowed layers."""
+        """Release the memory of all keys and values of the windowed layers, which then read as zeros."""
         self._release(buffers, lambda layer: (0, sys.maxsize))
 
     def saved_bytes(self, n_slots: int) -> int:
-        """Return how many bytes a cache with n_slots saves at any time."""
+        """Return the memory in bytes that eviction saves at any time, at least, in a cache with n_slots slots."""
         # without what a pass, a tree and rounding to a panel add
         n = n_slots - self._max_rewind_tokens - EVICTION_STEP_TOKENS - 2 * MAX_BATCH_TOKENS - PANEL_ROWS
         saved = ((n - each.window) * each.bytes_per_position - 2 * each.n_runs * mmap.PAGESIZE for each in self._layers)
         return sum(max(n_bytes, 0) for n_bytes in saved)
 
     def _release(self, buffers: Buffers, get_range: Callable[[WindowedLayer], tuple[int, int]]) -> None:
-        """Release whole panels of each layer between the first and the last position."""
+        """Release the whole panels of keys and values of each windowed layer between the positions that get_range returns."""
         by_layer = self._split_by_layer(self._config, self._weights, buffers) if self._split_by_layer and self._layers else []
         for layer in self._layers:
             own = by_layer[layer.layer_index]
@@ -89,7 +89,7 @@ class SlidingWindowEvictor:
 
 
 def _find_windowed_layers(config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> Iterator[WindowedLayer]:
-    """Yield the layers with keys and values of their own in which a token may not see all positions."""
+    """Yield a `WindowedLayer` for each layer with its own keys and values in which a token may not see all n_positions."""
     for i in range(config.n_layers):
         layer = config.layer_config(i)
         if layer.attention_window < n_positions and has_kv_cache(config, weights, i):

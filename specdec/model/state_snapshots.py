@@ -1,4 +1,4 @@
-"""Snapshots of the recurrent state at some lengths of a sequence, for truncations beyond what the buffers hold."""
+"""Snapshots of the recurrent state at some lengths of a sequence, to truncate it further than the buffers allow."""
 
 import math
 from typing import NamedTuple
@@ -16,7 +16,7 @@ PROMPT_END_OFFSET_TOKENS = 16
 
 
 class Snapshot(NamedTuple):
-    """The recurrent state after n_tokens.
+    """A copy of the recurrent state after the first n_tokens tokens of a sequence.
 
     Attributes:
         n_tokens: Length of the sequence.
@@ -30,15 +30,15 @@ class Snapshot(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the arrays."""
+        """Size in bytes of the snapshot's arrays."""
         return self.inputs.nbytes + (self.states.nbytes if self.states is not None else 0)
 
 
 class Snapshots(list[Snapshot]):
-    """The snapshots of a sequence, the shortest first."""
+    """A list of the recurrent-state snapshots of one sequence, in order of length."""
 
     def find_longest(self, n: int) -> int:
-        """Return the longest length, at most n, that has a snapshot; else 0."""
+        """Return the length of the longest snapshot of at most n tokens, or 0 if there is none."""
         return max((each.n_tokens for each in self if each.n_tokens <= n), default=0)
 
     def drop_after(self, n: int) -> None:
@@ -46,11 +46,11 @@ class Snapshots(list[Snapshot]):
         self[:] = [each for each in self if each.n_tokens <= n]
 
     def maybe_take(self, buffers: Buffers, n: int, n_total: int) -> None:
-        """Take a snapshot after a prefill pass if it is worth its memory and the pass was complete.
+        """Add a snapshot of the buffers after a prefill pass if it is worth its memory and the pass was not interrupted.
 
         Args:
             buffers: Buffers of the model.
-            n: Number of tokens so far.
+            n: Number of tokens of the sequence that have run.
             n_total: Final length of the sequence.
         """
         last = self[-1].n_tokens if self else 0
@@ -59,7 +59,7 @@ class Snapshots(list[Snapshot]):
             self.add(take_snapshot(buffers, n))
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a snapshot of a longer sequence; if there are too many, drop the one with the nearest neighbors."""
+        """Append a snapshot of greater length; if there are too many then, drop the ones with the nearest neighbors."""
         self.append(snapshot)
         max_snapshots = min(max(MAX_SNAPSHOT_BYTES // snapshot.n_bytes, MIN_SNAPSHOTS), MAX_SNAPSHOTS)
         while len(self) > max_snapshots:
@@ -69,7 +69,7 @@ class Snapshots(list[Snapshot]):
             del self[gaps.index(min(gaps))]
 
     def restore(self, buffers: Buffers, n: int) -> None:
-        """Restore the state after n tokens from its snapshot; the buffers then hold no state of fewer tokens."""
+        """Write the snapshot of n tokens, which must exist, to the buffers; they then hold no state of fewer tokens."""
         snapshot = next(each for each in self if each.n_tokens == n)
         buffers.inputs[:, _find_ring_rows(buffers, n)] = snapshot.inputs
         if snapshot.states is not None:
@@ -78,13 +78,13 @@ class Snapshots(list[Snapshot]):
 
 
 def take_snapshot(buffers: Buffers, n: int) -> Snapshot:
-    """Return a snapshot of the buffers after n tokens."""
+    """Return a snapshot that copies the recurrent state after n tokens out of the buffers."""
     states = buffers.states[:, TIP].copy() if hasattr(buffers, "states") else None
     return Snapshot(n, buffers.inputs[:, _find_ring_rows(buffers, n)].copy(), states)
 
 
 def snapshot_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Return the bytes of a sequence's snapshots, given the shapes of buffers; 0 without a recurrent state."""
+    """Return the maximum size in bytes of all snapshots of a sequence, given buffer shapes; 0 without a recurrent state."""
     if "inputs" not in shapes:
         return 0
     n_layers, n_rows, n_channels = shapes["inputs"]
@@ -94,6 +94,6 @@ def snapshot_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def _find_ring_rows(buffers: Buffers, n: int) -> list[int]:
-    """Return the rows of a ring buffer that the next token looks back to."""
+    """Return the indexes of the rows of the ring buffer `inputs` that a convolution at position n reads of earlier tokens."""
     n_rows = buffers.inputs.shape[1]
     return [position % n_rows for position in range(n - (n_rows - MAX_BATCH_TOKENS), n)]

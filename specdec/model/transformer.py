@@ -36,14 +36,14 @@ REENTRANT_CALL_MESSAGE = "this thread is in the middle of a pass of this model; 
 
 
 def get_kv_format(weights: Weights, kv: KVFormatName) -> KVFormatName:
-    """Return the KV cache format of a model with these weights, with "auto" resolved: see `Transformer`."""
+    """Return the KV cache format kv; "auto" becomes "f32" if all weights are float32, else "f16"."""
     if kv == "auto":
         return "f32" if weights.format_names == "fp32" else "f16"
     return kv
 
 
 class ModelLock:
-    """The lock and the buffers that a model and its clones share: one of them runs at a time."""
+    """The lock, pass counter and buffers that a model and its clones share, so that only one of them runs at a time."""
 
     def __init__(self) -> None:
         self.lock: threading._RLock
@@ -126,7 +126,7 @@ class Transformer:
 
     @property
     def config(self) -> ModelConfig:
-        """Config of the model."""
+        """Config that the model was made with."""
         return self._config
 
     @property
@@ -141,15 +141,12 @@ class Transformer:
 
     @property
     def n_passes(self) -> int:
-        """Number of passes, so that a reader of logits can detect a pass that a signal handler ran meanwhile."""
+        """Number of passes so far, so that a reader of logits can detect a pass that a signal handler ran meanwhile."""
         return self._model_lock.n_passes
 
     @property
     def experts_read(self) -> tuple[float, int]:
-        """Experts that a layer read in the last pass, and that it reads for a token alone; 0, 0 without experts.
-
-        The first is the mean over the layers with experts.
-        """
+        """Mean number of experts that an MoE layer read in the last pass, and its number for one token; 0, 0 without experts."""
         if not self._config.experts:
             return 0.0, 0
         counts = [n for n in self._buffers.experts_read.tolist() if n]
@@ -157,17 +154,17 @@ class Transformer:
 
     @property
     def n_positions(self) -> int:
-        """Maximum length of a sequence."""
+        """Maximum length of a sequence in tokens."""
         return self._n_positions
 
     @property
     def can_run_trees(self) -> bool:
-        """Whether `forward_tree` is supported."""
+        """Whether the model supports token trees (`forward_tree`)."""
         return self._architecture.move_path is not None
 
     @property
     def n_threads(self) -> int:
-        """Number of threads of a pass, at most that given at construction. It changes the speed only."""
+        """Number of threads of a pass, at most the number given at construction; it changes only the speed."""
         return self._n_threads
 
     @n_threads.setter
@@ -176,12 +173,12 @@ class Transformer:
 
     @property
     def n_cached_tokens(self) -> int:
-        """Number of tokens of the last sequence in the cache."""
+        """Number of tokens of the last sequence that the KV cache holds."""
         return len(self._cached_tokens)
 
     @property
     def full_kv_start(self) -> int:
-        """First position from which on every layer has keys and values; windowed layers release older ones."""
+        """First position for which every layer still holds keys and values; layers with a window release older ones."""
         return 0 if self.has_recurrent_state else self._min_rewind
 
     @property
@@ -203,9 +200,10 @@ class Transformer:
         self._run_exclusive(self._build, self._capacity, self._check_hidden_layers(layers))
 
     def get_hidden_states(self, tokens: list[int], first: int) -> Float32:
-        """Return the residual stream before each of `hidden_layers`, side by side, valid until the next call.
+        """Return the cached residual stream before each of `hidden_layers`, side by side, valid until the next call.
 
-        A family with a residual_scale holds the stream divided by it.
+        A family with a residual_scale holds the stream divided by it. If the tokens follow a path of the last tree, the path is
+        committed.
 
         Args:
             tokens: Tokens of a sequence; only those that the cache holds now have hidden states, whichever sequence ran them.
@@ -220,11 +218,11 @@ class Transformer:
         return self._run_exclusive(self._get_hidden_states, tokens, first)
 
     def get_sequence_bytes(self, n_positions: int, is_additional: bool = False) -> int:
-        """Return the bytes of a sequence with n_positions and a tree at its end, next to the weights.
+        """Return the memory in bytes, without the weights, of a sequence of n_positions tokens with a tree at its end.
 
         Args:
             n_positions: Length of the sequence.
-            is_additional: Count only what a further sequence adds.
+            is_additional: Count only the memory that one more sequence adds, without shared buffers.
         """
         sizes = self._get_buffer_sizes(round_up(n_positions + MAX_BATCH_TOKENS, PANEL_ROWS), len(self._hidden_layers))
         specs = self._architecture.get_buffer_specs(self._config, self._weights, sizes)
@@ -233,28 +231,28 @@ class Transformer:
         return n_bytes + sum(spec.n_bytes for spec in specs.values() if spec.is_per_sequence or not is_additional)
 
     def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
-        """Return the number of positions, 1 to max_positions, that fits n_bytes (`get_sequence_bytes`)."""
+        """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory."""
         while max_positions > 1 and self.get_sequence_bytes(max_positions) > n_bytes:
             max_positions -= max(1, max_positions // 64)
         return max_positions
 
     def with_capacity(self, n_positions: int) -> "Transformer":
-        """Return the same model with an empty cache for sequences of up to n_positions."""
+        """Return a model with the same weights, n_positions positions, an empty cache and a lock of its own; no hidden_layers."""
         model = Transformer(self._config, self._weights, self._max_threads, n_positions, self.kv)
         model.n_threads = self._n_threads
         return model
 
     def clone_for_sequence(self, hidden_layers: Sequence[int] | None = None) -> "Transformer":
-        """Return the same model with a cache of its own, for another sequence.
+        """Return a clone of the model that has an empty cache of its own, for another sequence, and shares weights and lock.
 
-        The two can share passes (`forward_batch`) and exclude each other in all else. Logits of one are valid until the next call
-        of either. A clone with other hidden_layers cannot share passes.
+        The two can share passes (`forward_batch`); otherwise only one of them runs at a time. Logits of one are valid
+        until the next call of either. A clone with other hidden_layers cannot share passes.
         """
         layers = self._hidden_layers if hidden_layers is None else hidden_layers
         return Transformer(self._config, self._weights, self._max_threads, self._n_positions, self.kv, layers, clone_of=self)
 
     def copy_kv(self, other: "Transformer", tokens: list[int]) -> None:
-        """Copy the cache of another model, for a sequence whose last token is yet to run.
+        """Replace the cache by what another model's cache holds of a sequence, except its last token, which is yet to run.
 
         No thread may run the other model meanwhile.
 
@@ -283,7 +281,8 @@ class Transformer:
             Logits (n_logits, V) of each sequence.
 
         Raises:
-            ValueError: If more than MAX_BATCH_TOKENS tokens must run (see `count_uncached_tokens`), and as in `forward`.
+            ValueError: If more than MAX_BATCH_TOKENS tokens must run (see `count_uncached_tokens`), the models are not different
+                clones with the same hidden_layers, a sequence gets longer than LongRoPE's threshold, and as in `forward`.
             TypeError, MemoryError, RuntimeError: As in `forward`.
         """
         jobs = [
@@ -300,14 +299,14 @@ class Transformer:
         return [logits[id(model)] for model in models]
 
     def count_uncached_tokens(self, tokens: Sequence[int], n_logits: int) -> int:
-        """Return the number of tokens that `forward` would run now."""
+        """Return the number of tokens that `forward` would run now: those not cached, and the last n_logits."""
         tokens, n_logits = self._check_request(tokens, n_logits)
         with self.lock:
             is_reusable = self._has_long_rope == self._find_long_rope_rows(tokens, [], n_logits).any()
             return len(tokens) - self._count_reusable_tokens(tokens, len(tokens) - n_logits) * bool(is_reusable)
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
-        """Return logits at the last n_logits tokens of a sequence, valid until the next call; run what the cache does not hold.
+        """Return logits at the last n_logits tokens of a sequence, valid until the next call; run tokens that are not cached.
 
         With LongRoPE, a sequence runs anew when it gets long. A pass with logits on both sides of that length runs all of it
         twice, which `get_token_headroom` avoids.
@@ -331,18 +330,18 @@ class Transformer:
         return self._run_exclusive(self._forward, tokens, [], n_logits, n_total)
 
     def count_prefill_tokens(self, tokens: list[int]) -> int:
-        """Return the number of tokens that `prefill` would run."""
+        """Return the number of tokens that `prefill` would run: all but the last, without those that the cache holds."""
         limit = max(len(tokens) - 1, 0)
         is_reusable = self._has_long_rope == self._config.has_long_rope(len(tokens))
         return limit - self._count_reusable_tokens(tokens, limit) * is_reusable
 
     def count_tokens_to_snapshot(self, tokens: list[int]) -> int:
-        """Return the number of tokens to prefill before a snapshot, a little before the prompt's end, or the end."""
+        """Return the number of tokens to prefill up to the last snapshot (recurrent models) or, without one, the prompt's end."""
         left = self.count_prefill_tokens(tokens)
         return left - PROMPT_END_OFFSET_TOKENS if self.has_recurrent_state and left > PROMPT_END_OFFSET_TOKENS else left
 
     def prefill(self, tokens: list[int]) -> Iterator[int]:
-        """Run all tokens but the last in chunks; yield after each chunk the number of tokens left.
+        """Run all tokens but the last in chunks to fill the cache; yield the number of tokens left to run after each chunk.
 
         Chunks adapt so that a pass takes no longer than a user at the keyboard would wait, as far as it can be split.
         """
@@ -399,9 +398,9 @@ class Transformer:
         return self._run_exclusive(self._forward, tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
     def commit_path(self, path: Sequence[int]) -> None:
-        """Append a path of the last tree to the cached sequence and drop the other nodes.
+        """Append the tokens of a path of the last tree to the cached sequence, and drop all other nodes of the tree.
 
-        A pass over a sequence that continues like the tree keeps its path by itself.
+        Without this call, a later pass over a sequence that follows a path of the tree commits that path by itself.
 
         Args:
             path: Indexes of nodes, from one that follows the sequence on down.
@@ -413,15 +412,15 @@ class Transformer:
         self._run_exclusive(self._commit_path, check_ints("path", path))
 
     def export_kv(self, work: Callable[[Buffers, list[int], Snapshots], ReturnT]) -> ReturnT:
-        """Return the result of `work`, a function that reads the buffers, the cached tokens and the snapshots."""
+        """Call `work` with the buffers, the cached tokens and the snapshots, under the model's lock, and return its result."""
         return self._run_exclusive(lambda: work(self._buffers, self._cached_tokens, self._snapshots))
 
     def import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
-        """Load keys, values and states of a sequence into the cache, behind the tokens that it holds already.
+        """Load keys, values and states of a sequence into the cache, behind those of its tokens that are cached already.
 
         Args:
             tokens: Tokens of the sequence.
-            fill: Function of the buffers and the number of reusable tokens; returns the new number of tokens, and snapshots.
+            fill: Function that fills buffers, given them and the number of cached tokens; returns the new number, and snapshots.
         """
         self._run_exclusive(self._import_kv, tokens, fill)
 
@@ -437,7 +436,7 @@ class Transformer:
             self._truncate(n)
 
     def _run_exclusive(self, work: Callable[..., ReturnT], *arguments: Any) -> ReturnT:
-        """Return the result of `work`, run under the model lock."""
+        """Call `work` under the model lock and return its result; raise RuntimeError if this thread is in a pass already."""
         model_lock = self._model_lock
         with model_lock.lock:
             if model_lock.is_running:
@@ -449,7 +448,7 @@ class Transformer:
                 model_lock.is_running = False
 
     def _check_request(self, tokens: Sequence[int], n_logits: int) -> tuple[list[int], int]:
-        """Return the arguments of `forward` after validation."""
+        """Return tokens as a list of ints, and n_logits; raise ValueError or TypeError if they do not fit `forward`."""
         tokens = tokens if isinstance(tokens, list) else check_ints("tokens", tokens)
         n = len(tokens)
         if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_BATCH_TOKENS):
@@ -459,7 +458,7 @@ class Transformer:
         return tokens, n_logits
 
     def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Return logits, each with the RoPE factors for the length of its sequence."""
+        """Run a pass and return its logits, each computed with the RoPE factors for the length of its sequence."""
         self._model_lock.n_passes += 1
         if not self._config.rope.longrope_threshold:
             return self._run(tokens, nodes, n_logits, n_total)
@@ -475,18 +474,18 @@ class Transformer:
         return self._run(tokens, nodes, n_logits)
 
     def _find_long_rope_rows(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
-        """Return for each of the logits, or for a prefilled sequence, whether it uses long RoPE factors."""
+        """Return a bool for each row of logits, or one for the sequence if n_logits is 0: whether it uses long RoPE factors."""
         lengths = compute_lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
         return np.array([self._config.has_long_rope(n) for n in lengths], bool)
 
     def _switch_rope(self, is_long: bool) -> None:
-        """Switch between the short and long RoPE factors and clear the KV cache if they change."""
+        """Select the long or short RoPE factors; clear the KV cache if the selection changes."""
         if is_long != self._has_long_rope:
             self._rewind(0)
             self._has_long_rope, self._executor = is_long, self._executors[is_long]
 
     def _run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Return logits; run the tokens and nodes that the cache does not hold, and the last n_logits of both."""
+        """Run the tokens and tree nodes that the cache does not hold, and the last n_logits of both; return the logits."""
         limit = len(tokens) - max(0, n_logits - len(nodes))
         start, n_nodes = self._count_reusable_tokens(tokens, limit), 0
         if self._tree_nodes and start == len(self._cached_tokens):
@@ -519,7 +518,7 @@ class Transformer:
         return logits
 
     def _forward_batch(self, jobs: list[tuple["Transformer", list[int], int, int]]) -> dict[int, Float32]:
-        """Return the logits of `forward_batch` by id of the model.
+        """Run the pass of `forward_batch` and return the logits of each sequence by the `id` of its model.
 
         In the pass, sequences without logits come first, those with logits last.
         """
@@ -556,12 +555,12 @@ class Transformer:
         return logits
 
     def _rewind(self, n: int) -> None:
-        """Drop the tree nodes, then truncate the sequence to n tokens."""
+        """Drop the nodes of the last tree and truncate the cached sequence to n tokens."""
         self._tree_nodes.clear()
         self._truncate(n)
 
     def _truncate(self, n: int) -> None:
-        """Truncate the sequence, and the recurrent state, to n tokens.
+        """Truncate the cached sequence, and the recurrent state, to n tokens.
 
         n is 0, at least `_min_rewind`, or the length of a snapshot.
         """
@@ -579,7 +578,7 @@ class Transformer:
             self._snapshots.maybe_take(self._buffers, len(self._cached_tokens), n_total)
 
     def _copy_kv(self, other: "Transformer", n: int) -> None:
-        """Copy n tokens of another model's cache; see `copy_kv`."""
+        """Replace this model's cache by the first n tokens of another model's cache; see `copy_kv`."""
         own, others = ((m._config, m.kv, m._hidden_layers, m._weights.array_ids) for m in (self, other))
         if own != others:
             raise ValueError("a KV cache can be copied only between models with the same config, weights, kv and hidden_layers")
@@ -595,7 +594,7 @@ class Transformer:
         self._window_evictor.evict(self._buffers, 0, self._min_rewind)
 
     def _advance(self, n: int) -> None:
-        """Update `_min_rewind` before a pass over n more tokens: recurrent state and windows limit it."""
+        """Raise `_min_rewind` for a pass over n more tokens, and evict keys and values that no window reaches any more."""
         if n_states := self._architecture.n_rewindable_states:
             self._min_rewind = max(self._min_rewind, len(self._cached_tokens) + n + 1 - n_states)
         elif (min_rewind := self._window_evictor.get_min_rewind(len(self._cached_tokens))) > self._min_rewind:
@@ -603,7 +602,7 @@ class Transformer:
             self._window_evictor.evict(self._buffers, before, min_rewind)
 
     def _check_tokens(self, name: str, tokens: list[int]) -> list[int]:
-        """Return tokens as a list after checking that they are in the vocabulary."""
+        """Return tokens as a list of ints; raise ValueError if one of them is not in the vocabulary."""
         tokens, vocab_size = check_ints(name, tokens), self._config.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
             invalid = next(token for token in tokens if not 0 <= token < vocab_size)
@@ -616,7 +615,7 @@ class Transformer:
         return n if n >= self._min_rewind else self._snapshots.find_longest(n)
 
     def _find_tree_path(self, tokens: list[int]) -> list[int]:
-        """Return the path of the tree that tokens behind the sequence follow."""
+        """Return the indexes of the last tree's nodes that tokens behind the cached sequence follow, as far as they match."""
         path = [-1]
         for token in tokens:
             if (token, path[-1]) not in self._tree_nodes:
@@ -625,7 +624,7 @@ class Transformer:
         return path[1:]
 
     def _commit_path(self, path: list[int]) -> int:
-        """Return the number of cached tokens after `commit_path`. While rows move, the cache holds no nodes."""
+        """Commit a path of the last tree and return the number of cached tokens; while rows move, the cache holds no nodes."""
         for parent, node in zip([-1, *path], path, strict=False):
             if not 0 <= node < len(self._tree_nodes) or self._tree_nodes[node][1] != parent:
                 raise ValueError(f"path is {shorten(path)}; expected nodes of the last tree, each the parent of the next")
@@ -640,7 +639,7 @@ class Transformer:
         return len(self._cached_tokens)
 
     def _get_hidden_states(self, tokens: list[int], first: int) -> Float32:
-        """Return the states of `get_hidden_states`; a sequence that continues like the last tree keeps its path."""
+        """Return the states of `get_hidden_states`; commit the path of the last tree that the tokens follow, if any."""
         if not self._hidden_layers:
             return zeros(0, 0)
         n = count_common_prefix(self._cached_tokens, tokens, len(tokens))
@@ -650,7 +649,7 @@ class Transformer:
         return states
 
     def _reserve(self, n_slots: int) -> None:
-        """Make room for n_slots tokens of a sequence and its tree; grow to twice the capacity or more."""
+        """Grow the buffers, to twice the capacity or more, if they cannot hold n_slots tokens of a sequence and its tree."""
         if n_slots <= self._capacity:
             return
         capacity = min(
@@ -669,7 +668,7 @@ class Transformer:
         return layers
 
     def _build(self, capacity: int, layers: tuple[int, ...]) -> None:
-        """Make buffers of this capacity, grown out of the present ones, and the program; layers: see `hidden_layers`."""
+        """Replace buffers and executors by ones for `capacity` slots; empty the cache if hidden_layers changes to `layers`."""
         config, weights, architecture, shared = self._config, self._weights, self._architecture, self._model_lock.shared_buffers
         sizes, old_buffers = self._get_buffer_sizes(capacity, len(layers)), self._buffers if self._capacity else None
         if layers != self._hidden_layers:
@@ -684,8 +683,8 @@ class Transformer:
 
 
 def get_token_headroom(n_tokens: int, n_positions: int, longrope_threshold: int) -> int:
-    """Return how many tokens can follow a sequence in a pass with logits of all.
+    """Return how many tokens can follow a sequence of n_tokens tokens in one pass with logits of all of them.
 
-    With LongRoPE, no sequence of at most longrope_threshold tokens gets longer than that.
+    The limit is n_positions. With LongRoPE, a sequence within longrope_threshold must not get longer than this in the pass.
     """
     return (longrope_threshold if n_tokens <= longrope_threshold else n_positions) - n_tokens

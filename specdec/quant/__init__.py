@@ -14,7 +14,7 @@ from specdec.quant.packed_matrix import Tensor, WeightFormat
 
 
 def choose_weight_format(tensors: Sequence[Tensor], weight_format: WeightFormat | None = None) -> WeightFormat:
-    """Return the weight format for tensors that become one matrix.
+    """Return the weight format for tensors that become one matrix, given the format that the user wants (None: keep the file's).
 
     Tensors whose weights share scales keep their format; others get `weight_format`, or keep theirs if it is None. Tensors of
     several types get a format that holds them all: fp32, or a wider block type. PACKED_BF16 applies to bf16 tensors only; others

@@ -81,13 +81,16 @@ UNPACK_COLUMNS = 256  # columns that are unpacked at once: their floats stay in 
 
 @jitable
 def get_header_words(n):
-    """Return the words of the header of a panel of n blocks: whole lines."""
+    """Return the words of the header of a panel of n column blocks, rounded up to whole lines."""
     return ceil_div(FLAGS_END_BYTES + n, 4 * BLOCK_WORDS) * BLOCK_WORDS
 
 
 @jitable
 def locate_blocks(w, n, panel):
-    """Return the word where a panel's blocks start in w (P, lines, words), and the number of words from there to the end of w."""
+    """Return the word of w (P, lines, words) where a panel's column blocks start, and the number of words from there to w's end.
+
+    n: Column blocks of a panel.
+    """
     header = get_header_words(n)
     at = panel * (header + n * BLOCK_WORDS) + header
     return at, w.shape[0] * w.shape[1] * w.shape[2] - at
@@ -95,7 +98,7 @@ def locate_blocks(w, n, panel):
 
 @jitable
 def get_byte_index(row, k):
-    """Return the index among a block's 128 bytes of the byte of a row of its panel, column k."""
+    """Return the index, among the 128 bytes of a column block, of the byte for a panel's row and a column k of the block."""
     half, row = divmod(row, 16)
     return half * HALF_BLOCK_BYTES + row // 4 * 16 + k // 2 * 8 + row % 4 * 2 + k % 2
 
@@ -109,7 +112,7 @@ packed_tile, PACKED_TILE_LIMITS = make_tile(
 
 @inlined
 def multiply_packed(tile, run, thread, p):
-    """out[t] (+)= W x[t] for this chunk's panels, by a tile over packed weights; see `Matrix.matmul` and `multiply_panels`."""
+    """out[t] (+)= W x[t] for this chunk's panels of bf16 packed in 12 bits, by a tile that unpacks them; see `Matrix.matmul`."""
     first, last = get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_PACKED_TILE_TOKENS)
@@ -130,7 +133,7 @@ def multiply_packed(tile, run, thread, p):
 
 @inlined
 def multiply_unpacked(run, thread, p):
-    """out[t] (+)= W x[t] for many tokens: unpack columns to floats once, and multiply them by the tile over floats."""
+    """out[t] (+)= W x[t] for this chunk's panels and many tokens: unpack columns to floats once, then use the float tile."""
     first, last = get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, FLOAT_TILE_LIMITS.max_tokens)
@@ -154,7 +157,7 @@ def multiply_unpacked(run, thread, p):
 
 @kernel
 def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
-    """out[t] (+)= W x[t], unpacking columns once if there are many tokens."""
+    """out[t] (+)= W x[t] for bf16 packed in 12 bits; columns are unpacked once for all tokens if there are many."""
     if CAN_UNPACK_CHUNKS and (run.n_logits if p.logits_only else run.n_tokens) >= MIN_UNPACK_TOKENS:
         multiply_unpacked(run, thread, p)
     else:
@@ -163,7 +166,7 @@ def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
 
 @kernel
 def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group_size: int) -> None:
-    """out[t] = W[tokens[t]] for this chunk's columns, which the thread continues with; see `Matrix.embed`."""
+    """out[t] = W[tokens[t]] for this chunk's columns of bf16 packed in 12 bits; see `Matrix.embed`."""
     first, last = get_chunk_range(n, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         panel, row = divmod(tokens[t], PANEL_ROWS)
@@ -189,7 +192,7 @@ def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: In
 
 @jitable
 def build_exponent_table(panel_bytes, at, counts, columns):
-    """Write the 16 most common upper bytes of columns (n, R), or of a sample of them, from byte `at` on.
+    """Write a panel's table, the 16 most common upper bytes of columns (n, R) or of a sample of them, from byte `at` on.
 
     counts: Scratch (N_COUNTERS, 256).
     """
@@ -211,15 +214,18 @@ def build_exponent_table(panel_bytes, at, counts, columns):
 
 
 class PackArgs(NamedTuple):
-    """Arguments of `pack_panels` and `fill_overflow_pool`.
+    """Arguments of the kernels `pack_panels` and `fill_overflow_pool`.
 
     Attributes:
-        panels: The matrix; every stride-th panel from `first` on is filled.
-        panel_bytes: Its bytes (1, all).
-        rows: (rows, n).
+        panels: The packed matrix; every stride-th panel from `first` on is filled.
+        panel_bytes: The bytes (1, all) of panels.
+        first: First panel to fill.
+        stride: Panels from one to the next.
+        rows: bf16 bits (rows, n) to pack.
         columns: Scratch (threads, n, R).
         counts: Scratch (threads, N_COUNTERS, 256).
-        slots: Number of slots that each panel needs, an output, or its first slot.
+        slots: For each panel, the number of slots that it needs (output of `pack_panels`) or its first slot (input of
+            `fill_overflow_pool`).
     """
 
     panels: Floats3
@@ -234,7 +240,7 @@ class PackArgs(NamedTuple):
 
 @kernel
 def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
-    """Pack rows into panels, except for the overflow pool."""
+    """Pack rows of bf16 into panels of 12-bit weights, except for the overflow pool, and count the slots each panel needs."""
     n = p.rows.shape[1] // BLOCK_COLUMNS
     columns, first_column = p.columns[thread], thread * p.columns.shape[1] * PANEL_ROWS
     begin, end = get_chunk_range(p.slots.size, run.chunk, run.n_chunks)
@@ -251,7 +257,7 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
 
 @kernel
 def fill_overflow_pool(run: ForwardContext, thread: int, p: PackArgs) -> None:
-    """Write the upper bytes of the blocks that need a slot into the overflow pool."""
+    """Write each panel's first slot into its header, and the upper bytes of blocks that need a slot into the overflow pool."""
     n = p.rows.shape[1] // BLOCK_COLUMNS
     begin, end = get_chunk_range(p.slots.size, run.chunk, run.n_chunks)
     for panel in range(begin, end):
@@ -270,7 +276,7 @@ def fill_overflow_pool(run: ForwardContext, thread: int, p: PackArgs) -> None:
 
 @kernel
 def unpack_panels(run: ForwardContext, thread: int, out: Floats3, panels: Floats3, first: int) -> None:
-    """Unpack panels from number `first` on to floats (P, n, R)."""
+    """Unpack panels of 12-bit bf16, from panel `first` on, to floats out (P, n, R)."""
     n, first_slot = out.shape[1] // BLOCK_COLUMNS, np.int64(0)
     begin, end = get_chunk_range(out.shape[0], run.chunk, run.n_chunks)
     for i in range(begin, end):
@@ -279,12 +285,12 @@ def unpack_panels(run: ForwardContext, thread: int, out: Floats3, panels: Floats
 
 
 def count_slots(n: int) -> int:
-    """Return the number of overflow slots per panel of n blocks."""
+    """Return the number of overflow slots that are reserved for each panel of n column blocks."""
     return int(ceil_div(n, BLOCKS_PER_SLOT))
 
 
 def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Implement `WeightFormat.pack`.
+    """Pack rows of bf16 into panels of 12-bit weights; implements `WeightFormat.pack`.
 
     Raises:
         ValueError: The rows are not bf16.
@@ -305,7 +311,7 @@ def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int
 
 
 def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Implement `WeightFormat.unpack`: widened to float32."""
+    """Return the rows of 12-bit bf16 panels, widened to float32; implements `WeightFormat.unpack`."""
     first, last, _ = block.indices(len(panels))
     floats = np.empty((last - first, n, PANEL_ROWS), np.float32)
     run_on_all_threads(unpack_panels(floats, panels, first))
@@ -313,19 +319,25 @@ def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) 
 
 
 def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Implement `WeightFormat.get_panel_shape`: a header, column blocks, and the panel's share of the overflow pool."""
+    """Return the shape of a panel of bf16 in 12 bits; implements `WeightFormat.get_panel_shape`.
+
+    A panel has a header, column blocks, and its share of the overflow pool.
+    """
     n_blocks = n // BLOCK_COLUMNS
     n_pool_lines = ceil_div(count_slots(n_blocks) * SLOT_BYTES, 4 * BLOCK_WORDS)
     return get_header_words(n_blocks) // BLOCK_WORDS + n_blocks + n_pool_lines, BLOCK_WORDS
 
 
 def get_scratch_words(n: int, group_size: int) -> int:
-    """Implement `WeightFormat.get_scratch_words`: MIN_UNPACK_TOKENS tokens together hold the unpacked floats."""
+    """Return the scratch words per token of bf16 in 12 bits; implements `WeightFormat.get_scratch_words`.
+
+    The scratch of MIN_UNPACK_TOKENS tokens together holds the unpacked floats.
+    """
     return int(ceil_div(UNPACK_COLUMNS * PANEL_ROWS, MIN_UNPACK_TOKENS)) if CAN_UNPACK_CHUNKS else 1
 
 
 def can_pack(n: int) -> bool:
-    """Return whether rows of n columns can be packed: n must be a multiple of BLOCK_COLUMNS."""
+    """Return whether bf16 rows of n columns can be packed in 12 bits: n must be a multiple of BLOCK_COLUMNS."""
     return n % BLOCK_COLUMNS == 0
 
 

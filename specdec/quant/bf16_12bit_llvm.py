@@ -48,7 +48,7 @@ Lookup = tuple[str, int]  # an LLVM intrinsic, "" for none, and the number of by
 
 
 def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
-    """Return the lookup in a table of 16 bytes on a CPU with those LLVM features, of at most max_bytes at a time."""
+    """Return the `Lookup` for a table of 16 bytes on a CPU with the given LLVM features, of at most max_bytes at a time."""
     if "+avx512vbmi" in features and max_bytes >= 64:
         return "llvm.x86.avx512.permvar.qi.512", 64
     if "+avx512bw" in features and max_bytes >= 64:
@@ -61,12 +61,12 @@ def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
 
 
 def interleave(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-    """Return the given lanes of both vectors; b's lanes are numbered after a's."""
+    """Emit a vector of the lanes of vectors a and b with the given indexes; b's lanes are numbered after a's."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
 
 
 def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
-    """Return the bytes of a table (16,) selected by codes (n,); the upper 4 bits of a code are ignored."""
+    """Emit a vector of the bytes of a table (16,) selected by codes (n,); the upper 4 bits of a code are ignored."""
     (name, size), n = lookup, codes.type.count
     if n > size:
         first, last = (emit_lookup(builder, table, shuffle(builder, codes, lanes), lookup) for lanes in split_lanes(n))
@@ -83,12 +83,12 @@ def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
 
 
 def split_lanes(n: int) -> tuple[list[int], list[int]]:
-    """Return the lanes of both halves of a vector of n."""
+    """Return the lane indexes of the lower and the upper half of a vector of n lanes."""
     return [*range(n // 2)], [*range(n // 2, n)]
 
 
 class ColumnBlock(NamedTuple):
-    """A column block of a panel: its address, whether it has an overflow slot, and which one."""
+    """A column block of a packed panel: a pointer to the block, whether it has an overflow slot, and the number of the slot."""
 
     pointer: Any
     has_slot: Any
@@ -96,7 +96,7 @@ class ColumnBlock(NamedTuple):
 
 
 class PanelBlocks(NamedTuple):
-    """The column blocks of a panel: their array, the word where they start, their number, and the words from there to the end."""
+    """The column blocks of a packed panel: the array, the word where they start, their number, and the words to its end."""
 
     array: Any
     at: Any
@@ -105,7 +105,7 @@ class PanelBlocks(NamedTuple):
 
 
 class PackedPanelReader:
-    """LLVM code that reads a packed panel in vectors of `lanes` rows, from its column blocks on.
+    """A generator of LLVM code that reads a panel of 12-bit bf16 weights, block by block, in vectors of `lanes` rows.
 
     A damaged header reads at most what lies between the panel and the end of the matrix.
     """
@@ -113,7 +113,7 @@ class PackedPanelReader:
     def __init__(
         self, builder: Any, blocks: Any, n: Any, to_end: Any, lanes: int, lookup: Lookup, get_next_slot: Any = None
     ) -> None:
-        """Emit the code that reads the header.
+        """Emit the code that reads the panel's header: its table and its first overflow slot.
 
         Args:
             builder: LLVM IR builder.
@@ -135,12 +135,12 @@ class PackedPanelReader:
         self.slot = cgutils.alloca_once_value(builder, first if get_next_slot is None else get_next_slot(first))
 
     def load(self, pointer: Any, at: Any, value_type: Any, align: int) -> Any:
-        """Load a value `at` bytes after a pointer."""
+        """Emit the load of a value of value_type that lies `at` bytes after a pointer."""
         address = self.builder.gep(pointer, [at])
         return self.builder.load(self.builder.bitcast(address, value_type.as_pointer()), align=align)
 
     def read_block(self, number: Any) -> ColumnBlock:
-        """Read the header of block `number`; blocks must be read in order."""
+        """Emit the code that reads the flag of block `number`, and return the block; blocks must be read in order."""
         builder, slot = self.builder, self.builder.load(self.slot)
         flag = builder.load(builder.gep(self.flags, [number]))
         builder.store(builder.add(slot, builder.zext(flag, I64)), self.slot)
@@ -148,7 +148,7 @@ class PackedPanelReader:
         return ColumnBlock(pointer, builder.icmp_unsigned("!=", flag, I8(0)), slot)
 
     def unpack_weights(self, block: ColumnBlock, rows: list[Any]) -> list[list[Any]]:
-        """Return the floats of each of the block's columns, a vector from each of these rows on."""
+        """Emit a block's weights as floats: for each column, a list with one vector of `lanes` rows from each given row on."""
         builder, align = self.builder, BLOCK_COLUMNS * self.lanes
         uppers = [cgutils.alloca_once(builder, self.byte_vector) for _ in rows]
         halves = [builder.lshr(row, const(4)) for row in rows]
@@ -186,7 +186,10 @@ class PackedPanelReader:
 
 
 def choose_packed_tile_shape(rows: int, n_tokens: int) -> TileShape:
-    """Return the largest of rows, half of them and so on, for which the sums and a few vectors' words fit in registers."""
+    """Return the tile shape with the most rows (`rows`, half of them and so on) for which all values fit in registers.
+
+    The values are the sums and the words of a few vectors of 12-bit weights.
+    """
     n_vectors = rows // REGISTER_LANES
     while n_vectors > 1 and n_vectors * n_tokens + 2 * min(n_vectors, MAX_UNPACKED_VECTORS) + 2 > N_REGISTERS:
         n_vectors //= 2
@@ -194,7 +197,7 @@ def choose_packed_tile_shape(rows: int, n_tokens: int) -> TileShape:
 
 
 def make_packed_tile_body(lookup: Lookup) -> Any:
-    """Return a function that emits the body of a tile over packed weights: n blocks, format_arg words to the matrix's end."""
+    """Return a function that emits the body of a tile over weights of 12 bits: n blocks, format_arg words to the matrix's end."""
 
     def emit(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> None:
         lanes, n_vectors, n_tokens = shape
@@ -233,15 +236,15 @@ def make_packed_tile_body(lookup: Lookup) -> Any:
 
 
 def get_argument_pointer(context: Any, builder: Any, signature: Any, args: Any, i: int, at: Any, item_type: Any = F32) -> Any:
-    """Return a pointer to an item of the array that is argument i."""
+    """Emit a pointer to item `at` of the array that is argument i of an intrinsic, as a pointer to item_type."""
     return get_element_pointer(context, builder, signature.args[i], args[i], at, item_type)
 
 
 def make_unpack_intrinsic(lookup: Lookup) -> Any:
-    """Return the intrinsic unpack(out, out_at, panel: `PanelBlocks`, first, last, slot).
+    """Return the intrinsic unpack(out, out_at, panel: `PanelBlocks`, first, last, slot), which unpacks 12-bit weights to floats.
 
-    It unpacks a panel's blocks first to last to floats (k, R), from item out_at of out on. slot: of the first block; block 0
-    takes it from the panel's header. Returns the next block's slot.
+    It unpacks a panel's blocks first to last (exclusive) to floats (k, R), from item out_at of out on. slot: the overflow slot of
+    the first block; block 0 takes it from the panel's header. Returns the next block's slot.
     """
 
     @intrinsic
@@ -276,7 +279,7 @@ def make_unpack_intrinsic(lookup: Lookup) -> Any:
 
 @intrinsic
 def count_words_between(typingctx, a, b):
-    """Return the number of words from one array's start to another's."""
+    """Return the number of 4-byte words from the start of array a to the start of array b."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         begin, end = (get_argument_pointer(context, builder, signature, args, i, const(0)) for i in range(2))
@@ -286,7 +289,7 @@ def count_words_between(typingctx, a, b):
 
 
 def _emit_bf16_to_float(builder: Any, upper: Any, lower: Any) -> Any:
-    """Return the float32 of the two bytes of a bf16."""
+    """Emit the float32 of a bf16 that is given by its upper and its lower byte."""
     bits = builder.or_(builder.shl(upper, const(24)), builder.shl(lower, const(16)))
     return builder.bitcast(builder.trunc(bits, I32), F32)
 
@@ -296,9 +299,10 @@ bf16_to_float = make_intrinsic(types.float32, *[types.int64] * 2, emit=_emit_bf1
 
 @intrinsic
 def pack_blocks(typingctx, panels, blocks_at, n, columns, columns_at):
-    """Pack n blocks from word blocks_at of panels on, of columns (k, R) of 16-bit values from an item on.
+    """Pack columns (k, R) of bf16 bits into n column blocks of 12-bit weights, and return how many need an overflow slot.
 
-    Uses the table in front of the blocks. Sets each block's flag if it needs an overflow slot, and returns how many do.
+    The blocks start at word blocks_at of panels, the columns at item columns_at. Uses the table in front of the blocks. Sets each
+    block's flag if it needs a slot.
     """
     signature = types.int64(panels, types.int64, types.int64, columns, types.int64)
 

@@ -22,24 +22,32 @@ ROW_DTYPES = {"bf16": np.uint16, "fp16": np.float16}
 
 
 def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Implement `WeightFormat.get_panel_shape`: two weights per word."""
+    """Return the shape of a panel of 16-bit weights, two per word; implements `WeightFormat.get_panel_shape`."""
     return n, PANEL_ROWS // 2
 
 
 def view_bits(name: str, rows: Floats) -> Floats:
-    """Return the bits of rows as uint16. Raises ValueError if rows have another dtype than the format `name`."""
+    """Return the bits of 16-bit rows as uint16.
+
+    Raises:
+        ValueError: The rows have another dtype than the format `name`, "bf16" or "fp16".
+    """
     if rows.dtype != ROW_DTYPES[name]:
         raise ValueError(f"{rows.dtype} cannot be converted to {name} without loss")
     return rows.view(np.uint16)
 
 
 def pack(name: str, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Implement `WeightFormat.pack`. Raises ValueError for rows of another dtype."""
+    """Pack rows into panels of 16-bit weights; implements `WeightFormat.pack`.
+
+    Raises:
+        ValueError: The rows have another dtype than the format `name`.
+    """
     pack_rows(panels.view(np.uint16), first, stride, view_bits(name, rows))
 
 
 def unpack(name: str, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Implement `WeightFormat.unpack`: widened to float32."""
+    """Return the rows of 16-bit panels, widened to float32; implements `WeightFormat.unpack`."""
     return to_float32(unpack_rows(panels[block].view(np.uint16), n).view(ROW_DTYPES[name]))
 
 

@@ -18,12 +18,12 @@ TRANSPOSE_COLUMNS = 32
 
 @inlined
 def get_float_activations(run, thread, p, n_tokens):
-    """Return x as a tile over floats takes it."""
+    """Return x as a tile over floats takes it, this thread's copy if there are several, and 0 words per group."""
     return p.x[thread if p.x.shape[0] > 1 else 0], 0
 
 
 def make_weight_getter(load_weights: Any) -> Any:
-    """Return an inlined function that reads one weight from a panel; load_weights loads a vector of its rows."""
+    """Return an inlined function that reads one weight from a panel of floats; load_weights loads a vector of its rows."""
 
     @inlined
     def get_weight(w, panel, row, k, n, group_size):
@@ -56,7 +56,7 @@ def pack_panels(run: ForwardContext, thread: int, panels: Floats3, first: int, s
 
 @kernel
 def unpack_panels(run: ForwardContext, thread: int, matrix: Floats2, panels: Floats3) -> None:
-    """matrix[R i + r, k] = panels[i, k, r]."""
+    """matrix[R i + r, k] = panels[i, k, r]: unpack panels (P, n, R) into rows (P R, n)."""
     begin, end = get_chunk_range(panels.shape[0], run.chunk, run.n_chunks)
     for i in range(begin, end):
         transpose_rows(matrix[i * PANEL_ROWS : (i + 1) * PANEL_ROWS].T, panels[i].T)
@@ -68,13 +68,13 @@ unpack_half_panels = unpack_panels.specialize("unpack_half_panels", matrix=Halve
 
 
 def pack_rows(panels: Floats, first: int, stride: int, rows: Floats) -> None:
-    """Run `pack_panels` on all threads; the rows that pad the last panel stay zero."""
+    """Pack rows (rows, n) into every stride-th of panels (P, n, R), on all threads; rows that pad the last panel stay zero."""
     pack_kernel = pack_panels if panels.dtype == np.float32 else pack_half_panels
     run_on_all_threads(pack_kernel(panels, first, stride, np.ascontiguousarray(rows)))
 
 
 def unpack_rows(panels: Floats, n: int) -> Floats:
-    """Return all rows of panels (P, n, R), including those that pad the last panel."""
+    """Return all rows of panels (P, n, R) as an array (P R, n), including the rows that pad the last panel."""
     rows = np.empty((len(panels) * PANEL_ROWS, n), panels.dtype)
     unpack_kernel = unpack_panels if panels.dtype == np.float32 else unpack_half_panels
     run_on_all_threads(unpack_kernel(rows, np.ascontiguousarray(panels)))
@@ -82,27 +82,27 @@ def unpack_rows(panels: Floats, n: int) -> Floats:
 
 
 def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Implement `WeightFormat.pack` for floats of any type."""
+    """Pack rows of floats of any type into panels of float32; implements `WeightFormat.pack`."""
     pack_rows(panels, first, stride, to_float32(rows))
 
 
 def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Implement `WeightFormat.unpack`."""
+    """Return the rows of float32 panels; implements `WeightFormat.unpack`."""
     return unpack_rows(panels[block], n)
 
 
 def get_group_size(n: int, file_group: int) -> int:
-    """Implement `WeightFormat.get_group_size`."""
+    """Return 0, since no float weights share a scale; implements `WeightFormat.get_group_size`."""
     return 0
 
 
 def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Implement `WeightFormat.get_panel_shape`."""
+    """Return the shape of a panel of n columns of float32; implements `WeightFormat.get_panel_shape`."""
     return n, PANEL_ROWS
 
 
 def get_scratch_words(n: int, group_size: int) -> int:
-    """Implement `WeightFormat.get_scratch_words`: an array has at least one word."""
+    """Return 1, since floats need no scratch but an array has at least one word; implements `WeightFormat.get_scratch_words`."""
     return 1
 
 

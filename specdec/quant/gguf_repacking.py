@@ -40,19 +40,19 @@ TWO_BIT_MASK, SIGN_MASK = 3 * EACH_BYTE, 128 * EACH_BYTE
 
 @inlined
 def read_word(source, half):
-    """Return the 4 bytes of a row from 16-bit value `half` on."""
+    """Return the 4 bytes that start at 16-bit value `half` of source, as an integer."""
     return np.int64(source[half]) | np.int64(source[half + 1]) << 16
 
 
 @inlined
 def read_byte(source, at):
-    """Return byte `at` of a row."""
+    """Return byte `at` of an array of 16-bit values."""
     return (np.int64(source[at // 2]) >> (8 * (at % 2))) & 255
 
 
 @inlined
 def gather_fifth_bits(bits):
-    """Return the fifth bits of 32 consecutive codes in a group's order: the bit of byte b of code word k is bit 8 b + k."""
+    """Return a word with the fifth bits of 32 consecutive codes in a group's order: bit 8 b + k is for byte b of code word k."""
     word = np.int64(0)
     for k in range(8):
         word |= (((bits >> 4 * k & 15) * 0x00204081) & EACH_BYTE) << k  # the product has bits 0 to 3 at 0, 8, 16 and 24
@@ -61,7 +61,7 @@ def gather_fifth_bits(bits):
 
 @inlined
 def unpack_6_bit_scales(factors, source, at):
-    """Unpack the 6-bit scales and minima of the 8 groups of a K block: 12 bytes from 16-bit value `at` on."""
+    """Write the 6-bit scales and minima of a K block's 8 groups to factors, from 12 bytes at 16-bit value `at` of source on."""
     for g in range(4):
         scale, minimum, both = read_byte(source, 2 * at + g), read_byte(source, 2 * at + 4 + g), read_byte(source, 2 * at + 8 + g)
         factors[g], factors[8 + g] = scale & 63, minimum & 63
@@ -70,7 +70,7 @@ def unpack_6_bit_scales(factors, source, at):
 
 @inlined
 def repack_nibbles(words, at, row_words, source, half):
-    """Repack the nibbles of two groups: 32 bytes from 16-bit value `half` on, each with a code of both groups.
+    """Write the words of two groups of 4-bit codes, from 32 bytes at 16-bit value `half` of source on, each with a code of both.
 
     The second group's words start row_words after the first's.
     """
@@ -82,7 +82,7 @@ def repack_nibbles(words, at, row_words, source, half):
 
 @inlined
 def repack_group_of_16(words, at, source, lower, shift, high, bit):
-    """Repack the codes of a group of 16: 2 bits of each of 16 bytes from 16-bit value `lower` on.
+    """Write the two words of a group of 16 codes, from 2 bits of each of 16 bytes at 16-bit value `lower` of source on.
 
     high: the 16-bit value where 16 bytes with a third bit each start. Codes become q + 4, and 4 more where the bit is set. -1:
     there are no third bits, and codes stay as they are.
@@ -99,10 +99,14 @@ def repack_group_of_16(words, at, source, lower, shift, high, bit):
 
 
 def make_block_reader(name: str, n_halves: int, n_params: int, repack: Any, scales_offset: int = 0) -> Kernel:
-    """Return the kernel `name` that reads rows (rows, 16-bit values) of blocks of n_halves 16-bit values.
+    """Return the kernel `name` that reads rows of GGUF blocks into params, factors and words, the flat parts of `GroupedRows`.
 
-    repack writes the factors and words of one block from its data. n_params: fp16 numbers of a block; scales_offset: their
-    position.
+    Args:
+        name: Name of the kernel.
+        n_halves: 16-bit values of a block; source has the rows as (rows, 16-bit values).
+        n_params: fp16 numbers of a block.
+        repack: Function that writes the factors and words of one block from its data.
+        scales_offset: 16-bit value of a block where the fp16 numbers start.
     """
 
     def read(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
@@ -121,7 +125,10 @@ def make_block_reader(name: str, n_halves: int, n_params: int, repack: Any, scal
 
 
 def make_codes_repacker(at: int, bits: int = 4) -> Any:
-    """Return a repack function for 32 codes of `bits` bits from 16-bit value `at` on; the fifth bits of 5 precede them."""
+    """Return a repack function for blocks of 32 codes of `bits` bits from 16-bit value `at` on.
+
+    With 5 bits, the codes' fifth bits precede them.
+    """
 
     @inlined
     def repack(factors, words, source):
@@ -134,7 +141,7 @@ def make_codes_repacker(at: int, bits: int = 4) -> Any:
 
 
 def make_k_quant_repacker(at: int, row_words: int) -> Any:
-    """Return a repack function for 12 bytes of scales and minima, and codes from 16-bit value `at` on.
+    """Return a repack function for Q4_K and Q5_K blocks: 12 bytes of scales and minima, and codes from 16-bit value `at` on.
 
     Each pair of the 8 groups has 32 bytes with a code of both. Codes of 5 bits have 32 bytes in front of these, each with one
     fifth bit of every group.
@@ -157,7 +164,7 @@ def make_k_quant_repacker(at: int, row_words: int) -> Any:
 
 @inlined
 def repack_q6_k(factors, words, source):
-    """Repack 128 bytes of lower bits, 64 of upper bits, 16 signed scales, and d.
+    """Repack a Q6_K block: 128 bytes of lower bits, 64 of upper bits, 16 signed scales, and d.
 
     For each 128 codes there are 2 x 32 bytes with the lower bits of two codes, and 32 bytes with the upper bits of four.
     """
@@ -178,7 +185,7 @@ def repack_q6_k(factors, words, source):
 
 @inlined
 def repack_q2_k(factors, words, source):
-    """Repack 16 scales and minima of 4 bits, 64 bytes of four codes (32 for each 128 codes), d, and dmin."""
+    """Repack a Q2_K block: 16 scales and minima of 4 bits, 64 bytes of four codes (32 for each 128 codes), d, and dmin."""
     for g in range(16):
         both = read_byte(source, g)
         factors[g], factors[16 + g] = both & 15, both >> 4
@@ -187,7 +194,7 @@ def repack_q2_k(factors, words, source):
 
 @inlined
 def repack_q3_k(factors, words, source):
-    """Repack 32 bytes of third bits, 64 bytes of four 2-bit codes, 12 bytes of 6-bit scales, and d."""
+    """Repack a Q3_K block: 32 bytes of third bits, 64 bytes of four 2-bit codes, 12 bytes of 6-bit scales, and d."""
     for g in range(16):
         low = read_byte(source, 2 * 48 + g % 8) >> 4 * (g // 8) & 15
         high = read_byte(source, 2 * 52 + g % 4) >> 2 * (g // 4) & 3
@@ -197,7 +204,7 @@ def repack_q3_k(factors, words, source):
 
 @inlined
 def repack_iq4_xs(factors, words, source):
-    """Repack d, the upper 2 bits of 8 scales, their lower 4 bits, and for each group 16 bytes of two codes."""
+    """Repack an IQ4_XS block: d, the upper 2 bits of 8 scales, their lower 4 bits, and for each group 16 bytes of two codes."""
     for g in range(8):
         low = read_byte(source, 2 * 2 + g // 2) >> 4 * (g % 2) & 15
         factors[g] = ((low | (source[1] >> 2 * g & 3) << 4) - 32) & 255
@@ -206,7 +213,14 @@ def repack_iq4_xs(factors, words, source):
 
 
 class BlockType(NamedTuple):
-    """A GGUF block type: bytes per block, its layout here, its reader, and a conversion to blocks that the reader can read."""
+    """A GGUF block type and how it is read.
+
+    Attributes:
+        n_bytes: Bytes of a block in the file.
+        layout: Layout of its weights in panels.
+        read: Kernel that reads its blocks, see `make_block_reader`.
+        convert: Conversion of its bytes to blocks that the kernel can read, or None.
+    """
 
     n_bytes: int
     layout: GroupLayout
@@ -215,14 +229,17 @@ class BlockType(NamedTuple):
 
 
 def convert_mxfp4_scales(raw_bytes: UInt8) -> UInt8:
-    """Replace the exponents of MXFP4 blocks (rows, bytes) by fp16 scales, as in Q4_0."""
+    """Return the bytes of MXFP4 blocks (rows, bytes) with their exponents replaced by fp16 scales, as in Q4_0."""
     blocks = raw_bytes.reshape(len(raw_bytes), -1, 17)
     scales = e8m0_to_fp32_half(blocks[..., :1]).astype(np.float16)
     return np.concatenate([scales.view(np.uint8), blocks[..., 1:]], 2).reshape(len(raw_bytes), -1)
 
 
 def e8m0_to_fp32_half(exponents: UInt8) -> Float32:
-    """Return 2^(e - 128), and 0 for e of 0 and 1, which only blocks of zeros have here."""
+    """Return half the value of each E8M0 exponent e, 2^(e - 128), as float32.
+
+    The result is 0 for e of 0 and 1, which only blocks of zeros have.
+    """
     bits = (np.maximum(exponents, np.uint8(1)) - np.uint8(1)).astype(np.uint32) << np.uint32(23)
     return bits.view(np.float32)
 
@@ -249,7 +266,7 @@ BLOCK_TYPES = {
 
 
 def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
-    """Return the file's blocks as words of panels, row by row, in the type's layout."""
+    """Return rows of GGUF blocks as `GroupedRows` in the block type's layout."""
     size, layout, read, convert = BLOCK_TYPES[blocks.type]
     raw_bytes = convert(blocks.raw_bytes) if convert else blocks.raw_bytes
     n, n_blocks = len(raw_bytes), blocks.raw_bytes.shape[1] // size
@@ -263,7 +280,7 @@ def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
 
 
 def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> GroupedRows:
-    """Convert rows to a wider layout, with as many bits or more and groups as large or half as large.
+    """Return grouped rows converted to a wider layout, with as many bits or more and groups as large or half as large.
 
     The wide layout has minima, or neither layout has.
     """
@@ -280,7 +297,7 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
 
 
 def pack(layout: GroupLayout, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:
-    """Implement `WeightFormat.pack`."""
+    """Pack rows of GGUF blocks into panels of a layout, widened to it if the block type has another; see `WeightFormat.pack`."""
     source_layout, grouped = BLOCK_TYPES[rows.type].layout, repack_blocks(rows)
     pack_grouped_rows(panels, first, stride, grouped if source_layout == layout else widen_rows(grouped, source_layout, layout))
 
@@ -294,7 +311,10 @@ MIXED, MIXED_K = _make_weight_format("mixed", Q8_MIN_LAYOUT), _make_weight_forma
 
 
 def find_common_format(types: Collection[str]) -> WeightFormat | None:
-    """Return the format that holds matrices of all these types without loss, or None if only fp32 does; "" is for floats."""
+    """Return the format that holds matrices of all these GGUF block types without loss, or None if only fp32 does.
+
+    types: Names of block types; "" is for floats.
+    """
     if len(types) == 1:
         return WEIGHT_FORMATS[next(iter(types))]
     if all(name.endswith("_K") for name in types):

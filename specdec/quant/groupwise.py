@@ -96,7 +96,7 @@ CODEBOOK_CODES = {name: np.array(numbers) + (1 << (CODEBOOK_BITS[name] - 1)) for
 
 
 class GroupLayout(NamedTuple):
-    """The layout of groups. A group of 5 bits has 32 codes, one of 6 has 16: their upper bits fill a word.
+    """The layout of weights in groups. A group of 5 bits has 32 codes, one of 6 has 16: their upper bits fill a word.
 
     Attributes:
         bits: Bits of a code.
@@ -130,7 +130,7 @@ class GroupLayout(NamedTuple):
 
     @property
     def factors_offset(self) -> int:
-        """Word of a block where the factors start."""
+        """Word of a block where the groups' int8 factors start."""
         return PANEL_FP16_WORDS * self.n_params
 
     @property
@@ -140,7 +140,7 @@ class GroupLayout(NamedTuple):
 
     @property
     def row_words(self) -> int:
-        """Words of a row's codes in a group."""
+        """Words that the codes of one row take in a group."""
         return self.group_size * self.bits // 32
 
     @property
@@ -160,7 +160,7 @@ class GroupLayout(NamedTuple):
 
     @property
     def block_words(self) -> int:
-        """Words of a block of all rows of a panel."""
+        """Words of a block for all rows of a panel."""
         return self.codes_offset + self.n_groups * self.row_words * PANEL_ROWS
 
     @property
@@ -170,7 +170,7 @@ class GroupLayout(NamedTuple):
 
 
 def make_group_tile_body(layout: GroupLayout, dot: Dot4) -> Any:
-    """Return a function that emits the body of a tile over weights of this layout, n blocks."""
+    """Return a function that emits the body of a tile over weights of a group layout, n blocks, with byte products by `dot`."""
     x_group_words = GROUP_HEADER_WORDS + layout.group_size // BYTES_PER_WORD
 
     def emit(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> None:
@@ -311,7 +311,7 @@ def make_group_tile_body(layout: GroupLayout, dot: Dot4) -> Any:
 
 
 def make_group_tile(layout: GroupLayout, instruction_set: str) -> tuple[Any, Any]:
-    """Return `make_tile` for weights of this layout with that instruction set."""
+    """Return the intrinsic and the `TileLimits` of a tile over weights of a group layout, for a `choose_dot4` instruction set."""
     key = layout.bits, layout.group_size, layout.n_groups, int(layout.has_minima), *[layout.codebook] * bool(layout.codebook)
     name = "_".join(map(str, ("group_tile", *key, instruction_set)))
     dot = get_dot4(instruction_set, layout.code_bits)
@@ -319,7 +319,7 @@ def make_group_tile(layout: GroupLayout, instruction_set: str) -> tuple[Any, Any
 
 
 def make_weight_getter(layout: GroupLayout) -> Any:
-    """Return an inlined function that reads one weight of this layout."""
+    """Return an inlined function that reads one weight of a group layout from panels, as float32."""
     bits, group_size, n_groups, has_minima, codebook = layout
     columns, zero_point = layout.block_columns, layout.zero_point
     factors_offset, codes_offset = layout.factors_offset, layout.codes_offset
@@ -352,7 +352,7 @@ def make_weight_getter(layout: GroupLayout) -> Any:
 
 @inlined
 def load_group_param(w, block, param, row, g, n_groups, factors_offset):
-    """Return a row's scale (param 0) or minimum (param 1) in group g of the block that starts at word `block`."""
+    """Return a row's scale (param 0) or minimum (param 1) as float32, in group g of the block that starts at word `block`."""
     at = 2 * block + param * PANEL_ROWS + row
     number = extract_lane(load_fp16(w, at - at % LANES), at % LANES)
     if n_groups > 1:
@@ -362,10 +362,10 @@ def load_group_param(w, block, param, row, g, n_groups, factors_offset):
 
 
 class GroupedRows(NamedTuple):
-    """Rows of weights of a layout before they are packed in panels: the contents of a block's words, row by row.
+    """Rows of weights of a `GroupLayout` before they are packed into panels: the parts of each block, row by row.
 
     Attributes:
-        params: (rows, blocks, params), the bits of fp16.
+        params: (rows, blocks, params), scales and minima as the bits of fp16.
         factors: (rows, blocks, params, groups), no groups if a block has only one.
         words: (rows, blocks, groups, words), the codes.
     """
@@ -376,7 +376,7 @@ class GroupedRows(NamedTuple):
 
 
 def unpack_codes(layout: GroupLayout, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return the code words (A, blocks, groups, words of 4 codes, ...) of packed words (A, blocks, groups, words, ...)."""
+    """Return the codes of packed words (A, blocks, groups, words, ...) as words of four 8-bit codes, in the same axes."""
     if layout.bits == 8:
         return words
     if layout.codebook:
@@ -391,7 +391,7 @@ def unpack_codes(layout: GroupLayout, words: npt.NDArray[np.uint32]) -> npt.NDAr
 
 
 def pack_codes(layout: GroupLayout, code_words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return the packed words of code words: the inverse of `unpack_codes`."""
+    """Return words of four 8-bit codes packed as the layout stores codes: the inverse of `unpack_codes`."""
     if layout.bits == 8:
         return code_words
     words = np.zeros((*code_words.shape[:3], layout.row_words, *code_words.shape[4:]), np.uint32)
@@ -404,9 +404,15 @@ def pack_codes(layout: GroupLayout, code_words: npt.NDArray[np.uint32]) -> npt.N
 
 
 class PackArgs(NamedTuple):
-    """Arguments of `pack_panels`: panels as words, 16-bit values and bytes; a flat `GroupedRows`; which panels to fill.
+    """Arguments of the kernel `pack_panels`.
 
-    It fills every stride-th panel from `first` on.
+    Attributes:
+        panels: Panels as words.
+        panel_halves: The same panels as 16-bit values.
+        panel_bytes: The same panels as bytes.
+        params, factors, words: A `GroupedRows`, each array flat from the second axis on.
+        first: First panel to fill.
+        stride: Panels from one to the next.
     """
 
     panels: Words3
@@ -421,7 +427,7 @@ class PackArgs(NamedTuple):
 
 @kernel
 def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
-    """Pack rows (rows, ...) into every stride-th panel."""
+    """Pack rows of grouped weights (rows, ...) into every stride-th panel from `first` on."""
     rows, n_blocks = p.words.shape[0], p.panels.shape[1]
     block_params, block_factors = p.params.shape[1] // n_blocks, p.factors.shape[1] // n_blocks
     block_words = p.words.shape[1] // n_blocks
@@ -442,14 +448,14 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
 
 
 def pack_grouped_rows(panels: Float32, first: int, stride: int, rows: GroupedRows) -> None:
-    """Run `pack_panels` on all threads."""
+    """Pack a `GroupedRows` into every stride-th panel from `first` on, on all threads."""
     n = len(rows.words)
     flat = rows.params.reshape(n, -1), rows.factors.view(np.uint8).reshape(n, -1), rows.words.reshape(n, -1)
     run_on_all_threads(pack_panels(panels.view(np.uint32), panels.view(np.uint16), panels.view(np.uint8), *flat, first, stride))
 
 
 def unpack(layout: GroupLayout, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Implement `WeightFormat.unpack`: code * scale + minimum."""
+    """Return the rows of grouped weights as float32, code * scale + minimum; implements `WeightFormat.unpack`."""
     panels = panels[block]
     size, n_blocks = panels.shape[:2]
     block_params = panels[..., : layout.factors_offset].view(np.float16).reshape(size, n_blocks, layout.n_params, 1, PANEL_ROWS)
@@ -471,19 +477,26 @@ def unpack(layout: GroupLayout, panels: Float32, n: int, group_size: int, block:
 
 
 def _get_group_size(layout: GroupLayout, n: int, file_group: int) -> int:
-    """Implement `WeightFormat.get_group_size`."""
+    """Return the group size of a layout; implements `WeightFormat.get_group_size`."""
     return layout.group_size
 
 
 def _get_panel_shape(layout: GroupLayout, n: int, group_size: int) -> tuple[int, int]:
-    """Implement `WeightFormat.get_panel_shape`."""
+    """Return the blocks and words of a panel of a layout; implements `WeightFormat.get_panel_shape`."""
     return ceil_div(n, layout.block_columns), layout.block_words
 
 
 def make_grouped_format(
     name: str, layout: GroupLayout, pack: Callable[[Float32, int, int, Any, int], None], instruction_set: str = DOT4_NAME
 ) -> WeightFormat:
-    """Return the weight format of a layout; pack fills its panels, and a `int8.choose_dot4` instruction set multiplies it."""
+    """Return the weight format of a group layout.
+
+    Args:
+        name: Name of the format, for users.
+        layout: Layout of the groups.
+        pack: Its `WeightFormat.pack`, which fills its panels.
+        instruction_set: The `int8.choose_dot4` instruction set that multiplies it.
+    """
     stem = name.replace(" ", "_")
     variant = "portable" if instruction_set == "portable" else "native"
     matmul, expert_matmul = make_matmul_kernels(

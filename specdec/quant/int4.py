@@ -43,13 +43,16 @@ MAX_FP16 = 65504.0
 
 @inlined
 def quantize_vector(weights, inverse, bias):
-    """Return the codes 0 to 15 of a vector of weights: weights * inverse + bias, rounded."""
+    """Return the codes 0 to 15 of a vector of weights: weights * inverse + bias, rounded and clipped, as integral floats."""
     return maximum(splat(0.0), minimum(splat(MAX_CODE), rint(fma(weights, inverse, bias))))
 
 
 @kernel
 def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats2, rows: Floats2) -> None:
-    """Fit scales and minima (rows, groups) to rows (rows, 32 * groups); they are NaN if a weight is not finite."""
+    """Fill the scale and the minimum (rows, groups) of each group of 32 weights in rows; they are NaN if a weight is not finite.
+
+    rows: (rows, 32 * groups).
+    """
     first, last = get_chunk_range(rows.shape[0], run.chunk, run.n_chunks)
     for row in range(first, last):
         for g in range(scales.shape[1]):
@@ -89,7 +92,7 @@ def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats
 
 @kernel
 def quantize_groups(run: ForwardContext, thread: int, words: Floats2, scales: Floats2, minima: Floats2, rows: Floats2) -> None:
-    """Write the codes of rows in groups of those scales and minima, 4 words per group."""
+    """Write the 4-bit codes of rows (rows, 32 * groups), for given scales and minima (rows, groups), 4 words per group."""
     first, last = get_chunk_range(rows.shape[0], run.chunk, run.n_chunks)
     for row in range(first, last):
         for g in range(scales.shape[1]):
@@ -103,7 +106,7 @@ def quantize_groups(run: ForwardContext, thread: int, words: Floats2, scales: Fl
 
 
 def quantize(rows: Float32) -> GroupedRows:
-    """Return rows (rows, n) as packed words; copies of the last weight fill up the last group."""
+    """Return float32 rows (rows, n) quantized to int4; copies of the last weight fill up the last group."""
     n_groups = ceil_div(rows.shape[1], LAYOUT.group_size)
     rows = np.pad(rows, ((0, 0), (0, n_groups * LAYOUT.group_size - rows.shape[1])), "edge")
     fitted = np.empty((2, len(rows), n_groups), np.float32)
@@ -118,7 +121,7 @@ def quantize(rows: Float32) -> GroupedRows:
 
 
 def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Implement `WeightFormat.pack` for floats of any type."""
+    """Quantize rows of floats of any type to int4 and pack them into panels; implements `WeightFormat.pack`."""
     pack_grouped_rows(panels, first, stride, quantize(to_float32(rows)))
 
 

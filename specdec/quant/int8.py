@@ -84,46 +84,50 @@ GROUP_HEADER_WORDS = 3  # words before a group's activation codes: its scale, it
 
 
 def choose_dot4(features: str) -> str:
-    """Return the instruction set for sums of byte products on a CPU with those LLVM features.
+    """Return the name of the instruction set for sums of byte products on a CPU with the given LLVM features.
 
-    It is an instruction for 4 products, "avx2", "neon", or "portable".
+    It is an instruction for 4 products ("avx512vnni", "avxvnni" or "sdot"), "avx2", "neon", or "portable".
     """
     required = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod", "neon": "+neon"}
     return next((name for name, feature in required.items() if feature in features.split(",")), "portable")
 
 
 class Dot4:
-    """acc + the 4 byte products of each lane, w times x: int32, exact. w is unsigned, x is signed and at least -127.
+    """A generator of LLVM code that adds the 4 byte products w times x of each lane to an int32 sum, exactly.
 
-    A tile's sums are created by `start_sum`, updated by `accumulate`, and turned back into int32 by `finish_sum`. This class is
-    the portable version.
+    w is unsigned, x is signed and at least -127. A tile's sums are created by `start_sum`, updated by `accumulate`, and turned
+    back into int32 by `finish_sum`. This class is the portable version.
 
     Attributes:
+        name: Name of the instruction set.
         lanes: int32 lanes of its vectors.
         is_signed: Whether it takes w - 128 instead of w.
-        max_tokens: Tokens of a tile.
+        max_tokens: Maximum number of tokens of a tile.
     """
 
     name, lanes, is_signed, max_tokens = "portable", REGISTER_LANES, False, MAX_TILE_TOKENS
 
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
-        """Return the shape of a tile over panels of that many rows."""
+        """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""
         return choose_tile_shape(rows, n_tokens, self.lanes, is_weight_stationary=True)
 
     def prepare_weights(self, builder: Any, w: Any) -> Any:
-        """Return w in the form that `accumulate` takes, made once for all tokens."""
+        """Emit the weights w in the form that `accumulate` takes, made once for all tokens."""
         return self.cast_to_bytes(builder, builder.xor(w, make_constant_vector(w.type, MINUS_128_MASK))) if self.is_signed else w
 
     def cast_to_bytes(self, builder: Any, words: Any) -> Any:
-        """Return the bytes of a vector's words."""
+        """Emit the bytes of a vector's 32-bit words as a vector of int8."""
         return builder.bitcast(words, ir.VectorType(I8, BYTES_PER_WORD * self.lanes))
 
     def start_sum(self, builder: Any, first: Any) -> Any:
-        """Return a sum that starts from `first`, int32."""
+        """Return a new sum that starts from the int32 vector `first`, in the form that `accumulate` takes."""
         return first
 
     def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Add the products as int16 pairs: bytes 0 and 2 of each lane, then 1 and 3, like x86's pmaddwd."""
+        """Emit the sum acc plus the products of w and x, multiplied as int16.
+
+        Bytes 0 and 2 of each lane come first, then 1 and 3, like x86's pmaddwd.
+        """
         shorts = ir.VectorType(I16, 2 * acc.type.count)
         eight = make_constant_vector(shorts, 8)
         w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
@@ -138,11 +142,11 @@ class Dot4:
         return acc
 
     def finish_sum(self, builder: Any, acc: Any) -> Any:
-        """Return the sum as int32."""
+        """Emit a sum of `accumulate` as an int32 vector."""
         return acc
 
     def multiply_add(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Return acc plus the products of one word of weights and activations."""
+        """Emit the int32 vector acc plus the products of one word of weights and of activations per lane."""
         return self.finish_sum(
             builder, self.accumulate(builder, self.start_sum(builder, acc), self.prepare_weights(builder, w), x)
         )
@@ -152,11 +156,11 @@ class Vnni(Dot4):
     """`Dot4` with vpdpbusd of AVX-512 VNNI or AVX-VNNI."""
 
     def __init__(self, name: str, lanes: int) -> None:
-        """Create it for vectors of that many lanes."""
+        """Create it for an instruction set, "avx512vnni" or "avxvnni", and vectors of `lanes` lanes."""
         self.name, self.lanes = name, lanes
 
     def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Add the 4 products of each lane with one instruction."""
+        """Emit the sum acc plus the 4 products of each lane of w and x, with one instruction."""
         return call_llvm_intrinsic(builder, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc.type, acc, w, x)
 
 
@@ -166,7 +170,7 @@ class Sdot(Dot4):
     name, lanes, is_signed = "sdot", 4, True
 
     def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Add the 4 products of each lane with one instruction."""
+        """Emit the sum acc plus the 4 products of each lane of w and x, with one instruction."""
         return call_llvm_intrinsic(
             builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, self.cast_to_bytes(builder, x)
         )
@@ -182,43 +186,46 @@ class Int16Dot4(Dot4, ABC):
 
     @abstractmethod
     def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """Return shorts (None: 0) plus the 16-bit sums of two products."""
+        """Emit shorts (None: 0) plus the 16-bit sums of two products each of w and x."""
 
     @abstractmethod
     def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        """Return acc plus the 16-bit sums."""
+        """Emit the int32 sums acc plus the 16-bit sums in shorts."""
 
     def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Add the products through 16-bit sums."""
+        """Emit the sum acc plus the products of w and x, which are first added in pairs to 16-bit sums."""
         return self.widen_sums(builder, acc, self.multiply_pairs(builder, None, w, x))
 
 
 class LowBitDot4(Int16Dot4):
-    """`Int16Dot4` for w below 2^bits: it adds as many sums of two products as 16 bits hold, 8 for 4 bits, 4 for 5 and 2 for 6."""
+    """An `Int16Dot4` for weights below 2^bits, which adds as many sums of two products in 16 bits as fit before it widens them.
+
+    8 fit for 4 bits, 4 for 5 and 2 for 6.
+    """
 
     is_signed = False
 
     def __init__(self, bits: int) -> None:
-        """Create it for codes of that many bits."""
+        """Create the code generator for weight codes of `bits` bits, which limit how many products 16 bits can sum."""
         self.max_sums = (2**15 - 1) // (2 * (2**bits - 1) * 127)
 
     def prepare_weights(self, builder: Any, w: Any) -> Any:
-        """Return the bytes of w."""
+        """Emit the weights w as bytes."""
         return self.cast_to_bytes(builder, w)
 
     def start_sum(self, builder: Any, first: Any) -> Any:
-        """Return the int32 sums, the 16-bit sums, and how many products those hold."""
+        """Return a new sum from the int32 vector `first`: int32 sums, 16-bit sums, and how many products those hold."""
         return first, None, 0
 
     def accumulate(self, builder: Any, acc: Any, w: Any, x: Any) -> Any:
-        """Add the products to the 16-bit sums, which are widened first if they are full."""
+        """Emit the sum acc plus the products of w and x, added to the 16-bit sums, which are widened first if they are full."""
         wide, shorts, n = acc
         if n == self.max_sums:
             wide, shorts, n = self.finish_sum(builder, acc), None, 0
         return wide, self.multiply_pairs(builder, shorts, w, x), n + 1
 
     def finish_sum(self, builder: Any, acc: Any) -> Any:
-        """Return the int32 sums with the 16-bit sums added."""
+        """Emit a sum as int32: the int32 sums with the 16-bit sums added."""
         wide, shorts, _ = acc
         return self.widen_sums(builder, wide, shorts)
 
@@ -229,22 +236,22 @@ class Avx2(Int16Dot4):
     name, lanes, max_tokens = "avx2", 8, AVX2_MAX_TOKENS
 
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
-        """Return the shape of a tile over panels of that many rows."""
+        """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""
         return TileShape(8, rows // 8 if n_tokens <= AVX2_MAX_FULL_PANEL_TOKENS else 1, n_tokens)
 
     def prepare_weights(self, builder: Any, w: Any) -> Any:
-        """Return |w - 128| and w - 128."""
+        """Emit |w - 128| and w - 128 as bytes, and return both."""
         w = super().prepare_weights(builder, w)
         return call_llvm_intrinsic(builder, "llvm.abs.v32i8", w.type, w, ir.IntType(1)(0)), w
 
     def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """Give x the sign of w - 128, and multiply by |w - 128|."""
+        """Emit shorts plus the sums of two products each: |w - 128| times x with the sign of w - 128."""
         magnitude, w = w
         x = call_llvm_intrinsic(builder, "llvm.x86.avx2.psign.b", w.type, builder.bitcast(x, w.type), w)
         return _multiply_byte_pairs(builder, shorts, magnitude, x)
 
     def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        """Add pairs of 16-bit sums by pmaddwd."""
+        """Emit the int32 sums acc plus pairs of the 16-bit sums, by pmaddwd."""
         pairs = call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, make_constant_vector(INT16X16, 1))
         return builder.add(acc, pairs)
 
@@ -258,7 +265,7 @@ class LowBitAvx2(LowBitDot4, Avx2):
     """`LowBitDot4` with the instructions of `Avx2`."""
 
     def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """Multiply w as it is: its codes are not negative."""
+        """Emit shorts plus the sums of two products each of w as it is, since its codes are not negative, and x."""
         return _multiply_byte_pairs(builder, shorts, w, self.cast_to_bytes(builder, x))
 
 
@@ -271,11 +278,11 @@ class Neon(Int16Dot4):
     name, lanes, max_tokens = "neon", 4, NEON_MAX_TOKENS
 
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
-        """Return the shape of a tile over panels of that many rows."""
+        """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""
         return TileShape(4, rows // 4 // n_tokens, n_tokens)
 
     def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """Multiply by smull or smlal, twice; addp forms the pairs later, before they are widened."""
+        """Emit shorts plus the 16-bit products of w and x, in two vectors, by smull; `widen_sums` forms the pairs."""
         x, products = self.cast_to_bytes(builder, x), []
         for lanes in (list(range(8)), list(range(8, 16))):
             factors = (shuffle(builder, v, lanes) for v in (w, x))
@@ -283,7 +290,10 @@ class Neon(Int16Dot4):
         return products if shorts is None else [builder.add(*sums) for sums in zip(shorts, products, strict=True)]
 
     def widen_sums(self, builder: Any, acc: Any, shorts: Any) -> Any:
-        """Return acc plus the 16-bit sums: addp adds pairs of them in 16 bits, sadalp pairs of the results in 32 bits."""
+        """Emit the int32 sums acc plus the 16-bit products in shorts.
+
+        addp adds pairs of them in 16 bits, sadalp pairs of the results in 32 bits.
+        """
         pairs = call_llvm_intrinsic(builder, "llvm.aarch64.neon.addp.v8i16", INT16X8, *shorts)
         return builder.add(acc, call_llvm_intrinsic(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
 
@@ -366,7 +376,7 @@ def _make_int8_tile_body(dot: Dot4) -> Any:
 
 
 def make_dot4_tile(instruction_set: str) -> tuple[Any, TileLimits]:
-    """Return `make_tile` for int8 weights with that instruction set."""
+    """Return the intrinsic and the `TileLimits` of a tile over int8 weights, for an instruction set of `choose_dot4`."""
     dot = get_dot4(instruction_set)
     return make_tile(f"int8_tile_{instruction_set}", _make_int8_tile_body(dot), dot.choose_tile_shape, dot.max_tokens)
 
@@ -376,7 +386,7 @@ DOT4_NAME = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0"
 
 @compiled
 def quantize_activations(codes, x, n, group_size, n_tokens):
-    """Quantize rows x[t, :n] to int8 (the rule of runq.c): codes = round(x / scale), scale = max |x| / 127 of a group.
+    """Quantize rows x[t, :n] to int8 in codes (the rule of runq.c): code = round(x / scale), scale = max |x| / 127 of a group.
 
     Halves round away from 0. codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that
     are stored as w + 128, the sum of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite
@@ -421,7 +431,10 @@ def quantize_activations(codes, x, n, group_size, n_tokens):
 
 @inlined
 def get_quantized_activations(run, thread, p, n_tokens):
-    """Return x as a tile over int8 groups takes it, and the words per group."""
+    """Return this thread's activations x quantized to int8, as a tile over groups takes them, and the weight words per group.
+
+    Quantizes x into the thread's scratch in its first chunk of the phase.
+    """
     codes = p.scratch[thread]
     if run.is_first_chunk:
         quantize_activations(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group_size, n_tokens)
@@ -430,7 +443,7 @@ def get_quantized_activations(run, thread, p, n_tokens):
 
 @inlined
 def get_weight(w, panel, row, k, n, group_size):
-    """Return code * scale."""
+    """Return the weight of a panel's row in column k as float32: code * scale."""
     i_group, i = divmod(k, group_size)
     word = (panel * w.shape[1] + i_group) * w.shape[2] + (1 + i // BYTES_PER_WORD) * PANEL_ROWS + row
     code = load_byte(w, word * BYTES_PER_WORD + i % BYTES_PER_WORD) - 128
@@ -446,9 +459,9 @@ embed = make_embed_kernel(__name__, "", get_weight)
 
 @jitable
 def quantize_group(values, scales, rows, row, g, group_size):
-    """Quantize group g of a row of rows (rows, n) into values (rows, groups, group size) and scales (rows, groups).
+    """Quantize group g of one row of rows (rows, n) to int8, into values (rows, groups, group size) and scales (rows, groups).
 
-    Zeros fill up the last group.
+    Zeros fill up the last group. The scale is NaN if a weight is not finite.
     """
     n = rows.shape[1]
     at, out = row * n, (row * scales.shape[1] + g) * group_size
@@ -477,7 +490,7 @@ def quantize_group(values, scales, rows, row, g, group_size):
 def quantize_all_groups(
     run: ForwardContext, thread: int, values: Codes3, scales: Floats2, rows: Floats2, group_size: int
 ) -> None:
-    """Quantize every group of rows (rows, n); see `quantize_group`."""
+    """Quantize every group of rows (rows, n) to int8, filling values and scales; see `quantize_group`."""
     first, last = get_chunk_range(rows.shape[0], run.chunk, run.n_chunks)
     for row in range(first, last):
         for g in range(scales.shape[1]):
@@ -485,7 +498,7 @@ def quantize_all_groups(
 
 
 def quantize_rows(rows: Float32, group_size: int) -> Int8Rows:
-    """Return rows (rows, n) in groups of that size; zeros fill up a row's last group."""
+    """Return float32 rows (rows, n) quantized to int8 in groups of group_size; zeros fill up a row's last group."""
     shape = len(rows), ceil_div(rows.shape[1], group_size)
     values, scales = np.empty((*shape, group_size), np.int8), np.empty(shape, np.float32)
     run_on_all_threads(quantize_all_groups(values, scales, np.ascontiguousarray(rows), group_size))
@@ -508,7 +521,10 @@ def pack_words(run: ForwardContext, thread: int, words: Words4, first: int, stri
 
 
 def pack(panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, group_size: int) -> None:
-    """Implement `WeightFormat.pack`: the weights that pad rows and groups are 0."""
+    """Pack rows, quantized to int8 if they are floats, into panels; implements `WeightFormat.pack`.
+
+    The weights that pad rows and groups are 0.
+    """
     grouped = rows if isinstance(rows, Int8Rows) else quantize_rows(to_float32(rows), group_size)
     n_words = panels.shape[2] // PANEL_ROWS - 1
     words = panels.view(np.uint32).reshape(len(panels), -1, 1 + n_words, PANEL_ROWS)
@@ -522,7 +538,7 @@ def pack(panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, grou
 
 
 def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Implement `WeightFormat.unpack`: value * scale."""
+    """Return the rows of int8 panels as float32, code * scale; implements `WeightFormat.unpack`."""
     panels = panels[block]
     n_groups, n_words = panels.shape[1], panels.shape[2] // PANEL_ROWS - 1
     words = panels.reshape(-1, n_groups, 1 + n_words, PANEL_ROWS)
@@ -534,9 +550,9 @@ def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) 
 
 
 def get_group_size(n: int, file_group: int) -> int:
-    """Implement `WeightFormat.get_group_size`: 64, or 32 if 64 does not divide n.
+    """Return the group size of int8 weights for n columns; implements `WeightFormat.get_group_size`.
 
-    The groups of a file may cross rows; they are cut at the ends of the rows.
+    It is 64, or 32 if 64 does not divide n. The groups of a file may cross rows; they are cut at the ends of the rows.
     """
     if file_group:
         return math.gcd(file_group, n)
@@ -544,12 +560,12 @@ def get_group_size(n: int, file_group: int) -> int:
 
 
 def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Implement `WeightFormat.get_panel_shape`."""
+    """Return the groups and words of a panel of int8 weights; implements `WeightFormat.get_panel_shape`."""
     return ceil_div(n, group_size), (1 + ceil_div(group_size, BYTES_PER_WORD)) * PANEL_ROWS
 
 
 def get_scratch_words(n: int, group_size: int) -> int:
-    """Implement `WeightFormat.get_scratch_words`."""
+    """Return the words of a token's n activations in int8 groups; implements `WeightFormat.get_scratch_words`."""
     return int(ceil_div(n, group_size) * (GROUP_HEADER_WORDS + ceil_div(group_size, BYTES_PER_WORD)))
 
 

@@ -10,7 +10,7 @@ from specdec.runtime.work_stealing import get_chunk_range
 
 
 class MatmulArgs(NamedTuple):
-    """Arguments of the kernel of `Matrix.matmul`.
+    """Arguments of the kernel that `Matrix.matmul` runs.
 
     accumulate and logits_only are 0 or 1; first_panel and n_total_panels: see `Matrix`.
     """
@@ -29,7 +29,7 @@ class MatmulArgs(NamedTuple):
 
 
 class ExpertMatmulArgs(NamedTuple):
-    """Arguments of the kernel of `Matrix.expert_matmul`; per_token: as there."""
+    """Arguments of the kernel that `Matrix.expert_matmul` runs; see there for per_token."""
 
     out: Floats2
     w: Floats3
@@ -46,15 +46,15 @@ class ExpertMatmulArgs(NamedTuple):
 
 @inlined
 def get_chunk_panels(run, p):
-    """Return the range of the panels of `MatmulArgs.w` in this chunk of the whole matrix, `unit` panels at a time."""
+    """Return the first and the end panel of `MatmulArgs.w` in this chunk of the whole matrix, split `unit` panels at a time."""
     first, last = get_chunk_range(p.n_total_panels // p.unit, run.chunk, run.n_chunks)
     return max(p.unit * first - p.first_panel, 0), min(p.unit * last - p.first_panel, p.w.shape[0])
 
 
 def make_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> Callable[..., None]:
-    """Return the kernel function of `Matrix.matmul` for a tile.
+    """Return the kernel function of `Matrix.matmul` that multiplies by a tile.
 
-    get_activations returns the form of x that the tile takes, and the words per group (`format_arg` of the tile).
+    get_activations returns x in the form that the tile takes, and the words per group (`format_arg` of the tile).
     """
 
     def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
@@ -67,7 +67,7 @@ def make_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> Callable
 
 
 def make_expert_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> Callable[..., None]:
-    """Return the kernel function of `Matrix.expert_matmul` for a tile: this chunk's panels of every expert.
+    """Return the kernel function of `Matrix.expert_matmul` that multiplies this chunk's panels of every expert by a tile.
 
     The rows of x for one expert's tokens must be consecutive; rows per slot are.
     """
@@ -100,14 +100,17 @@ def make_expert_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> C
 
 
 def make_matmul_kernels(module: str, prefix: str, tile: Any, limits: TileLimits, get_activations: Any) -> tuple[Kernel, Kernel]:
-    """Return both kernels, registered in a module under names with this prefix."""
+    """Return the matmul and the expert matmul kernel of a tile, registered in a module under names that start with `prefix`."""
     kernels = make_matmul(tile, limits, get_activations), make_expert_matmul(tile, limits, get_activations)
     matmul, expert_matmul = (Kernel(kernel).register(prefix + kernel.__name__, module) for kernel in kernels)
     return matmul, expert_matmul
 
 
 def make_embed_kernel(module: str, prefix: str, get_weight: Any) -> Kernel:
-    """Return the kernel of `Matrix.embed`, out[t] = W[tokens[t]], where get_weight reads one weight of a panel."""
+    """Return the kernel of `Matrix.embed`, out[t] = W[tokens[t]], registered in a module under a name that starts with `prefix`.
+
+    get_weight reads one weight of a panel.
+    """
 
     def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group_size: int) -> None:
         first, last = get_chunk_range(n, run.chunk, run.n_chunks)

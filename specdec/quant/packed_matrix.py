@@ -25,24 +25,28 @@ HEAD_PANELS = 8  # blocks of a multiple of these end between heads of up to 256 
 
 
 class Tensor(Protocol):
-    """A matrix (rows, n) before it is packed: an array, or a view of a file. [first:last] returns rows.
+    """A matrix (rows, n) before it is packed: an array, or a view of a file. tensor[first:last] returns rows.
 
-    Float tensors return an array (rows, n) of their `dtype`: float32, float16, or uint16, which holds the bits of bf16. A tensor
-    whose weights share scales has an attribute `group`, the group size, and returns `Int8Rows`. A tensor of a GGUF block type has
-    its name in `type`, and `read_blocks(first, last)` returns the bytes (rows, bytes) of rows, uint8; its rows are float32.
+    A float tensor returns an array (rows, n) of its `dtype`: float32, float16, or uint16, which holds the bits of bf16. A tensor
+    with weights that share scales has an attribute `group`, the group size, and returns `Int8Rows`. A tensor of a GGUF block type
+    has the type's name in `type`, returns rows in float32, and has `read_blocks(first, last)`, which returns the rows' bytes
+    (rows, bytes) as uint8.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
+        """Numbers of rows and columns."""
 
     def __getitem__(self, rows: slice, /) -> Any:
-        """Return some rows."""
+        """Return the rows of a slice."""
 
 
 @kernel
 def widen(run: ForwardContext, thread: int, out: Floats1, bits: Halves1, are_fp16: int) -> None:
-    """out[i] = bits[i] as float32; bits (n,) of fp16 or bf16, n at least LANES. The last vector ends at the last element."""
+    """out[i] = bits[i] as float32; bits (n,) are fp16 (are_fp16: 1) or bf16 (0), and n is at least LANES.
+
+    The last vector ends at the last element.
+    """
     first, last = get_chunk_range(ceil_div(bits.size, LANES), run.chunk, run.n_chunks)
     for i in range(first, last):
         at = min(i * LANES, bits.size - LANES)
@@ -50,7 +54,7 @@ def widen(run: ForwardContext, thread: int, out: Floats1, bits: Halves1, are_fp1
 
 
 def to_float32(rows: Floats) -> Float32:
-    """Return the same numbers in float32, exactly; a float32 array is not copied."""
+    """Return float rows as float32 with exactly the same numbers; uint16 holds bf16 bits, and a float32 array is not copied."""
     if rows.dtype not in (np.float16, np.uint16):
         return rows.astype(np.float32, copy=False)
     bits = flatten(rows)
@@ -69,18 +73,18 @@ class Int8Rows:
 
 @dataclass(frozen=True)
 class GGUFBlockRows:
-    """Rows of a GGUF block type, given by name, in the file's bytes: raw_bytes (rows, bytes)."""
+    """Rows of weights of a GGUF block type, given by its name, as the file's bytes: raw_bytes (rows, bytes)."""
 
     type: str
     raw_bytes: npt.NDArray[np.uint8]
 
 
 class PackingOverflowError(Exception):
-    """Raised when rows do not fit the space that their weight format reserves."""
+    """Raised when rows do not fit the space that their weight format reserves for them."""
 
 
 class ExpertRouting(NamedTuple):
-    """The slots of a pass sorted by expert, one copy per thread: see `moe_ops.route`."""
+    """The slots of a pass, pairs of a token and an expert, sorted by expert, one copy per thread: see `moe_ops.route`."""
 
     tokens: Int64
     starts: Int64
@@ -123,7 +127,7 @@ class WeightFormat:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A packed matrix W (rows, n).
+    """A matrix W (rows, n) of weights, packed in panels as the kernels read it.
 
     Attributes:
         weight_format: The format of its panels.
@@ -143,7 +147,7 @@ class Matrix:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows, including those that fill up panels."""
+        """Number of rows, including the zero rows that fill up panels."""
         return len(self.panels) * PANEL_ROWS
 
     @property
@@ -205,11 +209,11 @@ class Matrix:
         return op._replace(bytes_per_token=self.panels.nbytes // (routing.starts.shape[1] - 1))
 
     def embed(self, out: Float32, tokens: Int64) -> Op:
-        """Return the op out[t] = W[tokens[t]], padded with zeros."""
+        """Return the op out[t] = W[tokens[t]], which looks up embedding rows; zeros pad the rows of out."""
         return self.weight_format.embed(out, self.panels, tokens, self.n, self.group_size)
 
     def align_panels(self) -> "Matrix":
-        """Return the same matrix with panels that start at a cache line, as tiles need; unpickled panels may not."""
+        """Return the same matrix with panels that start at a cache line, as tiles need; unpickled panels may not start at one."""
         return replace(self, panels=align_to_cache_line(self.panels))
 
 
@@ -221,13 +225,16 @@ def count_panels(rows: int) -> int:
 def pack_matrix(
     tensors: Sequence[Tensor], weight_format: WeightFormat, n_interleaved: int = 1, allocate: Callable[..., Float32] = zeros
 ) -> Matrix:
-    """Pack tensors, each starting at a new panel, below each other as one matrix.
+    """Return one matrix with the rows of several tensors packed below each other; each tensor starts at a new panel.
 
     Args:
         tensors: Tensors with the same number of columns.
         weight_format: Format of the matrix.
         n_interleaved: Number of consecutive tensors that take turns panel by panel; they must have as many rows.
         allocate: Function that returns zeros of a shape.
+
+    Raises:
+        PackingOverflowError: The rows do not fit the space that the format reserves.
     """
     sizes = [count_panels(tensor.shape[0]) for tensor in tensors]
     n = tensors[0].shape[1]
@@ -248,12 +255,12 @@ def pack_matrix(
 
 
 def _get_source_rows(tensor: Any, weight_format: WeightFormat, first: int, last: int) -> Any:
-    """Return the rows that the weight format packs."""
+    """Return rows first to last (exclusive) of a tensor in the form that the weight format packs."""
     return GGUFBlockRows(tensor.type, tensor.read_blocks(first, last)) if weight_format.is_gguf_block else tensor[first:last]
 
 
 def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[..., Float32] = zeros) -> Matrix:
-    """Return a matrix in another weight format; allocate returns zeros of a shape."""
+    """Return a matrix with the same weights in another weight format; allocate returns zeros of a shape."""
     group_size = weight_format.get_group_size(matrix.n, 0)
     panels = allocate(len(matrix.panels), *weight_format.get_panel_shape(matrix.n, group_size))
     for block in iter_panel_blocks(len(panels), matrix.n):
@@ -264,7 +271,7 @@ def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[...,
 
 
 def iter_panel_blocks(size: int, n: int) -> Iterable[slice]:
-    """Iterate over slices of `size` panels of n columns, each as many as are packed at a time."""
+    """Iterate over slices that cover `size` panels of n columns, each with as many panels as are packed at a time."""
     max_panels = MAX_BLOCK_WEIGHTS // (PANEL_ROWS * n) // HEAD_PANELS * HEAD_PANELS
     step = min(MAX_BLOCK_PANELS, max(max_panels, round_up(get_available_threads(), HEAD_PANELS)))
     return (slice(first, min(first + step, size)) for first in range(0, size, step))

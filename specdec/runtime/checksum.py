@@ -27,7 +27,7 @@ def mix_words(lanes, words):
 
 
 def checksum(arrays: Iterable[Any]) -> bytes:
-    """Return CHECKSUM_BYTES that depend on every byte of the arrays, on its position and on the arrays' lengths."""
+    """Return CHECKSUM_BYTES bytes, a checksum that depends on every byte of the arrays, its position and the arrays' lengths."""
     digest, line = hashlib.blake2b(digest_size=CHECKSUM_BYTES), 8 * N_LANES
     for array in arrays:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

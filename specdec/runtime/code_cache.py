@@ -72,13 +72,21 @@ def _report_compiling(name: str) -> None:
 
 
 class MachineCodeCache(caching.NullCache):
-    """The cached machine code of one function: a file for each signature and CPU, with a checksum and numba's own pickle.
+    """The machine code of one function in the disk cache: a file per signature and CPU, with a checksum and numba's own pickle.
 
-    The checksum covers the file's name, too: a function's code under another's name counts as missing.
+    The checksum covers the file's name, too: a function's code under another function's name counts as missing.
     """
 
     def __init__(self, function: Callable[..., Any], name: str = "") -> None:
-        """Create the cache of a function; name is needed if another function created it."""
+        """Create the cache of a function.
+
+        Args:
+            function: A Python function from one of SOURCES.
+            name: Name of its files; needed if another function created it. By default its module and qualified name.
+
+        Raises:
+            RuntimeError: The function is defined in a file that is not one of SOURCES.
+        """
         source = os.path.realpath(function.__code__.co_filename)
         if source not in _SOURCE_PATHS:
             raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
@@ -86,11 +94,18 @@ class MachineCodeCache(caching.NullCache):
 
     @property
     def cache_path(self) -> str:
-        """The cache folder."""
+        """Path of the cache folder, or "" if none is writable."""
         return get_cache_dir()
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """Return what was compiled for that signature, or None, which locks it: this process compiles it and no other."""
+        """Return the function's machine code for a numba signature from the cache, or None if the caller must compile it.
+
+        If another process is compiling the code, waits for that process. With None, this process holds the function's compile
+        lock until it calls `save_overload`, and has reported the start to `compile_reporters`.
+
+        Raises:
+            AlreadyCompilingError: Another process is compiling the code, and `compile_locks` do not wait.
+        """
         found = self._load(signature, target_context) if get_cache_dir() else None
         if found:
             return found
@@ -108,7 +123,7 @@ class MachineCodeCache(caching.NullCache):
         return found
 
     def is_stored(self, signature: Any) -> bool:
-        """Return whether there is a file for that signature."""
+        """Return whether the cache has a file with the function's machine code for a numba signature."""
         return bool(get_cache_dir()) and os.path.exists(self._path(signature, cpu_target.target_context.codegen()))
 
     def _load(self, signature: Any, target_context: Any) -> Any:
@@ -121,7 +136,10 @@ class MachineCodeCache(caching.NullCache):
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Save compiled code, unless it cannot be cached or written, and release the lock that `load_overload` acquired."""
+        """Save newly compiled code for a signature in the cache, and release the lock that `load_overload` acquired.
+
+        Skips code that cannot be cached or written. Reports to `compile_reporters` that the function is compiled.
+        """
         if get_cache_dir():
             path = self._path(signature, compiled.codegen)
             library = compiled.library  # dynamic globals are addresses of this process, so they are not cached
@@ -133,7 +151,7 @@ class MachineCodeCache(caching.NullCache):
         self._report_compiled()
 
     def _report_compiled(self) -> None:
-        """Report that this function is compiled."""
+        """Report to `compile_reporters` that this function is compiled, with the name of the one still being compiled, or ""."""
         if self._name in _in_progress:
             del _in_progress[_in_progress.index(self._name) :]
         _report_compiling(_in_progress[-1] if _in_progress else "")
@@ -147,13 +165,13 @@ class MachineCodeCache(caching.NullCache):
 
 
 def _get_runtime_symbols() -> dict[str, int]:
-    """Return the symbols of numba's runtime, C helpers, that cached machine code refers to; the code contains the rest."""
+    """Return the addresses, by name, of the C helpers in numba's runtime that cached machine code may call."""
     return {name if name.startswith("_") else NRT_PREFIX + name: address for name, address in _nrt_python.c_helpers.items()}
 
 
 @functools.cache
 def _register_runtime_symbols() -> None:
-    """Register numba's runtime symbols with LLVM.
+    """Register the C helpers of numba's runtime with LLVM, so that cached machine code can call them.
 
     It replaces `rtsys.initialize`, which compiles the rest in 0.02 s, and `refresh`, which loads all of numba in 0.15 s.
     """
@@ -165,7 +183,7 @@ _cache_dir: list[str] = []
 
 
 def get_cache_dir() -> str:
-    """Return the folder of the machine code, or "" if none is writable.
+    """Return the path of the folder for machine code of this source hash, created if needed, or "" if no folder is writable.
 
     It is in NUMBA_CACHE_DIR if set, else in the user's cache, else in the package's __pycache__.
     """
@@ -178,7 +196,7 @@ def get_cache_dir() -> str:
 
 
 def _get_user_cache_dir() -> Path:
-    """Return the user's cache folder.
+    """Return the path of specdec's folder in the user's cache.
 
     A relative or empty XDG_CACHE_HOME is ignored: a cache in the working directory could hold anyone's code.
     """
@@ -187,7 +205,7 @@ def _get_user_cache_dir() -> Path:
 
 
 def _can_write(path: Path) -> bool:
-    """Return whether files can be created in the folder, and mark it as used."""
+    """Create a folder if it does not exist, mark it as used now, and return whether files can be created in it."""
     test_file = path / os.urandom(8).hex()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -204,7 +222,7 @@ compile_locks = CompileLocks(lambda: os.path.join(get_cache_dir(), "claims"))
 
 @functools.cache
 def _scan_cache() -> tuple[set[str], bool]:
-    """Return the names of the functions that were cached at the first call, and whether another source hash has a folder."""
+    """Return the names of all functions cached at the time of the first call, and whether another source hash has a folder."""
     if not get_cache_dir():
         return set(), False
     try:
@@ -218,7 +236,7 @@ def _scan_cache() -> tuple[set[str], bool]:
 
 
 def get_compile_reason(name: str) -> str:
-    """Return in a few words why a function is compiled now."""
+    """Return a phrase for users that explains why the function `name` is compiled now, for example "a first run"."""
     cached_names, is_changed = _scan_cache()
     package, _, module = name.rpartition(".")[0].partition(".")
     if not get_cache_dir():
@@ -235,14 +253,22 @@ def _compute_checksum(path: str, content: bytes) -> bytes:
 
 
 def read_cached(path: str) -> bytes:
-    """Return what `write_cached` wrote to the path, or b"" if the file is damaged. Raises OSError."""
+    """Return the bytes that `write_cached` wrote to a path, or b"" if the file is damaged.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     data = Path(path).read_bytes()
     content = data[CHECKSUM_BYTES:]
     return content if _compute_checksum(path, content) == data[:CHECKSUM_BYTES] else b""
 
 
 def write_cached(path: str, content: bytes) -> None:
-    """Write a file atomically, and delete folders of other source hashes that were not used for a long time."""
+    """Write bytes and their checksum to a path atomically, and delete folders of source hashes unused for MAX_UNUSED_DAYS.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     folder, data = os.path.dirname(path), _compute_checksum(path, content) + content
     os.makedirs(folder, exist_ok=True)
     temporary = f"{path}.{os.urandom(8).hex()}"
@@ -260,7 +286,7 @@ def write_cached(path: str, content: bytes) -> None:
 
 
 def shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function such that no signal handler stops it halfway.
+    """Return a wrapper of a function that runs the function to its end even if a signal handler raises an exception.
 
     An exception of a handler, like Ctrl-C, reaches the caller at once, and the work runs to its end. Handlers run in the main
     thread, so there another thread does the work while the main thread waits. If a handler interrupted it, numba would never find
@@ -309,27 +335,30 @@ def _make_array_type(dtype: Any, n_dimensions: int, layout: str, is_readonly: bo
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function to machine code; it releases the GIL."""
+    """Return a dispatcher that compiles a function to cached machine code when it is first called; the code releases the GIL."""
     return _enable_cache(njit(nogil=True, error_model="numpy")(function))
 
 
 def jitable(function: Callable[..., Any]) -> Any:
-    """Make a function callable from compiled functions, which include its code; it has no cache file. Python runs it as it is."""
+    """Return a function unchanged, after making it callable from compiled functions.
+
+    Compiled callers include its code, so it has no cache file. Called from Python, it runs as Python code.
+    """
     return register_jitable(error_model="numpy")(function)
 
 
 def parallel(function: Callable[..., Any]) -> Any:
-    """Compile a function like `compiled`, with `prange` on several threads."""
+    """Return a dispatcher that compiles a function like `compiled`, and runs its `prange` loops on several threads."""
     return _enable_cache(njit(parallel=True, nogil=True)(function))
 
 
 def compile_callback(signature: Any, function: Callable[..., Any], cache: MachineCodeCache | None = None) -> int:
-    """Compile a function that machine code calls, and return its address.
+    """Compile a Python function that machine code calls, or load it from the cache, and return the address of its machine code.
 
     Args:
         signature: numba signature.
-        function: The function.
-        cache: Its cache, for a function that another one created; without it, a closure is not cached.
+        function: Function to compile.
+        cache: Cache of its machine code, for a function that another one created; without it, a closure is not cached.
     """
     code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
     if cache or function.__closure__ is None:

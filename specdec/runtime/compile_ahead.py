@@ -29,7 +29,10 @@ MAX_PROCESSES = 2  # in addition to this one: more would find nothing to do
 
 
 def compile_ahead(kernels: Sequence[Kernel], slow_names: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Start processes that compile kernels, the last one first, and return them; they end with this one or by `stop_processes`.
+    """Start up to MAX_PROCESSES processes that compile kernels into the cache, the last kernel first, and return the processes.
+
+    They end with this process or by `stop_processes`. The list is empty if fewer than MIN_MISSING_KERNELS kernels are missing or
+    there is no cache.
 
     Args:
         kernels: In the order in which this process will need them.
@@ -55,14 +58,17 @@ def compile_ahead(kernels: Sequence[Kernel], slow_names: Sequence[str]) -> list[
 
 
 def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stop the processes; what they have not compiled is not needed any more."""
+    """Kill the processes of `compile_ahead` and wait for their end; code that they have not compiled is not needed any more."""
     for process in processes:
         with process:
             process.kill()
 
 
 def run_jobs(jobs: Sequence[str]) -> None:
-    """Run jobs in such a process, except for those that others are compiling."""
+    """Compile the kernels and call the functions named in `jobs`, in a process of `compile_ahead`, then exit the process.
+
+    Skips jobs that another process is compiling, and jobs that raise. The process also exits when its parent ends.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code_cache.compile_locks.is_blocking = False
     for job in jobs:

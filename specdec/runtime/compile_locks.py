@@ -37,26 +37,30 @@ POLL_INTERVAL_S = 0.01
 
 
 class AlreadyCompilingError(Exception):
-    """Another process holds the lock, and this one does not wait."""
+    """Raised if another process holds the compile lock of a function and `CompileLocks.is_blocking` is False."""
 
 
 class CompileLocks:
-    """Compile locks in a file.
+    """Locks between processes, one per function name, so that only one process compiles a function.
 
     Attributes:
-        is_blocking: Whether `acquire` waits for other processes; else it raises `AlreadyCompilingError`.
+        is_blocking: Whether `acquire` waits while another process holds a lock; else it raises `AlreadyCompilingError`.
     """
 
     def __init__(self, path: Callable[[], str]) -> None:
-        """Create the locks; path returns the path of the file and is called on first use."""
+        """Create the locks; `path` returns the path of the lock file and is called on first use."""
         self._path = path
         self._file = -1
         self.is_blocking = True
 
     def acquire(self, name: str) -> bool:
-        """Lock a name, and return whether another process held it meanwhile.
+        """Lock the name of a function for this process, and return whether another process held that lock meanwhile.
 
-        Does nothing if the file system has no locks.
+        Waits up to LOCK_TIMEOUT_S for the other process, then continues without the lock. Returns False at once, without a lock,
+        if the file cannot be opened or the file system has no locks.
+
+        Raises:
+            AlreadyCompilingError: Another process holds the lock, and `is_blocking` is False.
         """
         try:
             if self._file < 0:
@@ -74,7 +78,7 @@ class CompileLocks:
         return was_taken
 
     def release(self, name: str) -> None:
-        """Release the lock of a name."""
+        """Release the lock that `acquire` took for the name of a function, if any."""
         if self._file >= 0:
             with suppress(OSError):
                 _unlock_byte(self._file, _get_lock_offset(name))
@@ -85,7 +89,7 @@ def _get_lock_offset(name: str) -> int:
 
 
 def _try_lock(file: int, offset: int) -> bool:
-    """Try to lock a byte; return True as well if the file system has no locks."""
+    """Lock one byte of an open file without waiting, and return whether it worked; True also if the file system has no locks."""
     try:
         _lock_byte(file, offset)
     except (BlockingIOError, PermissionError):

@@ -23,7 +23,7 @@ RELATION_PROCESSOR_CORE, RECORD_HEADER_BYTES, EFFICIENCY_OFFSET, MASK_OFFSET = 0
 
 
 class CpuTopology(NamedTuple):
-    """The cores that this process may use.
+    """The CPU cores, hardware threads and NUMA nodes that this process may use.
 
     Attributes:
         n_fast: Fast cores.
@@ -40,16 +40,16 @@ class CpuTopology(NamedTuple):
     quota: int = 0
 
     def get_thread_choices(self, max_threads: int) -> list[int]:
-        """Return the thread counts that may be fastest, at most max_threads.
+        """Return the thread counts that may be fastest, at most max_threads, the likeliest first.
 
-        They are one per core, the first guess, one per fast core, one per hardware thread, and one.
+        They are one per core, one per fast core, one per hardware thread, and one. None exceeds the CPU quota.
         """
         likely = (self.n_fast + self.n_slow, self.n_fast, self.n_threads, 1)
         return [*dict.fromkeys(min(n, max_threads, self.quota or max_threads) for n in likely)]
 
     @property
     def description(self) -> str:
-        """A description for users."""
+        """The numbers of cores and threads as a phrase for users, for example "4 fast and 8 slow cores"."""
         n = self.n_fast + self.n_slow
         cores = f"{self.n_fast} fast and {self.n_slow} slow cores" if self.n_slow else f"{n} core{'s' * (n > 1)}"
         suffix = f" with {self.n_threads} threads" if self.n_threads > n else ""
@@ -57,7 +57,7 @@ class CpuTopology(NamedTuple):
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """Return the numbers in a list as Linux writes it, "0-3,8"."""
+    """Return the set of CPU numbers in a list as Linux writes it: "0-3,8" gives {0, 1, 2, 3, 8}."""
     spans = [span.split("-") for span in text.strip().split(",") if span]
     return {i for span in spans for i in range(int(span[0]), int(span[-1]) + 1)}
 
@@ -65,7 +65,17 @@ def parse_cpu_list(text: str) -> set[int]:
 def read_linux_topology(
     allowed: Collection[int], system: Path = SYSFS_SYSTEM_DIR, cgroup: Path = CGROUP_CPU_MAX_FILE
 ) -> CpuTopology:
-    """Return the topology of the CPUs with these numbers. Raises OSError or ValueError if the system does not report it."""
+    """Return the topology of the CPUs numbered in `allowed`, read from Linux's files.
+
+    Args:
+        allowed: Numbers of the CPUs that this process may use.
+        system: Folder with the cpu and node folders.
+        cgroup: The cgroup's cpu.max file.
+
+    Raises:
+        OSError: The system does not report the topology.
+        ValueError: A file of the system is malformed.
+    """
     siblings, capacity = dict[int, frozenset[int]](), dict[int, int]()
     for cpu in allowed:
         cpu_dir = system / "cpu" / f"cpu{cpu}"
@@ -83,7 +93,7 @@ def read_linux_topology(
 
 
 def _read_cgroup_quota(cgroup: Path) -> int:
-    """Return how many cores' worth of time a container may use, rounded up; 0: no limit."""
+    """Return the CPU time limit in a cgroup's cpu.max file as a number of cores, rounded up; 0: no limit."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = cgroup.read_text().split()
         return max(-(-int(quota) // int(period)), 1)
@@ -91,14 +101,20 @@ def _read_cgroup_quota(cgroup: Path) -> int:
 
 
 def read_macos_topology(sysctl: Any) -> CpuTopology:
-    """Return the topology of a Mac; sysctl returns the number of a sysctl name, or 0."""
+    """Return the CPU topology of a Mac; `sysctl` is a function that returns the number of a sysctl name, or 0."""
     fast, slow = (sysctl(MACOS_CORES_SYSCTL.format(level)) for level in (0, 1))
     fast = fast or sysctl("hw.physicalcpu") or 1
     return CpuTopology(fast, slow, max(sysctl("hw.logicalcpu"), fast + slow))
 
 
 def parse_windows_topology(records: bytes) -> CpuTopology:
-    """Return the topology from records of cores: their efficiency class, higher for faster cores, and their threads."""
+    """Return the CPU topology from the bytes of Windows's records, one for each core.
+
+    A record has the core's efficiency class, which is higher for faster cores, and its hardware threads.
+
+    Raises:
+        ValueError: A record has an invalid size, or there is no core.
+    """
     cores, at = list[tuple[int, int]](), 0
     while at + RECORD_HEADER_BYTES <= len(records):
         relation, size = (int.from_bytes(records[at + 4 * i : at + 4 * i + 4], "little") for i in range(2))
@@ -120,7 +136,7 @@ def _read_sysctl(name: str) -> int:
 
 
 def _read_windows_records() -> bytes:
-    """Return the records of all cores from Windows."""
+    """Return the bytes of Windows's records of all CPU cores, or b"" if the system call fails."""
     query, size = getattr(ctypes, "windll").kernel32.GetLogicalProcessorInformationEx, ctypes.c_uint32(0)  # noqa: B009
     query(RELATION_PROCESSOR_CORE, None, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -134,7 +150,7 @@ def get_allowed_cpus() -> Iterable[int]:
 
 @functools.cache
 def get_topology() -> CpuTopology:
-    """Return this machine's topology; if the system does not report it, one core per available CPU."""
+    """Return this machine's CPU topology, read once; if the system does not report it, one core per available CPU."""
     allowed = [*get_allowed_cpus()]
     with suppress(OSError, ValueError, AttributeError, IndexError):
         if sys.platform == "darwin":
@@ -149,7 +165,10 @@ def get_thread_choices() -> list[int]:
 
 
 def bind_threads_to_numa_nodes() -> None:
-    """Keep threads on their own cores, in node order, if there are several NUMA nodes; call it before threads start."""
+    """Set OpenMP's environment variables to keep threads on their own cores, in node order, if there are several NUMA nodes.
+
+    Call it before threads start. Variables that the user has set are kept.
+    """
     if get_topology().n_nodes > 1:
         os.environ.setdefault("OMP_PROC_BIND", "close")
         os.environ.setdefault("OMP_PLACES", "cores")

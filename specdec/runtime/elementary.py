@@ -46,7 +46,7 @@ cos_polynomial = make_polynomial(
 
 @jitable
 def exp(x):
-    """Return e^x of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88, NaN of NaN.
+    """Return e^x for each lane of a vector, within 2 units in the last place; exactly 0 below -87, e^88 above 88, NaN of NaN.
 
     x = n log 2 + r, 2^n through the exponent field, e^r by its Taylor polynomial of degree 7.
     """
@@ -59,19 +59,19 @@ def exp(x):
 
 @jitable
 def sigmoid(x):
-    """Return 1 / (1 + e^-x) of a vector."""
+    """Return the logistic function 1 / (1 + e^-x) for each lane of a vector."""
     return div(splat(1.0), add(splat(1.0), exp(mul(x, splat(-1.0)))))
 
 
 @jitable
 def silu(x):
-    """Return x / (1 + e^-x) of a vector (Elfwing et al. 2018)."""
+    """Return x / (1 + e^-x) for each lane of a vector (SiLU, Elfwing et al. 2018)."""
     return mul(x, sigmoid(x))
 
 
 @jitable
 def gelu_tanh(x):
-    """Return gelu of a vector, by tanh (Hendrycks and Gimpel 2016).
+    """Return GELU in its tanh approximation for each lane of a vector (Hendrycks and Gimpel 2016).
 
     x / 2 (1 + tanh u) = x / (1 + e^(-2u)) for u = sqrt(2 / pi) (x + 0.044715 x^3), without cancellation.
     """
@@ -81,7 +81,7 @@ def gelu_tanh(x):
 
 @jitable
 def tanh(x):
-    """Return the hyperbolic tangent of a vector, within 4 units in the last place.
+    """Return the hyperbolic tangent of each lane of a vector, within 4 units in the last place.
 
     Uses its Taylor polynomial up to 1/4; beyond, 1 - 2 / (1 + e^2x), where little cancels.
     """

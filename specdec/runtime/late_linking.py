@@ -14,14 +14,14 @@ SERIALIZED_KIND = "specdec"  # numba's own kinds are "object" and "bitcode"
 
 
 class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
-    """A function and those that it calls; machine code is made when its address is needed."""
+    """A numba code library, a function and those that it calls, that becomes machine code only when its address is needed."""
 
     _is_linked = False
     _bitcode = b""  # of a cached library: parsed as `_shared_module` when it is linked
     _shared_module: Any
 
     def add_linking_library(self, library: Any) -> None:
-        """Add a library that this one calls."""
+        """Add a library with functions that this library calls."""
         self._linking_libraries.append(library)
 
     def _link(self) -> None:
@@ -45,7 +45,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         return self._shared_module
 
     def serialize_with_symbols(self) -> Any:
-        """Return the state that `_unserialize` takes, with the names of all symbols that it defines."""
+        """Return the library as a tuple to pickle, which `_unserialize` takes, with the names of all symbols it defines."""
         name, _, (code, bitcode) = self.serialize_using_object_code()
         shared = self._get_module_for_linking()
         symbols = [
@@ -54,7 +54,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         return name, SERIALIZED_KIND, (code, bitcode, symbols)
 
     def find_undefined(self, prefix: str) -> set[str]:
-        """Return the names with this prefix of functions that it calls and does not define."""
+        """Return the names, limited to those with a prefix, of functions that the library calls but does not define."""
         names = (function.name for function in self._final_module.functions if function.is_declaration)
         return {name for name in names if name.startswith(prefix)}
 
@@ -73,7 +73,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         return library
 
     def finalize(self) -> None:
-        """Link, optimize and compile the library."""
+        """Link the libraries that this one calls into it, optimize it, and add it to the compiler's engine."""
         self._link()
         self._optimize_final_module()
         self._final_module.verify()
@@ -87,7 +87,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
             manager.run(self._final_module, builder)
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return the address of a function, or 0 if it does not exist."""
+        """Return the address of a function's machine code, or 0 if the library has no such function."""
         if not self._finalized and all(function.name != name for function in self._final_module.functions):
             return 0  # the Python wrapper, which was not compiled
         return int(super().get_pointer_to_function(name))

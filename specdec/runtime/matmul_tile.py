@@ -49,7 +49,7 @@ LINE_WORDS, LINE_BYTES = 16, 64  # cache line
 
 
 def prefetch(builder: Any, array: Any, at: Any, write: bool = False) -> None:
-    """Emit a prefetch of the cache line of an item."""
+    """Emit a prefetch of the cache line that holds item `at` of an array, for reading, or for writing if `write`."""
     pointer = builder.bitcast(builder.gep(array, [at]), I8.as_pointer())
     keep, data = 3, 1
     call_llvm_intrinsic(
@@ -58,12 +58,12 @@ def prefetch(builder: Any, array: Any, at: Any, write: bool = False) -> None:
 
 
 def const(value: int) -> Any:
-    """Return an int64 constant."""
+    """Return an LLVM constant of type int64."""
     return ir.Constant(I64, value)
 
 
 class TileShape(NamedTuple):
-    """What a tile keeps in registers: n_vectors of `lanes` rows, times n_tokens."""
+    """The block of sums that a tile keeps in registers: n_vectors vectors of `lanes` rows each, for each of n_tokens tokens."""
 
     lanes: int
     n_vectors: int
@@ -71,7 +71,7 @@ class TileShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the tile."""
+        """Matrix rows that the tile covers."""
         return self.lanes * self.n_vectors
 
     @property
@@ -81,9 +81,9 @@ class TileShape(NamedTuple):
 
 
 def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_weight_stationary: bool = False) -> TileShape:
-    """Return the shape with the largest of rows, half of them and so on, for which all values fit in registers.
+    """Return the tile shape with the most rows (`rows`, half of them and so on) for which all values fit in registers.
 
-    These are all sums, one more register, and the weights of one k if is_weight_stationary, otherwise the weights or the
+    The values are all sums, one more register, and the weights of one k if is_weight_stationary, otherwise the weights or the
     activations, whichever are fewer. So with 16 registers of 8 lanes a tile has a panel's rows for 1 to 3 tokens, and half of
     them for 4 to 6. One thread of Zen 3 reaches 35 to 37 GMAC/s with those, of a limit of 37, and 30 to 34 where 3 tokens of a
     whole panel need one more register.
@@ -109,11 +109,11 @@ class StridedRows(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel of weights.
+    """A panel of weights in an array, and where its tile prefetches.
 
     Attributes:
-        array: Its array.
-        at: Item where it starts.
+        array: Array that holds the panel.
+        at: Item where the panel starts.
         prefetch_at: Item where the prefetch starts.
         prefetch_stride: Items to prefetch per k, or per word of a group.
     """
@@ -125,11 +125,11 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Several panels of floats.
+    """Several consecutive panels of floats in one array.
 
     Attributes:
-        array: Their array.
-        at: Item where the first starts.
+        array: Array that holds the panels.
+        at: Item where the first panel starts.
         panel_stride: Items of a panel.
         n_panels: Number of panels.
         prefetch_distance: Items from what is read to what is prefetched.
@@ -143,16 +143,16 @@ class Panels(NamedTuple):
 
 
 class TileLimits(NamedTuple):
-    """The most tokens that a tile takes, and the most that it takes with all rows of a panel at once."""
+    """The maximum number of tokens of a tile, and the maximum with which it still covers all rows of a panel at once."""
 
     max_tokens: int
     max_full_panel_tokens: int
 
 
 class MatmulSlice(NamedTuple):
-    """The part of a matmul to compute: panels first to last for n_tokens tokens.
+    """The part of a matmul to compute: panels first to last (exclusive) for n_tokens tokens.
 
-    out_panel_offset: Panels of the output above them.
+    out_panel_offset: Panels of the output above the matrix's own.
     """
 
     first: int
@@ -180,14 +180,14 @@ class TileArgs(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """One of the row blocks that split a panel, with the rows of the tile's shape: its index, their number, and its first row."""
+    """One of the row blocks, each as high as a tile's shape, that split a panel: its index, their number, and its first row."""
 
     block_index: Any
     n_blocks: int
     first_row: Any
 
     def split_prefetch(self, builder: Any, start: Any, stride: Any, n: Any) -> tuple[Any, Any]:
-        """Return the start and stride of this row block's share of a prefetch of n places."""
+        """Emit the start and stride of this row block's share of a prefetch of n places, given those of the panel's prefetch."""
         if self.n_blocks > 1:
             stride = builder.udiv(stride, const(self.n_blocks))
             start = builder.gep(start, [builder.mul(self.block_index, builder.mul(stride, n))])
@@ -195,7 +195,10 @@ class RowBlock(NamedTuple):
 
 
 def _get_tile_function(module: Any, name: str, emit: Any, rows: int, shape: TileShape) -> Any:
-    """Return the LLVM function over `TileArgs` for rows x shape.n_tokens, in row blocks of shape.rows; emit writes its body."""
+    """Return a module's LLVM function over `TileArgs` for a tile of `rows` rows x shape.n_tokens tokens, created on first use.
+
+    It runs over row blocks of shape.rows; emit writes its body.
+    """
     name = f"specdec_{name}_{rows}x{shape.n_tokens}"
     if name in module.globals:
         return module.globals[name]
@@ -216,9 +219,10 @@ def _get_tile_function(module: Any, name: str, emit: Any, rows: int, shape: Tile
 
 
 def load_accumulators(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> tuple[list[Any], list[Any]]:
-    """Return pointers to a tile's vectors of out, the vectors of a token together, and the initial values of their sums.
+    """Emit the start of a tile: return pointers to its vectors of out, token by token, and the initial values of their sums.
 
-    Also prefetches those of the next panel: 64 rows of logits are 64 streams, more than the hardware prefetcher follows.
+    The initial values are out's if the tile accumulates, else 0. Also prefetches the vectors of the next panel: 64 rows of logits
+    are 64 streams, more than the hardware prefetcher follows.
     """
     floats, first = ir.VectorType(F32, shape.lanes), builder.gep(tile.out, [row_block.first_row])
     pointers = [
@@ -234,9 +238,9 @@ def load_accumulators(builder: Any, shape: TileShape, row_block: RowBlock, tile:
 
 
 def make_float_tile_body(storage: StorageDtype, n_panels: int = 1) -> Any:
-    """Return a function that emits the body of a tile over float weights in that storage, with all accumulators in registers.
+    """Return a function that emits the body of a tile over float weights stored as `storage`, with all accumulators in registers.
 
-    n_panels: 1, or 2 at a time, format_arg items apart (otherwise unused): more chains for few tokens.
+    n_panels: Panels at a time. 2 panels lie format_arg items apart (otherwise unused) and give more chains for few tokens.
     """
 
     def emit(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> None:
@@ -327,7 +331,7 @@ def make_float_tile_body(storage: StorageDtype, n_panels: int = 1) -> Any:
 
 
 def _emit_token_switch(builder: Any, n_tokens: Any, max_tokens: int, get_function: Any, tile: TileArgs) -> None:
-    """Emit a call of the tile function that get_function returns for n_tokens, from 1 to max_tokens."""
+    """Emit a switch that calls the LLVM function get_function(n_tokens) with the arguments `tile`, for 1 to max_tokens tokens."""
     end = builder.append_basic_block("tile.end")
     switch = builder.switch(n_tokens, end)
     for t in range(1, max_tokens + 1):
@@ -342,7 +346,14 @@ def _emit_token_switch(builder: Any, n_tokens: Any, max_tokens: int, get_functio
 def make_tile(
     name: str, emit: Any, choose_shape: TileShapeChooser = choose_tile_shape, max_tokens: int = MAX_TILE_TOKENS
 ) -> tuple[Any, TileLimits]:
-    """Return `make_tile_intrinsic` with one body over a panel, which emit writes, and its limits."""
+    """Return the intrinsic of a tile over one panel and its `TileLimits`.
+
+    Args:
+        name: Name of the tile's LLVM functions.
+        emit: Function that writes the tile's body.
+        choose_shape: See `make_tile_intrinsic`.
+        max_tokens: See `make_tile_intrinsic`.
+    """
     max_full_panel_tokens = max(
         (t for t in range(1, max_tokens + 1) if choose_shape(PANEL_ROWS, t).rows == PANEL_ROWS), default=0
     )
@@ -405,12 +416,15 @@ def make_tile_intrinsic(
 
 
 def make_float_tile(name: str, storage: StorageDtype) -> tuple[Any, TileLimits]:
-    """Return `make_tile` for floats in that storage."""
+    """Return the intrinsic and the `TileLimits` of a tile over floats stored as `storage`; name is that of its LLVM functions."""
     return make_tile(name, make_float_tile_body(storage))
 
 
 def _make_tile_by_dtype(n_panels: int, max_tokens: int) -> Any:
-    """Return the tile over n_panels panels of floats, fp16 or int8 codes, by the array's dtype: see `get_storage_dtype`."""
+    """Return the intrinsic of a tile over n_panels panels of fp32, fp16 or int8 codes, chosen by the array's dtype.
+
+    See `get_storage_dtype`.
+    """
 
     def get_body(array_type: Any) -> tuple[str, Any]:
         storage = get_storage_dtype(array_type)

@@ -23,7 +23,10 @@ TOUCH_AHEAD_WORDS = 1 << 23  # enough that each thread touches huge pages of its
 
 
 def align_to_cache_line(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array, or a copy that starts at a cache line if it does not, for example after unpickling."""
+    """Return a float32 array that starts at a cache line: the array itself, or a copy if it is not aligned.
+
+    Unpickled arrays may not be aligned. Arrays of other dtypes are returned as they are.
+    """
     if array.ctypes.data % 64 == 0 or array.dtype != np.float32:
         return array
     copy = zeros(*array.shape)
@@ -41,7 +44,10 @@ def zeros(*shape: int) -> Float32:
 
 @kernel
 def touch_words(run: ForwardContext, thread: int, words: Floats1, lead: int) -> None:
-    """Write a zero into each small page of words (n,), which are zeros; `lead` words of the first large page precede them."""
+    """Write a zero into each small page of words (n,), which are all zeros, so that the pages become resident.
+
+    lead: Words of the first large page that precede `words`.
+    """
     end = words.size + lead
     first, last = get_chunk_range(ceil_div(end, LARGE_PAGE_WORDS), run.chunk, run.n_chunks)
     for at in range(first * LARGE_PAGE_WORDS, min(last * LARGE_PAGE_WORDS, end), SMALL_PAGE_WORDS):
@@ -49,28 +55,35 @@ def touch_words(run: ForwardContext, thread: int, words: Floats1, lead: int) -> 
 
 
 def touch_pages(words: Float32) -> None:
-    """Make words (n,) of zeros resident, one thread per large page: two threads in one page would both have it cleared."""
+    """Make the pages of a float32 array (n,) of zeros resident, on all threads.
+
+    Each large page is touched by one thread: two threads in one page would both have it cleared.
+    """
     lead = words.ctypes.data // words.itemsize % LARGE_PAGE_WORDS
     run_on_all_threads(touch_words(words, lead))
 
 
 class Arena:
-    """Contiguous memory for arrays of n floats in all: the system backs one large block with larger pages than many small ones.
+    """A contiguous block of memory from which float32 arrays are allocated one after another.
 
-    Measured with 15M int8, one token: a pass takes 1.06 times as long if each matrix has its own allocation.
+    The system backs one large block with larger pages than many small ones. Measured with 15M int8, one token: a pass takes 1.06
+    times as long if each matrix has its own allocation.
     """
 
     def __init__(self, n: int, headroom: int = 0) -> None:
-        """Reserve n floats, and `headroom` more, which become resident only when they are used."""
+        """Reserve memory for n floats, and for `headroom` more floats, which become resident only when they are used."""
         self._floats, self._n, self._used, self._touched = zeros(n + headroom), n, 0, 0
 
     @property
     def used_fraction(self) -> float:
-        """Fraction of the n floats that is in use."""
+        """Fraction of the n reserved floats that is in use, from 0 to 1."""
         return self._used / max(self._n, self._used, 1)
 
     def allocate(self, *shape: int) -> Float32:
-        """Return the next array of zeros; it starts at a cache line if the arrays before it fill theirs."""
+        """Return the next part of the block as an array of zeros of this shape, and make its pages resident.
+
+        It starts at a cache line if the arrays before it fill theirs.
+        """
         start, self._used = self._used, self._used + math.prod(shape)
         if self._used > self._touched:
             # With several NUMA nodes, touch each array by itself, split as the threads will read it.
@@ -81,18 +94,22 @@ class Arena:
         return self._floats[start : self._used].reshape(shape)
 
     def release_from(self, start: int) -> None:
-        """Release the arrays allocated since n_used was `start`; that memory is zeros again."""
+        """Take back the arrays that were allocated since `n_used` was `start`, and fill their memory with zeros."""
         self._floats[start : self._used] = 0.0
         self._used = start
 
     @property
     def n_used(self) -> int:
-        """Number of floats in use."""
+        """Number of floats of the block that are in use."""
         return self._used
 
 
 def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
-    """Return zeros of which only written pages become resident; numpy would request pages of 2 MB. Raises MemoryError."""
+    """Return an array of zeros in which only pages that are written become resident; numpy would request pages of 2 MB.
+
+    Raises:
+        MemoryError: The system refuses the memory.
+    """
     # Private, because a forked process would write to shared memory.
     private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -106,10 +123,15 @@ def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
 
 
 def release_pages(rows: npt.NDArray[Any], first: int, last: int) -> None:
-    """Return the memory of elements first to last of each row of a view (N, n) of `lazy_zeros` to the system.
+    """Give the memory of elements `first` to `last` (exclusive) of each row back to the system; they read as zeros afterwards.
 
-    Releases only whole pages that hold nothing after these elements and nothing of another row; they read as zeros from then on.
-    Elements before `first` must not be needed any more either.
+    Releases only whole pages that hold nothing after these elements and nothing of another row. Elements before `first` must not
+    be needed any more either. Does nothing if the system cannot release pages or `rows` is no view of `lazy_zeros`.
+
+    Args:
+        rows: A view (N, n) of `lazy_zeros`.
+        first: First element of each row.
+        last: End of the elements of each row.
     """
     buffer: Any = rows
     while isinstance(buffer, np.ndarray):
@@ -130,9 +152,13 @@ def release_pages(rows: npt.NDArray[Any], first: int, last: int) -> None:
 
 
 def copy_nonzero_pages(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
-    """Copy source to `to`, arrays of whole 8-byte words, without writing pages that are zeros in both.
+    """Copy an array to another without writing pages that are zeros in both.
 
     So pages of `lazy_zeros` that were never written, or were released, take no memory in the copy either.
+
+    Args:
+        to: Array to write, of whole 8-byte words.
+        source: Array to read, of the same shape.
     """
     if not (to.flags.c_contiguous and source.flags.c_contiguous):
         for a, b in zip(to, source, strict=True):
@@ -153,14 +179,15 @@ def copy_nonzero_pages(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
 
 
 def get_physical_memory_bytes() -> float:
-    """Return the machine's memory, or infinity if the system does not report it."""
+    """Return the size of the machine's memory in bytes, or infinity if the system does not report it."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def _make_finite_scan(name: str, load_floats: Any, **others: Any) -> Kernel:
-    """Return the kernel `name`: sums[thread] += the sum of 0 x over this chunk of an array (n,); load_floats loads LANES of them.
+    """Return the kernel `name`, which finds NaN and infinity: sums[thread] += the sum of 0 x over this chunk of an array (n,).
 
     The sum is NaN if and only if an element is NaN or infinite. n is at least LANES: the last vector ends at the last element.
+    load_floats loads LANES elements as float32.
     """
 
     def scan(run: ForwardContext, thread: int, sums: Floats1, array: Floats1) -> None:
@@ -183,14 +210,17 @@ scan_fp16, scan_bf16 = (
 
 
 def flatten(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the numbers (n,), padded with zeros to a vector; 16-bit types as bits, since compiled functions have no fp16."""
+    """Return an array's elements as a flat array (n,), padded with zeros to at least LANES elements.
+
+    16-bit types become uint16, their bits, since compiled functions have no fp16.
+    """
     numbers = np.ascontiguousarray(array).reshape(-1)
     numbers = numbers.view(np.uint16) if numbers.itemsize == 2 else numbers
     return numbers if numbers.size >= LANES else np.pad(numbers, (0, LANES - numbers.size))
 
 
 def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
-    """Return whether no element of an array is NaN or infinite, at memory speed; uint16 holds the bits of bf16."""
+    """Return whether every element of an array is finite, neither NaN nor infinity, at memory speed; uint16 holds bf16 bits."""
     sums = zeros(n_threads or get_available_threads())
     scan = {"float32": scan_fp32, "float16": scan_fp16}.get(array.dtype.name, scan_bf16)
     run_on_all_threads(scan(sums, flatten(array)), sums.size)

@@ -59,16 +59,16 @@ Ints2 = Annotated[Int64, types.int64, 2]
 
 
 class ForwardContext(NamedTuple):
-    """What every kernel gets to know about the forward pass.
+    """The data that every kernel receives about the forward pass and its own chunk of the work.
 
     Attributes:
         n_tokens: Tokens of the pass, or of the sequence that the kernel runs for.
-        pos: Cache slot of the first of them.
+        pos: KV cache slot of the first of these tokens.
         n_logits: Logits are computed for the last n_logits tokens.
         n_threads: Threads of the pass.
         seq_len: The first seq_len slots hold a sequence in order of position; the slots after it hold the nodes of a tree.
-        chunk: Chunk of the phase, which the kernel computes its share of.
-        n_chunks: Number of chunks.
+        chunk: Index of the chunk of the phase that the kernel computes.
+        n_chunks: Number of chunks of the phase.
         is_first_chunk: 1 for a thread's first chunk of the phase, where it prepares its own copies of data.
     """
 
@@ -83,13 +83,13 @@ class ForwardContext(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A kernel and its arguments, which `Kernel.encode_arguments` turns into numbers.
+    """One step of a program: a kernel and the arguments that it runs with.
 
     Attributes:
         kernel: The kernel.
-        arguments: Its arguments.
-        bytes_per_token: Bytes it reads per token, if it takes long enough to be split into chunks.
-        bytes_per_slot: Bytes it reads per slot of a sequence, likewise.
+        arguments: Its arguments, which `Kernel.encode_arguments` turns into numbers.
+        bytes_per_token: Bytes that the kernel reads per token; 0: too short to be split into chunks.
+        bytes_per_slot: Bytes that the kernel reads per KV cache slot of a sequence; 0: none, or too short to be split.
     """
 
     kernel: "Kernel"
@@ -99,9 +99,13 @@ class Op(NamedTuple):
 
 
 class BatchEntry(NamedTuple):
-    """The tokens of one sequence in a pass: n_tokens, the first in slot pos of its cache, run by the executor over its buffers.
+    """One sequence's part of a forward pass over several sequences.
 
-    n_logits: How many of the pass's logits are its own, which shows which tokens may be drafts.
+    Attributes:
+        executor: The program over the sequence's own buffers.
+        n_tokens: Tokens of the sequence in this pass.
+        pos: Slot of its KV cache for the first of these tokens.
+        n_logits: How many of the pass's logits belong to the sequence, which shows which tokens may be drafts.
     """
 
     executor: "Executor"
@@ -131,7 +135,7 @@ OP_WORDS = 56
 
 @inlined
 def load_context(address, chunk, n_chunks, is_first_chunk):
-    """Return the `ForwardContext` at an address, for that chunk."""
+    """Return the `ForwardContext` stored at an address, completed with the chunk, n_chunks and is_first_chunk given."""
     return ForwardContext(
         load_word(address),
         load_word(address + WORD_BYTES),
@@ -145,7 +149,10 @@ def load_context(address, chunk, n_chunks, is_first_chunk):
 
 
 def _make_unpack_intrinsic(args_type: Any) -> Any:
-    """Return the intrinsic (address of an op) -> its arguments, a tuple of that numba type; arrays are not copied."""
+    """Return an intrinsic that takes the address of an op and returns its arguments as a tuple of the numba type args_type.
+
+    Arrays are not copied.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         from numba.np.arrayobj import populate_array  # imports most of numba, so only when compiling
@@ -173,13 +180,14 @@ def _make_unpack_intrinsic(args_type: Any) -> Any:
 
 
 class Kernel:
-    """A kernel that ops refer to: function(run: ForwardContext, thread, ...), each further parameter annotated as above.
+    """A compute kernel that ops refer to, compiled on first use: function(run: ForwardContext, thread, ...).
 
-    A kernel with many parameters takes one record instead: a NamedTuple with annotated fields.
+    Each further parameter is annotated as above. A kernel with many parameters takes one record instead: a NamedTuple with
+    annotated fields.
     """
 
     def __init__(self, function: Callable[..., None], cache: bool = True, **others: Any) -> None:
-        """Wrap a function.
+        """Wrap a kernel function.
 
         Args:
             function: The kernel function.
@@ -191,35 +199,44 @@ class Kernel:
         self._annotations = others
 
     def register(self, name: str, module: str = "") -> "Kernel":
-        """Return itself, cached and pickled under that name of a module, by default of its function's."""
+        """Set the kernel's name and module (default: its function's), make it an attribute of that module, and return the kernel.
+
+        Its machine code is cached, and the kernel is pickled, under this name.
+        """
         self.__module__, self.__qualname__ = module or self.__module__, name
         setattr(sys.modules[self.__module__], name, self)
         return self
 
     def specialize(self, name: str, module: str = "", **others: Any) -> "Kernel":
-        """Return a kernel of that name, in this or another module, with other annotations for some parameters."""
+        """Return a new kernel of the same function, with other annotations for some parameters, registered under a new name.
+
+        Args:
+            name: Name of the new kernel.
+            module: Module to register it in, by default the function's.
+            others: New annotations by parameter name.
+        """
         return Kernel(self.function, self._is_cached, **others).register(name, module)
 
     @functools.cached_property
     def _record(self) -> Any:
-        """The NamedTuple that holds its parameters, or None."""
+        """The NamedTuple class that holds the kernel's parameters, or None if they are separate."""
         hint = [*get_type_hints(self.function, include_extras=True).values()][2]
         return hint if hasattr(hint, "_fields") else None
 
     @functools.cached_property
     def _arg_types(self) -> dict[str, Any]:
-        """The numba types of its parameters, computed on demand: a run uses only one kernel in four."""
+        """The numba types of the kernel's parameters, by name, computed on demand: a run uses only one kernel in four."""
         hints = get_type_hints(self._record or self.function, include_extras=True) | self._annotations
         return {name: _get_numba_type(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
 
     @functools.cached_property
     def _dtypes(self) -> list[Any]:
-        """The numpy dtypes of its parameters, which every op needs."""
+        """The numpy dtypes of the kernel's parameters, in order, which every op needs."""
         return [as_dtype(getattr(arg_type, "dtype", arg_type)) for arg_type in self._arg_types.values()]
 
     @property
     def _renamed_function(self) -> Callable[..., None]:
-        """The function under the kernel's name.
+        """A copy of the kernel function under the kernel's own name.
 
         Several functions of one factory have the same name. If two processes compiled them, a process that loads both would run
         the first for either.
@@ -231,7 +248,7 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        """Address of its machine code, which is compiled on first use."""
+        """Address of the kernel's machine code, which is compiled or loaded from the cache on first use."""
         body, arg_types = jitable(self._renamed_function), [*self._arg_types.values()]
         unpack = _make_unpack_intrinsic(types.BaseTuple.from_types(arg_types, self._record))
 
@@ -245,28 +262,32 @@ class Kernel:
 
     @property
     def _code_cache(self) -> MachineCodeCache | None:
-        """The cache of its machine code, or None."""
+        """The disk cache of the kernel's machine code, or None if it is not cached."""
         return MachineCodeCache(self.function, self.name) if self._is_cached else None
 
     @property
     def name(self) -> str:
-        """Its module and name, for example "kernels.rope"."""
+        """The kernel's module and name, for example "kernels.rope"."""
         return f"{self.__module__.partition('.')[2]}.{self.__qualname__}"
 
     @property
     def is_compiled(self) -> bool:
-        """Whether its machine code is in the cache."""
+        """Whether the kernel's machine code is in the disk cache."""
         return bool(self._code_cache and self._code_cache.is_stored(KERNEL_SIGNATURE))
 
     def __call__(self, *arguments: Any) -> Op:
-        """Return an op with these arguments."""
+        """Return an op that runs this kernel with these arguments; does not run it."""
         return Op(self, arguments)
 
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by name: machine code is not copied
 
     def encode_arguments(self, arguments: Sequence[Any]) -> list[int]:
-        """Return the arguments as the words of an op; they must match the annotations."""
+        """Return kernel arguments as the int64 words of an op: an address and a shape for each array, and each number.
+
+        Raises:
+            AssertionError: An array does not match its parameter's annotation or is not C-contiguous.
+        """
         words: list[int] = []
         for (name, arg_type), dtype, value in zip(self._arg_types.items(), self._dtypes, arguments, strict=True):
             if isinstance(arg_type, types.Array):
@@ -279,12 +300,12 @@ class Kernel:
 
 
 def kernel(function: Callable[..., None]) -> Kernel:
-    """Turn a kernel function of the package into a `Kernel`."""
+    """Return a `Kernel` that wraps a kernel function of the package and is cached on disk; use it as a decorator."""
     return Kernel(function)
 
 
 def _get_numba_type(hint: Any) -> Any:
-    """Return the numba type of an annotation."""
+    """Return the numba type of a kernel parameter's annotation: int, float, or an array type like `Floats2`."""
     if hint in (int, float):
         return types.int64 if hint is int else types.float32
     dtype, n_dimensions = hint.__metadata__
@@ -293,7 +314,7 @@ def _get_numba_type(hint: Any) -> Any:
 
 @jitable
 def get_phase_bytes(run, op):
-    """Return the bytes per token of the phase that starts with the op at this address."""
+    """Return the bytes per token, KV cache slots included, that a phase reads; `op` is the address of its first op."""
     n_bytes, slot_bytes = load_word(op + TOKEN_BYTES_WORD * WORD_BYTES), load_word(op + SLOT_BYTES_WORD * WORD_BYTES)
     if slot_bytes > 0:
         sequences = load_word(run + SEQUENCES_WORD * WORD_BYTES)
@@ -305,7 +326,10 @@ def get_phase_bytes(run, op):
 
 @jitable
 def run_chunk(run, ops, first, last, thread, chunk, n_chunks, is_first_chunk):
-    """Run ops first to last of a program on that chunk of their phase."""
+    """Run ops first to last (exclusive) of a program on one chunk of their phase.
+
+    An op with arrays of one sequence runs once for each sequence of the pass.
+    """
     for i in range(first, last):
         op = ops + i * OP_WORDS * WORD_BYTES
         entry, sequence_op = load_word(op + KERNEL_WORD * WORD_BYTES), load_word(op + SEQUENCE_OP_WORD * WORD_BYTES)
@@ -321,7 +345,7 @@ def run_chunk(run, ops, first, last, thread, chunk, n_chunks, is_first_chunk):
 
 @jitable
 def run_phase(run, ops, first, last, thread, n_threads):
-    """Run a phase as one of its threads: take chunks until all are done."""
+    """Run a phase as one of its threads: take and run chunks until none is left, then wait until all threads' chunks are done."""
     phase, stride, done, queues = (
         first + 1,
         THREAD_STRIDE_WORDS * WORD_BYTES,
@@ -344,7 +368,7 @@ def run_phase(run, ops, first, last, thread, n_threads):
 
 
 def run_ops(run, ops, first, last, thread):
-    """Run ops first to last of a program, whole phases, as one of its threads."""
+    """Run ops first to last (exclusive) of a program, which are whole phases, in order, as one of the pass's threads."""
     n_threads = load_word(run + N_THREADS_WORD * WORD_BYTES)
     while first < last:
         end = first + load_word(ops + (first * OP_WORDS + N_OPS_WORD) * WORD_BYTES)
@@ -366,18 +390,18 @@ def _get_run_ops_address() -> int:
 
 
 def allocate_context() -> Int64:
-    """Allocate the context words, and cache lines for the counters of each thread."""
+    """Return a zeroed int64 array, aligned to a cache line, for the context words of a pass and each thread's counters."""
     words = np.zeros(DONE_WORD + THREAD_STRIDE_WORDS * get_available_threads() + CACHE_LINE_WORDS, np.int64)
     return words[-words.ctypes.data % (CACHE_LINE_WORDS * WORD_BYTES) // WORD_BYTES :]
 
 
 class Executor:
-    """A program encoded as numbers, ready to run."""
+    """A program with its ops encoded as numbers, which runs on threads each time it is called."""
 
     def __init__(
         self, program: Program, sequence_arrays: Sequence[Any] = (), token_arrays: Sequence[tuple[Any, int]] = ()
     ) -> None:
-        """Encode a program.
+        """Encode a program's ops as numbers; compiles kernels that are not compiled yet.
 
         Args:
             program: Phases of ops.
@@ -425,14 +449,17 @@ class Executor:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Allocate the context, and store the addresses of all words."""
+        """Allocate a context, and store the addresses of the context, of the ops and of the ops with sequence arrays."""
         self._context = allocate_context()
         self._context[N_NODES_WORD] = get_topology().n_nodes
         self._addresses = self._context.ctypes.data, self._ops.ctypes.data
         self._single_sequence = self._sequence_ops.ctypes.data, 1, self._context.ctypes.data
 
     def with_sequence_arrays(self, sequence_arrays: Sequence[Any]) -> "Executor":
-        """Return the same program over other sequence arrays of the same shapes, at a fifth of the cost of encoding it again."""
+        """Return an executor of the same program over other sequence arrays of the same shapes.
+
+        This takes a fifth of the time of encoding the program again.
+        """
         other, bases = copy.copy(self), np.array([0, *(array.ctypes.data for array in sequence_arrays)])
         other._sequence_arrays, other._bases = sequence_arrays, bases
         other._sequence_ops = self._sequence_ops + (bases - self._bases)[self._owners]
@@ -440,18 +467,21 @@ class Executor:
         return other
 
     def without_sequence_arrays(self) -> "Executor":
-        """Return a copy that holds no sequence arrays, to be used through `with_sequence_arrays`."""
+        """Return a copy of the executor that holds no sequence arrays; run it only through `with_sequence_arrays`."""
         other = copy.copy(self)
         other._sequence_arrays = ()
         return other
 
     def __call__(self, n_tokens: int, pos: int, n_logits: int, n_threads: int, seq_len: int | None = None) -> None:
-        """Run the program; see `ForwardContext` for the arguments. By default the pass has no tree: seq_len is pos + n_tokens."""
+        """Run the program over the tokens of one sequence; see `ForwardContext` for the arguments.
+
+        By default the pass has no tree: seq_len is pos + n_tokens.
+        """
         seq_len = pos + n_tokens if seq_len is None else seq_len
         self._run_phases(n_tokens, pos, n_logits, n_threads, seq_len, *self._single_sequence)
 
     def run_batch(self, entries: Sequence[BatchEntry], n_logits: int, n_threads: int) -> None:
-        """Run the program over the tokens of several sequences, one after another, with logits at the last n_logits.
+        """Run the program in one pass over the tokens of several sequences, one after another, with logits at the last n_logits.
 
         The entries' executors run the same program; only their sequence arrays differ.
         """
@@ -472,18 +502,18 @@ class Executor:
 
 
 class _AddressMap:
-    """Arrays, each with a number, that are found by an address in them."""
+    """Arrays with a number each, which are found by an address inside them."""
 
     def __init__(self, arrays: Sequence[tuple[Any, int]]) -> None:
         self._arrays = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
         self._starts = [start for start, _, _ in self._arrays]
 
     def find(self, address: int) -> int:
-        """Return the number of the array that holds this address, or 0."""
+        """Return the number of the array that contains this address, or 0 if none does."""
         i = bisect.bisect_right(self._starts, address) - 1
         return self._arrays[i][2] if i >= 0 and address < self._arrays[i][1] else 0
 
 
 def run_on_all_threads(op: Op, n_threads: int | None = None) -> None:
-    """Run one op by itself, without tokens; each thread computes its share. n_threads: by default all that are available."""
+    """Run one op by itself, without tokens, and return when it is done; each of n_threads (default: all) computes its share."""
     Executor([[op]])(0, 0, 0, n_threads or get_available_threads())

@@ -30,7 +30,7 @@ sleep = types.ExternalFunction("specdec_sleep", types.int32(types.uint32))  # sl
 
 @jitable
 def pause(n):
-    """Wait a little, for the n-th time: spin at first, then sleep."""
+    """Wait a little, as the n-th wait in a row: return at once up to MAX_SPINS, then sleep for the shortest time."""
     if n > MAX_SPINS:
         sleep(1)
 
@@ -43,7 +43,7 @@ set_num_threads = types.ExternalFunction("set_num_threads", types.void(types.int
 
 @inlined
 def swap_num_threads(n):
-    """Set the number of threads of this thread's regions, and return the previous one."""
+    """Set how many threads the parallel regions of the calling thread use, and return the previous number."""
     before = get_num_threads()
     set_num_threads(n)
     return before
@@ -51,7 +51,7 @@ def swap_num_threads(n):
 
 @parallel
 def run_parallel_region(function, a, b, first, last, n_threads):
-    """Call function(a, b, first, last, thread) on every thread."""
+    """Call function(a, b, first, last, thread), given by its address, for each thread number below n_threads, in parallel."""
     before = swap_num_threads(n_threads)
     for i in prange(n_threads):
         call_address(function, (a, b, first, last, np.int64(i)))
@@ -60,7 +60,7 @@ def run_parallel_region(function, a, b, first, last, n_threads):
 
 @compiled
 def run_single_threaded(function, a, b, first, last):
-    """Call function(a, b, first, last, 0) on this thread, without the threading layer."""
+    """Call function(a, b, first, last, 0), given by its address, on the calling thread, without numba's threading layer."""
     call_address(function, (a, b, first, last, np.int64(0)))
 
 
@@ -70,7 +70,10 @@ _locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # own
 
 
 def create_fork_safe_lock(owner: Any, name: str) -> None:
-    """Set owner.name to a lock that is replaced in the child of a fork, where the thread that holds it may not exist."""
+    """Set the attribute `name` of owner to a new reentrant lock, which is replaced by an unlocked one in the child of a fork.
+
+    The thread that holds the lock may not exist in the child.
+    """
     setattr(owner, name, threading.RLock())
     _locks[owner] = name
 
@@ -89,10 +92,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_on_threads(function: int, a: int, b: int, first: int, last: int, n_threads: int) -> None:
-    """Call function(a, b, first, last, thread), given by its address, on n_threads threads including this one.
+    """Call function(a, b, first, last, thread), given by its address, on n_threads threads, and return when all are done.
+
+    The calling thread is one of them. Only one call with several threads runs at a time.
 
     Raises:
-        RuntimeError: The process was forked, and n_threads is more than 1.
+        RuntimeError: The process was forked from one that used threads, and n_threads is more than 1.
     """
     global _has_run_threads
     if n_threads == 1:
@@ -109,11 +114,11 @@ def run_on_threads(function: int, a: int, b: int, first: int, last: int, n_threa
 
 
 def get_available_threads() -> int:
-    """Return the number of threads that this process may use."""
+    """Return the maximum number of threads that this process may use (NUMBA_NUM_THREADS)."""
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
 def rebuild(factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Rebuild a pickled or copied object, with fewer threads if this machine has fewer cores than its n_threads."""
+    """Return factory(*args, **kwargs) to rebuild a pickled or copied object, with n_threads limited to this machine's threads."""
     fewer = {"n_threads": min(kwargs["n_threads"], get_available_threads())} if "n_threads" in kwargs else {}
     return factory(*args, **{**kwargs, **fewer})

@@ -18,15 +18,15 @@ N_STEPS = 1 << 19  # of each chain in a run: 1.2 ms on Zen 5, much longer than t
 
 
 def fma(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    """Return acc + w x, the instruction of tiles over floats."""
+    """Emit acc + w x of vectors, the instruction of tiles over floats."""
     return multiply_add(builder, w, x, acc)
 
 
 def make_chains_kernel(instruction: Callable[..., Any], lane: Any, shape: TileShape) -> Kernel:
-    """Return a kernel of n steps of acc = instruction(builder, acc, w, acc), in as many chains as a tile of that shape has sums.
+    """Return a benchmark kernel that repeats acc = instruction(builder, acc, w, acc) n times in each of several chains.
 
-    Works on vectors of an LLVM type. w, the start of all chains, is read from words[thread]; their sum goes to words[thread,
-    LANES:].
+    There are as many chains as a tile of that shape has sums, over vectors of the LLVM type `lane`. w, the start of all chains,
+    is read from words[thread]; their sum goes to words[thread, LANES:].
     """
     vector = ir.VectorType(lane, shape.lanes)
 
@@ -55,7 +55,7 @@ def make_chains_kernel(instruction: Callable[..., Any], lane: Any, shape: TileSh
 
 
 def make_peak_run(instruction: Callable[..., Any], lane: Any, shape: TileShape, n_threads: int) -> Callable[[], None]:
-    """Return a function that runs `make_chains_kernel` once.
+    """Return a function without arguments that runs a `make_chains_kernel` kernel once on n_threads threads.
 
     Each thread applies the instruction to shape.rows * shape.n_tokens * N_STEPS lanes.
     """

@@ -46,10 +46,10 @@ INT_VECTOR = ir.VectorType(I32, LANES)
 
 
 class VectorType(types.Type):
-    """numba's type of `<16 x float>`."""
+    """numba's type of a vector of 16 float32, LLVM's `<16 x float>`."""
 
     def __init__(self) -> None:
-        """Name the type."""
+        """Create the type with its name."""
         super().__init__(name="float32x16")
 
 
@@ -63,13 +63,13 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def call_llvm_intrinsic(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    """Emit a call of the LLVM intrinsic of that name."""
+    """Emit a call of the LLVM intrinsic `name` with the given arguments; its value has the LLVM type `result`."""
     signature = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
 def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
-    """Return an intrinsic with parameters of those numba types that emits emit(builder, *values).
+    """Return a numba intrinsic with parameters of the given numba types; emit(builder, *values) writes its LLVM code.
 
     The first parameter may be None: a C-contiguous array, and the next one a flat, non-negative index of it (numba's own indexing
     checks the sign). In their place emit gets the array's `StorageDtype` and a function that returns a pointer, given the LLVM
@@ -100,18 +100,18 @@ def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
 
 
 def _make_vector_op(arity: int, emit: Any) -> Any:
-    """Return an intrinsic from `arity` vectors to one."""
+    """Return an intrinsic that takes `arity` vectors and returns one; emit(builder, *vectors) writes its LLVM code."""
     return make_intrinsic(vector, *[vector] * arity, emit=emit)
 
 
 def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
-    """Emit the vector of the given lanes of a."""
+    """Emit a vector of the lanes of vector `a` with the given indexes."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
     return builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask)
 
 
 def _make_reduction(combine: Any) -> Any:
-    """Return an intrinsic from a vector to a scalar that combines halves pairwise, in one fixed order."""
+    """Return an intrinsic that reduces a vector to one float; combine(builder, x, y) joins halves, in one fixed order."""
 
     def emit(builder: Any, v: Any) -> Any:
         n = LANES
@@ -128,27 +128,31 @@ def _emit_maximum(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _emit_exp2_of_integer(builder: Any, a: Any) -> Any:
-    """Emit 2^a for integral a in [-126, 127], by the exponent field of a float."""
+    """Emit 2^a for a vector of integral floats in [-126, 127], by the exponent field of a float."""
     biased = builder.add(builder.fptosi(a, INT_VECTOR), make_constant_vector(INT_VECTOR, 127))
     return builder.bitcast(builder.shl(biased, make_constant_vector(INT_VECTOR, 23)), FLOAT_VECTOR)
 
 
 def _emit_zero_unless_positive(builder: Any, x: Any, y: Any) -> Any:
-    """Emit x where y > 0 or y is NaN, else 0."""
+    """Emit, lane by lane, x where y > 0 or y is NaN, else 0."""
     return builder.select(
         builder.fcmp_unordered(">", y, make_constant_vector(FLOAT_VECTOR, 0.0)), x, make_constant_vector(FLOAT_VECTOR, 0.0)
     )
 
 
 def make_constant_vector(vector_type: Any, value: Any) -> Any:
-    """Return a vector with this number in all lanes."""
+    """Return an LLVM constant of a vector type with this number in all lanes."""
     return ir.Constant(vector_type, [value] * vector_type.count)
 
 
 def make_polynomial(*coefficients: float, numba_type: Any = vector) -> Any:
-    """Return an intrinsic of a vector or float64 x: the polynomial with those coefficients, highest power first (Horner).
+    """Return an intrinsic that evaluates a polynomial of a vector or a float64, by Horner's method.
 
     Only the multiply-adds of vectors are fused.
+
+    Args:
+        coefficients: Coefficients, highest power first.
+        numba_type: `vector` or float64.
     """
 
     def emit(builder: Any, x: Any) -> Any:
@@ -161,12 +165,12 @@ def make_polynomial(*coefficients: float, numba_type: Any = vector) -> Any:
 
 
 def integers_like(v: Any) -> Any:
-    """Return the type of as many int32."""
+    """Return the LLVM type of a vector of int32 with as many lanes as the vector v."""
     return ir.VectorType(I32, v.type.count)
 
 
 def floats_like(v: Any) -> Any:
-    """Return the type of as many float32."""
+    """Return the LLVM type of a vector of float32 with as many lanes as the vector v."""
     return ir.VectorType(F32, v.type.count)
 
 
@@ -192,7 +196,7 @@ def portable_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def _native_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """Emit x y + z by the CPU's own instruction."""
+    """Emit x y + z of vectors, rounded once, by the CPU's own instruction."""
     return call_llvm_intrinsic(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
@@ -229,18 +233,18 @@ extract_lane = make_intrinsic(types.float32, vector, types.intp, emit=lambda b, 
 
 
 def get_element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
-    """Emit a pointer of the given type to an item of an array."""
+    """Emit a pointer to the item of a numba array at a flat index, as a pointer to the LLVM type `pointee`."""
     data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
 class StorageDtype(NamedTuple):
-    """A storage format of floats.
+    """A storage format of numbers in memory, with its conversion to float32.
 
     Attributes:
         item_bytes: Bytes of an item.
-        item: Its LLVM type.
-        widen: Emits the exact conversion of a vector to float32.
+        item: LLVM type of an item.
+        widen: Emits the exact conversion of a vector of items to float32.
     """
 
     item_bytes: int
@@ -249,27 +253,30 @@ class StorageDtype(NamedTuple):
 
     @property
     def full_vector(self) -> Any:
-        """The type of a vector of LANES items."""
+        """LLVM type of a vector of LANES items."""
         return self.vector(LANES)
 
     def vector(self, lanes: int) -> Any:
-        """Return the type of a vector of that many items."""
+        """Return the LLVM type of a vector of `lanes` items."""
         return ir.VectorType(self.item, lanes)
 
 
 def _widen_bf16(builder: Any, bits: Any) -> Any:
-    """Emit float32 from bf16, the upper half of a float32."""
+    """Emit the conversion of a vector of bf16 bits, each the upper half of a float32, to float32."""
     wide = integers_like(bits)
     return builder.bitcast(builder.shl(builder.zext(bits, wide), make_constant_vector(wide, 16)), floats_like(bits))
 
 
 def _widen_fp16(builder: Any, bits: Any) -> Any:
-    """Emit float32 from fp16 by the CPU's own conversion."""
+    """Emit the conversion of a vector of fp16 bits to float32 by the CPU's own instruction."""
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), bits.type.count)), floats_like(bits))
 
 
 def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
-    """Emit float32 from fp16: the bits of a float32 with an exponent 112 too small, times 2^112, exact for subnormals too."""
+    """Emit the conversion of a vector of fp16 bits to float32 without a CPU instruction for it.
+
+    The bits of a float32 with an exponent 112 too small are multiplied by 2^112, which is exact for subnormals too.
+    """
     floats, splat_int = floats_like(bits), functools.partial(make_constant_vector, integers_like(bits))
     wide = builder.shl(builder.sext(bits, integers_like(bits)), splat_int(13))
     small = builder.bitcast(builder.and_(wide, splat_int(~(7 << 28))), floats)
@@ -283,14 +290,15 @@ MIN_FP16_OVERFLOW = 65520.0  # from here on, no number rounds to a finite fp16
 
 
 def _to_nearest_fp16(builder: Any, v: Any) -> Any:
-    """Emit the bits of the nearest fp16, ties to even, by the CPU's own conversion."""
+    """Emit the bits of the fp16 nearest to each float32 of a vector, ties to even, by the CPU's own conversion."""
     return builder.bitcast(builder.fptrunc(v, ir.VectorType(ir.HalfType(), LANES)), _HALF_VECTOR)
 
 
 def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
-    """Emit the same by integer arithmetic, below MIN_FP16_OVERFLOW: a carry out of the mantissa goes into the exponent.
+    """Emit the bits of the fp16 nearest to each float32 of a vector, ties to even, by integer arithmetic.
 
-    A subnormal is rounded by adding 0.5: the last bit of the sum weighs what an fp16 subnormal's last bit does.
+    Magnitudes must be below MIN_FP16_OVERFLOW. A carry out of the mantissa goes into the exponent. A subnormal is rounded by
+    adding 0.5: the last bit of the sum weighs what an fp16 subnormal's last bit does.
     """
     splat_int = functools.partial(make_constant_vector, INT_VECTOR)
     bits = builder.bitcast(v, INT_VECTOR)
@@ -305,7 +313,13 @@ def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
 
 
 def make_narrow_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that emits the bits of the nearest fp16 of a vector, and NaN if that is not finite, so it is detected."""
+    """Return a function that emits the conversion of a float32 vector to fp16 bits, with NaN for numbers too large for fp16.
+
+    The NaN makes the overflow detectable.
+
+    Args:
+        to_nearest: Function that emits the bits of the nearest fp16, for numbers that fit.
+    """
 
     def narrow(builder: Any, v: Any) -> Any:
         size = call_llvm_intrinsic(builder, "llvm.fabs.v16f32", FLOAT_VECTOR, v)
@@ -316,7 +330,7 @@ def make_narrow_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, An
 
 
 def _widen_codes(builder: Any, codes: Any) -> Any:
-    """Emit float32 from int8."""
+    """Emit the conversion of a vector of int8 codes to float32."""
     return builder.sitofp(builder.sext(codes, integers_like(codes)), floats_like(codes))
 
 
@@ -332,14 +346,14 @@ portable_narrow_fp16 = make_narrow_fp16(_to_nearest_fp16_portable)
 
 
 def get_storage_dtype(array_type: Any) -> StorageDtype:
-    """Return the storage of an array of float32, int8, or uint16, which holds the bits of fp16: numba has no such type."""
+    """Return the `StorageDtype` of a numba array type: float32, int8, or uint16, which holds fp16 bits: numba has no fp16."""
     return {types.uint16: FP16_STORAGE, types.int8: INT8_STORAGE}.get(array_type.dtype, FP32_STORAGE)
 
 
 def make_load(storage: StorageDtype | None) -> Any:
-    """Return an intrinsic (array, index) that loads LANES floats from a flat index on.
+    """Return an intrinsic (array, index) that loads LANES items from a flat index on and widens them to a float32 vector.
 
-    storage: How the floats are stored; None: by the array's dtype, see `get_storage_dtype`.
+    storage: How the items are stored; None: by the array's dtype, see `get_storage_dtype`.
     """
 
     def emit(builder: Any, array_storage: StorageDtype, get_pointer: Any) -> Any:
@@ -366,7 +380,10 @@ store = make_intrinsic(
 
 
 def _make_store_by_dtype(narrow: Callable[[Any, Any], Any]) -> Any:
-    """Return an intrinsic (array, index, value) that stores LANES floats, by the array's dtype: see `get_storage_dtype`."""
+    """Return an intrinsic (array, index, value) that stores a float32 vector from a flat index on, as the array's dtype.
+
+    narrow: Function that emits the conversion to fp16 bits, for uint16 arrays: see `get_storage_dtype`.
+    """
 
     def emit(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
         value = value if storage is FP32_STORAGE else narrow(builder, value)
@@ -380,7 +397,7 @@ portable_store_by_dtype = _make_store_by_dtype(portable_narrow_fp16)
 
 
 def _emit_store_item(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
-    """Emit the store of one float32, by the array's dtype."""
+    """Emit the store of one float32 to an array, converted to fp16 unless the array holds float32."""
     if storage is not FP32_STORAGE:
         value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, FLOAT_VECTOR)), ir.Constant(I32, 0))
     builder.store(value, get_pointer(storage.item, storage.item))
@@ -390,7 +407,12 @@ store_item_by_dtype = make_intrinsic(types.void, None, types.intp, types.float32
 
 
 def _make_store(value: Any, convert: Any) -> Any:
-    """Return an intrinsic (array, index, value) that converts a value of that type and stores it at an index in bytes."""
+    """Return an intrinsic (array, index, value) that converts a value and stores it at an index counted in bytes.
+
+    Args:
+        value: numba type of the value.
+        convert: Function that emits the conversion.
+    """
 
     def emit(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
         converted = convert(builder, value)
@@ -408,13 +430,13 @@ load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_
 
 
 def offset_pointer(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
-    """Emit a pointer of the given type n_floats after a pointer."""
+    """Emit a pointer n_floats floats after a pointer to float32, as a pointer to the LLVM type `pointee`."""
     return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
 
 
 @intrinsic
 def call_address(typingctx, function, args):
-    """Call function(*args), given the address of a function of int64 numbers, which may be addresses."""
+    """Call function(*args) by the function's address; it takes int64 numbers, which may be addresses, and returns nothing."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         numbers = cgutils.unpack_tuple(builder, values[1])
@@ -426,7 +448,7 @@ def call_address(typingctx, function, args):
 
 
 def _emit_at_address(emit: Any) -> Any:
-    """Return a function that applies emit to the int64 at an address."""
+    """Return a version of `emit` that takes an int64 address in the place of a pointer to an int64."""
     return lambda builder, address, *values: emit(builder, builder.inttoptr(address, I64.as_pointer()), *values)
 
 

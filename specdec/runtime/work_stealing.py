@@ -20,13 +20,13 @@ NOT_FOUND = -1
 
 @inlined
 def get_chunk_range(n, chunk, n_chunks):
-    """Return the range of a chunk's units out of n."""
+    """Return the first and the end index of chunk `chunk` when n items are split evenly into n_chunks chunks."""
     return chunk * n // n_chunks, (chunk + 1) * n // n_chunks
 
 
 @jitable
 def count_chunks_per_thread(n_bytes, n_tokens, n_threads):
-    """Return the number of chunks per thread of a phase that reads n_bytes per token."""
+    """Return the number of chunks per thread for a phase that reads n_bytes per token, from 1 to MAX_CHUNKS_PER_THREAD."""
     return max(
         1,
         min(
@@ -38,7 +38,10 @@ def count_chunks_per_thread(n_bytes, n_tokens, n_threads):
 
 @jitable
 def load_queue(queue, phase, n):
-    """Return a thread's queue at an address, initialized with n chunks if it is of an earlier phase; a later phase's stays."""
+    """Return the word of the chunk queue at the address `queue`, filled with n chunks first if it is of an earlier phase.
+
+    The queue of a later phase stays as it is.
+    """
     word = atomic_load(queue)
     if word >> PHASE_SHIFT < phase:
         initial = phase << PHASE_SHIFT | n
@@ -49,7 +52,10 @@ def load_queue(queue, phase, n):
 
 @jitable
 def take_chunk(queue, phase, n, is_own):
-    """Take a thread's next chunk, the first free one of its own queue, the last of another's; return NOT_FOUND if it is empty."""
+    """Take a chunk out of the chunk queue at the address `queue`; return its index, or NOT_FOUND if no chunk is left.
+
+    A thread takes the first free chunk of its own queue (is_own), and the last free one of another thread's.
+    """
     word = load_queue(queue, phase, n)
     while True:
         first, end = word >> FIRST_SHIFT & INDEX_MASK, word & INDEX_MASK
@@ -63,7 +69,10 @@ def take_chunk(queue, phase, n, is_own):
 
 @jitable
 def find_busiest_thread(queues, stride, phase, n, first, last):
-    """Return the thread, from first to last, with the most chunks left, or NOT_FOUND; their queues are `stride` bytes apart."""
+    """Return the thread, from first to last (exclusive), with the most chunks left in its queue, or NOT_FOUND if none is left.
+
+    The queues start at the address `queues`, `stride` bytes apart.
+    """
     busiest, most = NOT_FOUND, 0
     for thread in range(first, last):
         word = load_queue(queues + thread * stride, phase, n)
@@ -75,7 +84,10 @@ def find_busiest_thread(queues, stride, phase, n, first, last):
 
 @jitable
 def choose_victim(queues, stride, phase, n, thread, n_threads, n_nodes):
-    """Return the thread to steal a chunk from: one of the same NUMA node, as long as one has chunks left."""
+    """Return the thread to steal a chunk from, or NOT_FOUND if no chunk is left in any queue.
+
+    A thread of the same NUMA node is chosen as long as one has chunks left.
+    """
     node = thread * n_nodes // n_threads
     first, last = -(-node * n_threads // n_nodes), -(-(node + 1) * n_threads // n_nodes)
     victim = find_busiest_thread(queues, stride, phase, n, first, last)
@@ -84,7 +96,7 @@ def choose_victim(queues, stride, phase, n, thread, n_threads, n_nodes):
 
 @jitable
 def is_phase_done(done, stride, phase, n_threads, n_chunks):
-    """Return whether the chunks that each thread did add up to all, or some thread has started the next phase."""
+    """Return whether the chunks of a phase done by all threads add up to n_chunks, or a thread has started a later phase."""
     total = 0
     for thread in range(n_threads):
         word = atomic_load(done + thread * stride)

@@ -34,9 +34,9 @@ class AuthMiddleware:
     """ASGI middleware that authenticates requests, formats errors and logs a line per request.
 
     Args:
-        app: The app behind it.
+        app: The ASGI app that handles the authenticated requests.
         keys: The valid API keys; if empty, none is needed.
-        hosts: Host names allowed next to IP addresses, if there are no keys.
+        hosts: Host names that requests may be sent to, next to IP addresses; any host is allowed if there are keys.
         log: Callback for a log line.
     """
 
@@ -45,7 +45,7 @@ class AuthMiddleware:
         self._key_digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Authenticate a request, run the app and log the result."""
+        """Authenticate a request, run the app, answer with an error response if that raises, and log one line."""
         if scope["type"] != "http":
             return
         start, status, notes = time.perf_counter(), 0, scope.setdefault("notes", list[str]())
@@ -81,7 +81,11 @@ class AuthMiddleware:
                 self._log(f"{line} {note} ({request_id})" if note else f"{line} ({request_id})")
 
     def _authenticate(self, scope: Scope) -> Client:
-        """Return the client that sends a request: the owner of a key, or an address. Raises APIError if it is not allowed."""
+        """Return the client that sends a request, identified by its API key or else by its network address.
+
+        Raises:
+            APIError: The host or the origin is not allowed, or a key is needed and missing or wrong.
+        """
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         is_http_1_0 = "host" not in headers and scope["http_version"] == "1.0"  # no browser uses HTTP/1.0
@@ -103,7 +107,7 @@ class AuthMiddleware:
         return name.lower() in self._allowed_hosts
 
     def _find_key(self, authorization: str) -> str:
-        """Return the digest of the key that a header contains, or "".
+        """Return the hex digest of the valid API key in an authorization header, or "" if there is none.
 
         The time does not reveal how much of a wrong key is right.
         """
@@ -113,7 +117,10 @@ class AuthMiddleware:
 
 
 def to_api_error(error: BaseException) -> APIError:
-    """Return the error to send to a client, without details of internal ones. Cancellation means that the server shuts down."""
+    """Convert an exception into the APIError to send to a client, without details of internal errors.
+
+    Cancellation becomes a ShutdownError, since it means that the server shuts down.
+    """
     if isinstance(error, asyncio.CancelledError):
         return ShutdownError()
     if isinstance(error, APIError):
@@ -122,13 +129,16 @@ def to_api_error(error: BaseException) -> APIError:
 
 
 def make_error_response(error: APIError, path: str = "") -> Response:
-    """Return the response for an error, in the format of the API at that path."""
+    """Return the JSON response for an error, in the format of OpenAI's or Anthropic's API, depending on the request path."""
     retry = {"retry-after": "1"} if error.status in (429, 503) else {}
     return JSONResponse(error.format_body(path), error.status, {**retry, **error.headers})
 
 
 def _is_same_origin(headers: Mapping[str, str], host: str, scope: Scope) -> bool:
-    """Return whether no page of another site has sent the request; another site may only link to the page."""
+    """Return whether a request comes from this server's page or from no page at all; False for a page of another site.
+
+    A link from another site to the chat page is allowed.
+    """
     if "origin" in headers:
         return headers["origin"].partition("://")[2].lower() == host.lower() != ""
     is_link = scope["method"] == "GET" and scope["path"] == "/"
@@ -136,7 +146,7 @@ def _is_same_origin(headers: Mapping[str, str], host: str, scope: Scope) -> bool
 
 
 def _get_client_network(scope: Scope) -> str:
-    """Return the address that a request came from; for IPv6 the prefix that one client has."""
+    """Return the network that identifies a client: its IPv4 address or its /64 network of IPv6; "" if it is not known."""
     try:
         address = ipaddress.ip_address((scope.get("client") or ("",))[0])
         address = getattr(address, "ipv4_mapped", None) or address

@@ -35,7 +35,11 @@ CONTENT_BLOCKS: Mapping[type, tuple[dict[str, Any], str, str]] = {
 
 
 def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of /v1/messages. Raises APIError."""
+    """Parse a body of Anthropic's /v1/messages into a ParsedRequest.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
     fields = Fields(body)
     if not (max_tokens := fields.take("max_tokens", make_range_check(1), 0)):
         raise APIError(
@@ -50,7 +54,11 @@ def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> Parse
 
 
 def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Handle a body of /v1/messages/count_tokens: return the number of prompt tokens. Raises APIError."""
+    """Return the response to a body of /v1/messages/count_tokens: the number of tokens of its prompt.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
     fields = Fields(body)
     fields.take("max_tokens", make_range_check(1), 1)
     return {"input_tokens": len(_parse_request(fields, model, 1).generation_requests[0].prompt)}
@@ -81,7 +89,7 @@ def _join_paragraphs(name: str, value: Any) -> str:
 
 
 def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the messages in chat format; each tool result becomes a message."""
+    """Convert Anthropic's messages into those of a chat request; each tool result becomes a message of its own."""
     messages = list[dict[str, Any]]()
     for label, each in iter_objects(name, check_list(name, value)):
         content = each.get("content")
@@ -94,7 +102,7 @@ def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the messages of a user's content blocks, tool results first."""
+    """Convert a user's content blocks into chat messages: one for each tool result, then one with the text, if any."""
     results, others = list[dict[str, Any]](), list[Any]()
     for label, block in iter_objects(f"content of {name}", check_list(f"content of {name}", blocks)):
         if block.get("type") == "tool_result":
@@ -150,14 +158,14 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_thinking(name: str, value: Any) -> bool:
-    """Return whether the model should think, if its template has the option. A thinking budget is ignored."""
+    """Return whether the field `thinking` switches the model's thinking on; the field's token budget is ignored."""
     return (
         check_choice(f"type of {name}", check_object(name, value).get("type"), ["enabled", "adaptive", "disabled"]) != "disabled"
     )
 
 
 def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
-    """Return the reasoning effort and the response format."""
+    """Convert the field `output_config` into a dict of chat fields: the reasoning effort and the response format."""
     fields, chat = Fields(check_object(name, value)), dict[str, Any]()
     if effort := fields.take("effort", check_string, ""):
         chat["reasoning_effort"] = effort
@@ -169,14 +177,14 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
 
 
 class MessagesFormatter(PartsFormatter):
-    """Formats responses as Anthropic's events or message."""
+    """A formatter of responses in the format of Anthropic's Messages API, as server-sent events or as one message."""
 
     def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
         super().__init__(request, model, fingerprint)
         self._id = f"msg_{secrets.token_hex(12)}"
 
     def format_start(self) -> bytes:
-        """Return the event that starts a message."""
+        """Return the server-sent event that starts a message, without content yet."""
         return _format_event({"type": "message_start", "message": self._make_message([], None)})
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
@@ -190,12 +198,12 @@ class MessagesFormatter(PartsFormatter):
         return _format_event({"type": "content_block_stop", "index": part.index})
 
     def format_end(self) -> bytes:
-        """Return the events that end a message."""
+        """Return the server-sent events that end a message: of its last block, the stop reason and the number of tokens."""
         message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": {"output_tokens": self.n_generated}}
         return self._end_last_part() + _format_event(message_delta) + _format_event({"type": "message_stop"})
 
     def format_error(self, error: APIError) -> bytes:
-        """Return the event of an error."""
+        """Return the server-sent event that reports an error within a stream."""
         return _format_event(error.format_body(ANTHROPIC_PREFIX))
 
     def _make_response(self) -> dict[str, Any]:

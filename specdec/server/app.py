@@ -43,7 +43,7 @@ MAX_CONCURRENT_LARGE_BODIES = 1  # large bodies that are tokenized at once, so t
 
 
 def make_app(state: ServerState) -> App:
-    """Return the app that routes all paths to their endpoints."""
+    """Return the ASGI app that routes each request path to the method of `Endpoints` that answers it."""
     endpoints = Endpoints(state)
     routes = [
         Route("/", endpoints.page),
@@ -58,7 +58,11 @@ def make_app(state: ServerState) -> App:
     router = Router(routes)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        """Route a request. A slash at the end of a path is ignored, without a redirect."""
+        """Route a request to its endpoint. A slash at the end of a path is ignored, without a redirect.
+
+        Raises:
+            APIError: There is no such path, or it does not allow the method.
+        """
         try:
             await router({**scope, "path": scope["path"].rstrip("/") or "/", "app": router}, receive, send)
         except HTTPException as error:
@@ -68,7 +72,7 @@ def make_app(state: ServerState) -> App:
 
 
 class Endpoints:
-    """The handlers of all paths."""
+    """The handlers of all request paths, which share the server's state."""
 
     def __init__(self, state: ServerState) -> None:
         self._state, self._model_manager = state, state.model_manager
@@ -76,24 +80,24 @@ class Endpoints:
         self._page = _load_page()
 
     async def page(self, _: Request) -> Response:
-        """Return the chat page."""
+        """Return the HTML page to chat with the models."""
         return self._page
 
     async def health(self, _: Request) -> Response:
-        """Return the health status."""
+        """Return the health status as JSON; it is always ok."""
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics of all models in Prometheus' text format."""
         return PlainTextResponse(format_prometheus(self._model_manager.metrics), media_type="text/plain; version=0.0.4")
 
     async def models(self, _: Request) -> Response:
-        """Return the list of models."""
+        """Return the list of available models, loaded or not, in OpenAI's format."""
         sizes = await asyncio.to_thread(self._model_manager.list_models)
         return JSONResponse({"object": "list", "data": [self._format_model(*each) for each in sizes.items()]})
 
     async def model(self, request: Request) -> Response:
-        """Return one model by its name."""
+        """Return the model that the path names, in OpenAI's format; raises APIError if it is not available."""
         name = request.path_params["name"]
         sizes = await asyncio.to_thread(self._model_manager.list_models)
         if name not in sizes:
@@ -101,7 +105,7 @@ class Endpoints:
         return JSONResponse(self._format_model(name, sizes[name]))
 
     def _format_model(self, name: str, n_bytes: int) -> dict[str, Any]:
-        """Return a model in OpenAI's format, with the details that the page needs."""
+        """Return a model in OpenAI's format, with its size and, if it is loaded, the details that the chat page needs."""
         instance, details = self._model_manager.get_instance(name), dict[str, Any]()
         if instance:
             decoder = instance.model.decoder
@@ -116,9 +120,9 @@ class Endpoints:
         return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "specdec": status}
 
     async def _read_body(self, request: Request) -> tuple[dict[str, Any], AbstractAsyncContextManager[None]]:
-        """Return a request's parsed body and a permit to hold while it is tokenized.
+        """Receive a request and return its parsed JSON body, with a permit to hold while the body is tokenized.
 
-        Large bodies wait for their permits, so that they do not delay small ones.
+        The permit is a context manager. Large bodies wait for their permits, so that they do not delay small ones.
         """
         async with read_body(request, self._body_buffer) as data:
             is_large = len(data) > SMALL_BODY_BYTES
@@ -130,17 +134,17 @@ class Endpoints:
                 return await asyncio.to_thread(parse_body, data), make_permit()
 
     async def generate(self, parse: Callable[[Mapping[str, Any], ServedModel], ParsedRequest], request: Request) -> Any:
-        """Return the response of a generation request."""
+        """Return the response to a request that generates tokens; `parse` turns its body into a ParsedRequest."""
         return ResponseStreamer(self._state, parse, *await self._read_body(request))
 
     async def query(self, handle: Callable[[Mapping[str, Any], ServedModel], Any], request: Request) -> Response:
-        """Return the result of a handler that generates nothing."""
+        """Return the JSON response to a request that generates nothing, from a handler that gets its body and the model."""
         body, permit = await self._read_body(request)
         async with acquire_model(self._model_manager, body, request.receive) as (instance, _), permit:
             return JSONResponse(await asyncio.to_thread(handle, body, instance.model))
 
     async def embeddings(self, request: Request) -> Response:
-        """Return the embeddings of the inputs."""
+        """Return the JSON response to an embedding request, with a vector for each input."""
         body, permit = await self._read_body(request)
         async with acquire_model(self._model_manager, body, request.receive) as (instance, disconnected):
             async with permit:
@@ -154,7 +158,7 @@ class Endpoints:
 
 
 def _load_page() -> Response:
-    """Return the page with a policy that allows its own style and script and nothing else."""
+    """Return the response with the chat page, and a policy that allows only the page's own style and script."""
     page = PAGE_PATH.read_text(encoding="utf-8")
 
     def hash_sources(tag: str) -> str:

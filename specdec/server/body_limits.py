@@ -21,12 +21,12 @@ BUFFER_FULL = partial(
 
 
 class IncomingBody:
-    """A request body that is being received.
+    """A request body that is being received in chunks.
 
     Attributes:
-        data: The bytes so far.
-        last_progress: Time when the last multiple of `SMALL_BODY_BYTES` was complete.
-        dropped: Done once the body is dropped to free the buffer.
+        data: The bytes received so far.
+        last_progress: Event loop time when the last multiple of `SMALL_BODY_BYTES` was complete.
+        dropped: A future that is done once the body is dropped to free memory for others.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -36,11 +36,11 @@ class IncomingBody:
 
     @property
     def n_counted_bytes(self) -> int:
-        """Bytes that count for `MAX_TOTAL_BODY_BYTES`."""
+        """Number of received bytes that count for the limit of all bodies, `MAX_TOTAL_BODY_BYTES`."""
         return max(len(self.data) - SMALL_BODY_BYTES, 0)
 
     def add(self, chunk: bytes) -> None:
-        """Append a chunk."""
+        """Append received bytes to the body, and update the time of its last progress."""
         n = len(self.data)
         self.data.extend(chunk)
         if n // SMALL_BODY_BYTES < len(self.data) // SMALL_BODY_BYTES:
@@ -48,13 +48,13 @@ class IncomingBody:
 
 
 class BodyBuffer:
-    """The memory of all bodies being received, limited against clients that send slowly or much."""
+    """All request bodies that are being received; limits their memory against clients that send slowly or much."""
 
     def __init__(self) -> None:
         self.bodies = list[IncomingBody]()
 
     def reserve(self, n_bytes: int) -> None:
-        """Make space for n_bytes more; drops the bodies that made progress longest ago if needed."""
+        """Make space for n_bytes more bytes; if needed, drops the large bodies that have made no progress for longest."""
         large = sorted((body for body in self.bodies if body.n_counted_bytes), key=lambda body: body.last_progress)
         n_bytes += sum(body.n_counted_bytes for body in large)
         for body in large:
@@ -68,10 +68,11 @@ class BodyBuffer:
 
 @asynccontextmanager
 async def read_body(request: Request, buffer: BodyBuffer) -> AsyncIterator[bytes]:
-    """Receive a JSON body and yield it.
+    """Receive the JSON body of a request and yield its bytes; they count for the buffer's memory inside the context.
 
     Raises:
-        APIError: The body is of another type, too large or too slow.
+        APIError: The body is of another type, too large or too slow, or was dropped to free memory.
+        ConnectionResetError: The client has disconnected.
     """
     content_type, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
     if content_type.partition(";")[0].strip().lower() != "application/json" or encoding.lower() not in ("", "identity"):

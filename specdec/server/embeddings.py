@@ -23,11 +23,11 @@ IGNORED_FIELDS = ("user", "input_type", "truncate")  # accepted strings without 
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """A parsed embedding request.
+    """A parsed request for the embedding vectors of some inputs.
 
     Attributes:
         inputs: Token ids of each input.
-        pooling: How hidden states become one vector.
+        pooling: How hidden states become one vector: their mean, the last one, or the first one ("cls").
         dimensions: How many of the first numbers of a vector to return; None for all.
         is_base64: Whether to encode the vectors in base64.
     """
@@ -39,11 +39,11 @@ class EmbeddingRequest:
 
     @property
     def tasks(self) -> list[Callable[[Transformer], AuxiliaryTask]]:
-        """One task per input, which returns its vector."""
+        """Functions, one per input, that take the target and return a task that computes the input's embedding vector."""
         return [partial(compute_embedding, tokens, self.pooling, self.dimensions) for tokens in self.inputs]
 
     def format_response(self, vectors: Sequence[Float32], name: str) -> dict[str, Any]:
-        """Return the response for the vectors."""
+        """Return OpenAI's response object with the given embedding vectors, the model's name and the number of tokens."""
         n_tokens = sum(map(len, self.inputs))
         data = [{"object": "embedding", "index": i, "embedding": self._encode_vector(vector)} for i, vector in enumerate(vectors)]
         return {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
@@ -55,7 +55,11 @@ class EmbeddingRequest:
 
 
 def parse_embedding_request(body: Mapping[str, Any], model: ServedModel) -> EmbeddingRequest:
-    """Parse a body of /v1/embeddings. Raises APIError."""
+    """Parse a body of /v1/embeddings into an EmbeddingRequest with tokenized inputs.
+
+    Raises:
+        APIError: The body is invalid, or an input is too long.
+    """
     fields = Fields(body)
     fields.take("model", check_string, "")
     decoder = model.decoder
@@ -88,9 +92,15 @@ def _parse_inputs(name: str, value: Any) -> list[str | list[int]]:
 
 
 def compute_embedding(tokens: list[int], pooling: Pooling, dimensions: int | None, target: Transformer) -> AuxiliaryTask:
-    """Compute the vector of an input, of length 1, from the hidden states after the target's last norm.
+    """Compute the embedding vector of an input: its pooled hidden states after the target's last norm, scaled to length 1.
 
-    Yields after each forward pass.
+    A generator that yields after each forward pass and returns the vector.
+
+    Args:
+        tokens: Token ids of the input.
+        pooling: How hidden states become one vector.
+        dimensions: How many of the first numbers to keep; None for all.
+        target: The model; its weights are used with another KV cache.
     """
     last_norm = target.config.n_layers + 1
     model = target.clone_for_sequence((last_norm,))

@@ -21,11 +21,11 @@ CPU_REFILL_RATE = 0.05  # CPU seconds that a client gets back per second
 
 
 class BuilderBusyError(APIError):
-    """The error when too many constraints wait to be built, or this client's have used too much CPU time.
+    """The error (HTTP status 429) when too many constraints wait to be built, or a client's used too much CPU time.
 
     Args:
         message: The reason.
-        param: The request field.
+        param: The request field with the schema.
         retry_after_s: Seconds until the client may try again.
     """
 
@@ -40,6 +40,9 @@ class FairSemaphore:
     """A semaphore of one event loop that gives each client at most one permit at a time.
 
     The next permit goes to the client that waits longest among those without one.
+
+    Args:
+        max_concurrent: Most permits held at a time.
     """
 
     def __init__(self, max_concurrent: int) -> None:
@@ -47,11 +50,11 @@ class FairSemaphore:
 
     @property
     def n_waiting(self) -> int:
-        """Number of waiting requests."""
+        """Number of requests that wait for a permit."""
         return len(self._waiting)
 
     async def acquire(self, client: str) -> None:
-        """Wait for a permit; if cancelled, none is held."""
+        """Wait until the client gets a permit; if the wait is cancelled, the client holds none."""
         permit = asyncio.get_running_loop().create_future()
         self._waiting.append((client, permit))
         self._wake_next()
@@ -65,13 +68,13 @@ class FairSemaphore:
             raise
 
     def release(self, client: str) -> None:
-        """Return the permit of a client."""
+        """Give back the permit of a client, and wake a waiting client."""
         self._active.remove(client)
         self._wake_next()
 
     @asynccontextmanager
     async def hold(self, client: str) -> AsyncIterator[None]:
-        """Hold a permit inside the context."""
+        """Wait for a permit of the client, hold it inside the context, and give it back at the end."""
         await self.acquire(client)
         try:
             yield
@@ -87,7 +90,10 @@ class FairSemaphore:
 
 
 class ConstraintBuilder:
-    """Builds constraints, client by client. A build that is cancelled before its turn costs nothing."""
+    """Builds the constraints of structured output from grammars, in worker threads that clients take turns to use.
+
+    A build that is cancelled before its turn costs nothing.
+    """
 
     def __init__(self) -> None:
         self._pool, self._semaphore = (
@@ -97,7 +103,10 @@ class ConstraintBuilder:
         self._cpu_seconds = dict[str, tuple[float, float]]()  # debt, and the time of its last update
 
     async def build(self, grammar: Grammar, client: str) -> Constraint:
-        """Return the constraint of a grammar. Also raises the errors of `Grammar.build`.
+        """Return the constraint of a grammar, built in a worker thread when it is the client's turn, or cached.
+
+        Adds the CPU time to the client's. A build that has started goes on if the caller is cancelled. Also raises the errors of
+        `Grammar.build`.
 
         Raises:
             BuilderBusyError: Too many builds wait, or the client has used too much CPU time.
@@ -119,7 +128,7 @@ class ConstraintBuilder:
         return await asyncio.shield(building)
 
     def _check_budget(self, client: str, param: str) -> None:
-        """Raise BuilderBusyError for a client whose constraints have used more than its CPU time."""
+        """Raise BuilderBusyError for the field `param` if the builds of a client have used more than its CPU time."""
         if (seconds := self._get_cpu_debt(client) - MAX_CLIENT_CPU_S) > 0:
             raise BuilderBusyError("this client's schemas took too long to build", param, seconds / CPU_REFILL_RATE)
 

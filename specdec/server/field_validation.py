@@ -35,7 +35,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class APIError(Exception):
-    """An error response to a client.
+    """An exception that is sent to the client as an HTTP error response.
 
     Args:
         message: The text of the error.
@@ -58,21 +58,24 @@ class APIError(Exception):
 
     @property
     def note(self) -> str:
-        """The text for the log."""
+        """The error code and the name of the wrong parameter, for the log."""
         return f"{self.code or ''} {self.param or ''}".strip()
 
     def format_body(self, path: str = "") -> dict[str, Any]:
-        """Return the response body; the error type is that of OpenAI's or Anthropic's API, depending on the path."""
+        """Return the JSON body of the error response, as a dict.
+
+        The error type is one of OpenAI's or Anthropic's API, depending on the request path.
+        """
         types, server_error_type = ANTHROPIC_ERROR_TYPES if path.startswith(ANTHROPIC_PREFIX) else OPENAI_ERROR_TYPES
         error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else server_error_type)
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}, "type": "error"}
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """Parse a JSON body into an object.
+    """Parse the bytes of a JSON body into a dict.
 
     Raises:
-        APIError: The body is not an object, is nested too deeply or has lone surrogates.
+        APIError: The body is not a JSON object, has too many or too deeply nested lists and objects, or has lone surrogates.
     """
     if data.count(b"[") + data.count(b"{") > MAX_BODY_CONTAINERS:
         without_strings = JSON_STRING_PATTERN.sub(b"", data)
@@ -96,7 +99,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def _iter_containers(value: Any) -> Iterator[Any]:
-    """Yield the lists and objects in a list or an object; checks the strings in it."""
+    """Yield the lists and objects directly inside a list or an object; raises APIError for a string with lone surrogates."""
     for each in [*value, *value.values()] if isinstance(value, dict) else value:
         if isinstance(each, dict | list):
             yield each
@@ -111,7 +114,7 @@ def _reject_constant(name: str) -> Any:
 
 @contextmanager
 def wrap_errors(param: str | None) -> Iterator[None]:
-    """Raise errors inside the context as APIErrors of a parameter."""
+    """Turn each TypeError, ValueError or APIError inside the context into an APIError that names the given parameter."""
     try:
         yield
     except APIError as error:
@@ -122,13 +125,18 @@ def wrap_errors(param: str | None) -> Iterator[None]:
 
 
 class Fields:
-    """The fields of a body, each to be taken once; null counts as missing."""
+    """The fields of a request body, which are validated and removed one by one; null counts as missing."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = {name: value for name, value in body.items() if value is not None}
 
     def take(self, name: str, check: Callable[[str, Any], Value], default: Value) -> Value:
-        """Remove a field and return its checked value, or the default if it is missing.
+        """Remove a field from the body and return its checked value, or the default if it is missing or null.
+
+        Args:
+            name: Name of the field.
+            check: Takes the name and the value, and returns the value to use or raises ValueError or TypeError.
+            default: Result for a missing field.
 
         Raises:
             APIError: The value is invalid.
@@ -139,10 +147,10 @@ class Fields:
             return check(name, self._body.pop(name))
 
     def reject_remaining(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
-        """Raise APIError if a remaining field has an effect.
+        """Raise APIError if one of the fields left is unknown, or has a value that would have an effect.
 
         Args:
-            neutral: Fields without effect, with their accepted values.
+            neutral: The unsupported fields, each with its values that change nothing and are accepted.
         """
         for name, value in self._body.items():
             if name not in neutral:
@@ -154,35 +162,39 @@ class Fields:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return a boolean; raises TypeError for another value."""
+    """Return the value of the field `name` if it is true or false; raises TypeError for another value."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected true or false")
     return value
 
 
 def check_false(name: str, value: Any) -> bool:
-    """Return False; raises APIError for true, which is not supported."""
+    """Return False if the value of a field is false; raises APIError for true, which is not supported, else TypeError."""
     if check_bool(name, value):
         raise APIError(f"{name} is not supported; expected false", name, UNSUPPORTED)
     return False
 
 
 def check_object(name: str, value: Any) -> dict[str, Any]:
-    """Return a JSON object; raises TypeError for another value."""
+    """Return the value of the field `name` if it is a JSON object, a dict; raises TypeError for another value."""
     if not isinstance(value, dict):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected an object")
     return value
 
 
 def check_list(name: str, value: Any) -> list[Any]:
-    """Return a list that is not empty; raises TypeError for another value."""
+    """Return the value of the field `name` if it is a list that is not empty; raises TypeError for another value."""
     if not isinstance(value, list) or not value:
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of one or more")
     return value
 
 
 def iter_objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a list, each with its name in errors."""
+    """Yield the objects of the list `values`, each after its label for error messages, such as `messages[0]`.
+
+    Raises:
+        TypeError: The value is not a list, or an item is not an object.
+    """
     if not isinstance(values, list):
         raise TypeError(f"{name} is {shorten(values, repr)}; expected a list")
     for i, value in enumerate(values):
@@ -190,12 +202,18 @@ def iter_objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def make_range_check(minimum: int, maximum: int | None = None) -> Callable[[str, Any], int]:
-    """Return a check for an integer in a range."""
+    """Return a function that takes the name and value of a field and returns the value, an integer in the given range."""
     return lambda name, value: check_int(name, value, minimum, maximum)
 
 
 def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text",), separator: str = "") -> str:
-    """Return a string, or the joined texts of content parts.
+    """Return the content of a message as one string: the string that it is, or the joined texts of its content parts.
+
+    Args:
+        name: Name of the field, for errors.
+        value: A string or a list of content parts, which are objects with type and text.
+        part_types: The allowed types of parts.
+        separator: String between the texts of parts.
 
     Raises:
         TypeError: The value is neither.

@@ -29,7 +29,9 @@ class ServerState:
     """The state that all endpoints share.
 
     Attributes:
-        fingerprint: What responses depend on apart from the model.
+        model_manager: The served models.
+        fingerprint: Identifier of everything that responses depend on apart from the model.
+        constraint_builder: Builds the constraints of structured output.
     """
 
     model_manager: ModelManager
@@ -44,13 +46,19 @@ async def acquire_model(
     receive: Receive,
     on_loading: Callable[[ModelEntry], Awaitable[None]] | None = None,
 ) -> "AsyncIterator[tuple[ModelInstance, asyncio.Future[Any]]]":
-    """Yield the model that a body names once it is loaded, and a future that is done when the client disconnects.
+    """Yield the loaded model that a request body names, and a future that is done when the client disconnects.
+
+    Loads the model first if needed; it stays loaded inside the context.
 
     Args:
         model_manager: The models.
         body: The request's body.
         receive: The request's ASGI receive.
         on_loading: Called now and then while the model is being loaded.
+
+    Raises:
+        APIError: There is no such model, or it cannot be loaded.
+        ConnectionResetError: The client has disconnected while the model was being loaded.
     """
     name = body.get("model")
     entry = await asyncio.to_thread(model_manager.acquire, name if isinstance(name, str) else "")
@@ -63,7 +71,7 @@ async def acquire_model(
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
+    """Wait until the client disconnects; other messages from the client are dropped."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -71,10 +79,15 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def wait_unless_disconnected(
     disconnected: "asyncio.Future[Any]", task: "asyncio.Future[Value]", on_wait: Callable[[], Awaitable[None]] | None = None
 ) -> Value:
-    """Return the result of a task, and await on_wait now and then until it is done.
+    """Wait for a task and return its result, unless the client disconnects first.
+
+    Args:
+        disconnected: Done once the client has disconnected.
+        task: The task; it is cancelled if the wait ends before it is done.
+        on_wait: Called now and then until the task is done.
 
     Raises:
-        ConnectionResetError: The client has disconnected; the task is cancelled.
+        ConnectionResetError: The client has disconnected.
     """
     try:
         while not task.done():
@@ -93,7 +106,12 @@ async def wait_unless_disconnected(
 async def _wait_until_loaded(
     entry: ModelEntry, disconnected: "asyncio.Future[Any]", on_wait: Callable[[], Awaitable[None]] | None = None
 ) -> ModelInstance:
-    """Return a model once it is loaded, as in `wait_unless_disconnected`."""
+    """Wait until a model is loaded, and return it.
+
+    Raises:
+        APIError: The model cannot be loaded.
+        ConnectionResetError: The client has disconnected.
+    """
     if instance := entry.instance:
         return instance
     try:
@@ -103,7 +121,7 @@ async def _wait_until_loaded(
 
 
 class ResponseStreamer:
-    """A generation request: waits for its model, then sends the output as a stream or as a complete response.
+    """The ASGI response to a generation request: waits for its model, then sends the output as a stream or as a whole.
 
     A client that disconnects frees its slots. A stream reports the loading of the model.
 
@@ -111,7 +129,7 @@ class ResponseStreamer:
         state: The server's state.
         parse: Parser of the body.
         body: The request's body.
-        permit: To hold while the body is parsed.
+        permit: A context to enter while the body is parsed.
     """
 
     def __init__(
@@ -128,7 +146,10 @@ class ResponseStreamer:
         self._is_open = self._has_started = False  # the HTTP stream; the events of the response in it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
+        """Load the model, parse the body, generate the outputs and send the response.
+
+        An error is raised, and is also sent as the last event if the stream is open.
+        """
         self._send, self._path = send, scope["path"]
         on_loading = self._send_progress if self._body.get("stream") is True else None
         try:
@@ -171,12 +192,14 @@ class ResponseStreamer:
                 handle.cancel()
 
     def _on_event(self, index: int, event: Event | Exception) -> None:
-        """Queue an event from the scheduler's thread, unless the event loop has ended."""
+        """Pass an event of the output `index` from the scheduler's thread to the event loop, unless the loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def _iter_deltas(self, response: ResponseFormatter) -> AsyncIterator[tuple[int, ChoiceDelta] | None]:
-        """Yield the deltas of all choices until they are finished, and None when nothing has come for a while.
+        """Yield the index of an output and its delta for each event, until all outputs are finished.
+
+        Yields None when there was no event for `HEARTBEAT_INTERVAL_S`.
 
         Raises:
             ConnectionResetError: The client has disconnected.
@@ -217,7 +240,10 @@ class ResponseStreamer:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": i + 1 < len(chunks)})
 
     async def _send_stream(self, response: ResponseFormatter) -> None:
-        """Stream the response. It starts with the first delta, so that an error before that gets an HTTP status."""
+        """Send the outputs as server-sent events while they are generated, with comments when there are none for a while.
+
+        The response starts with the first delta, so that an error before that gets an HTTP status.
+        """
         self._last_sent = self._loop.time()
         async for item in self._iter_deltas(response):
             if item and item[1]:
@@ -227,7 +253,12 @@ class ResponseStreamer:
         await self._send_chunk(response.format_end, True)
 
     async def _send_chunk(self, format_chunk: Callable[[], bytes], is_last: bool = False) -> None:
-        """Send a chunk of the stream; opens the stream and starts the response if needed."""
+        """Send a chunk of the event stream; before the first one, send the HTTP headers and the first events of the response.
+
+        Args:
+            format_chunk: Returns the bytes of the chunk.
+            is_last: Whether the chunk ends the stream.
+        """
         if not self._is_open:
             self._is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
@@ -243,9 +274,9 @@ def _split_body(data: bytes) -> Iterator[bytes]:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return compact JSON as UTF-8, with lone surrogates escaped as in `format_sse_event`.
+    """Encode a value as compact JSON in UTF-8, with lone surrogates escaped as in `format_sse_event`.
 
-    It is encoded piece by piece, so that other threads can run in between.
+    The value is encoded piece by piece, so that other threads can run in between.
     """
     text = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
     return text.encode(errors="backslashreplace")

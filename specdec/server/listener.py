@@ -26,15 +26,19 @@ PROBE_INTERVALS_S = (0.05, 1.0)  # before the first interim response to a half-c
 
 
 class TimeoutH11Protocol(H11Protocol):
-    """A connection that is closed when its client is too slow to send headers or to read the response.
+    """An HTTP connection that is closed when its client is too slow to send headers or to read the response.
 
-    With too many connections, the one that has waited longest for its client is closed: first those whose clients do not read,
-    then those that wait for headers or a body. The rest of a rejected body is read and dropped for as long as headers may take;
-    otherwise the client would never see the error.
+    With too many connections, the one that has waited longest for its client is closed: first those with a client that does not
+    read, then those that wait for headers or a body. The rest of a rejected body is read and dropped for as long as headers may
+    take; otherwise the client would never see the error.
     """
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timers, and close or reject a connection if there are too many."""
+        """Start the timers of a new connection.
+
+        If there are too many connections, aborts the one that has waited longest for its client. If none waits, and there are
+        twice as many, makes the new connection reject its requests.
+        """
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # pause writing while the client has unread data
         self._header_timer: asyncio.TimerHandle | None = None
@@ -52,21 +56,21 @@ class TimeoutH11Protocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered."""
+        """Whether the connection has no request that is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     @property
     def is_write_blocked(self) -> bool:
-        """Whether the client has unread data."""
+        """Whether the response is paused because the client has not read what was sent."""
         return self._write_timer is not None
 
     @property
     def is_waiting_for_client(self) -> bool:
-        """Whether the client has to read, or to send headers or a body."""
+        """Whether the connection waits for its client to read, or to send headers or a body."""
         return self.is_write_blocked or self.is_idle or bool(self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
-        """Restart the wait for the client when a request starts."""
+        """Process bytes from the client; restart the time of waiting for the client if a request starts."""
         was_idle = self.is_idle
         super().data_received(data)
         if was_idle and not self.is_idle and not self.is_write_blocked:
@@ -74,16 +78,16 @@ class TimeoutH11Protocol(H11Protocol):
         self._start_header_timer()
 
     def handle_events(self) -> None:
-        """Close the connection after a request with both kinds of length."""
+        """Process parsed input; close the connection after a request with both Transfer-Encoding and Content-Length."""
         super().handle_events()
         if self.headers and {b"transfer-encoding", b"content-length"} <= {name for name, _ in self.headers}:
             self.headers.append(CLOSE_HEADER)  # a proxy may take the next request for the body's rest (RFC 9112, 6.1)
 
     def eof_received(self) -> bool:
-        """Keep a half-closed connection open while its request is being answered, as for `nc -N`.
+        """Return whether to keep a half-closed connection open, which is so while its request is being answered.
 
-        A client that has disconnected looks the same until something is sent. So interim responses are sent, which a client that
-        still reads skips (RFC 9110, 15.2).
+        Such a client is for example `nc -N`. A client that has disconnected looks the same until something is sent. So interim
+        responses are sent, which a client that still reads skips (RFC 9110, 15.2).
         """
         if self.is_idle or self.cycle.more_body:
             return False
@@ -92,31 +96,31 @@ class TimeoutH11Protocol(H11Protocol):
         return True
 
     def pause_writing(self) -> None:
-        """Start the write timeout."""
+        """Pause the response because the client does not read, and start the timeout that aborts the connection."""
         super().pause_writing()
         self._waiting_since = self.loop.time()
         self._write_timer = self.loop.call_later(WRITE_TIMEOUT_S, self.abort)
 
     def resume_writing(self) -> None:
-        """Stop the write timeout."""
+        """Resume the response because the client has read, and stop the write timeout."""
         super().resume_writing()
         self._waiting_since = self.loop.time()
         _cancel_timer(self._write_timer)
         self._write_timer = None
 
     def on_response_complete(self) -> None:
-        """Start to wait for the client's next request."""
+        """Start to wait for the next request of the client, once a response is complete."""
         if not self.is_write_blocked:
             self._waiting_since = self.loop.time()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
+        """Cancel all timers, since the connection is closed."""
         self._cancel_timers()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Send an error in the API's format for input that is not HTTP."""
+        """Answer input that is not HTTP with an error (status 400) in the API's format, and close the connection."""
         response = make_error_response(APIError(msg.lower().rstrip("."), None, "invalid_request"))
         headers = [*response.raw_headers, (b"connection", b"close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
@@ -130,7 +134,7 @@ class TimeoutH11Protocol(H11Protocol):
         self._probe_timer = self.loop.call_later(seconds, self._probe, PROBE_INTERVALS_S[1])
 
     def _start_header_timer(self) -> None:
-        """Start the header timeout, unless a request is being answered or the timer runs already."""
+        """Start the header timeout if it does not run yet, or stop it while a request is being answered."""
         if not self.is_idle:
             _cancel_timer(self._header_timer)
             self._header_timer = None
@@ -142,14 +146,14 @@ class TimeoutH11Protocol(H11Protocol):
             _cancel_timer(timer)
 
     def abort(self) -> None:
-        """Close the connection at once and drop the unread data."""
+        """Close the connection at once, and drop what the client has not read yet."""
         self._is_aborted = True
         self._cancel_timers()
         self.transport.abort()
 
 
 async def reject_connection(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with an error, since too many are being answered."""
+    """Answer a request with the error that there are too many connections (status 503); an ASGI app."""
     error = APIError("too many connections; try again later", None, "too_many_connections", 503)
     await make_error_response(error, scope["path"])(scope, receive, send)
 
@@ -167,13 +171,13 @@ class LogForwarder(logging.Handler):
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Forward a record."""
+        """Forward a log record to the callback as one line of at most 300 characters."""
         error = record.exc_info[1] if record.exc_info else None
         self._log(f"{record.getMessage().strip()}{f': {type(error).__name__}: {error}' if error else ''}"[:300])
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet.
+    """Return a TCP socket that is bound to the host and port and does not listen yet.
 
     Raises:
         ValueError: The address is not available.
@@ -194,7 +198,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 class Listener(threading.Thread):
-    """The HTTP server, as a thread.
+    """A thread that runs the HTTP server on a socket.
 
     Args:
         app: The ASGI app.
@@ -225,9 +229,9 @@ class Listener(threading.Thread):
         self._server, self._sock = uvicorn.Server(config), sock
 
     def run(self) -> None:
-        """Serve until the server stops."""
+        """Serve requests until the server is stopped and its open responses have ended."""
         self._server.run([self._sock])
 
     def stop_listening(self) -> None:
-        """Stop accepting connections; the server ends when the open responses do."""
+        """Stop accepting connections; the server's thread ends when the open responses do."""
         self._server.should_exit = True

@@ -29,6 +29,8 @@ class ModelInstance(NamedTuple):
     """A loaded model with its scheduler.
 
     Attributes:
+        model: The model with its name and its chat template.
+        scheduler: Generates the outputs of the model.
         created: Time of loading, in Unix seconds.
     """
 
@@ -38,19 +40,19 @@ class ModelInstance(NamedTuple):
 
 
 class ModelSource(Protocol):
-    """A source of models.
+    """A source of models, which lists them and loads one by its name.
 
     Attributes:
-        memory_bytes: Memory of the machine.
+        memory_bytes: Memory of the machine, in bytes.
     """
 
     memory_bytes: float
 
     def list_models(self) -> Mapping[str, int]:
-        """Return the sizes in bytes of all models, by the names that clients use."""
+        """Return the size in bytes of each available model, by the name that clients use."""
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
-        """Load a model and report the progress, from 0 to 1.
+        """Load a model by its name and return it with its scheduler; reports the progress, from 0 to 1, to a callback.
 
         Raises:
             ValueError: The model cannot be loaded.
@@ -58,16 +60,20 @@ class ModelSource(Protocol):
         """
 
     def limit_caches(self, instances: list[ModelInstance]) -> None:
-        """Divide the memory that those models leave among their KV caches."""
+        """Divide the memory that the weights of the given models leave among the KV caches of the models."""
 
 
 @dataclass
 class ModelEntry:
-    """A model that is loaded or is being loaded.
+    """A model that is loaded or is being loaded, with a count of the requests that use it.
 
     Attributes:
-        n_requests: Number of requests that use it or wait for it.
-        last_used: Time of the last change of n_requests.
+        name: The name that clients use.
+        n_bytes: Size of the weights.
+        instance_future: The loaded model, or the error that loading has raised.
+        progress: Progress of loading, from 0 to 1.
+        n_requests: Number of requests that use the model or wait for it.
+        last_used: Time of loading, or of the end of the last request.
     """
 
     name: str
@@ -79,13 +85,13 @@ class ModelEntry:
 
     @property
     def instance(self) -> ModelInstance | None:
-        """The loaded model, or None."""
+        """The loaded model, or None if it is still being loaded or cannot be loaded."""
         loading = self.instance_future  # another thread may replace it
         return loading.result() if loading.done() and not loading.exception() else None
 
 
 class SingleModelSource:
-    """A source with one model that is already loaded."""
+    """A source with only one model, which is already loaded."""
 
     memory_bytes = 0.0
 
@@ -93,22 +99,24 @@ class SingleModelSource:
         self._instance = instance
 
     def list_models(self) -> Mapping[str, int]:
-        """Return the size of the model."""
+        """Return a mapping from the name of the only model to the size of its weights in bytes."""
         return {self._instance.model.name: self._instance.model.decoder.target.weights.n_bytes}
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
-        """Return the model."""
+        """Return the only model, which is loaded already; the arguments are ignored."""
         return self._instance
 
     def limit_caches(self, instances: list[ModelInstance]) -> None:
-        """Do nothing: the limit of its caches is set already."""
+        """Do nothing, since the memory limit of the model's KV caches is set already."""
 
 
 class ModelManager:
-    """The loaded models, with reference counts and a loader thread.
+    """The models of the server: loads them when requests need them, and unloads those that no request uses.
+
+    Models are loaded and unloaded on a thread of their own.
 
     Args:
-        source: Where models come from.
+        source: The source that lists and loads models.
         keep_alive: Seconds that an unused model stays loaded; None for ever.
         log: Callback for a log line.
     """
@@ -123,9 +131,9 @@ class ModelManager:
         self._unloaded_metrics = Metrics()
 
     def list_models(self, max_age_s: float = LIST_MAX_AGE_S) -> Mapping[str, int]:
-        """Return the names and sizes in bytes of all models, from a list of at most that age.
+        """Return the size in bytes of each available model by its name, from a list that is at most max_age_s seconds old.
 
-        Slow. One thread lists at a time; others meanwhile get the previous list, if there is one.
+        A new list is slow. One thread makes it at a time; others meanwhile get the previous list, if there is one.
         """
         if time.monotonic() - self._list_time >= max_age_s and self._list_lock.acquire(blocking=not self._model_sizes):
             try:
@@ -136,23 +144,25 @@ class ModelManager:
         return self._model_sizes
 
     def get_instance(self, name: str) -> ModelInstance | None:
-        """Return a model if it is loaded."""
+        """Return the model with the given name if it is loaded, otherwise None."""
         entry = self._entries.get(name)
         return entry.instance if entry else None
 
     @property
     def _instances(self) -> list[ModelInstance]:
-        """The loaded models."""
+        """The models that are loaded now."""
         return [instance for entry in [*self._entries.values()] if (instance := entry.instance)]
 
     @property
     def metrics(self) -> Metrics:
-        """The sums of all models' metrics, also of those that were unloaded."""
+        """The sums of the metrics of all models, also of those that were unloaded."""
         with self._lock:
             return merge_metrics([self._unloaded_metrics, *(instance.scheduler.metrics for instance in self._instances)])
 
     def acquire(self, name: str) -> ModelEntry:
-        """Return a model and count a use of it; starts to load it if needed. Each call needs a call of `release`.
+        """Return the entry of a model and count a request that uses it; starts to load the model if needed.
+
+        Each call needs a call of `release`.
 
         Args:
             name: Name of the model; if empty, the most recently requested one, or the first of the list.
@@ -181,18 +191,18 @@ class ModelManager:
             return entry
 
     def release(self, entry: ModelEntry) -> None:
-        """Count the end of a use of a model."""
+        """Count the end of a request that uses a model, so that the model can be unloaded once no other request uses it."""
         with self._lock:
             entry.n_requests -= 1
             entry.last_used = time.monotonic()
 
     def unload_idle(self) -> None:
-        """Unload the models that have been idle for `keep_alive` seconds."""
+        """Start to unload the models that no request has used for `keep_alive` seconds, on the loader's thread."""
         if self._keep_alive is not None and self._find_idle(oldest := time.monotonic() - self._keep_alive):
             self._loader.submit(self._unload_idle, oldest)
 
     def _find_idle(self, oldest: float = math.inf) -> list[ModelEntry]:
-        """Return the loaded models that have not been used since then."""
+        """Return the entries of loaded models that no request uses, last used before the time `oldest`."""
         return [
             entry for entry in [*self._entries.values()] if entry.instance and not entry.n_requests and entry.last_used < oldest
         ]
@@ -210,7 +220,10 @@ class ModelManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, entry: ModelEntry) -> None:
-        """Load a model, on the loader's thread."""
+        """Load a model, on the loader's thread, and set the result or the error of its future.
+
+        First unloads idle models if memory is short. A model that cannot be loaded is removed; a later request tries again.
+        """
         try:
             self._free_memory(entry)
             start = time.monotonic()
@@ -234,13 +247,13 @@ class ModelManager:
                 entry.instance_future.set_exception(error)
 
     def _report_progress(self, entry: ModelEntry, progress: float) -> None:
-        """Store the progress of loading. Raises ShutdownError to stop the loading."""
+        """Store the loading progress of a model, from 0 to 1; raises ShutdownError, to stop the loading, after a shutdown."""
         if self._is_closed:
             raise ShutdownError()
         entry.progress = progress
 
     def _free_memory(self, entry: ModelEntry) -> None:
-        """Unload idle models, the longest unused first, until a model fits. Raises APIError if that is not enough."""
+        """Unload idle models, the longest unused first, until the given model fits; raises APIError if that is not enough."""
         while True:
             with self._lock:
                 others = [each for each in self._entries.values() if each is not entry]
@@ -275,7 +288,7 @@ class ModelManager:
 
 
 def make_single_model_manager(instance: ModelInstance) -> ModelManager:
-    """Return a manager of one loaded model, which stays loaded."""
+    """Return a ModelManager with only the given loaded model, which is never unloaded."""
     manager, name = ModelManager(SingleModelSource(instance), None, lambda line: None), instance.model.name
     entry = ModelEntry(name, 0)
     entry.instance_future.set_result(instance)

@@ -21,7 +21,7 @@ MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's 
 
 @dataclass
 class ChoiceDelta:
-    """The growth of a choice by a step.
+    """The new output of one choice in a step.
 
     Attributes:
         deltas: Reasoning, text and tool calls, in their order.
@@ -40,28 +40,28 @@ class ChoiceDelta:
 
     @property
     def text(self) -> str:
-        """The new text."""
+        """The new text, without reasoning and tool calls."""
         return "".join([each for each in self.deltas if isinstance(each, str)])
 
     @property
     def reasoning(self) -> str:
-        """The new reasoning."""
+        """The new text of the model's reasoning."""
         return "".join([each.text for each in self.deltas if isinstance(each, Reasoning)])
 
     @property
     def tool_calls(self) -> list[ToolCall | ArgumentsDelta]:
-        """The new tool calls and arguments."""
+        """The new tool calls, and the new pieces of arguments of earlier tool calls."""
         return [each for each in self.deltas if isinstance(each, ToolCall | ArgumentsDelta)]
 
     def add(self, other: "ChoiceDelta") -> None:
-        """Append the delta that follows."""
+        """Append the next delta of the same choice to this one."""
         for each in other.deltas:
             self.append(each)
         self.logprobs += other.logprobs
         self.finish_reason, self.details = other.finish_reason, other.details
 
     def append(self, delta: Delta) -> None:
-        """Append a piece of output, merged with the last one if it continues it."""
+        """Append a piece of output; a piece that continues the last one is merged with it."""
         last = self.deltas[-1] if self.deltas else None
         if isinstance(delta, ArgumentsDelta) and isinstance(last, ToolCall | ArgumentsDelta):
             self.deltas[-1] = replace(last, arguments=last.arguments + delta.arguments)
@@ -74,7 +74,7 @@ class ChoiceDelta:
 
 
 class Choice:
-    """One output of a response, which turns its events into deltas."""
+    """One of the outputs of a response, which turns the events of its generation into deltas."""
 
     def __init__(self, request: ParsedRequest) -> None:
         self._tool_parser, self._is_single_call, self._has_details = (
@@ -87,7 +87,10 @@ class Choice:
         self.stop_string: str | None = None  # the one that ended the output
 
     def process_event(self, event: Event) -> ChoiceDelta:
-        """Return the delta of an event."""
+        """Return the new output of a generation event, with its tool calls and reasoning parsed; count it in the statistics.
+
+        The delta is empty for events other than a `Step`. Further tool calls are dropped if the request allows only one.
+        """
         self.statistics.add(event)
         if not isinstance(event, Step):
             return ChoiceDelta()
@@ -118,7 +121,10 @@ class Choice:
 
     @property
     def _has_complete_call(self) -> bool:
-        """Whether there is a call and the last one is complete: an end-of-sequence token or a stop string may cut it off."""
+        """Whether there is a tool call, and the arguments of the last one are complete JSON.
+
+        An end-of-sequence token or a stop string may cut the arguments off.
+        """
         try:
             return self.n_calls > 0 and isinstance(
                 parse_json("".join(self._arguments) or ("" if self.stop_string else "{}")), dict
@@ -128,7 +134,10 @@ class Choice:
 
 
 def format_statistics(statistics: Statistics) -> dict[str, Any]:
-    """Return the statistics of an output. The seconds are those of shared passes, so they do not measure the target alone."""
+    """Return the statistics of an output as a JSON object.
+
+    The seconds are those of shared passes, so they do not measure the target alone.
+    """
     return {
         "tokens": statistics.n_generated,
         "passes": statistics.target_passes,
@@ -139,14 +148,20 @@ def format_statistics(statistics: Statistics) -> dict[str, Any]:
 
 
 def format_draft_details(step: Step) -> dict[str, Any]:
-    """Return `runs`, the step's text split by its source (guessed or own), and `wrong`, the rejected draft text."""
+    """Return a JSON object that shows which text of a step was drafted.
+
+    `runs` is the text split by its source ("guessed" for accepted draft tokens, "own" for the target's); `wrong` is the
+    rejected draft text.
+    """
     runs = ("guessed", step.pieces[: step.n_accepted]), ("own", step.pieces[step.n_accepted :])
     merged = [[source, text] for source, pieces in runs if (text := "".join(pieces).replace(SPECIAL_TOKEN_MARK, ""))]
     return {"runs": merged, "wrong": "".join(step.wrong).replace(SPECIAL_TOKEN_MARK, "")}
 
 
 class ResponseFormatter:
-    """Base class of the response formats; subclasses for other APIs are in files of their own.
+    """Base class of formatters that turn the outputs of a request into the response of an API.
+
+    Subclasses for other APIs than OpenAI's are in files of their own.
 
     Attributes:
         choices: The outputs. Formats for a single output use the first one.
@@ -159,37 +174,40 @@ class ResponseFormatter:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of all prompts; a prompt that several outputs share counts once."""
+        """Number of tokens of all prompts; a prompt that several outputs share counts once."""
         return sum({id(request.prompt): len(request.prompt) for request in self.request.generation_requests}.values())
 
     @property
     def n_generated(self) -> int:
-        """Tokens of all outputs."""
+        """Number of tokens generated for all outputs."""
         return sum(choice.statistics.n_generated for choice in self.choices)
 
     def format_start(self) -> bytes:
-        """Return the first events of a stream."""
+        """Return the first server-sent events of a stream; empty by default."""
         return b""
 
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return the events for a delta of a choice."""
+        """Return the server-sent events for a delta of the choice with the given index."""
         raise NotImplementedError
 
     def format_end(self) -> bytes:
-        """Return the last events of a stream."""
+        """Return the last server-sent events of a stream."""
         raise NotImplementedError
 
     def format_error(self, error: APIError) -> bytes:
-        """Return the events that end a stream after an error."""
+        """Return the server-sent events that end a stream after an error."""
         return format_sse_event(error.format_body()) + SSE_DONE
 
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """Return the complete response for the deltas of all choices."""
+        """Return the complete response as a JSON object, from the merged deltas of each choice."""
         raise NotImplementedError
 
 
 def format_sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event. A lone surrogate, which JSON escapes can produce, is escaped again."""
+    """Return a server-sent event in UTF-8 with a JSON object as its data, and with a name if there is one.
+
+    A lone surrogate, which JSON escapes can produce, is escaped again.
+    """
     event = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
     return (f"event: {name}\n{event}" if name else event).encode(errors="backslashreplace")
 
@@ -200,6 +218,9 @@ class OutputPart:
 
     Attributes:
         part_type: Type of its deltas: str, Reasoning or ToolCall.
+        index: Position among the parts.
+        id: Random id.
+        name: Name of the called tool.
         text: The text or arguments so far.
     """
 
@@ -211,25 +232,25 @@ class OutputPart:
 
 
 class PartsFormatter(ResponseFormatter):
-    """Base class of formats with a single output that consists of parts in a row."""
+    """Base class of formatters for a response with a single output, which consists of parts in a row."""
 
     def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
         super().__init__(request, model, fingerprint)
         self._parts, self._finish_reason = list[OutputPart](), "stop"
 
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return the events for a delta."""
+        """Add a delta to the parts of the output, and return the server-sent events for it."""
         return b"".join([self._format_part(*each) for each in self._update_parts(delta)])
 
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """Return the complete response."""
+        """Add the deltas to the parts of the output, and return the complete response as a JSON object."""
         for delta in deltas:
             for _ in self._update_parts(delta):  # no events are needed
                 pass
         return self._make_response()
 
     def _update_parts(self, delta: ChoiceDelta) -> Iterator[tuple[str, OutputPart, str]]:
-        """Update the parts by a delta and yield the changes as arguments of `_format_part`."""
+        """Add a delta to the parts of the output, and yield each change as arguments of `_format_part`."""
         for piece in delta.deltas:
             part_type = ToolCall if isinstance(piece, ArgumentsDelta) else type(piece)
             if not self._parts or self._parts[-1].part_type is not part_type or isinstance(piece, ToolCall):
@@ -245,25 +266,25 @@ class PartsFormatter(ResponseFormatter):
         self._finish_reason = delta.finish_reason or self._finish_reason
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
-        """Return the events of a change of a part: its "start", a "delta" by some text, or its "end"."""
+        """Return the server-sent events for a change of a part: its "start", a "delta" with new text, or its "end"."""
         raise NotImplementedError
 
     def _make_response(self) -> dict[str, Any]:
-        """Return the response for all parts."""
+        """Return the complete response as a JSON object, from all parts of the output."""
         raise NotImplementedError
 
     def _end_last_part(self) -> bytes:
-        """Return the events that end the last part."""
+        """Return the server-sent events that end the last part; empty if there are no parts."""
         return b"".join([self._format_part("end", part, "") for part in self._parts[-1:]])
 
 
 def make_id() -> str:
-    """Return nine letters and digits, the only form that Mistral's templates accept for the id of a call."""
+    """Return a random id of nine letters and digits, the only form of a call's id that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
 class CompletionFormatter(ResponseFormatter):
-    """Formats responses as OpenAI's chunks or completions."""
+    """A formatter of responses in the format of OpenAI's chat and completion APIs, as chunks or as a whole."""
 
     def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
         super().__init__(request, model, fingerprint)
@@ -272,7 +293,7 @@ class CompletionFormatter(ResponseFormatter):
         self._offsets = [0] * len(self.choices)
 
     def format_start(self) -> bytes:
-        """Return a chunk with the role of each choice, for a chat."""
+        """Return a chunk with the assistant's role for each choice of a chat; empty for a completion."""
         n_roles = len(self.choices) * self.request.is_chat
         first_delta = {"role": "assistant", "content": ""}
         return b"".join(
@@ -283,21 +304,24 @@ class CompletionFormatter(ResponseFormatter):
         )
 
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return the chunk of a delta."""
+        """Return the chunk, as a server-sent event, for a delta of the choice with the given index."""
         return format_sse_event(self._make_chunk([self._format_choice(index, delta, False)], delta.details))
 
     def format_end(self) -> bytes:
-        """Return the usage, if requested, and the end mark."""
+        """Return the last chunk with the token counts, if the request asks for them, and the end mark of the stream."""
         return (format_sse_event(self._make_chunk([], None, self.usage)) if self.request.include_usage else b"") + SSE_DONE
 
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """Return the complete response."""
+        """Return the complete response as a JSON object, from the merged deltas of each choice."""
         choices = [self._format_choice(index, delta, True) for index, delta in enumerate(deltas)]
         details = next((delta.details for delta in deltas if delta.details), None)
         return self._make_chunk(choices, details, self.usage, "")
 
     def _format_choice(self, index: int, delta: ChoiceDelta, is_complete: bool) -> dict[str, Any]:
-        """Return a delta of a choice, or the complete choice. The names of fields are those that most clients know."""
+        """Return a choice as a JSON object, from a part of its output for a chunk or from all of it (`is_complete`).
+
+        The names of fields are those that most clients know.
+        """
         finish = {"logprobs": self._format_logprobs(index, delta), "finish_reason": delta.finish_reason}
         if not self.request.is_chat:
             return {"index": index, "text": delta.text, **finish}
@@ -317,7 +341,7 @@ class CompletionFormatter(ResponseFormatter):
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts of all choices."""
+        """Token counts of the prompts and of all choices, as OpenAI's `usage` object."""
         parts = [choice.statistics for choice in self.choices]
         accepted, drafted = sum(part.n_accepted for part in parts), sum(part.n_drafted for part in parts)
         return {
@@ -333,7 +357,7 @@ class CompletionFormatter(ResponseFormatter):
     def _make_chunk(
         self, choices: list[dict[str, Any]], details: dict[str, Any] | None, usage: Any = None, object_suffix: str = ".chunk"
     ) -> dict[str, Any]:
-        """Return a chunk, or the complete response, whose object name has no suffix."""
+        """Return a JSON object with the given choices: a chunk, or the complete response if `object_suffix` is empty."""
         chunk = {
             "id": self._id,
             "object": f"chat.completion{object_suffix}" if self.request.is_chat else "text_completion",
@@ -346,7 +370,10 @@ class CompletionFormatter(ResponseFormatter):
         return chunk | ({"specdec": details} if details else {})
 
     def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """Return log-probabilities in the format of the request's kind; None without any."""
+        """Return the log-probabilities of a delta in the format of chats or of completions; None if it has none.
+
+        For a completion, also advances the text offset of the choice.
+        """
         if not delta.logprobs:
             return None
         if self.request.is_chat:
@@ -374,7 +401,7 @@ class CompletionFormatter(ResponseFormatter):
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": token_bytes}
 
     def _get_token_text(self, token: int) -> tuple[str, list[int] | None]:
-        """Return a token's text and bytes; for a token without text, its name in the vocabulary and None."""
+        """Return a token's text and its bytes; for a token without text, its name in the vocabulary and None."""
         tokenizer = self.model.decoder.tokenizer
         token_bytes = tokenizer.token_to_bytes(token)
         if token_bytes is not None:

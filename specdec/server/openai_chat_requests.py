@@ -66,13 +66,13 @@ RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generati
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as requests see it.
+    """A served model, with what is needed to parse the requests for it.
 
     Attributes:
         name: The name that clients use.
-        decoder: The models.
+        decoder: The target and its draft models.
         template: The chat template; None for a model that cannot chat.
-        default_sampling: For the fields that a request leaves out.
+        default_sampling: Sampling settings for the fields that a request leaves out.
     """
 
     name: str
@@ -87,6 +87,9 @@ class ParsedRequest:
 
     Attributes:
         generation_requests: One per output.
+        is_chat: Whether the request is a chat and not a completion.
+        is_stream: Whether the response is streamed.
+        include_usage: Whether a stream ends with the numbers of tokens.
         has_details: Whether each chunk reports which tokens were drafted.
         is_single_call: Whether at most one tool call is returned.
         make_tool_parser: Makes a parser for the tool calls of an output; None if they are not parsed.
@@ -106,7 +109,12 @@ class ParsedRequest:
 
 
 def _parse_logit_bias(name: str, biases: Any, n_ids: int) -> dict[int, float]:
-    """Return the biases by token id, which is a string of digits in JSON."""
+    """Convert the field `logit_bias` into a dict of biases by token id, which is a string of digits in JSON.
+
+    Raises:
+        ValueError: A key is not a token id below n_ids.
+        TypeError: The value is not an object.
+    """
     for key in check_object(name, biases):
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < n_ids):
             raise ValueError(f"{name} has the key {shorten(key, repr)}; expected token ids, from 0 to {n_ids - 1}")
@@ -114,7 +122,11 @@ def _parse_logit_bias(name: str, biases: Any, n_ids: int) -> dict[int, float]:
 
 
 def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of /v1/chat/completions. Raises APIError."""
+    """Parse a body of OpenAI's /v1/chat/completions into a ParsedRequest, with the chat rendered as a prompt of tokens.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
     fields = Fields(body)
     fields.take("model", check_string, "")
     if not model.template:
@@ -171,9 +183,12 @@ def _choose_tool_grammar(
     is_single_call: bool,
     response_schema: Mapping[str, Any] | None,
 ) -> Grammar | None:
-    """Return a grammar that makes the tool calls valid, if their format is known and llguidance is installed.
+    """Return a grammar that makes the tool calls valid; None if their format is unknown or llguidance is not installed.
 
     `required_by` is the request field that needs the grammar in any case, or "".
+
+    Raises:
+        APIError: A field needs the grammar, but the format is unknown.
     """
     if tool_format and (required_by or is_installed()):
         return make_tool_grammar(
@@ -185,7 +200,11 @@ def _choose_tool_grammar(
 
 
 def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of /v1/completions. Raises APIError."""
+    """Parse a body of OpenAI's /v1/completions into a ParsedRequest, with its prompts as tokens.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
     fields = Fields(body)
     fields.take("model", check_string, "")
     prompts = fields.take("prompt", _parse_prompts, list[str | list[int]]([""]))
@@ -214,9 +233,17 @@ def _parse_common_fields(
     n_top_logprobs: int | None,
     visible_tokens: Mapping[int, str] | None = None,
 ) -> Callable[[list[list[int]]], ParsedRequest]:
-    """Take the remaining fields, which all requests share, and return a function that makes the request from its prompts.
+    """Parse the remaining fields, which all requests share; return a function that makes the request from its prompts.
 
-    `prompt_field` is the name of the field of prompts, for errors.
+    Raises APIError for invalid and unknown fields.
+
+    Args:
+        fields: The fields of the body.
+        model: The served model.
+        prompt_field: Name of the field with the prompts, for errors.
+        max_tokens: Maximum number of tokens of an output; None for as many as the context holds.
+        n_top_logprobs: Number of most probable tokens to report per position; None for no log-probabilities.
+        visible_tokens: Special tokens that the output shows, with their text.
     """
     sampling = _parse_sampling(fields, model.default_sampling, model.decoder.n_ids)
     stop_strings = fields.take("stop", _parse_stops, list[str]())
@@ -234,7 +261,7 @@ def _parse_common_fields(
     fields.reject_remaining()
 
     def make_request(prompts: list[list[int]]) -> ParsedRequest:
-        """Make the request. Raises APIError for values that do not fit together."""
+        """Make the request from its prompts, token ids; raise APIError if it has too many outputs or a prompt is too long."""
         tokenizer, n_positions, prediction_tokens = model.decoder.tokenizer, model.decoder.n_positions, list[int]()
         if n * len(prompts) > MAX_CHOICES:
             raise APIError(f"the request needs {n * len(prompts)} outputs; at most {MAX_CHOICES} are allowed", "n")
@@ -272,7 +299,7 @@ def _parse_common_fields(
 
 
 def _parse_sampling(fields: Fields, defaults: Sampling, n_ids: int) -> Sampling:
-    """Return the sampling of the fields, and the model's default where they are missing."""
+    """Return the sampling settings of a request; the model's defaults replace missing fields."""
     top_p = fields.take("top_p", lambda name, value: check_float(name, value, 1, "a number from 0 to 1"), defaults.top_p or 1.0)
     top_k = fields.take("top_k", make_range_check(0), defaults.top_k)
     temperature = fields.take(
@@ -287,19 +314,22 @@ def _parse_sampling(fields: Fields, defaults: Sampling, n_ids: int) -> Sampling:
 
 
 def _replace_sampling_field(sampling: Sampling, n_ids: int, name: str, value: Any) -> Sampling:
-    """Return the sampling with one field replaced; `Sampling` checks the value."""
+    """Return the sampling settings with one of them set to the value of a request field; `Sampling` checks the value."""
     changes: dict[str, Any] = {SAMPLING_FIELDS[name]: _parse_logit_bias(name, value, n_ids) if name == "logit_bias" else value}
     return replace(sampling, **changes)
 
 
 def _get_max_chars(model: ServedModel) -> int:
-    """Return the most characters that fit into the context, however they are tokenized."""
+    """Return the most characters that a text in the model's context can have, however it is tokenized."""
     tokenizer = model.decoder.tokenizer
     return model.decoder.n_positions * (tokenizer.max_token_length if isinstance(tokenizer, ChatTokenizer) else 1)
 
 
 def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
-    """Return the options for the template. A reasoning effort is one of them, or switches thinking on or off."""
+    """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
+
+    A reasoning effort is an option of some templates; for others it switches thinking on or off.
+    """
     options = fields.take("chat_template_kwargs", _check_template_options, dict[str, bool | int | str]())
     effort = fields.take("reasoning_effort", _check_word, "")
     if effort and template.has_reference_to("reasoning_effort"):
@@ -319,7 +349,7 @@ def _check_template_options(name: str, value: Any) -> dict[str, bool | int | str
 
 
 def _check_word(name: str, value: Any) -> str:
-    """Return a string that cannot be the name of a special token."""
+    """Return the value of a field if it is a word that cannot be the name of a special token; raises ValueError otherwise."""
     if not isinstance(value, str) or not OPTION_PATTERN.fullmatch(value):
         raise ValueError(f"{name} is {shorten(value, repr)}; expected a word of letters, digits, _ and -")
     return value
@@ -327,7 +357,10 @@ def _check_word(name: str, value: Any) -> str:
 
 @contextmanager
 def wrap_encoding_errors(model: ServedModel, param: str) -> Iterator[None]:
-    """Raise errors of tokenization and grammars inside the context as APIErrors, without the paths of local files."""
+    """Turn errors of chat templates, tokenization and grammars inside the context into APIErrors for a request field.
+
+    The paths of local files are removed from the messages.
+    """
     try:
         yield
     except WorkerLostError as error:
@@ -343,7 +376,7 @@ def wrap_encoding_errors(model: ServedModel, param: str) -> Iterator[None]:
 
 
 def _parse_prompts(name: str, value: Any) -> list[str | list[int]]:
-    """Return prompts: a string, token ids, or a list of either."""
+    """Return the prompts of a field that is a string, token ids, or a list of either: each as a string or token ids."""
     if isinstance(value, str):
         return [check_string(name, value)]
     if all(type(each) is int for each in check_list(name, value)):
@@ -366,7 +399,7 @@ def _parse_prediction(name: str, value: Any) -> str:
 
 
 def _parse_tool_choice(name: str, value: Any, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the kind of choice, and the tools that may be called."""
+    """Return the kind of choice ("auto", "none" or "required"), and the list of tools that may be called."""
     if isinstance(value, dict):
         check_choice(f"type of {name}", value.get("type"), ["function"])
         function_name = check_object(f"function of {name}", value.get("function")).get("name")
@@ -386,7 +419,7 @@ def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_tool(name: str, value: Any) -> dict[str, Any]:
-    """Return a function in the form that templates expect."""
+    """Return a validated tool in the form that chat templates expect, and with the key `strict`."""
     check_choice(f"type of {name}", check_object(name, value).get("type"), ["function"])
     function = check_object(f"function of {name}", value.get("function"))
     if not TOOL_NAME_PATTERN.fullmatch(check_string(f"name of {name}", function.get("name"))):
@@ -405,9 +438,9 @@ def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str]) -> dict[str, Any]:
-    """Return a message in the form that templates expect.
+    """Return a validated chat message in the form that chat templates expect.
 
-    `tool_names` has the names of the tools called so far, by the ids of the calls; it is updated.
+    `tool_names` has the names of the tools called so far, by the ids of the calls; the calls of this message are added.
     """
     known_keys = {
         "role",
@@ -445,7 +478,7 @@ def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str])
 
 
 def _parse_call(name: str, value: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as templates expect it."""
+    """Return a validated tool call of a message with its arguments as a dict, not a string, as chat templates expect it."""
     check_choice(f"type of {name}", check_object(name, value).get("type", "function"), ["function"])
     function = check_object(f"function of {name}", value.get("function"))
     arguments: Any = check_string(f"arguments of {name}", function.get("arguments"))
@@ -458,7 +491,12 @@ def _parse_call(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
-    """Return the schema of a response_format; None for text. Raises ValueError for an invalid schema."""
+    """Return the JSON schema that a `response_format` requires of the output; None for text.
+
+    Raises:
+        ValueError: The schema or the type is invalid.
+        TypeError: An object is missing.
+    """
     format_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["text", "json_object", "json_schema"])
     if format_type == "text":
         return None

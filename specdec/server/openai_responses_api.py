@@ -40,7 +40,11 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoni
 
 
 def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of /v1/responses. Raises APIError."""
+    """Parse a body of OpenAI's /v1/responses into a ParsedRequest.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
     fields = Fields(body)
     for name in STATEFUL_FIELDS:
         if name in body and body[name] is not None:
@@ -70,14 +74,14 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
 
 
 def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the leading system messages into one, since many templates support only one."""
+    """Return the messages with the leading system messages merged into one, since many templates support only one."""
     n = next((i for i, each in enumerate(messages) if each["role"] not in ("system", "developer")), len(messages))
     system = "\n\n".join(each["content"] for each in messages[:n])
     return [*([{"role": "system", "content": system}] if system else []), *messages[n:]]
 
 
 def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the messages in chat format; reasoning, text and calls in a row become one assistant message."""
+    """Convert the field `input` into chat messages; reasoning, text and calls in a row become one assistant message."""
     if isinstance(value, str):
         return [{"role": "user", "content": check_string(name, value)}]
     messages = list[dict[str, Any]]()
@@ -113,14 +117,14 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last message if it is the assistant's, otherwise append a new one."""
+    """Return the last message if it is the assistant's; otherwise append an empty assistant message and return that."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the function tools; `IGNORED_TOOL_TYPES` are skipped."""
+    """Convert the field `tools` into the tools of a chat request; skips the types in `IGNORED_TOOL_TYPES`."""
     tools = list[dict[str, Any]]()
     for label, tool in iter_objects(name, value):
         tool_type = tool.get("type")
@@ -140,7 +144,7 @@ def _parse_tool_choice(name: str, value: Any) -> Any:
 
 
 def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
-    """Return the response format."""
+    """Convert the field `text` into a dict with the chat field `response_format`, or an empty one without a format."""
     fields = Fields(check_object(name, value))
     fields.take("verbosity", check_string, "")
     response_format = fields.take("format", check_object, EMPTY_OBJECT)
@@ -160,9 +164,12 @@ def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
 
 
 class ResponsesFormatter(PartsFormatter):
-    """Formats responses as events or objects of the Responses API.
+    """A formatter of responses in the format of OpenAI's Responses API, as server-sent events or as one object.
 
     Args:
+        request: The request.
+        model: The model that answers.
+        fingerprint: Identifier of everything that responses depend on apart from the model.
         echoed: Fields of the request that the response repeats.
     """
 
@@ -171,19 +178,19 @@ class ResponsesFormatter(PartsFormatter):
         self._echoed, self._n_events, self._id = echoed, 0, f"resp_{secrets.token_hex(12)}"
 
     def format_start(self) -> bytes:
-        """Return the events that start a response."""
+        """Return the server-sent events that start a response, without output yet."""
         response = self._make_response_object("in_progress", [])
         return self._format_event("response.created", response=response) + self._format_event(
             "response.in_progress", response=response
         )
 
     def format_end(self) -> bytes:
-        """Return the events that end a response."""
+        """Return the server-sent events that end the last output item and the response."""
         part_end, response = self._end_last_part(), self._make_response()
         return part_end + self._format_event(f"response.{response['status']}", response=response)
 
     def format_error(self, error: APIError) -> bytes:
-        """Return the event of an error."""
+        """Return the server-sent event that ends a stream after an error, with the output so far."""
         details = {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._format_event(
             "response.failed", response=self._make_response_object("failed", self._format_items()) | details
@@ -222,7 +229,7 @@ class ResponsesFormatter(PartsFormatter):
         return [self._format_item(part) for part in self._parts]
 
     def _format_item(self, part: OutputPart) -> dict[str, Any]:
-        """Return an output item that is complete, or that was cut off by the maximum length."""
+        """Return a part as an output item, incomplete if it was cut off by the maximum length and completed otherwise."""
         return _make_item(part, "incomplete" if self._finish_reason == "length" and part is self._parts[-1] else "completed")
 
     def _format_event(self, event_type: str, **fields: Any) -> bytes:
@@ -273,7 +280,7 @@ def _format_content(part: OutputPart, content: str) -> dict[str, Any]:
 
 
 def _make_item(part: OutputPart, status: str) -> dict[str, Any]:
-    """Return a part as an output item."""
+    """Return a part of the output as an output item of the Responses API, with the given status."""
     if part.part_type is ToolCall:
         call = {"call_id": part.id, "name": part.name, "arguments": part.text}
         return {"id": _format_id(part), "type": "function_call", "status": status, **call}

@@ -9,7 +9,11 @@ from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_error
 
 
 def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Handle a body of /tokenize: return the ids of `content`, with BOS if `add_special` is true. Raises APIError."""
+    """Return the response to a body of /tokenize: the token ids of its `content`, with BOS only if `add_special` is true.
+
+    Raises:
+        APIError: A field is invalid, or the content cannot be tokenized.
+    """
     fields = Fields(body)
     fields.take("model", check_string, "")
     content = fields.take("content", check_string, "")
@@ -21,7 +25,11 @@ def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
-    """Handle a body of /detokenize: return the text of `tokens`. Raises APIError."""
+    """Return the response to a body of /detokenize: the text of its list of token ids, `tokens`.
+
+    Raises:
+        APIError: A field is invalid, for example an id outside the vocabulary.
+    """
     fields = Fields(body)
     fields.take("model", check_string, "")
     tokens = fields.take("tokens", lambda name, value: _check_token_ids(name, value, model), list[int]())
@@ -30,7 +38,7 @@ def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def _check_token_ids(name: str, value: Any, model: ServedModel) -> list[int]:
-    """Return token ids that the model can generate."""
+    """Return a list of token ids; raises TypeError for another value and ValueError for an id outside the vocabulary."""
     if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of token ids")
     tokens, max_id = check_ints(name, value), model.decoder.n_ids - 1

@@ -1,4 +1,4 @@
-"""Encode conversations with a model's chat template. Independent of terminals and of models except for their files.
+"""Encode conversations with a model's chat template. Independent of terminals, and of models except for their files.
 
 The text equals, byte for byte, the output of transformers' `apply_chat_template` for the same messages. The name of a special
 token becomes that token in the template's text, and plain text in a message; `jinja_renderer` finds which is which.
@@ -39,30 +39,30 @@ REQUIRED_PACKAGES = {optional_dependencies.JINJA: "to render chat templates"}
 
 
 class TemplateError(ValueError):
-    """A template error, or messages that a template rejects. One line: the template's location and what is wrong."""
+    """An error in a chat template, or messages that the template rejects. One line: the template's location and what is wrong."""
 
 
 class PromptTooLongError(TemplateError):
-    """A text that cannot fit the context, however it is tokenized."""
+    """An error for a conversation with so much text that it cannot fit the context, however it is tokenized."""
 
 
 @runtime_checkable
 class ChatTokenizer(Protocol):
-    """A tokenizer that encodes rendered chat templates."""
+    """The protocol of tokenizers that can encode the text of a rendered chat template."""
 
     @property
     def max_token_length(self) -> int:
         """The length of the longest token in characters or bytes."""
 
     def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the ids of rendered segments, without BOS.
+        """Return the token ids of the segments of a rendered chat template, without BOS in front.
 
-        Names of special tokens become those tokens, except inside messages.
+        Names of special tokens become those tokens in the template's own segments, and stay plain text in message segments.
         """
 
 
 class ChatTemplate:
-    """A chat template with its variables.
+    """A model's Jinja chat template with its special-token variables, which turns a conversation into text or token ids.
 
     Attributes:
         source: The Jinja source.
@@ -76,26 +76,41 @@ class ChatTemplate:
 
     @property
     def supports_tools(self) -> bool:
-        """Whether the template refers to tools or xml_tools."""
+        """Whether the template's source mentions the variables tools or xml_tools."""
         return self.has_reference_to("(xml_)?tools")
 
     def has_reference_to(self, name: str) -> bool:
-        """Return whether the source contains a name (a regex) as a whole word."""
+        """Return whether the template's source contains a name, given as a regex, as a whole word."""
         return re.search(rf"\b{name}\b", self.source) is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.location, self.variables)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation up to the start of an answer; raise TemplateError."""
+        """Return the text of a conversation in the template's format, up to the point where the model's answer starts.
+
+        Raises:
+            TemplateError: The template cannot render the messages.
+            PromptTooLongError: The messages have more than MAX_CHARACTERS characters.
+        """
         return self._render_conversation(messages, [], MAX_CHARACTERS, None, NO_OPTIONS).text
 
     def _render_conversation(
         self, messages: Sequence[Message], prefix_lengths: list[int], max_characters: int, tools: Tools | None, options: Options
     ) -> "Rendering":
-        """Render a conversation and find the ends of its prefixes with those numbers of messages.
+        """Render a conversation, find which parts of the text come from messages, and find where its prefixes end in the text.
 
-        Raises TemplateError.
+        Args:
+            messages: The conversation.
+            prefix_lengths: The numbers of messages of the prefixes; see `Rendering.find_prefix_ends`.
+            max_characters: The maximum length of the rendered text.
+            tools: Functions that the model may call.
+            options: Additional template variables.
+
+        Raises:
+            TemplateError: The template cannot render the messages.
+            PromptTooLongError: The messages or the rendered text have too many characters.
+            ValueError: The rendered text contains a lone surrogate.
         """
         from specdec.text.jinja_renderer import Rendering, RenderingError
 
@@ -125,9 +140,9 @@ class ChatTemplate:
         tools: Tools | None = None,
         options: Options = NO_OPTIONS,
     ) -> list[int]:
-        """Return the ids of a conversation, up to the start of an answer.
+        """Return the token ids of a conversation in the template's format, up to the point where the model's answer starts.
 
-        An answer keeps its own tokens as long as they decode to its rendered text, so that the KV cache can be reused.
+        An earlier answer keeps its own `tokens` as long as they decode to its rendered text, so that the KV cache can be reused.
 
         Args:
             tokenizer: The tokenizer; must be a `ChatTokenizer`.
@@ -137,8 +152,8 @@ class ChatTemplate:
             options: Additional template variables.
 
         Raises:
-            TemplateError: The template rejects the messages.
-            PromptTooLongError: The text cannot fit the context. Raised before it is encoded.
+            TemplateError: The template rejects the messages, or the tokenizer is not a `ChatTokenizer`.
+            PromptTooLongError: The text cannot fit the context. Raised before the text is encoded.
             TypeError: The messages have a wrong type.
             ValueError: The messages are not valid.
         """
@@ -167,7 +182,12 @@ class ChatTemplate:
 
 
 def validate_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as a list after a check of role and content; raise TypeError or ValueError."""
+    """Return the messages as a list if there is at least one and each has a string as role and as content.
+
+    Raises:
+        TypeError: The messages are not a list of mappings with strings, or there are none.
+        ValueError: A role or content contains a lone surrogate.
+    """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise TypeError(f"messages are {shorten(messages, repr)}; expected a list of at least one object with role and content")
     for i, message in enumerate(messages):
@@ -179,7 +199,7 @@ def validate_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_roles(messages: Sequence[Message]) -> None:
-    """Raise ValueError for a role that is not in ROLES."""
+    """Raise ValueError if a message has a role that is not in ROLES, and the errors of `validate_messages`."""
     for i, message in enumerate(validate_messages(messages)):
         check_choice(f"role of messages[{i}]", message["role"], ROLES)
 
@@ -187,15 +207,16 @@ def check_roles(messages: Sequence[Message]) -> None:
 def load_chat_template(
     checkpoint: Checkpoint | None, tokenizer: Path, given: str | os.PathLike[str] | None = None
 ) -> ChatTemplate:
-    """Return the chat template of a model.
+    """Find the chat template of a model, or read the given one, and return it with its special-token variables.
 
     Args:
         checkpoint: The model, if it has files.
-        tokenizer: The tokenizer file, for a model without a checkpoint.
+        tokenizer: The tokenizer file; its folder is searched if there is no checkpoint.
         given: A template file, or a name in `CHAT_TEMPLATES`, instead of the model's own.
 
     Raises:
         TemplateError: There is no template, or a package is missing.
+        TokenizerError: The template file cannot be read.
     """
     if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
         raise TemplateError(missing)
@@ -239,7 +260,10 @@ def _read_template(path: Path) -> str:
 
 
 def _parse_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token and so on; a value can be a string or an object with `content`."""
+    """Return the names of special tokens by variable (bos_token and so on) from a parsed JSON file.
+
+    A value can be a string or an object with `content`; variables with any other value are left out.
+    """
     values = {name: config.get(name) for name in SPECIAL_TOKEN_KEYS}
     return _keep_strings({name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()})
 

@@ -1,4 +1,4 @@
-"""Conversations: turns, the part that fits the context, saving and loading. Independent of terminals."""
+"""Conversations: questions and answers, the part that fits the context, saving and loading. Independent of terminals."""
 
 import json
 import os
@@ -24,9 +24,11 @@ FREED_CONTEXT_DIVISOR = 4  # ... and then 1/4 of the context is freed
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """The sampling settings of answers, and `max_tokens`, the maximum length of one answer.
+    """The sampling settings of a chat's answers, and `max_tokens`, the maximum length of one answer in tokens.
 
-    Raises TypeError or ValueError for invalid values.
+    Raises:
+        TypeError: A setting has a wrong type.
+        ValueError: A setting is out of range.
     """
 
     temperature: float = 0.7
@@ -44,12 +46,12 @@ class ChatSettings:
         argument_checks.check_int("max_tokens", self.max_tokens, 1)
 
     def make_sampling(self, attempt: int) -> Sampling:
-        """Return the Sampling of an attempt at an answer; each later attempt (1, 2, ...) has another seed."""
+        """Return the `Sampling` for one attempt at an answer; attempt 0 uses the seed of the settings, later ones other seeds."""
         options = {name: value for name, value in asdict(self).items() if name != "max_tokens"}
         return Sampling(**options | {"seed": self.seed if not attempt else (self.seed + attempt) % 2**63})
 
     def with_value(self, name: str, value: str) -> "ChatSettings":
-        """Return a copy with one setting changed, parsed from user input.
+        """Return a copy of the settings in which the named one has a new value, given as a string of user input.
 
         Raises:
             ValueError: The name or the value is not valid.
@@ -66,7 +68,7 @@ class ChatSettings:
 
 
 class ChatDecoder(Protocol):
-    """The decoder interface that a conversation needs; see `SpeculativeDecoder`."""
+    """The protocol of decoders that a conversation can use to generate answers; `SpeculativeDecoder` implements it."""
 
     @property
     def tokenizer(self) -> AnyTokenizer:
@@ -77,22 +79,35 @@ class ChatDecoder(Protocol):
         """The context length in tokens."""
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt ids of a conversation."""
+        """Return the token ids of the prompt for a conversation: all messages, in the format of the chat template."""
 
     def read_and_stream(
         self, prompt: list[int], max_tokens: int, sampling: Sampling, *, shape: Constraint | None
     ) -> Iterator[Event | PrefillProgress]:
-        """Yield prefill progress, then the events of the completion."""
+        """Decode one completion: yield the progress of reading the prompt, then the events of the generated tokens.
+
+        Args:
+            prompt: The prompt's token ids.
+            max_tokens: The maximum number of generated tokens.
+            sampling: The sampling settings.
+            shape: A constraint that the completion must satisfy, or None.
+        """
 
 
 class Conversation:
-    """A chat: questions and answers in turn, after an optional system prompt ("" for none).
+    """A chat with a model: alternating questions and answers after an optional system prompt.
 
-    Attributes:
-        messages: All messages; an answer has its tokens and the number of its attempt.
-        n_dropped: The number of oldest messages that the model no longer sees.
+    Args:
+        decoder: The decoder that generates the answers.
+        system: The system prompt; "" for none.
+        settings: The settings of answers; None for the defaults.
         model: The model's name, which saved files contain.
         metadata: Other values that answers depend on, saved for readers of the file.
+        constraint: A constraint that every answer must satisfy.
+
+    Attributes:
+        messages: All messages without the system prompt; an answer also has its tokens and the number of its attempt.
+        n_dropped: The number of oldest messages that the model no longer sees.
     """
 
     def __init__(
@@ -110,20 +125,31 @@ class Conversation:
         self.n_dropped, self._constraint = 0, constraint
 
     def clear(self) -> None:
-        """Start over; the system prompt stays."""
+        """Remove all messages to start over; the system prompt and the settings stay."""
         self.messages, self.n_dropped = [], 0
 
     def ask(self, question: str) -> Generator[Event | PrefillProgress]:
-        """Return a generator of prefill progress, then of the answer's events.
+        """Add a question to the chat and return a generator of prefill progress, then of the events of the model's answer.
 
-        A question without any answer, because of an error or an interrupt, is forgotten.
+        The answer is added when the generator ends. If the generator ends before any token, because of an error or an interrupt,
+        the question is removed again. The generator raises ValueError if the question does not fit the context.
+
+        Raises:
+            TypeError: The question is not a string.
+            ValueError: The question contains a lone surrogate.
         """
         before = self.messages, self.n_dropped
         self.messages = [*self.messages, {"role": USER, "content": argument_checks.check_string("the message", question)}]
         return self._stream_answer(0, before)
 
     def regenerate(self) -> Generator[Event | PrefillProgress]:
-        """Return a generator like `ask` that replaces the last answer; raise ValueError if there is none."""
+        """Replace the last answer by a new one, and return a generator of prefill progress, then of the new answer's events.
+
+        If the generator ends before any token, the old answer is kept.
+
+        Raises:
+            ValueError: There is no answer yet.
+        """
         if not self.messages:
             raise ValueError("there is no answer yet to regenerate")
         before = self.messages, self.n_dropped
@@ -150,14 +176,15 @@ class Conversation:
                 self.messages, self.n_dropped = before
 
     def _get_visible_messages(self) -> list[Message]:
-        """Return the messages that the model sees."""
+        """Return the messages that the model sees: the system prompt, if there is one, and the messages that were not dropped."""
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*system, *self.messages[self.n_dropped :]]
 
     def _encode_prompt(self) -> list[int]:
-        """Return the prompt ids; drop the oldest turns first if the context is full.
+        """Return the token ids of the prompt for the next answer; first drop the oldest turns if too little context is left.
 
-        Raises ValueError if the question alone does not fit.
+        Raises:
+            ValueError: The question alone does not fit the context.
         """
         n_positions = self._decoder.n_positions
         tokens = self._encode_messages()
@@ -171,16 +198,17 @@ class Conversation:
         return tokens
 
     def _encode_messages(self) -> list[int] | None:
-        """Return the prompt ids, or None for a prompt that is too long to be encoded."""
+        """Return the token ids of the visible messages, or None if they cannot fit the context and were therefore not encoded."""
         try:
             return self._decoder.encode_chat(self._get_visible_messages())
         except PromptTooLongError:
             return None
 
     def _drop_oldest_turns(self, n_tokens: int) -> None:
-        """Drop the fewest oldest turns so that at most `n_tokens` remain, or all turns but the question.
+        """Set `n_dropped` so that the fewest oldest turns are hidden from the model and its prompt has at most `n_tokens` tokens.
 
-        Uses bisection: each number of dropped turns gives a long chat other prefixes, which take a while to render.
+        If even the last question alone has more tokens, only this question stays. Each tried number of dropped turns gives other
+        prefixes, which take a while to render in a long chat, so the number is found by bisection.
         """
 
         def fits(n_dropped: int) -> bool:
@@ -192,10 +220,10 @@ class Conversation:
         self.n_dropped = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]
 
     def save(self, path: Path) -> None:
-        """Write a file that `load` reads; an existing file must be a saved conversation.
+        """Write the conversation to a file that `load` reads; refuse to overwrite a file that is not a saved conversation.
 
         Raises:
-            ValueError: The file is something else, or cannot be written.
+            ValueError: The file exists and is something else, or it cannot be written.
         """
         if os.path.exists(path):  # unlike Path.exists, does not raise if the name is too long
             try:
@@ -208,7 +236,11 @@ class Conversation:
             raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
 
     def write(self, path: Path, mode: int = 0o666) -> None:
-        """Write a file that `load` reads, atomically: a full disk leaves the old file intact.
+        """Write the conversation to a file that `load` reads, atomically: a full disk leaves the old file intact.
+
+        Args:
+            path: The file, which is overwritten whatever it contains.
+            mode: The permission bits of a new file.
 
         Raises:
             OSError: The file cannot be written.
@@ -220,10 +252,10 @@ class Conversation:
         write_text_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", mode)
 
     def load(self, path: Path) -> str:
-        """Replace this conversation by a saved one and return the name of its model.
+        """Replace messages, system prompt and settings by those of a saved file and return the model name in the file.
 
         Raises:
-            ValueError: The file is not a valid conversation; this one is then unchanged.
+            ValueError: The file is not a valid conversation; nothing is replaced in this case.
         """
         content = _read_saved(path)
         try:
@@ -246,7 +278,11 @@ class Conversation:
 
 
 def _read_saved(path: Path) -> dict[str, Any]:
-    """Return the unvalidated contents of a saved conversation."""
+    """Return the JSON object in a saved conversation after a check of its format and revision; other fields are not validated.
+
+    Raises:
+        CheckpointError: The file is not a saved conversation.
+    """
     if os.path.exists(path) and not os.path.isfile(path):  # these do not raise for any name
         raise CheckpointError(f"{path} is not a regular file; expected a saved conversation")
     content = read_json_object(path)
@@ -262,7 +298,14 @@ def _get_field(content: dict[str, Any], name: str, expected_type: type) -> Any:
 
 
 def _parse_message(i: int, value: Any) -> dict[str, Any]:
-    """Return the i-th message of a file after validation; user and assistant alternate."""
+    """Validate the i-th message of a saved conversation and return a copy with only the known fields.
+
+    Messages alternate: user for even `i`, assistant for odd `i`.
+
+    Raises:
+        TypeError: A field has a wrong type.
+        ValueError: A field is not valid, or the role is not the expected one.
+    """
     role = ASSISTANT if i % 2 else USER
     if not isinstance(value, dict) or value.get("role") != role:
         raise ValueError(f"messages[{i}] is {argument_checks.shorten(value, repr)}; expected a message of role {role}")

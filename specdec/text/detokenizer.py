@@ -1,4 +1,4 @@
-"""Detokenization of decoding events: whole characters, and no text from a stop string on. Independent of models."""
+"""Detokenization of decoding events: text in whole characters, which ends before a stop string. Independent of models."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from specdec.tokenizer import NO_TOKENS, AnyTokenizer, StreamingDetokenizer
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of `SpeculativeDecoder.generate` or `answer`; can be unpacked as `text, statistics = ...`.
+    """The result of `SpeculativeDecoder.generate` or `answer`: text, tokens and statistics; unpacks as `text, statistics = ...`.
 
     Attributes:
         text: Prompt and continuation; for an answer the continuation alone.
@@ -26,7 +26,7 @@ class Generation:
 
     @classmethod
     def from_events(cls, events: Iterable[Event]) -> "Generation":
-        """Return the result that the events of one sequence add up to."""
+        """Return the text, tokens and statistics of a whole generation, collected from the events of one sequence."""
         prompt, texts, tokens, statistics = "", list[str](), list[int](), Statistics()
         for event in events:
             statistics.add(event)
@@ -42,7 +42,7 @@ class Generation:
 
 
 class StopStringFilter:
-    """A filter for streamed text that ends before the first stop string.
+    """A filter for streamed text that passes everything before the first stop string and nothing after it starts.
 
     Text that can still become a stop string is held back until more text arrives.
 
@@ -56,7 +56,7 @@ class StopStringFilter:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """Add a piece of text and return the text that is now certain."""
+        """Add a piece of text and return all text that is now certain not to belong to a stop string."""
         if not self._max_stop_length:
             return piece
         if self.found is not None:
@@ -72,13 +72,13 @@ class StopStringFilter:
         return text[: len(text) - n]
 
     def flush(self) -> str:
-        """Return the held-back text at the end of the stream."""
+        """End the stream and return the held-back text, which never became a stop string."""
         text, self._pending = self._pending, ""
         return text
 
 
 class EventDetokenizer:
-    """A converter that adds text to the events of one sequence, in order.
+    """A converter that adds text to the decoding events of one sequence and ends the sequence at a stop string.
 
     The last step is the one that completes a stop string. It keeps the tokens up to that point, so tokens and text do not depend
     on how tokens were grouped into steps. An incomplete character or a possible stop string belongs to the step that settles it.
@@ -111,7 +111,10 @@ class EventDetokenizer:
         self._prompt_text: str | None = None
 
     def detokenize(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
-        """Return a copy of the event with its text."""
+        """Return a copy of an event with its text; a step's tokens after a completed stop string are removed.
+
+        Events of a sequence must be passed in order, each once: the detokenizer keeps incomplete characters and stop strings.
+        """
         stream, stop_filter = self._stream, self._stop_filter
         if isinstance(event, Proposal):
             return replace(event, pieces=stream.peek(event.tokens)) if self._include_draft_text else event
@@ -133,7 +136,7 @@ class EventDetokenizer:
         )  # fmt: skip
 
     def _detokenize_tokens(self, tokens: list[int]) -> list[str]:
-        """Return the text of each token, up to the one that completes a stop string."""
+        """Add tokens to the stream and return the new text of each one, up to the token that completes a stop string."""
         pieces = list[str]()
         for token in tokens:
             if self._stop_filter.found is None:
@@ -144,7 +147,7 @@ class EventDetokenizer:
 def detokenize_events(
     events: Iterator[Event | PrefillProgress], detokenizer: EventDetokenizer
 ) -> Iterator[Event | PrefillProgress]:
-    """Yield the events with their text, up to the last step."""
+    """Yield the decoding events of one sequence with their text, and end after the step that has a stop reason."""
     for event in events:
         event = detokenizer.detokenize(event)
         yield event

@@ -1,7 +1,7 @@
-"""The tokenizer that the keys of a GGUF file describe. Independent of models.
+"""Build the tokenizer that the metadata keys of a GGUF file describe. Independent of models.
 
-The meaning of the keys and their defaults are llama.cpp's (src/llama-vocab.cpp). `llama` is SentencePiece's BPE, done by
-`Tokenizer`; for BPE a tokenizer.json with the split named by `pre` is made and loaded by `HFTokenizer`.
+The meaning of the keys and their defaults are llama.cpp's (src/llama-vocab.cpp). The model `llama` is SentencePiece's BPE, done
+by `Tokenizer`. For other BPE models a tokenizer.json with the split named by the key `pre` is made and loaded by `HFTokenizer`.
 """
 
 import json
@@ -41,7 +41,7 @@ CHANNEL_EOS_PAIRS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
 def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> AnyTokenizer:
-    """Return the tokenizer of a GGUF file.
+    """Build the tokenizer of a GGUF file from the file's metadata.
 
     Args:
         path: The file, for errors.
@@ -63,7 +63,7 @@ def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping
 
 
 def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> tuple[int | None, dict[int, str]]:
-    """Return the BOS id and the end-of-sequence ids, for a tokenizer that replaces the file's own.
+    """Return the BOS id (or None) and the named end-of-sequence ids of a GGUF file, for a tokenizer that replaces the file's own.
 
     Args:
         path: The GGUF file, for errors.
@@ -78,7 +78,16 @@ def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> t
 
 
 class _TokenizerKeys:
-    """The keys of a file, validated as they are read; `eos_tokens` are added to the file's."""
+    """The tokenizer keys of a GGUF file, each validated when it is read.
+
+    Args:
+        path: The file, for errors.
+        keys: The keys that start with "tokenizer.ggml.", without this prefix.
+        eos_tokens: End-of-sequence tokens in addition to the file's.
+
+    Raises:
+        TokenizerError: Any method, for a key with an invalid value.
+    """
 
     def __init__(self, path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> None:
         self._path, self._keys, self._extra_eos_tokens = path, keys, eos_tokens
@@ -91,14 +100,18 @@ class _TokenizerKeys:
         return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {shorten(self._keys.get(key), repr)}; expected {expected}")
 
     def get_value(self, key: str, kind: type, default: Any) -> Any:
-        """Return a value of the given type."""
+        """Return the value of a key, or the default if the key is missing; raise TokenizerError if its type is not `kind`."""
         value = self._keys.get(key, default)
         if type(value) is not kind:
             raise self.make_error(key, f"a {kind.__name__}")
         return value
 
     def get_token_id(self, key: str) -> int | None:
-        """Return a token id, or None if there is none."""
+        """Return the token id that a key holds, or None if the key is missing or means "none".
+
+        Raises:
+            TokenizerError: The value is not an id of the vocabulary.
+        """
         token = self._keys.get(key)
         if token is None or (type(token) is int and token in (-1, 2**32 - 1)):  # also mean "none"
             return None
@@ -113,7 +126,11 @@ class _TokenizerKeys:
         return scores
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids by name, without unused tokens and empty names; each name must be unique."""
+        """Return the ids of all tokens by name, without unused tokens and empty names.
+
+        Raises:
+            TokenizerError: Two tokens have the same name.
+        """
         ids: dict[str, int] = {}
         for token, name in enumerate(self._get_utf8_strings("tokens")):
             if name and self.types[token] != UNUSED and ids.setdefault(name, token) != token:
@@ -121,7 +138,7 @@ class _TokenizerKeys:
         return ids
 
     def get_merges(self, vocab: Mapping[str, int]) -> list[str]:
-        """Return the merges: two tokens that form a third, separated by a space."""
+        """Return the BPE merges, each a string of two tokens and a space between; raise TokenizerError for an unknown token."""
         merges = self._get_utf8_strings("merges")
         for merge in merges:
             first, _, second = merge.partition(" ")
@@ -130,7 +147,7 @@ class _TokenizerKeys:
         return merges
 
     def find_tokens_of_type(self, *types: int) -> list[int]:
-        """Return the ids of tokens of the given types."""
+        """Return the ids of all tokens with one of the given token types, such as CONTROL."""
         return [token for token, kind in enumerate(self.types) if kind in types]
 
     def get_eos_tokens(self) -> dict[int, str]:
@@ -144,14 +161,14 @@ class _TokenizerKeys:
         return eos_tokens | {token: name for token, name in self._extra_eos_tokens.items() if token < len(self.tokens)}
 
     def get_rstrip_ids(self) -> list[int]:
-        """Return the ids that strip the white space after them."""
+        """Return the ids of special tokens that remove the white space that follows them in a text."""
         if not self.get_value(SPECIAL_TOKENS_STRIP_KEY, bool, False):
             return []
         special = self.find_tokens_of_type(UNKNOWN, CONTROL, USER_DEFINED)
         return [token for token in special if self.tokens[token] not in NON_STRIPPING_TOKENS]
 
     def _get_utf8_strings(self, key: str) -> list[str]:
-        """Return a list of strings that are valid UTF-8."""
+        """Return the list of strings that a key holds; raise TokenizerError if one is not valid UTF-8."""
         strings = self._get_list(key, str)
         try:
             "".join(strings).encode()
@@ -192,7 +209,7 @@ def _make_sentencepiece_vocab(keys: _TokenizerKeys) -> SentencePieceVocab:
 
 
 def _make_character_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
-    """Return a tokenizer.json of BPE over characters with byte fallback, in which spaces are letters.
+    """Return the contents of a tokenizer.json for BPE over characters with byte fallback, in which spaces are letters.
 
     The text is split only at the ends of lines.
     """
@@ -206,7 +223,11 @@ def _make_character_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
 
 
 def _make_byte_level_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
-    """Return a tokenizer.json of BPE over bytes with the split that the keys name."""
+    """Return the contents of a tokenizer.json for BPE over bytes, with the pre-tokenizer that the key `pre` names.
+
+    Raises:
+        TokenizerError: The pre-tokenizer is not supported.
+    """
     split = PRE_TOKENIZERS.get(keys.get_value("pre", str, DEFAULT_PRE_TOKENIZER))
     if split is None:
         raise keys.make_error("pre", f"one of {', '.join(sorted(PRE_TOKENIZERS))}")
@@ -227,7 +248,16 @@ def _make_split(regex: str) -> dict[str, Any]:
 def _make_tokenizer_json(
     keys: _TokenizerKeys, add_bos: bool, unk_token: str | None, is_byte_level: bool, ignore_merges: bool, **parts: Any
 ) -> dict[str, Any]:
-    """Return the contents of a BPE tokenizer.json with the vocabulary and added tokens of the keys."""
+    """Return the contents of a BPE tokenizer.json with the vocabulary, merges and special tokens of a GGUF file.
+
+    Args:
+        keys: The tokenizer keys of the GGUF file.
+        add_bos: Whether BOS is put in front of a text, if there is one.
+        unk_token: The name of the token for unknown characters, or None.
+        is_byte_level: Whether BPE works on bytes, so that byte fallback is not needed.
+        ignore_merges: Whether a word that is a token becomes that token, whatever the merges are.
+        parts: Other top-level fields, such as normalizer, pre_tokenizer and decoder.
+    """
     eos_tokens, rstrip_ids = keys.get_eos_tokens(), keys.get_rstrip_ids()
     vocab, bos = keys.get_vocab(), keys.get_token_id("bos_token_id")
     return {
@@ -250,7 +280,7 @@ def _make_tokenizer_json(
 
 
 def _make_bos_template(name: str, token: int) -> dict[str, Any]:
-    """Return a post-processor that puts a token before a text."""
+    """Return the tokenizer.json post-processor that puts the token with this name and id in front of a text."""
     single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     return {
         "type": "TemplateProcessing",

@@ -1,7 +1,6 @@
-"""Grammar compilation, tried first in a worker process because grammars are untrusted input.
+"""Compile untrusted grammars, first in a worker process, because a schema of a few kilobytes can take minutes to build.
 
-A schema of a few kilobytes can take minutes to build. This module holds the code of both sides; imports are lazy.
-Run as a program, it is a process of `worker_process`.
+The caller imports `make_matcher`; run as a program, the module is a worker process of `worker_process`. Imports are lazy.
 """
 
 import functools
@@ -17,7 +16,15 @@ PARSER_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a lexer
 
 
 def make_matcher(vocabulary: Any, grammar: str) -> Any:
-    """Return llguidance's matcher at the start of a grammar; raise ValueError with its message if there is none."""
+    """Compile a grammar and return an llguidance matcher at its start.
+
+    Args:
+        vocabulary: An llguidance LLTokenizer.
+        grammar: The grammar, as llguidance takes it.
+
+    Raises:
+        ValueError: llguidance rejects the grammar, or the grammar allows only the empty text.
+    """
     import llguidance
 
     matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=llguidance.LLParserLimits(**PARSER_LIMITS))
@@ -30,7 +37,7 @@ def make_matcher(vocabulary: Any, grammar: str) -> Any:
 
 
 class _ByteVocabulary:
-    """A vocabulary of all bytes and n ids in total, with the attribute names that llguidance expects."""
+    """A stand-in vocabulary of n ids, in which the first 256 are the bytes, with the attribute names that llguidance expects."""
 
     is_tokenizer_wrapper, bos_token_id, eos_token_id, special_token_ids = True, None, 256, ()
 
@@ -49,7 +56,11 @@ def _get_byte_tokenizer(n: int) -> Any:
 
 
 def handle_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the CPU "seconds" that a "grammar" for ids below "n" took, and an "error" if it cannot be used."""
+    """Try to compile the grammar of a request and return its CPU time as "seconds", and an "error" if it cannot be used.
+
+    Args:
+        request: An object with "grammar", and with "n", the number of ids in the vocabulary.
+    """
     vocabulary, answer = _get_byte_tokenizer(request["n"]), dict[str, Any]()
     begin = time.process_time()
     try:
@@ -60,7 +71,11 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer requests until the pipe ends, with an "error" on failure. Packages come from the parent's sys.path."""
+    """Run the worker process: read requests as JSON lines from stdin and write a JSON line for each until stdin ends.
+
+    An answer has an "error" if the request failed. The first argument is the parent's sys.path as JSON. Memory is limited for the
+    process, CPU time for each request.
+    """
     sys.path[:] = json.loads(sys.argv[1])
     _set_limit("RLIMIT_AS", MAX_MEMORY_BYTES)
     _set_limit("RLIMIT_CORE", 0)
@@ -75,7 +90,10 @@ def main() -> None:
 
 
 def _set_limit(name: str, limit: int) -> None:
-    """Set a resource limit of this process, unless a lower one is set or the system does not support it."""
+    """Set a soft resource limit of this process, such as RLIMIT_AS, or do nothing if the system does not support it.
+
+    A lower hard limit stays as it is.
+    """
     with suppress(ImportError, AttributeError, ValueError, OSError):
         import resource
 

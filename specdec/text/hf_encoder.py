@@ -1,4 +1,4 @@
-"""Encoding with a tokenizer.json through the tokenizers package. Independent of models.
+"""Encode text with a Hugging Face tokenizer.json through the tokenizers package. Independent of models.
 
 Names of special tokens in a text do not become special tokens.
 """
@@ -25,14 +25,14 @@ SpecialTokenSpan = tuple[int, int, int]  # id of a special token; start and end 
 
 
 class Encoder:
-    """An encoder for a tokenizer.json, without truncation or padding. Threads may share it.
+    """An encoder from text to token ids for a tokenizer.json, without truncation or padding. Threads may share it.
 
-    Raises what the library raises for a file that it cannot read.
+    The constructor raises the errors of the tokenizers package for contents that the package cannot read.
 
     Attributes:
         names: The names of all tokens by id.
         specials: The names of the special tokens by id.
-        decoder: The decoder as written in the file.
+        decoder: The decoder as written in the file, parsed from JSON.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -60,14 +60,22 @@ class Encoder:
         return Encoder, (self._hf_tokenizer.to_str().encode(),)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, after those of the file's template."""
+        """Return the token ids of a text, after the ids that the file's post-processor puts in front; special names stay text.
+
+        Raises:
+            ValueError: The text could become too long when it is normalized.
+        """
         _check_growth(len(text.encode()), self._max_growth)
         return [*self._prefix_ids, *self._encode_with_spans(text, [])]
 
     def encode_segments(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the ids of rendered segments, in which names of special tokens in messages are plain text.
+        """Return the token ids of the segments of a rendered chat template, without ids in front.
 
-        The ids are the library's own for the whole text, if it finds the same special tokens with and without the messages.
+        Names of special tokens are plain text in message segments. The ids are the library's own for the whole text, if the
+        library finds the same special tokens with and without the messages.
+
+        Raises:
+            ValueError: The text could become too long when it is normalized.
         """
         texts = [segment.text for segment in segments]
         text = "".join(texts)
@@ -86,7 +94,7 @@ class Encoder:
         return ids if spans == template_spans else self._encode_with_spans(text, template_spans)
 
     def _encode_parse_special(self, text: str) -> tuple[list[int], list[SpecialTokenSpan]]:
-        """Return the ids of a text with names of special tokens parsed, and the spans of those."""
+        """Return the ids of a text in which names of special tokens become those tokens, and the spans of these names."""
         encoding = _encode_one(self._hf_tokenizer, text)
         ids, spans = encoding.ids, list[SpecialTokenSpan]()
         for i in [i for i, token in enumerate(ids) if token in self.specials]:
@@ -100,7 +108,7 @@ class Encoder:
         return ids, spans
 
     def _encode_with_spans(self, text: str, spans: list[SpecialTokenSpan]) -> list[int]:
-        """Return the ids of a text in which only the given spans are special tokens."""
+        """Return the ids of a text in which only the given spans become special tokens; names elsewhere stay text."""
         placeholder_tokenizer = self._placeholder_tokenizer
         if placeholder_tokenizer is None or any(
             placeholder in text for placeholder in placeholder_tokenizer.placeholders.values()
@@ -123,12 +131,12 @@ class Encoder:
         return ids
 
     def _encode_by_character(self, name: str) -> list[int]:
-        """Return the ids of a name's characters, one by one."""
+        """Return the ids of a special token's name encoded as plain text, one character at a time."""
         ids = [token.id for character in name for token in self._hf_tokenizer.model.tokenize(character)]
         return [token for token in ids if token not in self.specials]
 
     def _make_placeholder_tokenizer(self, text: str) -> "_PlaceholderTokenizer":
-        """Return a placeholder tokenizer for texts with no other characters than this one."""
+        """Return a tokenizer in which special tokens are placeholders, single characters that this text does not contain."""
         library: Any = self._hf_tokenizer
         tokenizer: Any = self._package.Tokenizer(library.model)
         if library.normalizer is not None:
@@ -152,12 +160,12 @@ class Encoder:
 
 
 def _get_strip_flags(added: Any) -> tuple[bool, bool]:
-    """Return whether an added token strips the white space on its left, and on its right."""
+    """Return two booleans: whether an added token removes the white space on its left, and on its right."""
     return added.lstrip, added.rstrip
 
 
 class _PlaceholderTokenizer(NamedTuple):
-    """A tokenizer of the same model in which unused characters stand for the special tokens.
+    """A copy of a tokenizer that has placeholders, characters unused in the text, in the place of its special tokens.
 
     Attributes:
         tokenizer: The library's tokenizer.
@@ -171,12 +179,19 @@ class _PlaceholderTokenizer(NamedTuple):
 
 
 def _encode_one(tokenizer: Any, text: str) -> Any:
-    """Return the library's encoding of a text without a prefix. Unlike `encode`, a batch lets other threads run."""
+    """Return the library's encoding of one text without the ids that a post-processor adds.
+
+    It is encoded as a batch, during which other threads can run, unlike in the library's `encode`.
+    """
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _find_unused_characters(text: str, n: int, *names: str) -> list[str]:
-    """Return n characters that occur in none of the strings; raise ValueError if there are too few."""
+    """Return n characters, unassigned in Unicode, that occur neither in the text nor in the names.
+
+    Raises:
+        ValueError: There are too few of these characters.
+    """
     used = set(UNASSIGNED_CHARACTER.findall("".join([text, *names])))
     free = list(itertools.islice((chr(code) for code in UNASSIGNED_CODEPOINTS if chr(code) not in used), n))
     if len(free) < n:
@@ -185,12 +200,12 @@ def _find_unused_characters(text: str, n: int, *names: str) -> list[str]:
 
 
 def _to_json(part: Any) -> Any:
-    """Return one of the library's objects as written in the file."""
+    """Return a component of a tokenizer (an object of the library, or None) as in tokenizer.json, parsed from JSON."""
     return None if part is None else json.loads(part.__getstate__())  # an empty Sequence is falsy
 
 
 def _check_added_tokens(data: bytes) -> None:
-    """Raise ValueError if added tokens could become too long when the library normalizes them while loading.
+    """Raise ValueError if the added tokens in a tokenizer.json could grow too long when the library normalizes them.
 
     The file is parsed only if a token may be normalized; the name of that field can be written with escapes.
     """
@@ -201,13 +216,13 @@ def _check_added_tokens(data: bytes) -> None:
 
 
 def _check_growth(n_bytes: int, growth: float) -> None:
-    """Raise ValueError for a text that normalizers and pre-tokenizers could make too long."""
+    """Raise ValueError if a text of `n_bytes`, which normalization can make `growth` times as long, could become too long."""
     if n_bytes * growth > MAX_NORMALIZED_BYTES:
         raise ValueError(f"a text may grow beyond {MAX_NORMALIZED_BYTES >> 20} MiB")
 
 
 def _get_max_growth(part: Any) -> int:
-    """Return the maximum number of bytes that a normalizer or pre-tokenizer makes of one byte."""
+    """Return how many bytes a normalizer or pre-tokenizer, given as parsed JSON, can make of one byte at most."""
     if part is None:
         return 1
     if part["type"] == "Sequence":
@@ -220,7 +235,7 @@ def _get_max_growth(part: Any) -> int:
 
 
 def _get_prefix_ids(processor: Any) -> list[int]:
-    """Return the ids that a post-processor puts before a text."""
+    """Return the token ids that a post-processor, given as parsed JSON, puts in front of a text."""
     match processor:
         case {"type": "Sequence", "processors": list(processors)}:
             return [token for each in reversed(processors) for token in _get_prefix_ids(each)]

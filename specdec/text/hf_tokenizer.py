@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face tokenizer.json, or of equivalent data. Independent of models.
+"""The tokenizer of a Hugging Face tokenizer.json, or of equivalent data, for encoding and decoding. Independent of models.
 
 The `tokenizers` library encodes (`hf_encoder`). Decoding is done here, since output is shown while it grows. The decoder is
 GPT-2's byte table ("ByteLevel") or SentencePiece's pieces (a space is "▁", a byte "<0x0A>").
@@ -37,13 +37,16 @@ REPLACE_EACH_BYTE = "specdec.each_byte"
 
 
 class HFTokenizer:
-    """A tokenizer of a tokenizer.json, or of the folder that contains one. Special tokens' names in a text stay text.
+    """A tokenizer loaded from a tokenizer.json or from a folder with one. In a text, names of special tokens stay plain text.
 
     Args:
         path: The file or folder.
         bos: The token of an empty text if the file's template adds none; by default one of `eos_tokens`.
         eos_tokens: The end-of-sequence tokens with names; by default the eos_token in neighbouring files.
         data: The contents of a tokenizer.json, if `path` is another kind of file.
+
+    Raises:
+        TokenizerError: The file is missing or not valid, or the tokenizers package is not installed.
     """
 
     def __init__(
@@ -77,12 +80,12 @@ class HFTokenizer:
         return f"<HFTokenizer of {self.vocab_size} tokens, {self.path}>"
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text after those of the file's template; at least one token.
+        """Return the token ids of a text, after the ids that the file's template puts in front; at least one id.
 
         Raises:
             TypeError: The text is not a string.
             ValueError: The text contains a lone surrogate.
-            TokenizerError: The library cannot encode it.
+            TokenizerError: The library cannot encode the text.
         """
         text = argument_checks.check_string("the text", text)
         with _wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
@@ -90,23 +93,31 @@ class HFTokenizer:
         return ids or [self._bos if self._bos is not None else min(self.eos_tokens, default=0)]
 
     def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the ids of a rendered chat template (see `ChatTokenizer`); raise TokenizerError on failure."""
+        """Return the token ids of a rendered chat template, without BOS in front (see `ChatTokenizer`).
+
+        Raises:
+            TokenizerError: The library cannot encode the text.
+        """
         with _wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
             return self._encoder.encode_segments(segments)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of a whole sequence."""
+        """Return the text of a whole sequence of token ids, in which special tokens have no text."""
         return decode_tokens(self, tokens)
 
     def token_to_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None for special tokens and unknown ids."""
+        """Return the bytes that a token id stands for in a text; None for special tokens and unknown ids."""
         if token not in self._bytes_cache:
             name = None if token in self._special_ids else self._names.get(token)
             self._bytes_cache[token] = None if name is None else self._decoder.decode_name(name)
         return self._bytes_cache[token]
 
     def decode_incrementally(self, token: int, state: int) -> tuple[bytes, int]:
-        """Return the bytes of the next token, without what the decoder strips at the start, and the new state."""
+        """Return the bytes that the next token adds to a text, and the new decoding state.
+
+        What the file's decoder strips at the start of a text is left out. `state` is what the previous call returned; see
+        `AnyTokenizer`.
+        """
         data = self.token_to_bytes(token)
         if data is None:
             return b"", state
@@ -115,20 +126,20 @@ class HFTokenizer:
         return data, state
 
     def is_same_file(self, path: Path) -> bool:
-        """Return whether a file, or the tokenizer.json of a folder, has identical bytes."""
+        """Return whether a .json file, or the tokenizer.json in a folder, has the same bytes as this tokenizer's own file."""
         path = _find_tokenizer_file(path)
         return path.suffix == ".json" and hashlib.sha256(read_file_bytes(path, "a tokenizer.json")).digest() == self._digest
 
     def has_same_decoder(self, other: "HFTokenizer") -> bool:
-        """Return whether tokens of the same name have the same bytes in both tokenizers."""
+        """Return whether both tokenizers decode equally, so that tokens of the same name have the same bytes."""
         return self._decoder == other._decoder
 
     def id_to_token(self, token: int) -> str | None:
-        """Return a token's name in the file, special or not."""
+        """Return the name of a token id in the file, also of a special token, or None for an unknown id."""
         return self._names.get(token)
 
     def _find_eos_tokens(self) -> dict[int, str]:
-        """Return the eos_token that a neighbouring file names."""
+        """Return the id of the eos_token that a file next to the tokenizer names, as {id: "eos"}, or {} if there is none."""
         for neighbour in ("tokenizer_config.json", "special_tokens_map.json"):
             name = _read_json_object(self.path.with_name(neighbour)).get("eos_token")
             name = name.get("content") if isinstance(name, dict) else name
@@ -139,9 +150,15 @@ class HFTokenizer:
 
 
 def load_tokenizer(path: Path, bos: int | None = None, eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
-    """Load the tokenizer of a folder or .json file (see `HFTokenizer`), else of a llama2.c file.
+    """Load a tokenizer from a Hugging Face folder or .json file (see `HFTokenizer`), else from a llama2.c file.
 
-    Raises TokenizerError, which names the kind of a file that is not a tokenizer.
+    Args:
+        path: The file or folder.
+        bos: The BOS id; see `HFTokenizer`.
+        eos_tokens: The end-of-sequence tokens with names; for a llama2.c file in addition to the file's own.
+
+    Raises:
+        TokenizerError: The file is not a tokenizer. The message names the kind of the file if it is known.
     """
     if path.is_dir() or path.suffix == ".json":
         return HFTokenizer(path, bos, eos_tokens)
@@ -155,7 +172,7 @@ def load_tokenizer(path: Path, bos: int | None = None, eos_tokens: Mapping[int, 
 
 @dataclass(frozen=True)
 class _Decoder:
-    """A decoder from token names to bytes.
+    """A decoder from the name of a token, as written in tokenizer.json, to the bytes that the token stands for.
 
     Attributes:
         is_byte_level: Whether GPT-2's byte table is used; the other attributes then do not apply.
@@ -172,7 +189,7 @@ class _Decoder:
     strip_everywhere: bool = False
 
     def decode_name(self, name: str) -> bytes:
-        """Return the bytes of a token's name."""
+        """Return the bytes that a token with this name stands for."""
         if self.is_byte_level:
             try:
                 return bytes([BYTE_DECODER[character] for character in name])
@@ -188,14 +205,18 @@ class _Decoder:
         return name.encode()
 
     def strip_start(self, data: bytes) -> bytes:
-        """Return the bytes of the first token without what the decoder strips."""
+        """Return the bytes of a text's first token after removal of what the decoder strips at the start of a text."""
         if self.strip_everywhere:
             return data.replace(self.strip, b"")
         return data.removeprefix(self.strip)
 
 
 def _parse_decoder(path: Path, decoder: Any) -> _Decoder:
-    """Parse the file's decoder; raise TokenizerError for one that is not supported."""
+    """Convert the decoder section of a tokenizer.json, parsed from JSON, to a `_Decoder`.
+
+    Raises:
+        TokenizerError: The decoder is missing or not supported.
+    """
     if decoder is None:
         raise TokenizerError(f"{path} has no decoder; expected {SUPPORTED_DECODERS}")
     stages = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -229,7 +250,11 @@ def _parse_decoder(path: Path, decoder: Any) -> _Decoder:
 
 
 def _load_encoder(path: Path, data: bytes) -> Encoder:
-    """Return the encoder of a file; raise TokenizerError."""
+    """Return the encoder for the contents of a tokenizer.json.
+
+    Raises:
+        TokenizerError: The tokenizers package is not installed or cannot read the contents.
+    """
     if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):
         install = optional_dependencies.format_install_command([optional_dependencies.TOKENIZERS])
         raise TokenizerError(f"{path} needs the package tokenizers, which is not installed; {install}")
@@ -241,7 +266,7 @@ def _load_encoder(path: Path, data: bytes) -> Encoder:
 
 @contextmanager
 def _wrap_library_errors(message: str) -> Iterator[None]:
-    """Convert whatever the library raises to TokenizerError."""
+    """Return a context that raises TokenizerError, with this message in front, for any error of the tokenizers package."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -264,7 +289,7 @@ def _find_tokenizer_file(path: Path) -> Path:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that may be missing or damaged."""
+    """Return the JSON object in a file, or {} if the file is missing, damaged or holds something else."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -273,7 +298,10 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _make_byte_decoder() -> dict[str, int]:
-    """Return GPT-2's byte table: printable Latin-1 characters are themselves, the others follow from U+0100."""
+    """Return GPT-2's byte table as a dict from character to byte.
+
+    Printable Latin-1 characters are their own byte; the other bytes are the characters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Rendering of chat templates in jinja2's sandbox, and attribution of the text to messages. Independent of models.
+"""Render chat templates in jinja2's sandbox, and find which parts of the text come from messages. Independent of models.
 
 Settings and functions are those of transformers 5.23 (`utils/chat_template_utils.py`), so that the text is the same. The sandbox
 keeps a template from running code. CPU time and sizes are limited, so a template that loops or doubles a string ends. A malicious
@@ -43,14 +43,14 @@ RenderedPrefixes = dict[int, tuple[int, int]]
 
 
 class RenderingError(ValueError):
-    """A template that cannot render these messages; one line."""
+    """An error for a template that cannot render the given messages; the message is one line."""
 
 
 class PlaceholderMap:
-    """A mapping of message characters to a range of code points that no string of a conversation uses.
+    """A mapping from the characters of messages to placeholders, code points that none of the given strings contain.
 
     Attributes:
-        pattern: Matches a run of placeholders.
+        pattern: Regex that matches a run of placeholders.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -62,7 +62,11 @@ class PlaceholderMap:
         self._originals, self._placeholders = dict[int, str](), dict[int, str]()
 
     def substitute(self, text: str) -> str:
-        """Return the text with a placeholder for each character."""
+        """Return a text with every character replaced by its placeholder; new characters are added to the mapping.
+
+        Raises:
+            RenderingError: There are too few placeholders.
+        """
         new = set[str]().union(*split_chunks(text)).difference(map(chr, self._placeholders))
         if len(new) > self._n_free - len(self._originals):
             raise RenderingError(f"the messages have more than {self._n_free} different characters")
@@ -71,17 +75,17 @@ class PlaceholderMap:
         return "".join([chunk.translate(self._placeholders) for chunk in split_chunks(text)])
 
     def restore(self, text: str) -> str:
-        """Return the text with the original characters."""
+        """Return a text with every placeholder replaced by its original character."""
         return "".join([chunk.translate(self._originals) for chunk in split_chunks(text)])
 
 
 def split_chunks(text: str) -> Iterator[str]:
-    """Yield a string in chunks, each a plain str."""
+    """Yield a string in chunks of CHUNK_LENGTH characters, each a plain str, so that other threads can run in between."""
     return (str.__getitem__(text, slice(i, i + CHUNK_LENGTH)) for i in range(0, len(text), CHUNK_LENGTH))
 
 
 class _RenderState(threading.local):
-    """The state of the rendering in a thread.
+    """The state of the rendering in the current thread; each thread has its own values.
 
     Attributes:
         placeholders: None while none are in use.
@@ -98,20 +102,20 @@ STATE = _RenderState()
 
 
 def get_original(value: Any) -> Any:
-    """Return the original of a tracked string; any other value unchanged."""
+    """Return the original characters of a tracked string as a plain str; return any other value unchanged."""
     return value._original if isinstance(value, TrackedStr) else value
 
 
 def make_tracked(text: str) -> "TrackedStr":
-    """Return the text of a message as placeholders."""
+    """Return a tracked string of placeholders for a text of a message."""
     assert STATE.placeholders
     return TrackedStr(STATE.placeholders.substitute(text))
 
 
 class TrackedStr(str):
-    """A string of placeholders that a template treats as the original characters.
+    """A string of placeholders that answers a template's questions as the original characters of a message would.
 
-    Methods that are missing here see the placeholders themselves, which shows in the text.
+    str methods that are not overridden here work on the placeholders themselves, so the rendered text is wrong and is rejected.
     """
 
     @functools.cached_property
@@ -120,7 +124,7 @@ class TrackedStr(str):
         return STATE.placeholders.restore(self)
 
     def _slice_parts(self, parts: Iterable[str], gap: int = 0) -> list["TrackedStr"]:
-        """Return slices for those parts of the original, each `gap` characters after the previous one."""
+        """Return slices of this string for consecutive parts of the original, each `gap` characters after the previous one."""
         slices, at = list[TrackedStr](), 0
         for part in parts:
             at = self._original.find(part, at)
@@ -144,60 +148,60 @@ class TrackedStr(str):
         return TrackedStr(str.__add__(other, self))
 
     def join(self, parts: Iterable[str]) -> "TrackedStr":
-        """Return the result of str.join, with placeholders."""
+        """Join the parts with this string as separator, as str.join does, and return a tracked string."""
         return TrackedStr(str.join(self, parts))
 
     def strip(self, characters: str | None = None) -> "TrackedStr":
-        """Return the result of str.strip, with placeholders."""
+        """Return this tracked string without the given characters (default: white space) at both ends, as str.strip does."""
         return self.lstrip(characters).rstrip(characters)
 
     def lstrip(self, characters: str | None = None) -> "TrackedStr":
-        """Return the result of str.lstrip, with placeholders."""
+        """Return this tracked string without the given characters (default: white space) at the start, as str.lstrip does."""
         return self[len(self) - len(self._original.lstrip(get_original(characters))) :]
 
     def rstrip(self, characters: str | None = None) -> "TrackedStr":
-        """Return the result of str.rstrip, with placeholders."""
+        """Return this tracked string without the given characters (default: white space) at the end, as str.rstrip does."""
         return self[: len(self._original.rstrip(get_original(characters)))]
 
     def removeprefix(self, prefix: str) -> "TrackedStr":
-        """Return the result of str.removeprefix, with placeholders."""
+        """Return this tracked string without a prefix of the original characters, as str.removeprefix does."""
         return self[len(self) - len(self._original.removeprefix(get_original(prefix))) :]
 
     def removesuffix(self, suffix: str) -> "TrackedStr":
-        """Return the result of str.removesuffix, with placeholders."""
+        """Return this tracked string without a suffix of the original characters, as str.removesuffix does."""
         return self[: len(self._original.removesuffix(get_original(suffix)))]
 
     def split(self, sep: str | None = None, maxsplit: Any = -1) -> list["TrackedStr"]:  # type: ignore[override]
-        """Return the result of str.split, with placeholders."""
+        """Return the tracked parts between separators in the original characters, as str.split does."""
         return self._slice_parts(self._original.split(get_original(sep), maxsplit), len(sep or ""))
 
     def rsplit(self, sep: str | None = None, maxsplit: Any = -1) -> list["TrackedStr"]:  # type: ignore[override]
-        """Return the result of str.rsplit, with placeholders."""
+        """Return the tracked parts between separators in the original characters, split from the right as str.rsplit does."""
         return self._slice_parts(self._original.rsplit(get_original(sep), maxsplit), len(sep or ""))
 
     def splitlines(self, keepends: bool = False) -> list["TrackedStr"]:  # type: ignore[override]
-        """Return the result of str.splitlines, with placeholders."""
+        """Return the tracked lines of the original characters, as str.splitlines does."""
         return self._slice_parts(self._original.splitlines(keepends))
 
     def partition(self, sep: str) -> tuple["TrackedStr", "TrackedStr", "TrackedStr"]:
-        """Return the result of str.partition, with placeholders."""
+        """Return the tracked parts before, at and after the first separator, as str.partition does."""
         first, between, last = self._slice_parts(self._original.partition(get_original(sep)))
         return first, between, last
 
     def rpartition(self, sep: str) -> tuple["TrackedStr", "TrackedStr", "TrackedStr"]:
-        """Return the result of str.rpartition, with placeholders."""
+        """Return the tracked parts before, at and after the last separator, as str.rpartition does."""
         first, between, last = self._slice_parts(self._original.rpartition(get_original(sep)))
         return first, between, last
 
     def replace(self, old: str, new: str, count: Any = -1) -> "TrackedStr":
-        """Return the result of str.replace, with placeholders."""
+        """Return a tracked string in which `new` replaces `old` wherever the original characters have it, as str.replace does."""
         if not old:  # insert between any two characters
             return TrackedStr(str.replace(self, "", new, count))
         return TrackedStr(str.join(new, self.split(old, count)))
 
 
 def _delegate_to_original(name: str) -> Callable[..., Any]:
-    """Return a method that calls a str method on the original and returns its result."""
+    """Return a method for `TrackedStr` that calls the named str method on the original characters and returns its result."""
     method = getattr(str, name)
 
     def delegate(self: TrackedStr, *values: Any) -> Any:
@@ -210,7 +214,10 @@ def _delegate_to_original(name: str) -> Callable[..., Any]:
 
 
 def _make_case_method(name: str) -> Callable[[TrackedStr], str]:
-    """Return a method that changes the case of each character; nearly always the length stays the same."""
+    """Return a method for `TrackedStr` that changes the case as the named str method does.
+
+    The result is tracked if it has as many characters as the original, which is nearly always so.
+    """
     method = getattr(str, name)
 
     def change_case(self: TrackedStr) -> str:
@@ -240,49 +247,52 @@ def has_placeholders(text: str) -> bool:
 
 
 def join_strings(parts: Iterable[Any]) -> str:
-    """Return the concatenated strings; tracked if one of them is."""
+    """Return the concatenation of values as one string, tracked if it contains placeholders; raise RenderingError if too long."""
     joined = limit_size("".join(map(str, parts)))
     return TrackedStr(joined) if has_placeholders(joined) else joined
 
 
 def limit_size(value: Any) -> Any:
-    """Return the value; raise RenderingError for a string or list that is too long."""
+    """Return the value unchanged; raise RenderingError for a string, list or tuple with more than MAX_SIZE elements."""
     if type(value) is not int:
         check_size(get_size(value))
     return value
 
 
 def get_size(value: Any) -> int:
-    """Return the number of characters or items of a value; an integer itself, which can be used as a repeat count."""
+    """Return the length of a string, list or tuple, an integer itself (it can be a repeat count), and 0 for other values."""
     return value if type(value) is int else len(value) if isinstance(value, str | list | tuple) else 0
 
 
 def check_size(size: float) -> None:
-    """Raise RenderingError if a size is beyond MAX_SIZE."""
+    """Raise RenderingError if a size in characters or items is beyond MAX_SIZE."""
     if size > MAX_SIZE:
         raise RenderingError(f"the template makes more than {MAX_SIZE} characters or items")
 
 
 def check_time(*_: Any) -> None:
-    """Raise RenderingError if the CPU time is over."""
+    """Raise RenderingError if the CPU time limit of the rendering in this thread is exceeded; ignore the arguments."""
     if time.thread_time() > STATE.deadline:
         raise RenderingError("the template takes too long")
 
 
 class GenerationExtension(Extension):
-    """The `{% generation %}` block, which marks the assistant's text for training and does not change it."""
+    """The `{% generation %}` block for jinja2, which marks the assistant's text for training and leaves the text unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
 
     def parse(self, parser: Any) -> Any:
-        """Return the body of the block as a scope."""
+        """Parse a block up to `endgeneration` and return its body as a jinja2 scope node."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with limits: loops, macros and blocks check the time; sizes of operators' results and variables are checked."""
+    """A jinja2 sandbox with limits on CPU time and on the sizes of values, which end a runaway template with RenderingError.
+
+    Loops, macros and blocks check the time; the results of operators and the values of variables are checked for their size.
+    """
 
     concat = staticmethod(join_strings)
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -299,7 +309,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of a binary operator with a check of its size."""
+        """Return the result of a binary operator in a template; raise RenderingError if the result is too large."""
         if operator == "*":
             check_size(get_size(left) * get_size(right))
         elif operator == "**":
@@ -308,14 +318,18 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def raise_exception(message: object) -> None:
-    """Raise TemplateError with a message of the template."""
+    """Raise jinja2's TemplateError with a message that the template gives; templates call it to reject messages."""
     raise jinja2.TemplateError(str(get_original(message)))
 
 
 def tojson(
     value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return the output of `json.dumps`; escapes of message characters are placeholders, too."""
+    """Serialize a value as JSON and return a string, as transformers' `tojson` filter does.
+
+    The arguments are those of `json.dumps`. The result is tracked if it has characters of messages. Escapes of these
+    characters are placeholders, too.
+    """
     written = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     non_ascii, placeholders = {character for character in set(written) if not character.isascii()}, STATE.placeholders
     escaped = {
@@ -328,12 +342,12 @@ def tojson(
 
 
 def strftime_now(form: str) -> str:
-    """Return the formatted time of the rendering."""
+    """Return the start time of the rendering, formatted with a strftime format; both renderings get the same time."""
     return STATE.now.strftime(form)
 
 
 def random_item(values: Any) -> Any:
-    """Return the same item in both renderings."""
+    """Return an item of a sequence with a fixed seed, so that both renderings of a conversation get the same item."""
     return random.Random(0).choice(values)
 
 
@@ -352,7 +366,11 @@ ENVIRONMENT = _make_environment()
 
 @functools.lru_cache(maxsize=8)
 def compile_template(source: str) -> jinja2.Template:
-    """Return a compiled template with `join_strings` as the `~` operator."""
+    """Compile the source of a Jinja template and return the template, in which `~` joins with `join_strings`.
+
+    Raises:
+        jinja2.TemplateSyntaxError: The source is not valid.
+    """
     template = ENVIRONMENT.from_string(source)
     template.root_render_func.__globals__["str_join"] = join_strings
     return template
@@ -360,7 +378,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 @contextmanager
 def wrap_render_errors() -> Iterator[None]:
-    """Convert any error of a template to RenderingError."""
+    """Return a context (or decorator) in which any error of a template is raised again as a one-line RenderingError."""
     try:
         yield
     except RenderingError:
@@ -376,12 +394,21 @@ def wrap_render_errors() -> Iterator[None]:
 
 
 class Rendering:
-    """A conversation rendered by a template. Raises RenderingError.
+    """A conversation rendered by a template, with the parts of the text that come from messages.
+
+    Args:
+        source: The Jinja source of the template.
+        variables: Template variables next to the messages.
+        messages: The conversation.
+        tools: Functions that the model may call, or None.
 
     Attributes:
         n_characters: The number of characters in messages and tools.
-        segment_edges: Alternating starts and ends of message text in `text`.
-        prefix_ends: See `find_prefix_ends`.
+        segment_edges: Alternating starts and ends of message text in `text`; empty before `find_segment_edges`.
+        prefix_ends: Where prefixes of the conversation end in `text`; empty before `find_prefix_ends`.
+
+    Raises:
+        RenderingError: Any method, if the template fails.
     """
 
     @wrap_render_errors()
@@ -397,7 +424,7 @@ class Rendering:
 
     @functools.cached_property
     def text(self) -> str:
-        """The rendered text."""
+        """The conversation's rendered text, up to the start of the model's answer."""
         return self._render(self._messages, self._tools)
 
     @wrap_render_errors()
@@ -411,7 +438,11 @@ class Rendering:
 
     @wrap_render_errors()
     def find_segment_edges(self) -> None:
-        """Find which parts of the text come from messages."""
+        """Find which parts of the text come from messages and set `segment_edges`.
+
+        Raises:
+            RenderingError: The template changes a message in a way that is not supported.
+        """
         STATE.placeholders = placeholders = PlaceholderMap([self._source, *find_strings(self._variables), *self._message_strings])
         substituted = ""
         try:
@@ -427,15 +458,20 @@ class Rendering:
         self.segment_edges = [edge for run in placeholders.pattern.finditer(substituted) for edge in run.span()]
 
     def get_segments(self, begin: int, end: int) -> list[RenderedSegment]:
-        """Return the segments of a range of the text."""
+        """Return the rendered text from `begin` to `end` as segments, each from either a message or the template."""
         first, last = bisect_right(self.segment_edges, begin), bisect_right(self.segment_edges, end)
         edges = [begin, *self.segment_edges[first:last], end]
         return [RenderedSegment(self.text[a:b], (first + i) % 2 == 1) for i, (a, b) in enumerate(pairwise(edges)) if a < b]
 
     def find_prefix_ends(self, prefix_lengths: Iterable[int], cache: RenderedPrefixes) -> None:
-        """Find where prefixes of the conversation, given by their numbers of messages, end in the text; -1 if one differs.
+        """Find where prefixes of the conversation end in the text, and append each position to `prefix_ends`.
 
-        A conversation of n turns has n prefixes, and the next turn has all of them again, so the cache keeps their lengths.
+        The position is -1 if the prefix rendered alone differs from the start of the text. A conversation of n turns has n
+        prefixes, and the next turn has all of them again, so the cache keeps their lengths.
+
+        Args:
+            prefix_lengths: The number of messages of each prefix.
+            cache: Lengths and hashes of prefixes rendered before; it is updated.
         """
         if len(cache) > MAX_CACHED_PREFIXES:
             cache.clear()
@@ -451,7 +487,7 @@ class Rendering:
 
 
 def find_strings(value: Any) -> Iterator[str]:
-    """Yield all strings of a JSON value, including names."""
+    """Yield every string in a nested JSON value, including the names in objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | Mapping):
@@ -460,7 +496,10 @@ def find_strings(value: Any) -> Iterator[str]:
 
 
 def substitute_strings(value: Any) -> Any:
-    """Return a JSON value with placeholders for its strings, except for names of one word, which templates look up."""
+    """Return a copy of a nested JSON value with tracked strings of placeholders in the place of its strings.
+
+    Names in objects that are one word stay, since templates look them up.
+    """
     if isinstance(value, str):
         return make_tracked(value)
     if isinstance(value, list):
@@ -471,6 +510,9 @@ def substitute_strings(value: Any) -> Any:
 
 
 def substitute_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with placeholders, except for a role of one word, which may be part of a special token."""
+    """Return a copy of a message with tracked strings in the place of its strings.
+
+    Names of one word stay, and so does a role of one word, which may be part of a special token.
+    """
     substituted: dict[str, Any] = substitute_strings(message)
     return substituted | ({"role": message["role"]} if WORD.fullmatch(message["role"]) else {})

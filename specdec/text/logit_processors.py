@@ -1,4 +1,4 @@
-"""Logit processing that depends on the tokens so far: biases, penalties and min_p. Independent of models.
+"""Process logits by the tokens so far: biases, penalties and min_p. Independent of models.
 
 The order is vLLM's. A bias is added. Logits of tokens in the prompt or the completion are divided by the repetition penalty if
 positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858). Tokens of the completion lose the frequency penalty once per
@@ -22,7 +22,7 @@ FLOAT32_MIN = float(np.finfo(np.float32).min)
 
 
 class LogitsProcessor:
-    """The processor of one sequence; the first `update` gives it the prompt.
+    """A processor that applies biases, penalties and min_p to one sequence's logits; the first `update` gives it the prompt.
 
     Args:
         sampling: The sampling settings.
@@ -39,14 +39,18 @@ class LogitsProcessor:
         self._bias = np.array([bias for _, bias in sampling.biases], np.float32)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Count the tokens of the whole sequence (prompt included) that are new."""
+        """Count those tokens of the sequence that earlier calls have not counted; tokens of the first call are the prompt.
+
+        Args:
+            tokens: The whole sequence, prompt included.
+        """
         times, n_read = (1.0, self._n_counted) if self._n_counted >= 0 else (0.0, 0)
         for token in tokens[n_read:]:
             self._count(token, times)
         self._n_counted = len(tokens)
 
     def _count(self, token: int, times: float) -> bool:
-        """Add to a token's count; return whether the token is new."""
+        """Add `times` to a token's number of occurrences and return whether the token was not in the sequence before."""
         index = self._index_by_id.setdefault(token, n := len(self._index_by_id))
         if index == len(self._ids):
             self._ids, self._counts = (np.concatenate([array, array]) for array in (self._ids, self._counts))
@@ -57,7 +61,7 @@ class LogitsProcessor:
 
     @contextmanager
     def assume(self, path: Sequence[int]) -> Iterator[None]:
-        """Process logits inside this context as if the sequence had grown by a path of tokens."""
+        """Return a context inside which logits are processed as if the sequence had grown by the given tokens."""
         new = [(token, self._count(token, 1.0)) for token in path]
         try:
             yield
@@ -69,7 +73,7 @@ class LogitsProcessor:
                     self._counts[self._index_by_id[token]] -= np.float32(1.0)
 
     def apply(self, row: Any) -> None:
-        """Process the logits (V,) of the next token in place; values that are not finite stay so."""
+        """Apply biases, penalties and min_p to the next token's logits (V,) in place; values that are not finite stay so."""
         s, n, row = self._sampling, len(self._index_by_id), row[: self._n_ids]
         if len(self._bias_ids):
             in_row = self._bias_ids < len(row)
@@ -92,7 +96,7 @@ class LogitsProcessor:
             row[remaining] = logits
 
     def apply_to_copy(self, row: Any, path: Sequence[int]) -> Any:
-        """Return a processed copy of the logits (V,) of the token after the sequence and a path."""
+        """Return a processed copy of the logits (V,) of the token that follows the sequence and then the tokens of `path`."""
         row = row.copy()
         with self.assume(path):
             self.apply(row)
@@ -100,7 +104,13 @@ class LogitsProcessor:
 
 
 class ProcessedConstraintState:
-    """The state of a sequence, with or without a constraint, with processed logits; see `decoding.ConstraintState`."""
+    """The state of one sequence with processed logits and, if there is one, an inner constraint; a `decode_loop.ConstraintState`.
+
+    Args:
+        state: The inner constraint's state, or None.
+        processor: The processor of the sequence.
+        prompt: The token ids of the prompt.
+    """
 
     def __init__(self, state: ConstraintState | None, processor: LogitsProcessor, prompt: list[int]) -> None:
         self._state, self._processor, self._tokens = state, processor, [*prompt]
@@ -108,34 +118,34 @@ class ProcessedConstraintState:
 
     @property
     def error(self) -> Exception | None:
-        """The inner constraint's error."""
+        """The error that the inner constraint's state has stored, or None."""
         return self._state.error if self._state else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the inner constraint is complete."""
+        """Whether the output satisfies the inner constraint and may only end; False without an inner constraint."""
         return bool(self._state and self._state.is_complete)
 
     def get_forced_tokens(self, max_n: int) -> list[int]:
-        """Return the tokens that the inner constraint forces, at most `max_n`."""
+        """Return the next tokens, at most `max_n`, for which the inner constraint leaves no choice."""
         return self._state.get_forced_tokens(max_n) if self._state else []
 
     def count_allowed(self, tokens: list[int]) -> int:
-        """Return how many of the tokens the inner constraint allows."""
+        """Return how many of the given tokens, from the first on, the inner constraint allows; all if there is none."""
         return self._state.count_allowed(tokens) if self._state else len(tokens)
 
     def find_end(self, tokens: list[int]) -> int | None:
-        """Return after how many of the tokens the inner constraint is complete, or None."""
+        """Return after how many of the given tokens the inner constraint is complete, or None if they do not complete it."""
         return self._state.find_end(tokens) if self._state else None
 
     def mask_logits(self, logits: Any, draft: Draft) -> None:
-        """Mask and process the rows of logits of a draft in place."""
+        """Mask the logits that the inner constraint forbids and apply the processing, in place, in each row of a draft."""
         if self._state:
             self._state.mask_logits(logits, draft)
         self._apply_to_subtree(logits, draft, -1)
 
     def _apply_to_subtree(self, logits: Any, draft: Draft, node: int) -> None:
-        """Process the row after a draft node (-1: after the sequence) and the rows of its descendants."""
+        """Process, in place, the row of logits after a draft node (-1: after the sequence) and the rows of its descendants."""
         self._processor.apply(logits[node + 1])
         for child in draft.children(node):
             if child + 1 < len(logits):
@@ -143,7 +153,7 @@ class ProcessedConstraintState:
                     self._apply_to_subtree(logits, draft, child)
 
     def commit(self, tokens: list[int]) -> None:
-        """Add tokens to the sequence."""
+        """Add accepted tokens to the sequence, in the inner constraint and in the counts for penalties."""
         if self._state:
             self._state.commit(tokens)
         self._tokens += tokens
@@ -151,17 +161,26 @@ class ProcessedConstraintState:
 
 
 class ProcessedConstraint:
-    """A constraint, or none, with logit processing."""
+    """A constraint that processes logits and also applies an inner constraint, if there is one; a `decode_loop.Constraint`.
+
+    Args:
+        constraint: The inner constraint, or None.
+        sampling: The sampling settings.
+        n_ids: The number of ids that can be sampled, by default all.
+    """
 
     def __init__(self, constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> None:
         self._constraint, self._sampling, self._n_ids = constraint, sampling, n_ids
 
     def begin(self, prompt: list[int]) -> ConstraintState:
-        """Return the state of a new sequence with this prompt."""
+        """Start a new sequence with this prompt and return its state in the constraint."""
         state = self._constraint.begin(prompt) if self._constraint else None
         return ProcessedConstraintState(state, LogitsProcessor(self._sampling, self._n_ids), prompt)
 
 
 def wrap_constraint(constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> Constraint | None:
-    """Return the constraint with the logit processing of `sampling`, or unchanged if there is nothing to process."""
+    """Return a constraint that adds the logit processing of `sampling` to the given one (or None).
+
+    If there is nothing to process, the given constraint is returned unchanged. `n_ids` is the number of ids that can be sampled.
+    """
     return ProcessedConstraint(constraint, sampling, n_ids) if sampling.has_logit_adjustments else constraint

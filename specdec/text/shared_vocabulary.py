@@ -1,4 +1,4 @@
-"""Comparison of two vocabularies: which ids mean the same, and which ids a model can generate. Independent of models."""
+"""Compare two vocabularies: which ids mean the same, and which ids a model can generate. Independent of models."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ NOT_SHARED = -1  # in `target_ids`, for a draft token without a target id
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """The ids that a target and a draft can generate.
+    """The token ids that a target and a draft model can generate, and a map between them if their ids differ.
 
     Attributes:
         n_target: The target generates ids below this.
@@ -31,9 +31,15 @@ class SharedVocabulary:
 
 
 def count_known_ids(tokenizer: AnyTokenizer, n_rows: int, model: str = "the target") -> int:
-    """Return how many of a model's rows are tokens; the others are padding and must never be generated.
+    """Return how many of the model's ids are tokens; ids from this number on are padding and must never be generated.
 
-    Raises ValueError if the tokenizer's size shows that it belongs to another model; `model` is its description for the error.
+    Args:
+        tokenizer: The tokenizer.
+        n_rows: The size of the model's vocabulary: the rows of its classifier.
+        model: A description of the model, for errors.
+
+    Raises:
+        ValueError: The tokenizer's size shows that the tokenizer belongs to another model.
     """
     n = tokenizer.vocab_size
     matches = n == n_rows or isinstance(tokenizer, HFTokenizer)
@@ -48,13 +54,18 @@ def count_known_ids(tokenizer: AnyTokenizer, n_rows: int, model: str = "the targ
 
 
 def compare_vocabularies(target: AnyTokenizer, target_rows: int, draft: AnyTokenizer | Path, draft_rows: int) -> SharedVocabulary:
-    """Compare two tokenizers by the bytes of their tokens and map the draft's ids if they differ.
+    """Compare a target's and a draft's tokenizer by the bytes of their tokens and return which ids both can generate.
 
-    Only ids that both know are compared; names of special tokens may differ. `draft` can be a file or folder, which is not loaded
-    if it is a copy of the target's.
+    Ids are mapped if they differ. Only ids that both tokenizers know are compared; names of special tokens may differ.
+
+    Args:
+        target: The target's tokenizer.
+        target_rows: The size of the target's vocabulary.
+        draft: The draft's tokenizer, or its file or folder, which is not loaded if it is a copy of the target's.
+        draft_rows: The size of the draft's vocabulary.
 
     Raises:
-        ValueError: They share too few tokens, or a tokenizer belongs to another model.
+        ValueError: The tokenizers share too few tokens, or a tokenizer belongs to another model.
         TokenizerError: The draft's file is not a tokenizer.
     """
     if isinstance(draft, Path):
@@ -77,7 +88,17 @@ def compare_vocabularies(target: AnyTokenizer, target_rows: int, draft: AnyToken
 
 
 def assume_shared_vocabulary(target: AnyTokenizer, target_rows: int, name: str, draft_rows: int) -> SharedVocabulary:
-    """Return the vocabulary shared with a draft without tokenizer; raise ValueError if its size does not allow it."""
+    """Return the vocabulary that a target shares with a draft without a tokenizer, by assuming that equal ids mean the same.
+
+    Args:
+        target: The target's tokenizer.
+        target_rows: The size of the target's vocabulary.
+        name: A description of the draft, for errors.
+        draft_rows: The size of the draft's vocabulary.
+
+    Raises:
+        ValueError: The sizes of the vocabularies show that they differ.
+    """
     n = target.vocab_size
     is_padded = isinstance(target, HFTokenizer) and n <= draft_rows <= min(n + MAX_PADDING_ROWS, n / MIN_KNOWN_FRACTION)
     if draft_rows != target_rows and not is_padded:
@@ -89,7 +110,7 @@ def assume_shared_vocabulary(target: AnyTokenizer, target_rows: int, name: str, 
 
 
 def _find_differing_ids(a: AnyTokenizer, b: AnyTokenizer, n: int) -> Iterator[int]:
-    """Yield the ids below n that have a meaning in both tokenizers, but not the same one."""
+    """Yield each id below n that is a token in both tokenizers but stands for different bytes."""
     ids: Iterable[int] = range(n)
     if isinstance(a, HFTokenizer) and isinstance(b, HFTokenizer) and a.has_same_decoder(b):
         names = zip(map(a.id_to_token, ids), map(b.id_to_token, ids), strict=True)
@@ -104,7 +125,7 @@ def _find_differing_ids(a: AnyTokenizer, b: AnyTokenizer, n: int) -> Iterator[in
 
 
 def _map_draft_ids(target: AnyTokenizer, n_target: int, draft: AnyTokenizer, n_draft: int) -> tuple[int, ...]:
-    """Return for each draft token the target's token with the same bytes or special name; no id is used twice.
+    """Return, for each draft id, the target id with the same bytes or special name, or NOT_SHARED; no target id is used twice.
 
     Of several tokens with the same bytes the last ones are paired: SentencePiece's bytes come before its characters.
     """
@@ -117,7 +138,7 @@ def _map_draft_ids(target: AnyTokenizer, n_target: int, draft: AnyTokenizer, n_d
 
 
 def _get_meanings(tokenizer: AnyTokenizer, n: int) -> list[bytes | str]:
-    """Return the bytes of each token, or its name if it is a special token, else b""."""
+    """Return, for each id below n, the token's bytes, the name of a special token, or b"" for an unknown id."""
     if isinstance(tokenizer, HFTokenizer):
         names = {token: tokenizer.id_to_token(token) for token in range(n)}
     else:

@@ -1,4 +1,4 @@
-"""Structured output: completions that are JSON by a schema, any JSON object, or a regex match. Independent of models.
+"""Constrain completions to JSON by a schema, to any JSON object, or to a full regex match. Independent of models.
 
 The package llguidance computes which tokens may follow. If a constraint leaves only one continuation, only one token is allowed:
 the first of the tokenizer's encoding of that continuation, so that the text is tokenized as in the model's training data.
@@ -47,18 +47,33 @@ _REGEX_PARTS = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(
 
 
 class ConstraintError(ValueError):
-    """A constraint that a completion cannot satisfy: its leading space is lost, or no token can follow."""
+    """An error for a constraint that a completion cannot satisfy: its leading space would be lost, or no token can follow."""
 
 
 class GrammarConstraint:
-    """A grammar compiled for a tokenizer; see `decoding.Constraint`. Sequences share the lexer states found so far."""
+    """A constraint on completions given by a grammar, compiled for one tokenizer; implements `decode_loop.Constraint`.
+
+    All sequences share the lexer states found so far.
+
+    Args:
+        vocabulary: The tokenizer in llguidance's form.
+        grammar: The grammar, as llguidance takes it.
+
+    Raises:
+        ValueError: The grammar cannot be compiled.
+    """
 
     def __init__(self, vocabulary: "_LLGuidanceVocabulary", grammar: str) -> None:
         self.vocabulary, self._grammar = vocabulary, grammar
         self.reset()
 
     def begin(self, prompt: list[int]) -> ConstraintState:
-        """Return the state of a new sequence; raise ConstraintError if its leading space would be lost."""
+        """Start a new sequence and return its state in the constraint.
+
+        Raises:
+            ConstraintError: The completion may start with a space, and the tokenizer would drop this space after the prompt.
+            ValueError: No token can follow.
+        """
         state = GrammarState(self)
         if self.vocabulary.is_space_lost(prompt) and (state.get_allowed() & self.vocabulary.has_leading_space).any():
             raise ConstraintError(
@@ -67,22 +82,26 @@ class GrammarConstraint:
         return state
 
     def reset(self) -> None:
-        """Discard the lexer states: one sequence can use up the limit for all. Raise ValueError on failure."""
+        """Compile the grammar again and discard the shared lexer states, because one sequence can use up the limit for all.
+
+        Raises:
+            ValueError: The grammar cannot be compiled.
+        """
         try:
             self._matcher = make_matcher(self.vocabulary.ll_tokenizer, self._grammar)
         except ValueError as error:
             raise self.vocabulary.pop_error() or error from None
 
     def copy_matcher(self) -> Any:
-        """Return an llguidance matcher at the grammar's start."""
+        """Return a new llguidance matcher that is at the start of the grammar."""
         return self._matcher.deep_copy()
 
 
 class GrammarState:
-    """The state of a sequence in its constraint; see `decoding.ConstraintState`.
+    """The progress of one sequence through its grammar, which decides the allowed tokens.
 
-    A matcher that has failed stays failed. The reason can be a mere proposal, or lexer states of other sequences. So it is
-    rebuilt once before an error is reported.
+    It implements `decode_loop.ConstraintState`. An llguidance matcher that has failed stays failed. The reason can be a mere
+    proposal, or lexer states of other sequences. So the matcher is rebuilt once before an error is reported.
     """
 
     def __init__(self, constraint: GrammarConstraint) -> None:
@@ -94,21 +113,25 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the output satisfies the grammar and no further token may follow."""
         return bool(self._matcher.is_stopped())
 
     def get_allowed(self) -> Any:
-        """Return which tokens may follow: (V,) bool. Raise ValueError if none may."""
+        """Return a boolean array (V,) that is True for tokens that may follow; raise ValueError if none may."""
         return self._compute_max_logits() > 0
 
     def _compute_max_logits(self) -> Any:
-        """Return upper bounds of the logits: (V,) float32, inf for allowed tokens, else -inf."""
+        """Return upper bounds of the next token's logits: (V,) float32, inf for tokens that may follow, else -inf.
+
+        Raises:
+            ValueError: No token may follow.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         self._check_matcher()
         return MAX_LOGITS_BY_BYTE.take(self._bitmask.view(np.uint8), axis=0, mode="clip").reshape(-1)[: self._vocab_size]
 
     def get_forced_tokens(self, max_n: int) -> list[int]:
-        """Return the tokens that must follow, at most `max_n`."""
+        """Return the next tokens, at most `max_n`, for which the grammar leaves no choice; the state does not change."""
         for _ in range(MAX_ATTEMPTS):
             tokens, matcher = list[int](), self._matcher
             while len(tokens) < max_n and (forced := matcher.compute_ff_tokens()) and matcher.try_consume_tokens(forced[:1]):
@@ -118,12 +141,15 @@ class GrammarState:
         return []
 
     def count_allowed(self, tokens: list[int]) -> int:
-        """Return how many of the tokens may follow one another."""
+        """Return how many of the given tokens, from the first on, the grammar allows next; the state does not change."""
         n = int(self._matcher.validate_tokens(tokens))
         return n if self._rollback(0) else 0
 
     def find_end(self, tokens: list[int]) -> int | None:
-        """Return after how many of the tokens the constraint is complete, or None."""
+        """Return after how many of the given tokens the output is complete, or None if they do not complete it.
+
+        The state does not change.
+        """
         for _ in range(MAX_ATTEMPTS):
             n, is_complete = 0, self.is_complete
             while not is_complete and n < len(tokens) and self._matcher.try_consume_tokens(tokens[n : n + 1]):
@@ -133,9 +159,16 @@ class GrammarState:
         return None
 
     def mask_logits(self, logits: Any, draft: Draft) -> None:
-        """Set the logits of tokens that may not follow to -inf, in place.
+        """Set the logits of tokens that may not follow to -inf, in place, in each row of a draft.
 
-        An error in a draft's row is kept in `error`, and the row is masked entirely; an error in the first row is raised.
+        Rows that could not be checked because of an error are masked entirely.
+
+        Args:
+            logits: The rows of logits (n, V): the first is the one after the sequence, the others follow the draft's tokens.
+            draft: The tree of draft tokens.
+
+        Raises:
+            ValueError: The first row could not be checked. An error in another row is only stored in `error`.
         """
         self.error = None
         for _ in range(MAX_ATTEMPTS):
@@ -153,7 +186,10 @@ class GrammarState:
         ] = -np.inf  # nothing after an unchecked row can be accepted
 
     def _mask_subtree(self, logits: Any, draft: Draft, node: int, masked_nodes: set[int]) -> None:
-        """Mask the row after a draft node (-1: after the sequence), then the rows of its descendants."""
+        """Mask the row of logits after a draft node (-1: after the sequence), then the rows of the node's descendants.
+
+        Each masked node is added to `masked_nodes`. Rows that are not finite are skipped, with their descendants.
+        """
         row = logits[node + 1]
         if not np.isfinite(row.max()):  # the verifier reports damaged weights
             return
@@ -167,34 +203,46 @@ class GrammarState:
                 self._matcher.rollback(1)
 
     def commit(self, tokens: list[int]) -> None:
-        """Add tokens to the sequence."""
+        """Add accepted tokens to the sequence and advance its state.
+
+        Raises:
+            ValueError: The grammar does not allow the tokens, or no token may follow.
+        """
         self._tokens += tokens
         if not self._matcher.consume_tokens(tokens):
             self._rebuild_matcher()
 
     def _rollback(self, n: int) -> bool:
-        """Undo n tokens; return False if the matcher had failed and was rebuilt, so the caller must retry."""
+        """Undo the matcher's last n tokens; return False if the matcher had failed and was rebuilt, so the caller must retry."""
         if self._matcher.is_error():
             self._rebuild_matcher()
             return False
         return not n or bool(self._matcher.rollback(n))
 
     def _rebuild_matcher(self) -> None:
-        """Rebuild the matcher at the current position without shared lexer states; raise ValueError on failure."""
+        """Replace the matcher by a new one at the current position, without the lexer states of other sequences.
+
+        Raises:
+            ValueError: No token may follow, or the grammar cannot be compiled.
+        """
         self._constraint.reset()
         self._matcher = self._constraint.copy_matcher()
         self._matcher.consume_tokens(self._tokens)
         self._check_matcher()
 
     def _check_matcher(self) -> None:
-        """Raise an error if no token may follow, which llguidance takes for an end."""
+        """Raise the reason if the matcher has failed, which llguidance itself reports as the end of the output.
+
+        Raises:
+            ConstraintError: The matcher has failed; an error of the tokenizer is raised instead if there was one.
+        """
         if self._matcher.is_error():
             reason = _format_reason(self._matcher.get_error())
             raise self._constraint.vocabulary.pop_error() or ConstraintError(f"the shape cannot continue: {reason}")
 
 
 class _LLGuidanceVocabulary:
-    """A tokenizer with the attribute names that llguidance expects: the bytes of each token, and encoding by `__call__`.
+    """A tokenizer with the interface that llguidance expects: the bytes of each token, and encoding by a call.
 
     Attributes:
         has_leading_space: (V,) whether each token starts with a space.
@@ -231,12 +279,16 @@ class _LLGuidanceVocabulary:
         return ids
 
     def pop_error(self) -> Exception | None:
-        """Return and clear the error of the last call, which llguidance replaces by its own."""
+        """Return and clear the tokenizer's error in the last encoding (or None), which llguidance hides behind its own."""
         error, self._error = self._error, None
         return error
 
     def _encode_continuation(self, text: str) -> list[int]:
-        """Return the tokens of a text that does not start a sequence."""
+        """Return the tokens of a text in the middle of a sequence, without the space or BOS that a tokenizer adds at a start.
+
+        Raises:
+            ValueError: The tokenizer has no token for one of the bytes.
+        """
         data = text.encode()
         for prefix in ("", "\n"):  # no tokenizer adds a space after a newline
             ids = [token for token in self.tokenizer.encode(prefix + text) if self.tokens[token]]
@@ -262,7 +314,7 @@ class _LLGuidanceVocabulary:
         return max(map(len, self._id_by_bytes))
 
     def is_space_lost(self, prompt: list[int]) -> bool:
-        """Return whether the leading space of a completion's first token would be dropped after these tokens."""
+        """Return whether a completion after this prompt would lose its first character if that is a space."""
         state = TEXT_NOT_STARTED
         for token in prompt:
             state = self.tokenizer.decode_incrementally(token, state)[1]
@@ -272,7 +324,12 @@ class _LLGuidanceVocabulary:
 
 
 def check_constraint(constraint: Constraint | None, tokenizer: AnyTokenizer) -> None:
-    """Raise TypeError for an object that is not a constraint, ValueError for one of another tokenizer."""
+    """Check that a constraint (or None) can be used with a tokenizer.
+
+    Raises:
+        TypeError: The object is not a constraint.
+        ValueError: The constraint was made for another tokenizer.
+    """
     if constraint is not None and not callable(getattr(constraint, "begin", None)):
         raise TypeError(
             f"shape is {argument_checks.shorten(constraint, repr)}; expected the result of json_schema, json_object or regex"
@@ -284,7 +341,10 @@ def check_constraint(constraint: Constraint | None, tokenizer: AnyTokenizer) -> 
 
 
 class CPUTimer:
-    """A counter of CPU seconds spent on a grammar: in the worker process, and in this thread inside `with`."""
+    """A counter of CPU seconds spent on building a grammar.
+
+    It counts the time of this thread inside `with`; the caller adds the worker process's time to `seconds`.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -297,13 +357,13 @@ class CPUTimer:
 
 
 class Grammar(NamedTuple):
-    """The source of a constraint.
+    """The source of a constraint before it is built, which is also the key of the caches.
 
     Attributes:
-        tokenizer: The tokenizer that it is for.
+        tokenizer: The tokenizer that the constraint is for.
         kind: "regex" (`source` is the pattern), or "schema" or "tools" (`source` is an llguidance grammar).
-        source: The text.
-        line_owners: The owner of each line of the source, for errors.
+        source: The pattern or the llguidance grammar.
+        line_owners: For each line of the source, a phrase for the part of the request that it comes from, for errors.
     """
 
     tokenizer: AnyTokenizer
@@ -313,11 +373,15 @@ class Grammar(NamedTuple):
 
     @property
     def request_field(self) -> str:
-        """The field of an API request that sets it."""
+        """The name of the API request's field that contains the grammar: tools or response_format."""
         return "tools" if self.kind == "tools" else "response_format"
 
     def get_cached(self) -> GrammarConstraint | None:
-        """Return the constraint if it is cached; raise ValueError if it was rejected before."""
+        """Return the constraint of this grammar if it was built before and is still cached, else None.
+
+        Raises:
+            ValueError: The grammar was rejected before, with the same message.
+        """
         with _CACHE_LOCK:
             if self in _CONSTRAINT_CACHE:
                 _CONSTRAINT_CACHE.move_to_end(self)
@@ -327,11 +391,20 @@ class Grammar(NamedTuple):
         return None
 
     def get_constraint(self) -> GrammarConstraint:
-        """Return the constraint, shared by all users of this grammar; raise a one-line ValueError."""
+        """Return the constraint of this grammar, which all its users share; build it unless it is cached.
+
+        Raises:
+            ValueError: The grammar cannot be used. One line.
+        """
         return self.build(CPUTimer())
 
     def build(self, timer: CPUTimer) -> GrammarConstraint:
-        """Return the result of `get_constraint` and add the time spent to the timer."""
+        """Return the constraint of this grammar as `get_constraint` does, and add the CPU seconds spent on it to the timer.
+
+        Raises:
+            ValueError: The grammar cannot be used. One line.
+            WorkerLostError: No worker process could be started, or the system killed it.
+        """
         if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
             raise ValueError(missing)
         if (constraint := self.get_cached()) is not None:
@@ -349,7 +422,7 @@ class Grammar(NamedTuple):
             return _cache_value(_CONSTRAINT_CACHE, self, constraint, MAX_CACHED_CONSTRAINTS)
 
     def _find_line_owner(self, error: str) -> str:
-        """Return the owner of the line that an error names, or ""."""
+        """Return the owner, in `line_owners`, of the source line that an llguidance error names, or "" if there is none."""
         match = re.match(r"(?:at )?(\d{1,9})\(", error)
         return self.line_owners[int(match[1]) - 1] if match and 0 < int(match[1]) <= len(self.line_owners) else ""
 
@@ -379,33 +452,39 @@ class Grammar(NamedTuple):
 
 
 def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GrammarConstraint:
-    """Return a constraint for one JSON value by a schema (the JSON Schema subset of llguidance).
+    """Build a constraint by which a completion is one JSON value that matches a schema (the JSON Schema subset of llguidance).
 
     There is white space only after "," and ":".
 
     Raises:
+        TypeError: The schema is not an object.
         ValueError: The schema cannot be used, or llguidance is not installed. One line.
     """
     return make_schema_grammar(tokenizer, schema).get_constraint()
 
 
 def json_object(tokenizer: AnyTokenizer) -> GrammarConstraint:
-    """Return a constraint for any JSON object, formatted as in `json_schema`."""
+    """Build a constraint by which a completion is one JSON object of any content, formatted as in `json_schema`."""
     return json_schema(tokenizer, ANY_OBJECT_SCHEMA)
 
 
 def make_schema_grammar(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of a schema without building it; raise a one-line ValueError for an invalid one."""
+    """Return the `Grammar` of a JSON Schema, which is not built yet.
+
+    Raises:
+        TypeError: The schema is not an object.
+        ValueError: The schema is not valid or too large. One line.
+    """
     return Grammar(tokenizer, "schema", f'{{"grammars": [{{"json_schema": {serialize_schema(schema)}}}]}}')
 
 
 def is_installed() -> bool:
-    """Return whether the required packages are installed."""
+    """Return whether llguidance, the package that structured output requires, is installed."""
     return not optional_dependencies.format_missing_packages(REQUIRED_PACKAGES)
 
 
 def serialize_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-    """Return a schema as JSON for llguidance.
+    """Return a JSON Schema as a JSON string that also has llguidance's formatting options.
 
     Args:
         schema: The JSON Schema.
@@ -413,7 +492,7 @@ def serialize_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str
 
     Raises:
         TypeError: The schema is not an object.
-        ValueError: It cannot be serialized or is too large.
+        ValueError: The schema cannot be serialized, is too large or repeats part of a pattern too often.
     """
     if not isinstance(schema, Mapping):
         raise TypeError(f"the schema is {argument_checks.shorten(schema, repr)}; expected an object")
@@ -434,9 +513,10 @@ def serialize_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str
 
 
 def regex(tokenizer: AnyTokenizer, pattern: str) -> GrammarConstraint:
-    """Return a constraint for a full match of a pattern in Rust's regex syntax, without look-around.
+    """Build a constraint by which a whole completion matches a pattern in Rust's regex syntax, without look-around.
 
     Raises:
+        TypeError: The pattern is not a string.
         ValueError: The pattern cannot be used, or llguidance is not installed. One line.
     """
     argument_checks.check_string("the regex", pattern)
@@ -449,7 +529,7 @@ def regex(tokenizer: AnyTokenizer, pattern: str) -> GrammarConstraint:
 
 
 def _cache_value(cache: OrderedDict[Grammar, Value], grammar: Grammar, value: Value, max_n: int) -> Value:
-    """Return the value, or the one that another thread has cached meanwhile."""
+    """Add a value to a cache of at most `max_n` entries and return it, or the value that another thread has added meanwhile."""
     value = cache.setdefault(grammar, value)
     while len(cache) > max_n:
         cache.popitem(last=False)
@@ -466,7 +546,7 @@ _VOCABULARY_LOCK = threading.Lock()
 
 
 def _get_vocabulary(tokenizer: AnyTokenizer) -> _LLGuidanceVocabulary:
-    """Return the vocabulary of a tokenizer; the lock prevents two threads from making the same one."""
+    """Return the cached llguidance vocabulary of a tokenizer, or make it; a lock prevents two threads from doing so at once."""
     with _VOCABULARY_LOCK:
         return _make_vocabulary(tokenizer)  # type: ignore[arg-type]
 
@@ -475,7 +555,7 @@ _make_vocabulary = functools.lru_cache(MAX_CACHED_VOCABULARIES)(_LLGuidanceVocab
 
 
 def _format_reason(error: str) -> str:
-    """Return one line with the reason in llguidance's error of several lines."""
+    """Convert llguidance's error of several lines to a one-line reason of at most 160 characters."""
     if match := re.search(r"Unimplemented keys: \[(.*?)\]", error):
         keys = match[1].replace('"', "")
         return f"it uses {keys}, which {'are' if ',' in keys else 'is'} not supported"
@@ -488,7 +568,7 @@ def _format_reason(error: str) -> str:
 
 
 def _find_patterns(schema: Any) -> list[str]:
-    """Return all regexes in a schema."""
+    """Return a list of all regexes in a JSON Schema: its values of `pattern` and its names in `patternProperties`."""
     patterns, stack = list[str](), [schema]
     while stack:
         value = stack.pop()
@@ -502,7 +582,10 @@ def _find_patterns(schema: Any) -> list[str]:
 
 
 def _check_repeats(name: str, pattern: str) -> None:
-    """Raise ValueError for nested repeat counts with a product so large that forced text takes seconds to encode."""
+    """Raise ValueError if a regex repeats a part more than MAX_REPEATS times, where nested repeat counts multiply.
+
+    Forced text of that length would take seconds to encode. `name` describes the regex in the error.
+    """
     outer_counts = list[int]()  # maxima of the enclosing groups
     max_count, count = 1, 1  # maximum count in this group; count of the last atom
     for part in _REGEX_PARTS.finditer(pattern):

@@ -1,4 +1,4 @@
-"""Selection of the tokenizer of a model, and of the ids that a draft shares with it."""
+"""Select the tokenizer of a model, and find the token ids that a draft shares with a target."""
 
 import os
 from collections.abc import Mapping
@@ -16,9 +16,18 @@ from specdec.tokenizer import AnyTokenizer
 def resolve_tokenizer(
     given: str | os.PathLike[str] | AnyTokenizer | None, target: Checkpoint | None, n_rows: int
 ) -> AnyTokenizer:
-    """Return the given tokenizer, else the target's own, else the one at the default place of a llama2.c model.
+    """Return the tokenizer for a target model: the given one, else the target's own, else the default one of a llama2.c model.
 
-    The target's end-of-sequence tokens are always added: the model was trained on them, and the tokenizer may lack them.
+    The target's end-of-sequence tokens are added to a tokenizer that is loaded from a file: the model was trained on them, and
+    the file may lack them.
+
+    Args:
+        given: A tokenizer object, which is returned unchanged, or the path of a tokenizer, or None.
+        target: The target's checkpoint, if it has files.
+        n_rows: The size of the target's vocabulary.
+
+    Raises:
+        TokenizerError: The file is not a tokenizer.
     """
     if isinstance(given, AnyTokenizer):
         return given
@@ -35,12 +44,17 @@ def resolve_tokenizer(
 def resolve_shared_vocabulary(
     tokenizer: AnyTokenizer, n_target_rows: int, keys: Mapping[str, Any], name: str, draft: Checkpoint
 ) -> SharedVocabulary:
-    """Return the ids that a target and a draft can both generate; `name` is the kind of draft, for errors.
+    """Return the token ids that a target and a draft can both generate.
 
-    `keys` are those of the GGUF file that the target's tokenizer was made from: a draft with equal keys needs no comparison.
+    Args:
+        tokenizer: The target's tokenizer.
+        n_target_rows: The size of the target's vocabulary.
+        keys: The keys of the GGUF file that `tokenizer` was made from; a draft with equal keys needs no comparison.
+        name: The kind of draft, for errors.
+        draft: The draft's checkpoint.
 
     Raises:
-        ValueError: They share too few tokens.
+        ValueError: The target and the draft share too few tokens.
         TokenizerError: The draft's tokenizer is not valid.
     """
     n_rows = draft.config.vocab_size

@@ -1,4 +1,4 @@
-"""Worker processes for untrusted requests that may have to be killed. Independent of what the requests are.
+"""Run untrusted requests in worker processes that can be killed. Independent of what the requests are.
 
 A schema comes from any user of the server. Building it can take minutes and all memory, and Python cannot stop it. So it is
 tried in a process behind a pipe first, with limits on memory and CPU seconds, which a busy machine does not shorten. On systems
@@ -22,14 +22,14 @@ SIGXCPU_EXIT_CODE = -getattr(signal, "SIGXCPU", 0) or None  # exit code after th
 
 
 class WorkerLostError(ValueError):
-    """A failure without a fault in the request: no process could be started, or the system killed it."""
+    """An error for a worker process that could not be started or was killed by the system, without a fault in the request."""
 
 
 class WorkerFailedError(Exception):
-    """A request without an answer.
+    """An error for a request that a worker process did not answer.
 
     Attributes:
-        is_timeout: Whether the time was over; else the process ended, for example for lack of memory.
+        is_timeout: Whether a time limit was exceeded; otherwise the process ended, for example for lack of memory.
     """
 
     def __init__(self, is_timeout: bool) -> None:
@@ -38,11 +38,11 @@ class WorkerFailedError(Exception):
 
 
 class Worker:
-    """A process that answers one request at a time. It starts with the first request, and again after one that ended it.
+    """A worker process that answers one request at a time; it starts with the first request, and again after it has ended.
 
     Args:
-        module: The file name, without .py, of a program that gets sys.path as JSON. It reads requests as lines of JSON, each with
-            its "seconds" limit, and writes a line of JSON for each.
+        module: The file name, without .py, of the program to run. It gets sys.path as JSON in its first argument. It reads
+            requests as lines of JSON, each with its "seconds" limit, and writes a line of JSON for each.
     """
 
     def __init__(self, module: str) -> None:
@@ -50,17 +50,23 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
-        """End the process, as also happens when the worker is garbage-collected; the next request starts another."""
+        """Kill the worker process; the next request starts another one. Garbage collection of the worker kills it, too."""
         process, self._process = self._process, None
         if process:
             _kill(process)
 
     def request(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request with a limit in CPU seconds and return its answer.
+        """Send a request to the worker process and return the process's answer, a JSON object.
+
+        The process is started if it does not run, and killed after an error.
+
+        Args:
+            message: The request, an object that JSON can represent.
+            seconds: The limit in CPU seconds, which is added to the request.
 
         Raises:
             WorkerFailedError: There is no answer within the limits.
-            WorkerLostError: No process could be started, or the system killed it.
+            WorkerLostError: The process could not be started, or the system killed it.
         """
         process = self._get_process()
         assert process.stdin and process.stdout
@@ -88,7 +94,7 @@ class Worker:
         raise WorkerFailedError(is_timeout or code == SIGXCPU_EXIT_CODE)
 
     def _get_process(self) -> "subprocess.Popen[bytes]":
-        """Return the running process, or start one."""
+        """Return the running worker process, or start one; raise WorkerLostError if the start fails."""
         if not self._process or self._process.poll() is not None:
             self.close()
             script, pipe = Path(__file__).with_name(f"{self._module}.py"), subprocess.PIPE

@@ -73,7 +73,7 @@ class AnswerView(View):
         self._out.flush()
 
     def show(self, event: Event | PrefillProgress) -> None:
-        """Write the text of an event."""
+        """Write the text of a step; before the status line of a later prefill, end the row on a terminal."""
         if isinstance(event, PrefillProgress):
             if self._width and self._is_mid_row:  # the status line of the prefill takes the row
                 self._end_rows()
@@ -115,7 +115,7 @@ class AnswerView(View):
 
 
 def format_statistics(s: Statistics) -> str:
-    """Return the speed and acceptance of an answer in one line."""
+    """Return the tokens, speed and acceptance rate of an answer in one line, and why the answer was cut off if it was."""
     parts = [f"{s.n_generated} token{'s' * (s.n_generated != 1)}"]
     if s.n_generated:
         parts.append(f"{s.tokens_per_second:,.0f} tok/s")
@@ -130,7 +130,7 @@ def format_statistics(s: Statistics) -> str:
 
 
 class ChatSession:
-    """A conversation with a view for each answer; statistics and errors go to stderr.
+    """A chat with the user: it reads messages and commands, and shows each answer in a view; statistics and errors go to stderr.
 
     Args:
         conversation: The conversation.
@@ -156,7 +156,13 @@ class ChatSession:
         }  # fmt: skip
 
     def show_answer(self, events: Generator[Event | PrefillProgress]) -> None:
-        """Show an answer until it ends or is interrupted, then its statistics."""
+        """Show an answer until it ends or is interrupted, then print its statistics, or with `json_extra` one JSON object.
+
+        An interactive session also saves the conversation.
+
+        Args:
+            events: The decoding events of the answer; closed at the end.
+        """
         statistics, n_dropped = Statistics(), self._conversation.n_dropped
         with self._autosave(), closing(events), Keyboard().mute_echo(), closing(show_prefill_progress(events)) as shown_events:
             first = next((event for event in shown_events if signals.end_signal or not isinstance(event, PrefillProgress)), None)
@@ -185,7 +191,7 @@ class ChatSession:
             self._print_notice(format_statistics(statistics))
 
     def run(self, first: str, state_dir: Path | None) -> None:
-        """Read and handle messages and commands until the user leaves.
+        """Read messages and commands from the terminal and handle each, until the user leaves or a signal ends the session.
 
         Args:
             first: The first message, even if it begins with "/"; "" for none.
@@ -219,7 +225,10 @@ class ChatSession:
 
     @contextmanager
     def _autosave(self) -> Iterator[None]:
-        """Save the conversation on leaving, so that it survives a closed terminal or a shutdown."""
+        """Save the conversation when the context is left, so that it survives a closed terminal or a shutdown.
+
+        Nothing is saved without a state folder or messages, and write errors are ignored.
+        """
         try:
             yield
         finally:
@@ -229,7 +238,7 @@ class ChatSession:
                     self._conversation.write(self._last_conversation_path, 0o600)
 
     def _get_completions(self, line: str) -> list[str]:
-        """Return the completions of a command: its name, a setting or a file."""
+        """Return the lines that a partly typed chat command can be completed to: by a command's name, a setting or a file."""
         name, is_named, rest = line.partition(" ")
         if not is_named:
             with_argument = {command.split()[0] for command in COMMAND_HELP if command.split()[-1].isupper()}
@@ -243,7 +252,7 @@ class ChatSession:
         return line.startswith("/") and _parse_command(line)[0] in self._commands
 
     def _handle_input(self, message: str) -> None:
-        """Run a command or answer a message; print errors in one line."""
+        """Run a chat command, or answer a message; an error is printed in one line, not raised."""
         try:
             if not message.startswith("/"):
                 self.show_answer(self._conversation.ask(message.removeprefix(" ") if message.startswith(" /") else message))
@@ -333,7 +342,7 @@ def _chain(first: Event, rest: Generator[Event | PrefillProgress]) -> Generator[
 
 
 def _parse_command(line: str) -> tuple[str, str]:
-    """Return the name and the argument of a command line."""
+    """Split a chat command such as "/set seed 1" into its name without the slash and its argument, "" for none."""
     name, *rest = line[1:].strip().split(maxsplit=1) or [""]
     return name, "".join(rest)
 
@@ -360,6 +369,6 @@ def _complete_path(beginning: str) -> list[str]:
 
 
 def _shorten(text: str) -> str:
-    """Return the start of a long message, for display."""
+    """Return a message for display: one of too many rows or characters is cut, and its length is added."""
     short = "\n".join(text[:MAX_SHOWN_CHARACTERS].split("\n")[:MAX_SHOWN_ROWS])
     return text if len(short) == len(text) else f"{short} … ({len(text):,} characters)"

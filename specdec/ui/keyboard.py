@@ -26,9 +26,9 @@ _PARTIAL_KEY = re.compile(rb"\x1b(\[[0-?]*[ -/]*|O)?\Z")
 
 
 class Keyboard:
-    """The terminal on stdin: between `open` and `close` it echoes no keys, and leaves none to the shell.
+    """A reader of the keys pressed at the terminal on stdin, which between `open` and `close` echoes none of them.
 
-    If stdin is not a terminal it is left alone, and there are no keys.
+    Keys pressed in between are not left to the shell. If stdin is not a terminal it is left alone, and there are no keys.
     """
 
     def __init__(self, stdin: IO[str] | None = None) -> None:
@@ -39,7 +39,7 @@ class Keyboard:
         self._partial_key = b""
 
     def open(self) -> None:
-        """Mute the echo and read keys, unless open already; the job must be in the foreground, or it would be stopped."""
+        """Mute the terminal's echo and start to read single keys; do nothing if open already or in the background."""
         if self.is_open or not self._is_terminal or not is_in_foreground(self._stdin):
             return
         # An echoed ^C would push the panel down.
@@ -47,12 +47,12 @@ class Keyboard:
         self.is_open = True
 
     def close(self) -> None:
-        """Restore the terminal's modes."""
+        """Stop reading keys, discard unread input and restore the terminal's modes."""
         self.is_open = False
         self._exit_stack.close()
 
     def read_keys(self) -> list[bytes]:
-        """Return the keys pressed since the last call, one per entry; none while in the background."""
+        """Return the keys pressed since the last call, the bytes of each as one entry; none while closed or in the background."""
         if not self.is_open or not is_in_foreground(self._stdin) or not select.select([self._stdin], [], [], 0)[0]:
             return []
         data = self._partial_key + os.read(self._stdin.fileno(), MAX_READ_BYTES)
@@ -61,19 +61,24 @@ class Keyboard:
         return _KEY_PATTERN.findall(data[: len(data) - len(self._partial_key)])
 
     def mute_echo(self) -> AbstractContextManager[None]:
-        """Mute the echo within the context; input waits for the next read."""
+        """Mute the terminal's echo within the context; what is typed waits for the next read of stdin."""
         if not self._is_terminal or not is_in_foreground(self._stdin):
             return nullcontext()
         return self._clear_modes(termios.ECHO | termios.ECHOCTL, discards_input=False)
 
     def restore_modes_on_kill(self) -> AbstractContextManager[None]:
-        """Restore the terminal's current modes if the process is killed within the context."""
+        """Restore the terminal's current modes if a signal ends the process within the context."""
         if not self._is_terminal:
             return nullcontext()
         return signals.undo_on_kill(partial(self._set_modes, termios.tcgetattr(self._stdin), discards_input=False))
 
     def _clear_modes(self, flags: int, discards_input: bool) -> AbstractContextManager[None]:
-        """Clear these modes within the context. discards_input: whether input is flushed at each change."""
+        """Clear some of the terminal's local modes within the context, and restore all modes on leaving.
+
+        Args:
+            flags: The local modes to clear, such as termios.ECHO.
+            discards_input: Whether unread input is discarded at each change.
+        """
         before = termios.tcgetattr(self._stdin)
         modes = [*before[:3], before[3] & ~flags, *before[4:]]
         return signals.undo_on_exit(

@@ -35,7 +35,7 @@ BRACKETED_PASTE_ON, BRACKETED_PASTE_OFF = b"\x1b[?2004h", b"\x1b[?2004l"
 
 
 def get_state_folder() -> Path:
-    """Return the folder of files that outlive a session."""
+    """Return the folder of the chat's history and last conversation, in $XDG_STATE_HOME or ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME", "")
     return Path(state if os.path.isabs(state) else os.path.expanduser("~/.local/state"), "specdec")
 
@@ -79,11 +79,16 @@ class LineEditor:
                 _add_to_history(message)
 
     def session(self) -> AbstractContextManager[None]:
-        """Restore the terminal at the end of the conversation."""
+        """Turn off the terminal's bracketed paste when the context of a conversation is left or a signal ends the process."""
         return signals.undo_on_exit(lambda: _write_terminal(self._paste_off))
 
     def read(self) -> str:
-        """Return the next message. Raises EOFError for Ctrl-D, and KeyboardInterrupt for Ctrl-C."""
+        """Read the user's next message, add it to the history and return it; a line that was read ahead comes first.
+
+        Raises:
+            EOFError: The user pressed Ctrl-D.
+            KeyboardInterrupt: The user pressed Ctrl-C.
+        """
         if self._queued_lines:
             return self._queued_lines.pop()
         restore_on_kill = signals.undo_on_kill(lambda: _write_terminal(self._bold_off + b"\n"))
@@ -102,7 +107,7 @@ class LineEditor:
             _write_terminal(self._bold_off + self._paste_on)  # during the answer too
 
     def _decode(self, line: str) -> str:
-        """Decode bytes that are not UTF-8 by the locale's encoding; otherwise surrogates stay."""
+        """Return a line that is not UTF-8 decoded by stdin's original encoding; if that fails, its surrogates stay."""
         with suppress(UnicodeError):
             line.encode()
             return line
@@ -111,7 +116,7 @@ class LineEditor:
         return line
 
     def _complete(self, word: str, i: int) -> str | None:
-        """Return the i-th completion of the word at the cursor, for Tab; in a message it is a tab character."""
+        """Return the i-th completion of the word at the cursor for Tab, None if there are fewer; in a message, Tab adds a tab."""
         assert editor
         if not i:
             typed = editor.get_line_buffer().encode("utf-8", "surrogateescape")[: editor.get_endidx()]
@@ -152,7 +157,7 @@ class LineEditor:
 def read_message(
     read_line: Callable[[str], str], is_pasted: Callable[[], bool], is_command: Callable[[str], bool]
 ) -> tuple[str, list[str]]:
-    '''Return a message, and the command line behind a paste if there is one.
+    '''Read a message line by line; return it, and a list with the command line behind a paste if there is one.
 
     A message is one line, several lines joined by backslashes, a paste, or everything between """ and """.
 
@@ -189,7 +194,7 @@ def _write_terminal(code: bytes) -> None:
 
 
 def _has_input(seconds: float) -> bool:
-    """Return whether a line arrives within that time; always False where stdin cannot be polled (Windows)."""
+    """Return whether stdin has input within some seconds; always False where stdin cannot be polled (Windows)."""
     with suppress(OSError, ValueError):
         return bool(select.select([sys.stdin], [], [], seconds)[0])
     return False
@@ -202,7 +207,7 @@ def _add_to_history(message: str) -> None:
 
 
 def _set_utf8_locale() -> None:
-    """Give the editor a UTF-8 locale if the current one is ASCII, as with LC_ALL=C."""
+    """Set the process's locale and LC_ALL to UTF-8 for readline, if the current encoding is ASCII, as with LC_ALL=C."""
     try:
         is_ascii = codecs.lookup(locale.nl_langinfo(locale.CODESET) or "ascii").name == "ascii"
     except LookupError:  # an encoding that Python does not know
@@ -219,7 +224,7 @@ class _ResumedError(Exception):
 
 
 def _input_line(prompt: str) -> str:
-    """Return a line; after Ctrl-Z and `fg`, show the prompt and the typed text again."""
+    """Read a line from the terminal behind a prompt; after Ctrl-Z and `fg`, show the prompt and the typed text again."""
     if CONTINUE_SIGNAL is None or not editor:
         return input(prompt)
     before = ""

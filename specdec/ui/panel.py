@@ -46,17 +46,24 @@ CONTEXT_CHARACTERS = 100  # enough to contain the last word of the text
 
 
 class VerifiedPass(NamedTuple):
-    """A verification pass, and the end of the text before it."""
+    """A verified pass, with the end of the text that it continues.
+
+    Attributes:
+        context: Last characters of the text before the pass.
+        step: Result of the pass.
+    """
 
     context: str
     step: Step
 
 
 class InteractiveView:
-    """The base of panel and race: a window with keys that pause, explain and end it, and a legend of the colours.
+    """The base class of the live panel and the race view: a terminal window with keys and a legend of the text colours.
+
+    The keys pause the view, switch between the legend and a list of the keys, and end the view.
 
     Attributes:
-        ended: Whether the user has asked to end it.
+        ended: Whether the user has pressed the key that ends the view.
     """
 
     SPEED, END, N_MEANINGS = "", "", 2  # what + and - change, what q does, colours in the legend
@@ -67,7 +74,7 @@ class InteractiveView:
         self._is_paused = self._shows_key_hints = self.ended = False
 
     def _poll(self) -> bool:
-        """Handle pressed keys; return whether a new frame is needed."""
+        """Handle the keys pressed since the last call; return whether a key, a resize or Ctrl-Z requires a new frame."""
         actions = self._window.read_actions()
         for action in actions:
             self._handle_input(action)
@@ -82,7 +89,7 @@ class InteractiveView:
             self.ended = True
 
     def _legend_forms(self, n: int) -> list[Row]:
-        """Return the meaning of the first n colours, the longest form first."""
+        """Return alternative wordings of the legend of the first n text colours, the longest first, each as n styled items."""
         green = "underlined" if self._console.no_color else "green"
         by, target = self._labels.draft_label, self._labels.target
         forms = (
@@ -94,7 +101,7 @@ class InteractiveView:
         return [list(zip(form, ("accepted", "target", "rejected"), strict=True))[:n] for form in forms]
 
     def _legend(self, width: int, n: int) -> list[Row]:
-        """Return the meaning of the colours, or the keys, in n rows."""
+        """Return the legend of the text colours, or the list of keys if the user has asked for it, as exactly n rows."""
         forms: list[Row] = self._legend_forms(self.N_MEANINGS) if self._labels.draft_label else [[]]
         if self._shows_key_hints:
             long = "space: pause", "→: one pass", f"+ -: {self.SPEED}", f"q: {self.END}", "?: the colours"
@@ -103,12 +110,15 @@ class InteractiveView:
         return [*rows, *([[]] * (n - len(rows)))]
 
     def _text_rows(self, text: StyledText, width: int, n: int) -> list[Row]:
-        """Return the end of a text as n rows of a frame of that width."""
+        """Return the end of a styled text as exactly n framed rows of `width` cells; missing rows are empty."""
         rows = text.tail(width - 4, n, self._is_paused)
         return [self._painter.frame_row(row, width - 4) for row in [*rows, *([[]] * (n - len(rows)))]]
 
     def _format_page(self, text: StyledText, are_explained: bool = True) -> str:
-        """Finish a text and return it wrapped for the terminal's main screen, with the legend if `are_explained`."""
+        """Return a whole text as coloured lines for the terminal's main screen, with the legend below it if `are_explained`.
+
+        The text is finished first: the rest of an incomplete control sequence is appended to it.
+        """
         text.finish()
         width = min(self._console.width, MAX_FRAME_WIDTH)
         rows = text.wrap(width)
@@ -118,7 +128,7 @@ class InteractiveView:
 
 
 class LivePanel(InteractiveView):
-    """The live panel: the end of the text, the last passes with draft tokens and corrections, and running statistics.
+    """The live panel of a generation: the end of its text, its last passes with draft tokens and corrections, and statistics.
 
     The rows are a function of the shown events; frames are drawn when due, by the calling thread. Keys pause, step, change the
     pace and end the generation. In the background nothing is drawn, and Ctrl-Z removes the panel until the job is in the
@@ -155,7 +165,7 @@ class LivePanel(InteractiveView):
 
     @property
     def was_drawn(self) -> bool:
-        """Whether any frame was drawn."""
+        """Whether any frame of the panel was drawn."""
         return self._window.was_drawn
 
     def __enter__(self) -> "LivePanel":
@@ -170,7 +180,7 @@ class LivePanel(InteractiveView):
         return self._format_page(self._styled_text, bool(self._labels.draft_label and self._statistics.n_drafted))
 
     def show(self, event: Event | PrefillProgress) -> None:
-        """Take in an event, draw a frame if it is due, and hold it at a pace."""
+        """Add a decoding event to the panel, draw a frame if one is due, and wait for as long as the pace or a pause requires."""
         now = self._clock()
         if isinstance(event, PrefillProgress | Prompt) and self._context is None:
             self._context = event.text[-CONTEXT_CHARACTERS:]
@@ -213,7 +223,7 @@ class LivePanel(InteractiveView):
 
     @property
     def _pass_interval(self) -> float:
-        """The seconds between passes: by the pace, or by what is left of MIN_SHOW_S under auto pacing."""
+        """The seconds to show each pass: by the pace, or by what is left of MIN_SHOW_S under auto pacing; 0 at full speed."""
         if not self._is_auto_paced:
             return min(1 / self._pace, MAX_HOLD_S) if self._pace else 0.0
         s, n_tokens = self._statistics, min(self._max_tokens, MIN_SHOW_TOKENS)
@@ -247,7 +257,11 @@ class LivePanel(InteractiveView):
         self._next_frame_time = end + min(max(shortest, (end - begin) / MAX_RENDER_SHARE), longest)
 
     def _wait(self, at_step: bool) -> None:
-        """Wait until the frame has been shown for long enough."""
+        """Wait for as long as the pace or a pause requires the drawn frame to be shown, and handle keys meanwhile.
+
+        Args:
+            at_step: Whether the frame shows a verified step, rather than a proposal. A requested single step is then used up.
+        """
         begin = self._clock()
         while not (self.ended or signals.end_signal):
             left = self._get_hold_seconds(at_step, begin) - (self._clock() - begin)
@@ -271,13 +285,16 @@ class LivePanel(InteractiveView):
     # Rendering
 
     def _flush_steps(self) -> None:
-        """Append the steps since the last call to the styled text."""
+        """Append the text of the steps since the last call to the panel's styled text."""
         for step in self._pending_steps:
             self._styled_text.add_step(step)
         self._pending_steps.clear()
 
     def render(self, size: ConsoleDimensions) -> list[Row]:
-        """Return the panel for a terminal of that size, one list of runs per row; a framed row ends with its edge."""
+        """Return the rows of the panel for a terminal size, each a list of (text, style) runs; a framed row ends with its edge.
+
+        The steps since the last call are appended to the panel's text first.
+        """
         self._flush_steps()
         width, height = min(size.width, MAX_FRAME_WIDTH), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
@@ -314,18 +331,18 @@ class LivePanel(InteractiveView):
 
     @property
     def _has_few_drafts(self) -> bool:
-        """Whether so few passes had a draft that their rows would show little but single tokens."""
+        """Whether so few passes had a draft that the panel shows more text in place of the rows of passes."""
         s = self._statistics
         return s.target_passes >= MIN_DRAFTED_SHARE_PASSES and sum(s.drafted_histogram[1:]) < MIN_DRAFTED_SHARE * s.target_passes
 
     def _format_speed(self) -> str:
-        """Return the pace, or the tokens per second."""
+        """Return the pace, or at full speed the tokens per second, as text; "" while paused or during a prefill."""
         if self._prefill or self._is_paused:
             return ""
         return f"{self._pace:g} passes a second" if self._pace else f"{self._statistics.tokens_per_second:,.0f} tok/s"
 
     def _format_heading(self, width: int) -> tuple[str, str]:
-        """Return the heading of the rows of passes, as long as fits."""
+        """Return the heading of the rows of passes: the longest explanation that fits, and the title of the column of counts."""
         draft_label, target = self._labels.draft_label, self._labels.target
         if self._has_few_drafts:
             sentences: tuple[str, ...] = (
@@ -345,7 +362,10 @@ class LivePanel(InteractiveView):
         return first_fitting(sentences, width - 10 - len(counts)), counts
 
     def _pass_rows(self, width: int, n: int) -> list[Row]:
-        """Return the last n passes with their number of tokens, the newest at the bottom, and a histogram next to them."""
+        """Return the last passes as n rows, the newest at the bottom, each with its number of tokens.
+
+        A wide panel has a histogram of the accepted draft tokens next to the passes.
+        """
         histogram = self._histogram_rows(n) if width >= MIN_HISTOGRAM_WIDTH else []
         n_cells = width - 5 - (HISTOGRAM_WIDTH + 3 if histogram else 0)
         lines = [(self._verified_row(verified, n_cells), f"+{len(verified.step.tokens)}") for verified in list(self._passes)[-n:]]
@@ -359,7 +379,7 @@ class LivePanel(InteractiveView):
         return [[*row, ("   ", "plain"), *bar] for row, bar in zip(rows, histogram, strict=True)] if histogram else rows
 
     def _verified_row(self, verified: VerifiedPass, width: int) -> Row:
-        """Return the accepted draft tokens, the rejected one and those after it, and the target's own token."""
+        """Return a verified pass as one row: accepted draft tokens, the rejected one, those after it, and the target's token."""
         before, step = verified
         accepted, target_text = "".join(step.pieces[: step.n_accepted]), "".join(step.pieces[step.n_accepted :])
         first, *others = [*step.wrong, ""]
@@ -376,11 +396,19 @@ class LivePanel(InteractiveView):
         )
 
     def _proposal_row(self, pieces: list[str], width: int) -> Row:
-        """Return a proposal that is being verified."""
+        """Return the draft tokens of a proposal that is being verified as one row of at most `width` cells."""
         return self._make_row(self._context or "", width, ("".join(pieces), "proposed"))
 
     def _make_row(self, before: str, width: int, *runs: Run) -> Row:
-        """Return runs in one line, with the start of the word that they continue; the unread draft tokens are cut first."""
+        """Join (text, style) runs into one row of at most `width` cells, behind the start of the word that they continue.
+
+        If the runs are too long, unread draft tokens are cut first, then the left end of the row.
+
+        Args:
+            before: The text before the runs.
+            width: Cells of the row.
+            *runs: The runs.
+        """
         line_break, space, more = "↵␣…" if self._painter.is_utf else ("\\n", "_", "...")
         word_start = trailing_word(before) if leading_word(runs[0][0]) else ""
         row = [
@@ -395,7 +423,7 @@ class LivePanel(InteractiveView):
         )
 
     def _format_statistics(self, width: int) -> str:
-        """Return progress and acceptance in the longest form that fits."""
+        """Return the progress of the prefill, or progress and acceptance of the generation, in the longest wording that fits."""
         s = self._statistics
         if self._prefill:
             done, left = f"{self._prefill.fraction:.0%}", format_time_left(self._clock() - self._begin, self._prefill.fraction)
@@ -418,7 +446,7 @@ class LivePanel(InteractiveView):
         return first_fitting(forms, width)
 
     def _histogram_rows(self, n: int) -> list[Row]:
-        """Return the distribution of accepted draft tokens per pass in at most n rows; long ones share a row."""
+        """Return a histogram of the number of accepted draft tokens per pass as n rows; large numbers share a row."""
         counts = self._statistics.accepted_histogram or [0]
         total = max(1, sum(counts))
         rows: list[Row] = []
@@ -433,9 +461,9 @@ class LivePanel(InteractiveView):
 def buffer_events(
     events: Iterable[Event | PrefillProgress], clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Event | PrefillProgress]:
-    """Yield events, generated up to MAX_BURST_S ahead of the display, so that waiting between them slows no pass down.
+    """Yield the given decoding events in bursts, so that generation runs up to MAX_BURST_S ahead of the display.
 
-    Events of passes that take about as long are passed on at once.
+    Waiting between events then slows no pass down. Events of passes that take MAX_BURST_S / 2 or longer are passed on at once.
 
     Args:
         events: The events.
@@ -453,7 +481,10 @@ def buffer_events(
 
 
 def make_bins(n: int, max_bins: int) -> list[tuple[int, int]]:
-    """Return bins of the numbers below n as (first, last), at most `max_bins` >= 2: single numbers, or growing by a factor."""
+    """Divide the numbers 0 to n - 1 into at most `max_bins` >= 2 bins, and return the (first, last) number of each bin.
+
+    Each number has its own bin if there are enough; otherwise the bins grow by a constant factor.
+    """
     if n <= max_bins:
         return [(i, i) for i in range(n)]
     for factor in range(2, n + 1):
@@ -466,5 +497,5 @@ def make_bins(n: int, max_bins: int) -> list[tuple[int, int]]:
 
 
 def add_leading_space(before: str, text: str) -> str:
-    """Return the text with a space in front if it needs one."""
+    """Return `text` with a space in front, unless `before` is empty or a space already separates the two."""
     return text if not before or before.endswith(" ") or text.startswith(" ") else f" {text}"

@@ -36,10 +36,10 @@ MAX_SEQUENCE_LENGTH = 64  # characters of an unfinished control sequence that ar
 
 
 class View(Protocol):
-    """A view of the events of one generation.
+    """The interface of a view: a context manager that shows the decoding events of one generation.
 
     Attributes:
-        ended: Whether the user has asked to end it.
+        ended: Whether the user has asked the view to end the generation.
     """
 
     ended: bool = False
@@ -51,7 +51,7 @@ class View(Protocol):
         return None
 
     def show(self, event: Event | PrefillProgress) -> None:
-        """Show an event."""
+        """Show one decoding event, such as the prompt or a verified step."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ModelLabels:
 
 
 def format_time_left(seconds: float, share: float) -> str:
-    """Return the estimated time left as a suffix; "" while it cannot be estimated.
+    """Return the estimated time left as text, such as ", 12 s left"; "" while at most 1% is completed.
 
     Args:
         seconds: Time taken so far.
@@ -80,7 +80,7 @@ def format_time_left(seconds: float, share: float) -> str:
 
 
 def sanitize(text: str) -> str:
-    """Return text without control characters that could move the cursor or reorder a row; line breaks and tabs stay."""
+    """Return text without control sequences and control characters, also bidirectional ones; line breaks and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
     text = _CONTROL_SEQUENCE.sub("", text).replace("\u2028", "\n").replace("\u2029", "\n")
@@ -88,36 +88,38 @@ def sanitize(text: str) -> str:
 
 
 def sanitize_line(text: str) -> str:
-    """Return untrusted text, such as a name or a message with names, sanitized and in one line."""
+    """Return untrusted text as one line without control characters; whitespace becomes single spaces."""
     return " ".join(sanitize(text).split())
 
 
 class StreamSanitizer:
-    """A `sanitize` for text that comes in pieces; a control sequence may span pieces."""
+    """A filter that removes control characters from text that comes in pieces, even if a control sequence spans pieces."""
 
     def __init__(self) -> None:
         self._partial = ""
 
     def push(self, text: str) -> str:
-        """Return the text that is complete; hold back the start of an unfinished control sequence."""
+        """Add a piece and return its sanitized text; the start of an unfinished control sequence is held back."""
         text = self._partial + text
         unfinished = _PARTIAL_SEQUENCE.search(text)
         self._partial = unfinished[0] if unfinished and len(unfinished[0]) <= MAX_SEQUENCE_LENGTH else ""
         return sanitize(text[: len(text) - len(self._partial)])
 
     def end(self) -> str:
-        """Return what is left of a sequence that never ended."""
+        """Return, after the last piece, the sanitized text of a control sequence that was held back and never ended."""
         return sanitize(self._partial)
 
 
 def run_view(view: View, events: Iterator[Event | PrefillProgress], statistics: Statistics, prompt: Prompt | None = None) -> None:
-    """Show events until the generation ends or a signal or the view ends it.
+    """Show the decoding events of a generation in a view until the generation, the view or a signal ends it.
+
+    End signals are deferred from here on. If the view or a signal ends the generation, its stop reason is "interrupted".
 
     Args:
-        view: The view.
-        events: The events; a generator is closed.
-        statistics: Updated with each event.
-        prompt: Shown if the generation ends before its first event.
+        view: The view; entered here, and left at the end.
+        events: The decoding events; a generator is closed at the end.
+        statistics: Statistics that each event is added to.
+        prompt: Shown if the generation ends before its prompt was shown.
     """
     signals.begin_output()
     has_begun = False
@@ -136,7 +138,7 @@ def run_view(view: View, events: Iterator[Event | PrefillProgress], statistics: 
 
 
 class PlainView(View):
-    """A view that streams the text alone."""
+    """A view that writes the prompt and the generated text to a stream as they come, without colours or statistics."""
 
     def __init__(self, out: TextIO) -> None:
         self._sanitizer, self._out = StreamSanitizer(), out
@@ -147,7 +149,7 @@ class PlainView(View):
         self._out.flush()
 
     def show(self, event: Event | PrefillProgress) -> None:
-        """Write the text of an event."""
+        """Write the text of a prompt or step; before the status line of a later prefill, end the row on a terminal."""
         if isinstance(event, Prompt | Step):
             self._out.write(self._sanitizer.push(event.text))
             self._out.flush()
@@ -165,7 +167,7 @@ class SilentView(View):
         self.tokens: list[int] = []
 
     def show(self, event: Event | PrefillProgress) -> None:
-        """Collect the text and tokens of an event."""
+        """Append the text of a prompt or step, and the tokens of a step, to the collected ones."""
         if isinstance(event, Prompt | Step):
             self.text += event.text
         if isinstance(event, Step):
@@ -173,7 +175,7 @@ class SilentView(View):
 
 
 def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: bool) -> str:
-    """Return one sentence on the speed-up by the draft; "" if nothing was drafted."""
+    """Return one sentence that compares a generation's speed with the target alone; "" if nothing was drafted."""
     s = statistics
     if not s.n_drafted:
         return ""
@@ -186,7 +188,7 @@ def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: boo
 
 
 def print_result(console: Console, statistics: Statistics, labels: ModelLabels, is_same_text: bool, note: str, more: str) -> None:
-    """Print the speed-up, a note, the speed, and the caller's suffix.
+    """Print the result of a generation in a few lines: speed-up over the target alone, a note, and the tokens and their speed.
 
     Args:
         console: Where to print.
@@ -208,7 +210,13 @@ def print_result(console: Console, statistics: Statistics, labels: ModelLabels, 
 
 
 def print_summary(console: Console, statistics: Statistics, **more: object) -> None:
-    """Print all statistics of a finished generation, one per row, and the caller's rows."""
+    """Print all statistics of a finished generation as a table with one value per row.
+
+    Args:
+        console: Where to print.
+        statistics: Statistics of the generation.
+        **more: Labels and values of further rows.
+    """
     s = statistics
     rows = [("prompt tokens", f"{s.n_prompt}"), ("generated", f"{s.n_generated}")]
     if s.n_drafted:
@@ -237,13 +245,13 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
 
 
 def _format_by_position(rates: list[float]) -> str:
-    """Return the acceptance rates of the first positions, as many as fit."""
+    """Return the acceptance rates of the first MAX_POSITIONS_SHOWN draft positions as text, with "..." if there are more."""
     shown = " ".join([f"{rate:.0%}" for rate in rates[:MAX_POSITIONS_SHOWN]])
     return shown + " ..." * (len(rates) > MAX_POSITIONS_SHOWN)
 
 
 def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
-    """Return one JSON object with the text, the tokens, all statistics and the caller's fields."""
+    """Return a generation as the text of one JSON object: its text, tokens and statistics, and the fields in `extra`."""
     fields = {name: getattr(statistics, name) for name in STATISTICS_FIELDS}
     experts = {name: fields[name] or None for name in ("experts_alone", "experts_per_token")}
     return json.dumps({"text": text, "tokens": tokens} | fields | experts | extra)

@@ -25,7 +25,7 @@ SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 
 
 class ProgressBar(NamedTuple):
-    """A task with a progress bar.
+    """The progress of a task, which can be rendered as one line with a bar.
 
     Attributes:
         task: Name of the task.
@@ -38,7 +38,10 @@ class ProgressBar(NamedTuple):
     suffix: str = ""
 
     def render(self, width: int, is_utf: bool) -> str:
-        """Return the line at that width; the bar shrinks first, then the task is cut."""
+        """Return the task's name, bar, percentage and suffix as one line of at most `width` cells.
+
+        If the line is too long, the bar shrinks first, then the name is cut.
+        """
         full, ellipsis = "━…" if is_utf else "=."
         end = f" {self.share:4.0%}{self.suffix}"
         task = truncate(self.task, width - MIN_BAR_CELLS - 1 - cell_width(end), ellipsis)
@@ -51,9 +54,9 @@ ShowMessage = Callable[[Message], None]
 
 
 class StatusLine:
-    """A spinner and message on stderr, if that is a terminal and the job is in its foreground.
+    """A line on stderr with a spinner and a message, shown while stderr is a terminal and the job is in its foreground.
 
-    A thread animates it, as a sign of life. Without a terminal, a long task logs its progress every few seconds.
+    A thread animates the spinner, as a sign of life. Without a terminal, a long task logs its progress every few seconds.
 
     Args:
         message: First message.
@@ -73,14 +76,14 @@ class StatusLine:
         self._download, self._n_bytes_at_begin, self._begin, self._last_update = ("", 0), 0, 0.0, 0.0
 
     def start(self) -> None:
-        """Show the line and start its thread."""
+        """Show the first message and, on a terminal, start the thread that animates the spinner."""
         self.show(self._message)
         if self._is_terminal and os.environ.get("TERM") != "dumb":  # it may print each frame as a new row
             with suppress(RuntimeError):  # no thread is available: the spinner stands still
                 threading.Thread(target=self._animate, daemon=True).start()
 
     def show(self, message: Message) -> None:
-        """Show this message from now on."""
+        """Replace the message of the status line; without a terminal, log a progress bar at most every LOG_INTERVAL_S."""
         with self._lock:
             self._message = message
             self._draw()
@@ -90,13 +93,24 @@ class StatusLine:
                     print(f"specdec: {message.task}:{message.share:4.0%}{message.suffix}", file=sys.stderr, flush=True)
 
     def on_compiling(self, name: str, n_begun: int) -> None:
-        """Show what is being compiled. See `code_cache.compile_reporters`."""
+        """Show the name of the function that is being compiled, in place of the message. See `code_cache.compile_reporters`.
+
+        Args:
+            name: Name of the function; "" shows the message again.
+            n_begun: Number of compilations begun so far.
+        """
         with self._lock:
             self._compile_message = f"compiling {n_begun}, {code_cache.get_compile_reason(name)}: {name}" if name else ""
             self._draw()
 
     def on_download(self, name: str, n: int, total: int) -> None:
-        """Show the progress of a download. See `download.progress_callbacks`."""
+        """Show the progress of a download as a bar with the time left. See `resumable_download.progress_callbacks`.
+
+        Args:
+            name: Name of the file.
+            n: Bytes downloaded so far.
+            total: Bytes of the file, 0 if unknown.
+        """
         now = time.monotonic()
         if self._download != (name, total):
             self._download, self._n_bytes_at_begin, self._begin = (name, total), n, now
@@ -107,7 +121,7 @@ class StatusLine:
             self.show(ProgressBar(f"downloading {name}", n / total if total else 0.0, of))
 
     def stop(self) -> None:
-        """Erase the line, and the ^C of the user who ended it."""
+        """Erase the status line for good, along with the ^C that the terminal may have echoed."""
         with self._lock:  # else the loading thread could show another message before the process ends
             if not self._ended.is_set():
                 self._ended.set()
@@ -144,9 +158,16 @@ class StatusLine:
 
 @contextmanager
 def show_status(message: Message = LOADING, after: float = 0.0) -> Iterator[ShowMessage]:
-    """Show a status line within the context, and yield a function that shows another message.
+    """Show a status line on stderr within the context, and yield a function that replaces the line's message.
 
-    An OSError within becomes a ValueError, so that it is not taken for an error of the output.
+    The line also shows compilations and downloads that happen within the context.
+
+    Args:
+        message: First message.
+        after: Delay before the line appears, in seconds.
+
+    Raises:
+        ValueError: An OSError was raised within the context; it is converted, so that it is not taken for an output error.
     """
     line = StatusLine(message, after)
     with signals.undo_on_exit(line.stop, do=line.start):
@@ -162,7 +183,14 @@ def show_status(message: Message = LOADING, after: float = 0.0) -> Iterator[Show
 
 
 def make_progress_callback(show: ShowMessage, task: str) -> Callable[[float], None]:
-    """Return a callback that shows a completed fraction as a bar with the time left, at most every UPDATE_INTERVAL_S."""
+    """Return a callback that takes a completed fraction and shows it as a bar with the time left.
+
+    The callback updates the bar at most every UPDATE_INTERVAL_S.
+
+    Args:
+        show: Shows a message, such as the function that `show_status` yields.
+        task: Name of the task.
+    """
     begin, last = time.monotonic(), 0.0
 
     def on_progress(share: float) -> None:
@@ -178,11 +206,12 @@ def make_progress_callback(show: ShowMessage, task: str) -> Callable[[float], No
 def show_prefill_progress(
     events: Iterator[Event | PrefillProgress], n_hidden_tokens: int = 0
 ) -> Generator[Event | PrefillProgress]:
-    """Yield events, with a status line during a long prefill.
+    """Yield the given decoding events unchanged, and show a status line on stderr during a long prefill.
 
     Args:
-        events: The events.
-        n_hidden_tokens: Limit of tokens that are not shown as they come; the line then also shows their progress. 0 if shown.
+        events: The decoding events.
+        n_hidden_tokens: Limit of new tokens if the caller does not show them as they come; the status line then also shows the
+            progress of the generation. 0 if the caller shows them.
     """
     with ExitStack() as stack:
         show, n, is_shown = stack.enter_context(show_status(READING, STATUS_DELAY_S)), 0, True

@@ -20,7 +20,7 @@ MAX_TEXT_ROWS = 18
 
 
 class RunReplay:
-    """A recorded run, replayed up to a moment."""
+    """The replay of one recorded run up to a point in time, with the text and the counts at that point."""
 
     def __init__(self, name: str, run: RecordedRun) -> None:
         self.name, self.end_seconds, self._steps = name, run.end_seconds, run.steps
@@ -33,16 +33,16 @@ class RunReplay:
 
     @property
     def is_done(self) -> bool:
-        """Whether all passes have been replayed."""
+        """Whether all passes of the run have been replayed."""
         return self.n_passes == len(self._steps)
 
     @property
     def total_seconds(self) -> float:
-        """The measured time of the whole run."""
+        """The measured decoding time of the whole run, in seconds."""
         return self.end_seconds[-1] if self.end_seconds else 0.0
 
     def advance_to(self, seconds: float) -> bool:
-        """Replay the passes up to that time; return whether there were any."""
+        """Replay the passes that ended within the run's first `seconds`; return whether any of them were new."""
         before = self.n_passes
         while not self.is_done and self.end_seconds[self.n_passes] <= seconds:
             self.styled_text.add_step(self._steps[self.n_passes])
@@ -51,7 +51,7 @@ class RunReplay:
         return self.n_passes > before
 
     def format_statistics(self, seconds: float, width: int) -> str:
-        """Return the progress in the longest form that fits."""
+        """Return the replayed tokens and passes and the elapsed time in the longest wording that fits `width` cells."""
         elapsed = format_seconds(min(seconds, self.total_seconds))
         done = "done: " * self.is_done
         forms = (
@@ -64,9 +64,10 @@ class RunReplay:
 
 
 class RaceView(InteractiveView):
-    """The two texts with their progress; keys pause, step, change the speed and skip to the end.
+    """A view that replays the target alone and the pair side by side in slow motion, each with its text and progress.
 
-    The rows are a function of the elapsed time of the race. The text stays on the screen at the end.
+    Keys pause, step, change the speed and skip to the end. The rows are a function of the elapsed time of the race. The pair's
+    text stays on the screen at the end.
     """
 
     SPEED, END = "faster, slower", "to the end"
@@ -83,11 +84,11 @@ class RaceView(InteractiveView):
 
     @property
     def is_over(self) -> bool:
-        """Whether both runs are at their end."""
+        """Whether both runs have been replayed to their end."""
         return all(replay.is_done for replay in self._replays)
 
     def play(self) -> None:
-        """Play the race until both runs end or the user ends it."""
+        """Play the race in the window until END_HOLD_S after both runs have ended, or until the user or a signal ends it."""
         with self._window.session(self._final_page):
             self._window.draw(self.render)
             last, left = self._clock(), END_HOLD_S
@@ -125,7 +126,7 @@ class RaceView(InteractiveView):
     # Rendering
 
     def render(self, size: ConsoleDimensions) -> list[Row]:
-        """Return the race for a terminal of that size, one list of runs per row."""
+        """Return the rows of the race view for a terminal size, each a list of (text, style) pairs."""
         width, height = min(size.width, MAX_RACE_WIDTH), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
             return [[(replay.format_statistics(self._race_seconds, width), "plain")] for replay in self._replays][
@@ -173,7 +174,7 @@ class RaceView(InteractiveView):
         return "? keys" if self._window.has_keys else ""
 
     def _status_row(self, width: int) -> Row:
-        """Return the slow-motion factor, or at the end the result."""
+        """Return the row below the texts: the slow-motion factor, or at the end the result of the race."""
         if self.is_over:
             return [
                 (self._race.summary if cell_width(self._race.summary) <= width else f"{self._race.speedup:.1f} times", "strong")

@@ -25,11 +25,11 @@ CLEANUP_TIMEOUT_S = 0.5  # a terminal halted with Ctrl-S takes no output
 
 
 class SignalHandler:
-    """The process's signals after `install`; before that, and in a library, signals are left alone.
+    """The handler of the process's end signals and of Ctrl-Z; it leaves signals alone until `install`, as in a library.
 
     Attributes:
-        end_signal: The signal that asked for the end, else 0.
-        is_stop_requested: Whether Ctrl-Z has asked to suspend.
+        end_signal: Number of the noted signal that asked the process to end, else 0.
+        is_stop_requested: Whether Ctrl-Z has asked to suspend the process.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class SignalHandler:
         self._cleanups: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        """Handle all signals that are not ignored; only in the main thread, else signals are left to their owner."""
+        """Start a thread that handles the end signals, except ignored ones; outside the main thread, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         send_socket, receive_socket = socket.socketpair()
@@ -59,7 +59,9 @@ class SignalHandler:
                     signal.signal(signum, _ignore_in_main_thread)
 
     def begin_output(self, grace_seconds: float | None = None) -> None:
-        """Defer the end from now on, since there is output to finish.
+        """Defer end signals from now on: the first one is noted in `end_signal`, so that the caller can finish its output.
+
+        The process ends at once if the grace period is over or another end signal comes.
 
         Args:
             grace_seconds: Time to finish, by default GRACE_PERIOD_S.
@@ -68,15 +70,15 @@ class SignalHandler:
             self._has_output, self._grace_seconds = True, grace_seconds
 
     def clear_end_signal(self) -> None:
-        """Forget the end signal after a complete shutdown, which is no interruption."""
+        """Forget the noted end signal, after a complete shutdown, so that the exit code reports no interruption."""
         with self._lock:
             self.end_signal = 0
 
     @contextmanager
     def raise_interrupts(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt for Ctrl-C while the user types a line; other end signals end the process at once.
+        """Let Ctrl-C raise KeyboardInterrupt within the context, where the user types a line; other end signals end the process.
 
-        Afterwards the output begins, with no end signal pending.
+        Afterwards end signals are deferred, as after `begin_output`, and none is noted.
         """
         is_installed = self._is_listening and signal.getsignal(signal.SIGINT) is _ignore_in_main_thread
         with self._lock:
@@ -93,12 +95,12 @@ class SignalHandler:
                 self._is_prompting, self._has_output, self.end_signal = False, True, 0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until the time is over or a signal arrives."""
+        """Sleep for some seconds, or until a signal arrives; return at once if one has arrived already."""
         self._wake_event.wait(seconds)
 
     @contextmanager
     def undo_on_kill(self, undo: Callable[[], object], do: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Run `do`, and `undo` if the process is killed within the context; no kill comes between the two or before `do`."""
+        """Run `do`, and run `undo` if a signal ends the process within the context; no signal ends the process during `do`."""
         try:
             with self._lock:
                 self._cleanups.append(undo)
@@ -109,7 +111,7 @@ class SignalHandler:
 
     @contextmanager
     def undo_on_exit(self, undo: Callable[[], object], do: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Run `do`, and `undo` on leaving the context or when the process is killed within."""
+        """Run `do`, and run `undo` when the context is left or a signal ends the process within it."""
         with self.undo_on_kill(undo, do):
             try:
                 yield
@@ -118,7 +120,10 @@ class SignalHandler:
 
     @contextmanager
     def defer_stops(self) -> Iterator[None]:
-        """Note Ctrl-Z within the context, so that the caller can restore the terminal before it calls `suspend`."""
+        """Only note Ctrl-Z within the context, so that the caller can restore the terminal before it calls `suspend`.
+
+        If Ctrl-Z is still noted when the context is left without an exception, the process is suspended then.
+        """
         if STOP_SIGNAL is None or not self._is_listening or signal.getsignal(STOP_SIGNAL) is not signal.SIG_DFL:
             yield
             return
@@ -131,7 +136,7 @@ class SignalHandler:
             signal.signal(STOP_SIGNAL, signal.SIG_DFL)
 
     def suspend(self) -> None:
-        """Suspend as Ctrl-Z does; return when the shell resumes the job."""
+        """Suspend the process as Ctrl-Z does; return when the shell resumes the job."""
         assert STOP_SIGNAL is not None
         self.is_stop_requested = False
         self._wake_event.clear()
@@ -193,7 +198,7 @@ def exit_code(signum: int) -> int:
 
 
 def is_in_foreground(stream: IO[str]) -> bool:
-    """Return whether the job is in the foreground of a terminal; True without a terminal or job control."""
+    """Return whether this process is in the foreground job of a stream's terminal; True without a terminal or job control."""
     try:
         return os.tcgetpgrp(stream.fileno()) in (0, os.getpgrp())  # 0: the foreground job is in another container
     except (AttributeError, OSError, ValueError):
@@ -201,4 +206,4 @@ def is_in_foreground(stream: IO[str]) -> bool:
 
 
 def _ignore_in_main_thread(*_: object) -> None:
-    """Do nothing; the wakeup socket has the signal already."""
+    """Do nothing, as the signal handler in the main thread; the listening thread gets the signal from the wakeup socket."""

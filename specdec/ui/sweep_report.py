@@ -33,7 +33,7 @@ COLORS = ("#0e7490", "#c2410c", "#7c3aed", "#4d7c0f")
 
 @dataclass(frozen=True)
 class SweepReport:
-    """The results of a sweep, by length and over all lengths, with a conclusion.
+    """The report of a sweep over speculation settings: results by length and over all lengths, notes and a conclusion.
 
     Attributes:
         title: Name of the pair.
@@ -55,7 +55,13 @@ class SweepReport:
 
     @classmethod
     def from_runs(cls, measured: SweepRuns, title: str, notes: Sequence[str]) -> "SweepReport":
-        """Return the report of a sweep's runs."""
+        """Compute the report of a sweep from its recorded runs; an interrupted sweep gets a note.
+
+        Args:
+            measured: The runs.
+            title: Name of the pair.
+            notes: What was left out, and why.
+        """
         cells, totals = measured.compute_cells(), measured.compute_totals()
         interrupted = [] if measured.is_complete else [f"interrupted: results of {len(measured.runs)} texts"]
         return cls(
@@ -74,12 +80,12 @@ class SweepReport:
         return [result for result in self.totals if result.kind != "draft"]
 
     def format_draft_alone(self) -> str:
-        """Return the speed of the draft alone, which the charts leave out."""
+        """Return one sentence on the speed-up of the draft alone, which the charts leave out; "" if it was not measured."""
         speedups = [f"{f.speedup_mean:.1f} ({self.format_temperature(f.temperature)})" for f in self.totals if f.kind == "draft"]
         return f"The draft alone, with texts of its own: {', '.join(speedups)}." if speedups else ""
 
     def format_experts(self) -> str:
-        """Return how many experts a mixture reads per token under each setting."""
+        """Return one sentence on how many experts a mixture reads per token under each setting; "" for other models."""
         counts = [
             f"{f.experts_per_token:.1f} ({f.setting}, {self.format_temperature(f.temperature)})"
             for f in self.totals
@@ -89,15 +95,15 @@ class SweepReport:
 
     @property
     def temperatures(self) -> list[float]:
-        """The temperatures, in order."""
+        """The distinct sampling temperatures of the sweep, in order."""
         return list(dict.fromkeys(result.temperature for result in self.totals))
 
     def format_temperature(self, temperature: float) -> str:
-        """Return the name of a temperature."""
+        """Return the name of a temperature in the report, such as "greedy", "sampled" or "temperature 0.7"."""
         return format_temperature(temperature, self.temperatures)
 
     def format_overall(self) -> str:
-        """Return the summary line that tables of other projects end with."""
+        """Return one line that summarizes the fixed draft lengths, as tables of other projects do; "" without them."""
         if not self.overall:
             return ""
         best = self.overall.best
@@ -112,7 +118,7 @@ class SweepReport:
 
 
 def print_report(report: SweepReport, console: Console) -> None:
-    """Print table, bars, notes and conclusion, without styles if the console is not a terminal."""
+    """Print the table, bars, notes and conclusion of a sweep report, without styles if the console is not a terminal."""
     parts: list[RenderableType] = []
     if report.cells:
         title = Text("mean speed-up, all lengths", style="bold")
@@ -124,7 +130,10 @@ def print_report(report: SweepReport, console: Console) -> None:
 
 
 def to_table(report: SweepReport, width: int) -> Table:
-    """Return a table with a block of settings for each temperature and length, each block with its header."""
+    """Return a Rich table of a report with a block of settings for each temperature and length, each with its header.
+
+    Columns at the right that do not fit `width` are left out.
+    """
     groups = dict.fromkeys((f.temperature, f.max_tokens) for f in report.cells)
     titles = {group: f"{report.format_temperature(group[0])}, {group[1]} tokens" for group in groups}
     names = max(len(name) for name in (*titles.values(), *(f.setting for f in report.cells)))
@@ -146,7 +155,7 @@ def to_table(report: SweepReport, width: int) -> Table:
 
 
 def _format_row(f: SettingResult, rates_width: int) -> tuple[str, ...]:
-    """Return the cells of a row; as many rates by position as fit `rates_width` cells."""
+    """Return the table row of a result as one text per column; the last has as many acceptance rates as `rates_width` fits."""
     speeds = [f"{x:.2f}" for x in (f.speedup_min, f.speedup_mean, f.speedup_max)]
     rates = [f"{f.acceptance_rate:.0%}", f"{f.tokens_per_pass:.2f}"] if f.n_drafted else ["", ""]
     by_position = [f"{100 * rate:.0f}" for rate in f.acceptance_by_position[:MAX_POSITIONS_SHOWN]]
@@ -158,7 +167,7 @@ def _format_row(f: SettingResult, rates_width: int) -> tuple[str, ...]:
 
 
 def to_bars(report: SweepReport, console: Console) -> Table:
-    """Return bars of the mean speed-up over all lengths, one for each setting and temperature."""
+    """Return a Rich table with a bar of the mean speed-up over all lengths for each setting and temperature."""
     table = Table.grid(*[Column(no_wrap=True) for _ in range(4)], padding=(0, 1, 0, 0))
     highest = max((f.speedup_mean for f in report.charted_totals), default=1.0)
     cells = max(4, min(MAX_BAR_CELLS, console.width - 34))
@@ -172,7 +181,7 @@ def to_bars(report: SweepReport, console: Console) -> Table:
 
 
 def make_bar(share: float, cells: int, is_utf: bool = True) -> str:
-    """Return a bar of that share of `cells` cells, in eighths of a cell where the encoding has them."""
+    """Return a text bar that fills `share` (0 to 1) of `cells` terminal cells, in eighths of a cell, or in # without UTF."""
     if not is_utf:
         return "#" * round(share * cells)
     whole, eighths = divmod(round(share * cells * 8), 8)
@@ -188,7 +197,7 @@ def _group_by_setting(totals: Sequence[SettingResult]) -> Iterator[tuple[str, li
 
 
 def to_json(report: SweepReport, **more: Any) -> str:
-    """Return one JSON object with the results, the conclusion and the caller's fields."""
+    """Return a sweep report as the text of one JSON object, with the further fields in `more`."""
     best = report.overall and {
         "mean": report.overall.mean,
         "best": report.overall.best.speedup_mean,
@@ -209,7 +218,10 @@ def to_json(report: SweepReport, **more: Any) -> str:
 
 
 def to_csv(report: SweepReport) -> str:
-    """Return a CSV row for each setting, temperature and length; rates by position are separated by spaces."""
+    """Return the results of a report as CSV text with a header and a row for each setting, temperature and length.
+
+    The acceptance rates by position are one field, separated by spaces.
+    """
     out = io.StringIO()
     names = [field.name for field in fields(SettingResult)]
     writer = csv.DictWriter(out, names, lineterminator="\n")
@@ -225,7 +237,11 @@ def to_csv(report: SweepReport) -> str:
 
 
 def check_writable(path: str) -> None:
-    """Raise ValueError unless a file can be written there; leaves no file behind."""
+    """Check that a file can be written at a path; leave no new file behind.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
     try:
         was_there = Path(path).exists()
         with Path(path).open("a"):
@@ -237,7 +253,7 @@ def check_writable(path: str) -> None:
 
 
 def write_svg(report: SweepReport, path: str) -> str:
-    """Write the chart if there are results; return an error message, or ""."""
+    """Write the chart of a report to an SVG file, if there are results; return an error message, or "" on success."""
     try:
         if report.totals:
             Path(path).write_text(to_svg(report), encoding="utf-8")
@@ -258,7 +274,10 @@ TEXT_COLOR, MUTED_COLOR = "#1f2937", "#6b7280"
 
 
 def to_svg(report: SweepReport) -> str:
-    """Return a bar chart of the speed-ups: a bar ends at the mean over all texts, its line spans the smallest to the largest."""
+    """Return the SVG text of a bar chart of the speed-ups in a report.
+
+    A bar ends at the mean over all texts, and its line spans the smallest to the largest speed-up.
+    """
     settings = list(_group_by_setting(report.charted_totals))
     highest = max((f.speedup_max for f in report.charted_totals), default=1.0)
     step = next((s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0) if highest / s <= 9), highest / 4)
@@ -313,7 +332,17 @@ def to_svg(report: SweepReport) -> str:
 def _svg_text(
     x: float, y: float, text: str, size: int = FONT_SIZE, color: str = TEXT_COLOR, anchor: str = "start", more: str = ""
 ) -> str:
-    """Return a line of text, cut to the picture's width; text larger than FONT_SIZE is bold. more: further attributes."""
+    """Return an SVG element with one line of text, cut to the picture's width; text larger than FONT_SIZE is bold.
+
+    Args:
+        x: Position in px; the text starts, ends or has its middle there, by `anchor`.
+        y: Position of the baseline in px.
+        text: The text, not escaped.
+        size: Font size in px.
+        color: Fill color.
+        anchor: "start", "middle" or "end".
+        more: Further attributes, with a space in front.
+    """
     available = x if anchor == "end" else WIDTH - MARGIN - x
     width, weight = (
         (CHARACTER_WIDTH * size / FONT_SIZE * 1.25, ' font-weight="600"') if size > FONT_SIZE else (CHARACTER_WIDTH, "")
@@ -323,7 +352,7 @@ def _svg_text(
 
 
 def _truncate(text: str, n: int) -> str:
-    """Return at most n characters without control characters, which XML does not allow."""
+    """Return a text in one line of at most n characters, without the control characters that XML does not allow."""
     text = sanitize_line(text)
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= n else text[: max(n - 1, 0)] + "…"

@@ -28,7 +28,7 @@ MAX_FRAME_WIDTH = 100  # cells: longer lines are hard to read
 
 
 class FramePainter:
-    """Rows of a frame, and their terminal codes."""
+    """A painter that builds the rows of a frame for a console and converts rows to terminal codes."""
 
     def __init__(self, console: Console) -> None:
         self.is_utf = console.encoding.startswith("utf")
@@ -36,7 +36,14 @@ class FramePainter:
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
 
     def rule(self, width: int, corners: str, left: str, right: str) -> Row:
-        """Return a horizontal line of the frame with words in it, as far as they fit."""
+        """Return a horizontal line of the frame with a text near each end; the left one is cut to fit.
+
+        Args:
+            width: Cells of the line.
+            corners: Left corner, line and right corner, such as "╭─╮".
+            left: Text near the left end, "" for none.
+            right: Text near the right end, "" for none.
+        """
         if not self.is_utf:
             corners = "+-+"
         left = truncate(left, width - 6 - (cell_width(right) + 4 if right else 0), self.ellipsis)
@@ -46,23 +53,23 @@ class FramePainter:
         return [left_end, *words[0], line, *words[1], stub, right_end]
 
     def progress_bar(self, width: int, share: float) -> Row:
-        """Return a horizontal line of the frame as a progress bar; share is 0 to 1."""
+        """Return a horizontal line of the frame that is filled up to `share` (0 to 1), as a progress bar."""
         left, full, empty, right = "├━─┤" if self.is_utf else "+=-+"
         n = round((width - 2) * min(1.0, share))
         return [(left, "edge"), (full * n, "plain"), (empty * (width - 2 - n), "edge"), (right, "edge")]
 
     def frame_row(self, row: Row, inner: int) -> Row:
-        """Return a row of at most `inner` cells between the sides of the frame."""
+        """Return a row of at most `inner` cells, padded to that width, between the sides of the frame."""
         side = "│" if self.is_utf else "|"
         return [(side + " ", "edge"), *row, (" " * (inner - row_width(row) + 1), "plain"), (side, "edge")]
 
     def style_row(self, row: Row) -> str:
-        """Return a row's text with the codes of its styles."""
+        """Return a row's text as a string with the terminal codes of its styles."""
         codes = [self._styles[style] for _, style in row]
         return "".join([f"\x1b[{code}m{text}\x1b[m" if code else text for (text, _), code in zip(row, codes, strict=True)])
 
     def encode_row(self, row: Row) -> str:
-        """Return the codes that draw a row over an old one; edges keep their column however wide the text is."""
+        """Return the terminal codes that draw a row over an old one; edges keep their column however wide the text is."""
         parts, start = [] if row and row[-1][1] == "edge" else ["\x1b[K"], 0
         for i in range(1, len(row)):
             if row[i][1] == "edge" and row[i - 1][1] != "edge":
@@ -102,17 +109,17 @@ class Window:
 
     @property
     def has_keys(self) -> bool:
-        """Whether keys are read."""
+        """Whether pressed keys are being read."""
         return self._keyboard.is_open
 
     @property
     def needs_redraw(self) -> bool:
-        """Whether the terminal was resized, or the job has returned to the foreground."""
+        """Whether a new frame is needed, since the terminal was resized or the job has returned to the foreground."""
         return self._size != self.console.size if self._size else self.was_drawn and is_in_foreground(self.console.file)
 
     @contextmanager
     def session(self, get_final_text: Callable[[], str]) -> Iterator[None]:
-        """Open the keys within the context; at the end, print a final text in place of the frame."""
+        """Read keys within the context; on leaving, remove the frame and print the text that `get_final_text` returns."""
         with signals.defer_stops():
             self._keyboard.open()
             try:
@@ -122,11 +129,17 @@ class Window:
                 self._write(get_final_text())
 
     def read_actions(self) -> list[str]:
-        """Return the actions of the keys pressed since the last call, as in `KEY_ACTIONS`."""
+        """Return the actions of the keys pressed since the last call, such as "pause"; keys not in `KEY_ACTIONS` are ignored."""
         return [KEY_ACTIONS[key] for key in self._keyboard.read_keys() if key in KEY_ACTIONS]
 
     def draw(self, rows: Callable[[ConsoleDimensions], list[Row]]) -> None:
-        """Draw the rows for the terminal's size; none is wider, and there are fewer than it has."""
+        """Draw a frame of the rows that `rows` returns for the terminal's size, unless the job is in the background.
+
+        If Ctrl-Z was pressed, the frame is removed and the process is suspended first.
+
+        Args:
+            rows: Returns fewer rows than the terminal has, none of them wider.
+        """
         if signals.is_stop_requested:
             self._clear()
             signals.suspend()
@@ -167,7 +180,7 @@ class Window:
 
 
 def find_obstacle(console: Console) -> str:
-    """Return why the console cannot hold a window; "" if it can."""
+    """Return why a console cannot show a `Window`, as a phrase for a message; "" if it can."""
     if not (console.is_terminal and console.file.isatty()):
         return "the output is not a terminal"
     if console.is_dumb_terminal or console.legacy_windows:
@@ -178,7 +191,7 @@ def find_obstacle(console: Console) -> str:
 
 
 def lay_out(items: Row, width: int) -> list[Row]:
-    """Return the items next to each other, in as many rows as they need."""
+    """Return (text, style) items as rows of at most `width` cells, with as many items next to each other as fit."""
     rows: list[Row] = [[]]
     for text, style in items:
         if rows[-1] and row_width(rows[-1]) + 3 + cell_width(text) > width:
@@ -188,6 +201,12 @@ def lay_out(items: Row, width: int) -> list[Row]:
 
 
 def fit_items(forms: Sequence[Row], width: int, n: int) -> list[Row]:
-    """Return the first form whose items fit n rows of that width, by `lay_out`; else the first n rows of the last form."""
+    """Return the rows of the first form that fits n rows of `width` cells; if none does, the first n rows of the last form.
+
+    Args:
+        forms: Alternative wordings of the same (text, style) items, the longest first.
+        width: Cells of a row.
+        n: Maximum number of rows.
+    """
     laid = [lay_out(form, width) for form in forms]
     return next((rows for rows in laid if len(rows) <= n and all(row_width(row) <= width for row in rows)), laid[-1][:n])

@@ -27,34 +27,34 @@ def is_word_character(character: str) -> bool:
 
 
 def cell_width(text: str) -> int:
-    """Return the terminal columns of a text: the sum over its characters, so that the widths of parts add up."""
+    """Return the number of terminal columns of a text: the sum over its characters, so that the widths of parts add up."""
     return len(text) if text.isascii() else sum(map(get_character_cell_size, text))
 
 
 def leading_word(text: str) -> str:
-    """Return the start of a text that can continue a word."""
+    """Return the word characters that a text starts with, which may continue a word before it; "" if there are none."""
     return text[: next((i for i, c in enumerate(text) if not is_word_character(c)), len(text))]
 
 
 def trailing_word(text: str) -> str:
-    """Return the unfinished word at the end of a text."""
+    """Return the word characters that a text ends with, which a later text may continue; "" if there are none."""
     return leading_word(text[::-1])[::-1]
 
 
 def row_width(row: Row) -> int:
-    """Return the terminal columns of a row."""
+    """Return the number of terminal columns of a row of (text, style) runs."""
     return sum([cell_width(text) for text, _ in row])
 
 
 def append_run(row: Row, text: str, style: str) -> None:
-    """Append text to the row's last run if that has the same style, else as a new run."""
+    """Append text to a row in place: to its last run if that has the same style and is short, else as a new run."""
     if row and row[-1][1] == style and len(row[-1][0]) < MAX_RUN_LENGTH:
         text = row.pop()[0] + text
     row.append((text, style))
 
 
 def truncate(text: str, width: int, mark: str) -> str:
-    """Return as much of the start of a text as fits, with a mark for the rest if it has room."""
+    """Cut a text to at most `width` cells and return it; a text that was cut ends with `mark`, or is "" if that does not fit."""
     if cell_width(text) <= max(width, 0):
         return text
     n, left = 0, width - cell_width(mark)
@@ -65,12 +65,12 @@ def truncate(text: str, width: int, mark: str) -> str:
 
 
 def first_fitting(forms: Iterable[str], width: int) -> str:
-    """Return the first form that fits; "" if none does. The longest form comes first."""
+    """Return the first of several wordings, the longest first, that fits into `width` cells; "" if none does."""
     return next((form for form in forms if cell_width(form) <= width), "")
 
 
 def truncate_left(row: Row, width: int, mark: str) -> Row:
-    """Return as much of the end of a row as fits, with a mark for the rest."""
+    """Cut a row of runs at its left end to at most `width` cells and return it; a row that was cut starts with `mark`."""
     if row_width(row) <= width:
         return row
     short: Row = []
@@ -104,7 +104,7 @@ class WrappedRows:
         self._pending_word: Row = []
 
     def add(self, text: str, style: str) -> None:
-        """Append text."""
+        """Append text in a style, and place it, except for an unfinished word near the end of a row, which is held back."""
         for part in _PART_PATTERN.findall(text.replace("\t", "    ")):
             if part.isspace():
                 self.flush()
@@ -121,11 +121,11 @@ class WrappedRows:
                     self.flush()
 
     def get_rows(self) -> list[Row]:
-        """Return the rows without the word that waits."""
+        """Return the wrapped rows so far, without the unfinished word that is held back."""
         return list(self._rows)
 
     def flush(self) -> None:
-        """Place the waiting word, though it may continue; if it outgrows its row, it is broken there."""
+        """Place the unfinished word that is held back, though it may continue; a word that outgrows its row is broken there."""
         if not self._pending_word:
             return
         if self._column and self._column + row_width(self._pending_word) > self._width:
@@ -150,7 +150,7 @@ class WrappedRows:
 
 
 class StyledText:
-    """Growing text with one style per word: that of its first piece. A prompt ends its last word.
+    """A text that grows at its end, where each word has one style, that of its first piece; a prompt ends its last word.
 
     Args:
         on_write: As in `WrappedRows`, for the rows of `tail`.
@@ -165,16 +165,16 @@ class StyledText:
         self._tail: WrappedRows | None = None
 
     def add_step(self, step: Step) -> None:
-        """Append the accepted draft tokens and the target's own tokens of a step."""
+        """Append the text of a verified step: its accepted draft tokens and the target's own tokens, each in their style."""
         self.add("".join(step.pieces[: step.n_accepted]), "accepted")
         self.add("".join(step.pieces[step.n_accepted :]), "target")
 
     def finish(self) -> None:
-        """Append what is left of an unfinished control sequence."""
+        """Append the text that was held back as the start of a control sequence that never ended."""
         self._add(self._sanitizer.end(), "target")
 
     def add(self, text: str, style: str) -> None:
-        """Append text of a style."""
+        """Append text in a style, without control characters; the rest of a word that has begun keeps the word's style."""
         self._add(self._sanitizer.push(text), style)
 
     def _add(self, text: str, style: str) -> None:
@@ -188,7 +188,10 @@ class StyledText:
         self._is_in_word = style != "prompt" and is_word_character(text[-1])
 
     def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
-        """Return the last n rows; is_whole includes an unfinished last word."""
+        """Return the last n rows of the text wrapped at `width` cells; `is_whole` includes an unfinished last word.
+
+        Text that is placed in the rows is reported to `on_write`.
+        """
         if not self._tail or width != self._width:
             self._width, self._tail = width, self._wrap_into(WrappedRows(width, MAX_TAIL_ROWS, self._on_write))
         if is_whole:
@@ -196,7 +199,7 @@ class StyledText:
         return self._tail.get_rows()[-n:]
 
     def wrap(self, width: int) -> list[Row]:
-        """Return all rows at that width."""
+        """Return the whole text wrapped into rows of at most `width` cells."""
         rows = self._wrap_into(WrappedRows(width))
         rows.flush()
         return rows.get_rows()

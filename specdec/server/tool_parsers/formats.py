@@ -42,7 +42,7 @@ SPECIAL_TOKEN_FORMATS = ("harmony", "gemma", "python")  # only special tokens ar
 
 
 class MistralParser(DelimitedToolParser):
-    """A parser of Mistral's calls.
+    """A parser of Mistral's tool calls.
 
     Formats: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` once per call. What follows
     the mark and is not a call is text.
@@ -54,7 +54,7 @@ class MistralParser(DelimitedToolParser):
         self._parser: IncrementalToolParser | JsonScanner = JsonScanner()
 
     def end(self) -> list[Delta]:
-        """Return the pending text that is not a call, also an object in a list that ends before its arguments."""
+        """Return the pending text when the output ends, also an object in a list that ends before its arguments."""
         parser = self._parser
         object_text = (
             parser.pending
@@ -66,7 +66,7 @@ class MistralParser(DelimitedToolParser):
         return [text] if text.strip() or (text and not self._has_called) else []
 
     def _read_call(self, char: str) -> list[Delta]:
-        """Handle a character after the mark: a list or a name follows."""
+        """Handle a character after the mark `[TOOL_CALLS]`: a list of calls or a name follows."""
         self._pending_space, self._pending = "", (self._pending or MISTRAL_TOOL_CALLS) + char
         if char == "[" and self._pending.rstrip(WHITESPACE + "[") + "[" == MISTRAL_TOOL_CALLS + "[":
             self._parser, self._handler = IncrementalToolParser(self._tools), self._read_object
@@ -104,7 +104,7 @@ class MistralParser(DelimitedToolParser):
         return deltas
 
     def _read_separator(self, char: str) -> list[Delta]:
-        """Handle a character between the objects of a list."""
+        """Handle a character between the objects of a list of calls; anything but a comma or the list's end is text."""
         if char == ",":
             self._parser, self._pending = IncrementalToolParser(self._tools), ""
         elif char == "]":
@@ -119,15 +119,16 @@ class MistralParser(DelimitedToolParser):
         return [call]
 
     def _abandon_call(self) -> list[Delta]:
-        """Return the pending text, which is not a call, as text."""
+        """Return the pending text as text, since it is not a call, and go on with text."""
         text, self._pending, self._handler = self._pending, "", self._read_text
         return [text]
 
 
 class HarmonyParser(ToolParser):
-    """A parser of Harmony's messages, `<|channel|>NAME<|message|>text<|end|>`.
+    """A parser of messages in OpenAI's Harmony format, `<|channel|>NAME<|message|>text<|end|>`.
 
-    The analysis channel is reasoning; a message to a function is a call. A mark in a string of a call's arguments is not one.
+    The analysis channel is reasoning; a message to a function is a tool call. A mark in a string of a call's arguments is not
+    one.
     """
 
     def __init__(self, tools: ToolSchemas) -> None:
@@ -155,7 +156,7 @@ class HarmonyParser(ToolParser):
         return deltas
 
     def end(self) -> list[Delta]:
-        """Return the pending text, also an unfinished header."""
+        """Return the pending text when the output ends, also the unfinished header of a message."""
         return [self._header + self._pending] if self._header else self._emit(self._pending)
 
     def _start_message(self, header: str) -> list[Delta]:
@@ -176,16 +177,17 @@ class HarmonyParser(ToolParser):
 
 
 class SpecialTokenParser(ToolParser):
-    """A parser for text in which special tokens are marks, but not text that spells one.
+    """A tool parser for output in which only special tokens are marks, and text that spells the same is not.
 
-    A `SPECIAL_TOKEN_MARK` precedes special tokens. The inner parser gets it in the place of every other "<".
+    A `SPECIAL_TOKEN_MARK` precedes special tokens. The inner parser gets it in the place of every other "<", and its deltas get
+    the "<" back.
     """
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser, self._is_mark = parser, False
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text and return the deltas."""
+        """Take more of the output, and return the deltas of the inner parser."""
         deltas = list[Delta]()
         for char in text:
             is_mark, self._is_mark = self._is_mark, char == SPECIAL_TOKEN_MARK
@@ -194,7 +196,7 @@ class SpecialTokenParser(ToolParser):
         return [_restore_marks(each) for each in deltas]
 
     def end(self) -> list[Delta]:
-        """Return the last deltas."""
+        """Return the last deltas of the inner parser when the output ends."""
         return [_restore_marks(each) for each in self._parser.end()]
 
 
@@ -209,6 +211,7 @@ class ToolFormat:
     """A format of tool calls.
 
     Attributes:
+        name: Name of the format; the formats of several models may share it.
         template_signs: Strings that a chat template has if its model uses the format.
         parser_factory: Makes a parser for the calls.
         open_mark: Mark before a call.
@@ -225,24 +228,32 @@ class ToolFormat:
 
     @property
     def is_always_parsed(self) -> bool:
-        """Whether outputs are parsed also without tools: in Harmony all output is in messages."""
+        """Whether outputs are parsed even without tools, as in Harmony, where all output is in messages."""
         return self.parser_factory is HarmonyParser
 
     @property
     def visible_marks(self) -> tuple[str, ...]:
-        """The marks that the output must show."""
+        """All marks of the format, which the output must show even if they are special tokens."""
         return (*filter(None, (self.open_mark, self.close_mark)), *self.extra_marks)
 
     def get_visible_tokens(self, specials: Mapping[str, int]) -> dict[int, str]:
-        """Return the special tokens that the output must show, with their text.
+        """Return the ids of the special tokens that the output must show, with their text.
 
-        It starts with `SPECIAL_TOKEN_MARK` if only special tokens are marks.
+        The text starts with `SPECIAL_TOKEN_MARK` if only special tokens are marks.
+
+        Args:
+            specials: Ids of the tokenizer's special tokens by name.
         """
         mark = SPECIAL_TOKEN_MARK * (self.name in SPECIAL_TOKEN_FORMATS and specials.keys() >= {*self.visible_marks})
         return {specials[name]: mark + name for name in self.visible_marks if name in specials}
 
     def make_parser(self, tools: ToolSchemas, visible_tokens: Mapping[int, str]) -> ToolParser:
-        """Return a parser for the calls of an output that shows those tokens."""
+        """Return a parser that splits an output into text and tool calls.
+
+        Args:
+            tools: Schemas of the arguments, by tool name.
+            visible_tokens: Special tokens that the output shows, from `get_visible_tokens`.
+        """
         parser = self.parser_factory(tools)
         return SpecialTokenParser(parser) if any(name[0] == SPECIAL_TOKEN_MARK for name in visible_tokens.values()) else parser
 
@@ -266,7 +277,7 @@ TOOL_FORMATS = (
 
 
 def find_tool_format(template: str) -> ToolFormat | None:
-    """Return the format of a chat template's model; None if it is unknown, and calls are text."""
+    """Return the tool-call format of the model that a chat template belongs to; None if it is unknown, and calls are text."""
     return next(
         (tool_format for tool_format in TOOL_FORMATS if all(sign in template for sign in tool_format.template_signs)), None
     )

@@ -37,7 +37,7 @@ def make_tool_grammar(
     is_single_call: bool,
     response_schema: Mapping[str, Any] | None = None,
 ) -> Grammar:
-    """Return a grammar, not built yet, of outputs that call the tools in a format.
+    """Return a grammar, not built yet, of outputs that call the tools in the tool-call format of the model.
 
     For schemas that are not `strict`, keywords that llguidance does not know are ignored.
 
@@ -56,7 +56,11 @@ def make_tool_grammar(
 
 
 class _GrammarBuilder:
-    """Collects the rules of a Lark grammar, one per line, with a prefix for the errors of each line."""
+    """A builder of a Lark grammar for tool calls, which collects its rules.
+
+    There is one rule per line, with a prefix for the errors of each line. Methods named `_format_*` return Lark expressions; they
+    add the rules that the expressions refer to.
+    """
 
     def __init__(self, tokenizer: AnyTokenizer, tool_format: ToolFormat, is_single_call: bool) -> None:
         self._tokenizer, self._tool_format, self._is_single_call = tokenizer, tool_format, is_single_call
@@ -65,7 +69,11 @@ class _GrammarBuilder:
         self._error_prefix, self._is_strict, self._has_any_rules = "", False, False
 
     def build(self, tools: Sequence[Mapping[str, Any]], is_required: bool, response_schema: Mapping[str, Any] | None) -> Grammar:
-        """Return the grammar."""
+        """Return the grammar of outputs that call the tools, as in `make_tool_grammar`.
+
+        Raises:
+            ValueError: The parameters of a tool cannot be expressed; the message names the tool.
+        """
         rules = []
         for tool in tools:
             self._error_prefix, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
@@ -84,17 +92,22 @@ class _GrammarBuilder:
         return Grammar(self._tokenizer, "tools", grammar, tuple(prefix for _, prefix in self._lines))
 
     def _add_rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule and return its name."""
+        """Add a rule with the given body to the grammar, and return the new name of the rule."""
         name = f"r{len(self._lines)}"
         self._lines.append((f"{name}{attributes}: {body}", self._error_prefix))
         return name
 
     def _format_mark(self, name: str) -> str:
-        """Return a special token, or its text if the tokenizer does not have it."""
+        """Return a Lark expression for a mark: a special token, or the mark's text if the tokenizer has no such token."""
         return f"<[{self._specials[name]}]>" if name in self._specials else _quote(name)
 
     def _format_calls(self, call: str, opening: str = "") -> str:
-        """Return one or several calls. `opening` is a rule that ends with the first call's mark."""
+        """Return a Lark expression for one tool call, or for several if they are allowed.
+
+        Args:
+            call: Rule of a call without the marks around it.
+            opening: Rule that ends with the first call's mark; if empty, only the mark precedes the call.
+        """
         tool_format = self._tool_format
         mark, close = (self._format_mark(each) if each else "" for each in (tool_format.open_mark, tool_format.close_mark))
         first = opening or mark
@@ -116,7 +129,7 @@ class _GrammarBuilder:
         return "" if self._is_single_call else repeated
 
     def _format_optional_calls(self, call: str) -> str:
-        """Return calls, and texts that contain none."""
+        """Return a Lark expression for tool calls, possibly after text, and for text without any call."""
         tool_format = self._tool_format
         if tool_format.name == "harmony":
             text, has_mark = self._add_rule(ANY_TEXT), CHANNEL in self._specials  # otherwise the mark could be any text
@@ -137,7 +150,11 @@ class _GrammarBuilder:
         return f'({self._format_mark(CHANNEL)} "analysis" {self._format_mark(MESSAGE)} {text} {end} {start})'
 
     def _format_call(self, tool: Mapping[str, Any]) -> str:
-        """Return a call of a tool, without the marks around it."""
+        """Return a Lark expression for a call of the given tool, without the marks around it.
+
+        Raises:
+            ValueError: The format cannot express the tool's name or parameters.
+        """
         tool_format, name, schema = self._tool_format, tool["name"], get_parameters_schema(tool)
         serialize_schema(schema, not self._is_strict)
         if schema.get("type") != "object":
@@ -174,20 +191,24 @@ class _GrammarBuilder:
         return self._add_rule("%json " + serialize_schema(schema, not self._is_strict).replace("\x7f", "\\u007f"))
 
     def _check_supported_keys(self, value_name: str, schema: Mapping[str, Any], *supported: str) -> None:
-        """Raise ValueError for unsupported keys of a strict schema; only JSON formats support all."""
+        """Raise ValueError for unsupported keys of a strict schema; only the tool formats with JSON support all keys."""
         if self._is_strict and (unsupported := [key for key in schema if key not in SUPPORTED_KEYS and key not in supported]):
             raise ValueError(
                 f"it uses {', '.join(map(shorten, unsupported))} of {value_name}, which this model's calls do not support"
             )
 
     def _format_constant(self, value: Any, *marks: str) -> str:
-        """Return a constant as JSON, or a string as it is, which must not contain any of the marks."""
+        """Return a Lark string for a constant: a string as it is, anything else as JSON.
+
+        Raises:
+            ValueError: The constant is a string that contains one of the marks.
+        """
         if isinstance(value, str) and any(mark in value for mark in marks):
             raise ValueError(f"{shorten(value, repr)} cannot be written in this model's calls")
         return _quote(value if isinstance(value, str) else json.dumps(value))
 
     def _format_parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """Return a parameter in XML: a string as it is, anything else as JSON."""
+        """Return a Lark expression for a tool's parameter in XML: a string as it is, anything else as JSON."""
         if ">" in key or "\n" in key:
             raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
         prefix, suffix = _quote(f"\n<parameter={key}>\n"), _quote(f"\n{PARAMETER_CLOSE}")
@@ -200,7 +221,12 @@ class _GrammarBuilder:
         return f"{prefix} {self._add_rule('/(?s:.*)/', f'[suffix={_quote(PARAMETER_CLOSE)}]')}"
 
     def _format_list(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return items in their order, with separators; optional ones may be missing."""
+        """Add rules for items in their order with separators between them, and return the name of the first rule.
+
+        Args:
+            items: Lark expression of each item, and whether the item is required.
+            separator: Text between items.
+        """
         tail, head = self._add_rule('""'), self._add_rule('""')
         for item, is_required in reversed(items):
             rule = self._add_rule(item)
@@ -210,7 +236,7 @@ class _GrammarBuilder:
         return head
 
     def _format_fields(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """Return the keys and values of an object in Gemma's format."""
+        """Return a Lark expression for the keys and values of an object in Gemma's format, without the braces."""
         properties = _get_properties(schema)
         self._check_names([key for key, *_ in properties])
         items = [
@@ -219,7 +245,10 @@ class _GrammarBuilder:
         return self._format_list(items, ",")
 
     def _format_value(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """Return a value in Gemma's format: strings in its own quotes, keys without. Recursion is limited to a few levels."""
+        """Return a Lark expression for a value of a schema in Gemma's format: strings in its own quotes, keys without.
+
+        Beyond `MAX_SCHEMA_DEPTH` levels any value is allowed.
+        """
         schema = resolve_ref(schema, root)
         choices = schema.get("anyOf")
         if values := get_enum_values(schema):
@@ -244,7 +273,7 @@ class _GrammarBuilder:
         return f"{self._format_mark(quote)} {constant} {self._format_mark(quote)}"
 
     def _format_type(self, type_name: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """Return a value of one of its possible types."""
+        """Return a Lark expression for a value of the given JSON type by a schema, in Gemma's format."""
         match type_name:
             case "integer" | "number" | "boolean" | "null":
                 return self._add_json_rule(_add_definitions({**schema, "type": type_name}, root))
@@ -264,7 +293,10 @@ class _GrammarBuilder:
         return self._get_any_rule("any_string" if type_name == "string" else "any")
 
     def _get_any_rule(self, rule: str) -> str:
-        """Return a rule for any string, list, object or value in Gemma's format."""
+        """Return the given rule name, which stands for any string, list, object or value in Gemma's format.
+
+        The first call adds all of these rules.
+        """
         if not self._has_any_rules:
             quote = self._format_mark(self._tool_format.extra_marks[0])
             self._has_any_rules = True
@@ -286,9 +318,9 @@ class _GrammarBuilder:
 
 
 def get_parameters_schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments.
+    """Return the JSON schema of a tool's arguments, an object.
 
-    It is an object, and if it has plain keys only, one without additional properties unless it allows them.
+    A schema with plain keys only forbids additional properties unless it allows them.
     """
     parameters = tool.get("parameters") or {"type": "object"}
     if parameters.keys() <= PLAIN_SCHEMA_KEYS:
@@ -297,12 +329,12 @@ def get_parameters_schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _quote(text: str) -> str:
-    """Return a Lark string."""
+    """Return a text as a quoted string of Lark's syntax."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def _get_properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Return the names and schemas of properties, and whether they are required."""
+    """Return the name and schema of each property of an object's schema, and whether the property is required."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
         return []
@@ -311,10 +343,10 @@ def _get_properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, A
 
 
 def _add_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of a schema with the definitions it may refer to."""
+    """Return a part of the root schema together with the definitions of the root that the part may refer to."""
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
 def _get_enum_strings(schema: Mapping[str, Any]) -> list[str]:
-    """Return the strings that a schema allows, if it lists them."""
+    """Return the strings that a JSON schema allows by `enum` or `const`; empty if it lists none."""
     return [value for value in get_enum_values(schema) if isinstance(value, str)]

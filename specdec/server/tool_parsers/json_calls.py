@@ -25,9 +25,10 @@ SPECIAL_TOKEN_MARK = "\udc3c"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The start of a tool call.
+    """The start of a tool call in an output.
 
     Attributes:
+        name: Name of the tool.
         arguments: The JSON of the arguments as far as it has come.
     """
 
@@ -37,14 +38,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """More of the arguments of the last tool call."""
+    """A further piece of the JSON arguments of the last tool call."""
 
     arguments: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model thinks before it answers, where its format marks that."""
+    """A piece of the text that a model writes while it thinks, before its answer."""
 
     text: str
 
@@ -53,12 +54,12 @@ Delta = str | Reasoning | ToolCall | ArgumentsDelta
 
 
 def parse_finite_float(digits: str) -> float:
-    """Parse a JSON number; one beyond the range of floats becomes the largest float, since JSON has no infinity."""
+    """Parse the digits of a JSON number; clips it to the range of finite floats, since JSON has no infinity."""
     return max(-MAX_FLOAT, min(float(digits), MAX_FLOAT))
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON into a value that can be serialized again; constants such as NaN become strings.
+    """Parse a JSON text into a value that can be serialized again; constants such as NaN become strings.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply.
@@ -78,7 +79,10 @@ def _get_children(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def parse_call(text: str, tools: Collection[str]) -> ToolCall | None:
-    """Return the call that a text is, a JSON object with a name and arguments; None for any other text."""
+    """Return the tool call that a JSON text with a name and arguments is; None for any other text.
+
+    The name must be one of `tools`, and the arguments an object.
+    """
     try:
         value = parse_json(text)
     except ValueError:
@@ -90,17 +94,18 @@ def parse_call(text: str, tools: Collection[str]) -> ToolCall | None:
 
 
 def get_partial_match_length(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that a mark starts with."""
+    """Return the length of the longest end of a text that is also a beginning of a mark, but not the whole mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class JsonScanner:
-    """Validates JSON (RFC 8259) character by character.
+    """A validator of JSON (RFC 8259) that takes one character at a time.
 
     Attributes:
         stack: Opening brackets of the unfinished lists and objects.
         expected: What comes next, apart from white space: "value", "key", ":", "," (or the end of the list or object), or
             "first }" or "first ]" after an opening bracket.
+        is_in_string: Whether a string is open.
         is_complete: Whether a value has ended.
     """
 
@@ -110,7 +115,7 @@ class JsonScanner:
         self.is_in_string = self.is_complete = False
 
     def accept(self, char: str) -> bool:
-        """Take the next character, and return whether it is valid there."""
+        """Take the next character, and return whether the text can still be JSON with it."""
         if self.is_in_string:
             return self._accept_in_string(char)
         if self._scalar and char not in WHITESPACE + ",]}":
@@ -167,11 +172,11 @@ class JsonScanner:
 class IncrementalToolParser(JsonScanner):
     """A parser of a text that may be a tool call, a JSON object with a name and arguments.
 
-    It emits what cannot be anything else.
+    A tool call is emitted as soon as its name is known and its arguments start.
 
     Attributes:
-        is_text: Whether the text is not a call.
-        is_call: Whether it is one.
+        is_text: Whether the text is known not to be a call.
+        is_call: Whether the text is known to be a call.
         pending: The text that was received and not emitted.
     """
 
@@ -182,7 +187,10 @@ class IncrementalToolParser(JsonScanner):
         self.is_text = self.is_call = self._is_in_arguments = False
 
     def push(self, char: str) -> list[Delta]:
-        """Take a character and return the deltas of a call. Text is not returned; it is in `pending`."""
+        """Take a character and return the new call or the new piece of its arguments, if any.
+
+        Text that is not a call is not returned; it is in `pending`, and `is_text` is set.
+        """
         was_in_string, expected, depth = self.is_in_string, self.expected, len(self.stack)
         is_valid = self.accept(char)
         if not self.is_call:
@@ -202,7 +210,7 @@ class IncrementalToolParser(JsonScanner):
         return []
 
     def _read_top_level(self, char: str, was_in_string: bool, expected: str) -> list[Delta]:
-        """Handle a character of a key or a value of the object itself."""
+        """Handle a character of a key or value of the outermost object; return the call if its arguments start."""
         if self.is_complete:
             return self._parse_complete()
         if self.is_in_string:
@@ -222,14 +230,17 @@ class IncrementalToolParser(JsonScanner):
         return []
 
     def _parse_complete(self) -> list[Delta]:
-        """Parse an object that has ended before it was known to be a call: the name came last, or without arguments."""
+        """Return the call of an object that has ended, in a list, which is empty if the object is not a call.
+
+        Needed where the name came last, or without arguments.
+        """
         call = parse_call(self.pending, self._tools)
         self.is_call, self.is_text = call is not None, call is None
         return [call] if call else []
 
 
 class ToolParser:
-    """Base class of parsers that split streamed text into text and tool calls.
+    """Base class of parsers that split streamed output into text, reasoning and tool calls.
 
     Each delta is emitted as soon as it cannot become anything else. `_handler` reads the next character; `_pending` is the text
     that was received and not emitted.
@@ -239,23 +250,23 @@ class ToolParser:
         self._pending, self._handler = "", self._read_text
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text and return the deltas."""
+        """Take more of the output, and return the text, reasoning and tool calls that are now certain."""
         deltas = list[Delta]()
         for char in text:
             deltas += self._handler(char)
         return deltas
 
     def end(self) -> list[Delta]:
-        """Return the last deltas."""
+        """Return the text and the pieces of tool calls that are pending when the output ends."""
         raise NotImplementedError
 
     def _read_text(self, char: str) -> list[Delta]:
-        """Handle a character outside of calls."""
+        """Handle a character outside of tool calls, and return the new deltas."""
         raise NotImplementedError
 
 
 class DelimitedToolParser(ToolParser):
-    """A parser of calls between two marks.
+    """A parser of tool calls between two marks.
 
     White space around calls is dropped. What is not a call is text, with its marks.
 
@@ -271,7 +282,7 @@ class DelimitedToolParser(ToolParser):
         self._buffer, self._tail = list[str](), ""  # characters before the next mark, and the last of them
 
     def end(self) -> list[Delta]:
-        """Return the pending text."""
+        """Return the pending text when the output ends, also an unfinished call with its open mark."""
         deltas = self._emit_text(
             ("" if self._handler == self._read_text else self._open_mark) + self._pending + "".join(self._buffer)
         )
@@ -295,7 +306,7 @@ class DelimitedToolParser(ToolParser):
         return self._emit_text(self._open_mark + inner + self._close_mark)
 
     def _read_until(self, mark: str, char: str) -> str | None:
-        """Return the text before a mark once that is complete, and None before."""
+        """Take a character; return the text before a mark once the mark is complete, and None until then."""
         self._buffer.append(char)
         self._tail = (self._tail + char)[-len(mark) :]
         if self._tail != mark:
@@ -309,7 +320,7 @@ class DelimitedToolParser(ToolParser):
         return [*calls]
 
     def _emit_text(self, text: str) -> list[Delta]:
-        """Return the text without the white space at its end, which may precede a call."""
+        """Return text without the white space at its end, which is kept back since a tool call may follow it."""
         text = self._pending_space + text
         stripped = text.rstrip()
         self._pending_space = text[len(stripped) :]
@@ -324,7 +335,7 @@ class TaggedJsonParser(DelimitedToolParser):
         self._tools, self._parser = tools, IncrementalToolParser(tools)
 
     def end(self) -> list[Delta]:
-        """Return the pending text, unless a call is open."""
+        """Return the pending text when the output ends; nothing if a tool call has been emitted and is still open."""
         if self._handler == self._read_call:
             if self._parser.is_call:
                 return []
@@ -332,7 +343,10 @@ class TaggedJsonParser(DelimitedToolParser):
         return super().end()
 
     def _read_call(self, char: str) -> list[Delta]:
-        """Handle a character after the open tag. A close tag in a JSON string is not one."""
+        """Handle a character after the open tag, and return the new call, arguments or text.
+
+        A close tag in a JSON string is not one.
+        """
         parser = self._parser
         if not parser.is_in_string and (self._pending or char == TOOL_CALL_CLOSE[0]):
             self._pending += char
@@ -353,14 +367,14 @@ class TaggedJsonParser(DelimitedToolParser):
         return deltas
 
     def _end_call(self, rest: str) -> list[Delta]:
-        """End the JSON. If it was not a call, return it as text, with the rest."""
+        """End a tool call and return the `rest` as text; if it was not a call, return its open tag and JSON as text too."""
         text = "" if self._parser.is_call else TOOL_CALL_OPEN + self._parser.pending
         self._pending, self._handler, self._parser = "", self._read_text, IncrementalToolParser(self._tools)
         return self._emit_text(text + rest)
 
 
 class Llama3JsonParser(ToolParser):
-    """A parser of an output that is one JSON object with a name and parameters."""
+    """A parser of an output that is one tool call, a JSON object with a name and parameters; any other output is text."""
 
     def __init__(self, tools: Collection[str]) -> None:
         super().__init__()
@@ -377,6 +391,6 @@ class Llama3JsonParser(ToolParser):
         return [*deltas, parser.pending] if parser.is_text else deltas
 
     def end(self) -> list[Delta]:
-        """Return the pending text."""
+        """Return the pending text when the output ends, unless it was a tool call."""
         parser = self._parser
         return [parser.pending] if parser.pending and not (parser.is_text or parser.is_call) else []

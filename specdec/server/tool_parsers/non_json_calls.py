@@ -37,7 +37,7 @@ LEXEME_PATTERN = re.compile(
 
 
 class XmlToolParser(DelimitedToolParser):
-    """A parser of XML calls, which emits each parameter once it is complete. A close tag in a JSON string is not one.
+    """A parser of tool calls in XML, which emits each parameter once it is complete. A close tag in a JSON string is not one.
 
     Format: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`.
     """
@@ -59,7 +59,7 @@ class XmlToolParser(DelimitedToolParser):
         return [] if not match and _can_start_with(self._pending, FUNCTION_OPEN) else self._abandon_call(TOOL_CALL_OPEN)
 
     def _read_parameter_tag(self, char: str) -> list[Delta]:
-        """Handle a character between parameters."""
+        """Handle a character between the parameters of a tool call; return the end of the arguments when it ends."""
         self._pending += char
         if match := PARAMETER_PATTERN.fullmatch(self._pending):
             self._key, self._pending, self._handler = match[1], "", self._read_value
@@ -94,7 +94,7 @@ class XmlToolParser(DelimitedToolParser):
         return ArgumentsDelta(f"{', ' * (self._n_parameters > 1)}{json.dumps(self._key, ensure_ascii=False)}: {value}")
 
     def _read_closing_tag(self, char: str) -> list[Delta]:
-        """Handle a character after the function, where the close tag is dropped."""
+        """Handle a character after the end of the function; drop the close tag, and return anything else as text."""
         self._pending += char
         if self._pending.lstrip() == TOOL_CALL_CLOSE:
             self._pending, self._handler = "", self._read_text
@@ -102,13 +102,16 @@ class XmlToolParser(DelimitedToolParser):
         return [] if _can_start_with(self._pending, TOOL_CALL_CLOSE) else self._abandon_call("")
 
     def _abandon_call(self, prefix: str) -> list[Delta]:
-        """Return the pending text as text. It is read again, since it may contain the start of a call."""
+        """Return `prefix` and the pending text as text; the pending text is parsed again, since a call may start in it."""
         deltas, pending = self._emit_text(prefix), self._pending
         self._pending, self._handler = "", self._read_text
         return deltas + self.push(pending)
 
     def end(self) -> list[Delta]:
-        """Return the last deltas. Of an unfinished parameter, the value so far is emitted as an unterminated string."""
+        """Return the deltas that are pending when the output ends.
+
+        The value of an unfinished parameter is emitted as an unterminated string.
+        """
         if self._handler == self._read_value:
             self._n_parameters += 1
             text = "".join(self._buffer).removeprefix("\n")
@@ -119,13 +122,19 @@ class XmlToolParser(DelimitedToolParser):
 
 
 def _can_start_with(text: str, *marks: str) -> bool:
-    """Return whether a text starts, after white space, with a mark or a part of it. The length is limited."""
+    """Return whether a text can be the beginning of a mark, or starts with one, after white space.
+
+    False for a text of more than `MAX_TAG_CHARS` characters.
+    """
     text = text.lstrip()
     return len(text) <= MAX_TAG_CHARS and any(text.startswith(mark) or mark.startswith(text) for mark in marks)
 
 
 def get_schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
-    """Return the types that a value may have; empty if the schema does not list them."""
+    """Return the JSON types that a value may have by a schema; empty if the schema does not list them.
+
+    Without a type, a list of allowed values decides: {"string"} if all of them are strings, otherwise {"any"}.
+    """
     schema = resolve_ref(schema, root)
     types = schema.get("type")
     if types is None and (values := get_enum_values(schema)):
@@ -134,13 +143,13 @@ def get_schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[
 
 
 def get_enum_values(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema allows, if it lists them."""
+    """Return the values that a JSON schema allows by `enum` or `const`; empty if it has neither."""
     values = schema.get("enum")
     return values if isinstance(values, list) else [schema["const"]] if "const" in schema else []
 
 
 def resolve_ref(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema that a reference within the root refers to; without a reference, the schema itself."""
+    """Return the schema that `$ref` of a schema refers to within the root schema; without a reference, the schema itself."""
     for _ in range(MAX_VALUE_DEPTH):
         if not isinstance(name := schema.get("$ref"), str) or not name.startswith("#/"):
             return schema
@@ -154,12 +163,12 @@ def resolve_ref(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[s
 
 
 def is_string_parameter(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return whether a parameter in XML is plain text instead of JSON: a string, or one without a schema."""
+    """Return whether a tool's parameter in XML is plain text instead of JSON: a string, or one without a schema."""
     return get_schema_types(schema, root) == {"string"} or not schema
 
 
 def parse_xml_value(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Return the value of a parameter in XML: JSON, unless it is a string."""
+    """Return the value of a tool's parameter in XML: the text of a string, otherwise parsed JSON, or text if it is invalid."""
     if is_string_parameter(schema, root):
         return text
     try:
@@ -170,6 +179,9 @@ def parse_xml_value(text: str, schema: Mapping[str, Any], root: Mapping[str, Any
 
 class LiteralParser:
     """A parser of values in Python's or Gemma's syntax. Its methods raise ValueError for invalid input.
+
+    Args:
+        text: The text to parse.
 
     Attributes:
         lexeme: The next lexeme; None at the end.
@@ -183,19 +195,22 @@ class LiteralParser:
         self.lexeme = next(self._lexemes, None)
 
     def accept(self, char: str) -> bool:
-        """Take a character if it is next, and return whether it was."""
+        """Skip the given character if it is next, and return whether it was."""
         is_next = self.lexeme is not None and self.lexeme[5] == char
         if is_next:
             self._advance()
         return is_next
 
     def expect(self, char: str) -> None:
-        """Take a character; raises ValueError if another one is next."""
+        """Skip the given character; raises ValueError if another one is next."""
         if not self.accept(char):
             raise ValueError(f"expected {char}")
 
     def iter_until(self, close_char: str) -> Iterator[None]:
-        """Yield before each item of a list separated by commas, until the closing character."""
+        """Yield before each item of a list separated by commas, until the closing character; the caller reads the items.
+
+        The commas and the closing character are skipped.
+        """
         if self.accept(close_char):
             return
         yield
@@ -204,14 +219,20 @@ class LiteralParser:
             yield
 
     def read_name(self) -> str:
-        """Read a name."""
+        """Read an unquoted name and return it; raises ValueError if something else is next."""
         if not self.lexeme or not (name := self.lexeme[4]):
             raise ValueError("expected a name")
         self._advance()
         return name
 
     def read_items(self, close_char: str, separator: str, depth: int = 0) -> dict[str, Any]:
-        """Read names and values up to the closing character. Names may be quoted."""
+        """Read names with values up to the closing character, and return them as a dict. Names may be quoted.
+
+        Args:
+            close_char: The character after the last item.
+            separator: The character between a name and its value.
+            depth: Levels of nesting so far.
+        """
         items = dict[str, Any]()
         for _ in self.iter_until(close_char):
             key = self.read_value() if self.lexeme and (self.lexeme[1] or self.lexeme[2]) else self.read_name()
@@ -220,7 +241,11 @@ class LiteralParser:
         return items
 
     def read_value(self, depth: int = 0) -> Any:
-        """Read a value."""
+        """Read a string, number, constant, list or object, and return its value.
+
+        Raises:
+            ValueError: Something else is next, or the value is nested too deeply.
+        """
         lexeme = self.lexeme
         if lexeme is None or depth > MAX_VALUE_DEPTH:
             raise ValueError("expected a value")
@@ -239,7 +264,7 @@ class LiteralParser:
 
 
 def _parse_string(quoted: str) -> str:
-    """Return the value of a quoted string; if it is neither valid JSON nor Python, the text between the quotes."""
+    """Return the value of a quoted string; if the string is neither valid JSON nor Python, the text between its quotes."""
     for quote in GEMMA_QUOTES:
         if quoted.startswith(quote):
             return quoted[len(quote) : -len(quote)]
@@ -253,7 +278,7 @@ def _parse_string(quoted: str) -> str:
 
 
 def make_python_parser(tools: ToolSchemas) -> DelimitedToolParser:
-    """Return a parser of `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
+    """Return a parser of tool calls such as `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
 
     def iter_calls(parser: LiteralParser) -> Iterator[tuple[str, dict[str, Any]]]:
         parser.expect("[")
@@ -266,7 +291,7 @@ def make_python_parser(tools: ToolSchemas) -> DelimitedToolParser:
 
 
 def make_gemma_parser(marks: tuple[str, str], tools: ToolSchemas) -> DelimitedToolParser:
-    """Return a parser of `<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`."""
+    """Return a parser of tool calls such as `<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`, between the given marks."""
 
     def iter_calls(parser: LiteralParser) -> Iterator[tuple[str, dict[str, Any]]]:
         name = parser.read_name()
@@ -279,7 +304,13 @@ def make_gemma_parser(marks: tuple[str, str], tools: ToolSchemas) -> DelimitedTo
 def _parse_calls(
     text: str, iter_calls: Callable[[LiteralParser], Iterator[tuple[str, dict[str, Any]]]], tools: ToolSchemas
 ) -> list[ToolCall]:
-    """Return the calls that a text consists of; empty if it is something else or a tool is unknown."""
+    """Return the tool calls that a text consists of; empty if it is something else or a tool is unknown.
+
+    Args:
+        text: The text between the marks.
+        iter_calls: Yields the name and arguments of each call from a parser of the text.
+        tools: The known tools.
+    """
     parser = LiteralParser(text)
     try:
         calls = [*iter_calls(parser)]
