@@ -793,9 +793,10 @@ def fuzz_arguments(rng):
     """Pass any value as a parameter: it works, or raises a TypeError or ValueError of one line that names the parameter."""
     names, call = rng.choice(CALLS)
     arguments = {name: random_value(rng) for name in rng.sample(names, rng.randint(1, min(2, len(names))))}
-    # the tokens limit n_logits; an error about a missing file names the file
+    # the tokens limit n_logits; an error about a missing file names the file, unprintable characters escaped
     words = [name.removesuffix("s") for name in arguments] + ["n_logits"] * ("tokens" in arguments)
     files = [str(arguments[name]) for name in FILES if isinstance(arguments.get(name), str | Path)]
+    files += [repr(file)[1:-1] for file in files]
     try:
         call(make_small_decoder(), arguments)
     except (TypeError, ValueError) as error:
