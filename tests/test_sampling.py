@@ -76,7 +76,7 @@ def test_logit_of_minus_infinity_has_probability_zero():
 @pytest.mark.parametrize("top_p", [1e-9, 0.0005, 0.0103, 0.1007, 0.3051])
 @pytest.mark.parametrize("temperature", [1.0, 1e6, 1e30])
 def test_the_most_likely_token_is_always_in_the_set(n, top_p, temperature):
-    """In a flat distribution no token has a probability of (1 - top_p) / (n - 1)."""
+    """Use a flat distribution, in which no token has a probability of (1 - top_p) / (n - 1)."""
     logits = (1 + np.random.default_rng(n).integers(0, 2, n) / 10).astype(np.float32)
     got = draw_probabilities(logits, temperature, 0, top_p)
     expected = reference.probabilities(logits, temperature, 0, top_p)

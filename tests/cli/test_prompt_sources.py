@@ -69,7 +69,7 @@ VALUES = (
 
 @pytest.mark.parametrize("value", VALUES)
 def test_fast_process_value_equals_typers_own(value: str | None) -> None:
-    """For every option, given and as default."""
+    """Check every option, given and as default."""
     group = get_command(app)
     context = group.make_context("specdec", [], resilient_parsing=True)
     n_validated = 0
@@ -463,7 +463,7 @@ def test_models_are_listed_with_family_names_of_their_files(run: Run, tmp_path: 
 
 
 def test_list_shows_weights_read_per_token_with_experts(run: Run, tmp_path: Path) -> None:
-    """In the Qwen3-MoE fixture, 2 of 3 layers have 6 experts of 3 x 20 x 32 weights, and a token uses 2."""
+    """Use the Qwen3-MoE fixture: 2 of 3 layers have 6 experts of 3 x 20 x 32 weights, and a token uses 2."""
     shutil.copytree(FIXTURES / "qwen3_moe", tmp_path / "qwen3_moe")
     (row,) = from_json(run("models", tmp_path / "qwen3_moe", "--json"))["models"]
     assert row["parameters"] - row["parameters_read"] == 2 * 4 * 3 * 20 * 32

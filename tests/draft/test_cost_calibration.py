@@ -119,7 +119,7 @@ WRONG = {
 
 @pytest.mark.parametrize("changes", WRONG)
 def test_a_file_with_impossible_numbers_is_ignored(folder, changes):
-    """In an intact file, of another version for example."""
+    """Put an unknown value into an intact file, as another version might."""
     CalibrationFile(make_models(), "").write(*make_measurements())
     [path] = folder.glob("*.known")
     known = json.loads(path.read_bytes()[32:])

@@ -36,7 +36,7 @@ def tokens_of(events):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])
 def test_output_of_trees_equals_plain_output(sampling, seeds):
-    """For every depth; some outputs end at an end-of-sequence token."""
+    """Check every depth; some outputs end at an end-of-sequence token."""
     target, draft = tiny_model(seeds[0], layers=3), tiny_model(seeds[1])
     plain, statistics = generate_tokens(target, None, sampling)
     for gamma in (1, 2, 3, 5, 9, MAX_GAMMA):
@@ -76,7 +76,7 @@ def test_embedded_pair_generates_plain_output_with_every_tree():
 
 
 def test_coupled_verifier_accepts_the_path_of_the_targets_tokens():
-    """In the tree root -> 3, 4; 4 -> 5, 3; 5 -> end of sequence; 3 -> 7."""
+    """Verify the tree root -> 3, 4; 4 -> 5, 3; 5 -> end of sequence; 3 -> 7."""
     draft = Draft([3, 4, 5, 3, EOS, 7], None, [-1, -1, 1, 1, 2, 0])
     verifier = CoupledVerifier(10, Sampling(0.0))
 

@@ -151,7 +151,7 @@ def test_a_draft_with_two_of_three_tokens_keeps_the_targets_distribution(verify,
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 def test_a_stage_with_another_vocabulary_changes_no_proposal(sampling):
-    """For a draft with the target's vocabulary, one with a part of it, and a stage with another part."""
+    """Check a draft with the target's vocabulary, one with a part of it, and a stage with another part."""
     target, one, other = tiny_model(3), make_partial(tiny_model(4, 70), 70, 105), make_partial(tiny_model(5, 40), 40, 105)
     for draft, stage in ((one, other), (tiny_model(4), other), (one, tiny_model(5))):
 

@@ -626,7 +626,7 @@ def all_at_once(target, sequences):
     [(kind, verify) for kind in ("model", "ngram", "tree", None) for verify in VERIFIERS if (kind, verify) != ("tree", "block")],
 )
 def test_sequences_that_take_turns_on_one_target_equal_those_alone(run_steps, kind, verify):
-    """In every step, also with one draft model for both."""
+    """Take turns at every step, also with one draft model for both."""
     prompts = {"one": [BOS, 7, 9, 7, 9, 7], "other": [BOS, 7, 9, 30, 31] * 3}
     for sampling in SAMPLINGS:
         target, draft = tiny_model(0, scale=0.1), tiny_model(1, scale=0.1)

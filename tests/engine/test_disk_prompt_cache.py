@@ -428,7 +428,7 @@ for n in (400, 500):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits there")
 def test_a_write_cut_short_by_the_system_leaves_no_file(folder):
-    """As when a disk becomes full in the middle of a file."""
+    """Limit the file size of a process, as if the disk became full in the middle of a file."""
     one = folder()
     process = subprocess.run(
         [sys.executable, "-c", FULL, str(one.folder)], capture_output=True, text=True, timeout=300, check=True

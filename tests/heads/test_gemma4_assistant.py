@@ -61,7 +61,7 @@ def chain_logits(assistant: SharedKVHead, tokens: list[int], n: int = 4) -> np.n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_draft_chains_equal_those_of_transformers(name: str) -> None:
-    """For sequences shorter and longer than the window; one visible position more or less gives an error of 0.07 and more."""
+    """Compare sequences shorter and longer than the window; one visible position more or less gives an error of 0.07 and more."""
     assistant = make_assistant(make_target(), name)
     for length, drafted, expected in zip(
         REFERENCE["lengths"], REFERENCE[f"{name}_guesses"], REFERENCE[f"{name}_logits"], strict=True
@@ -94,7 +94,7 @@ def test_logits_depend_only_on_the_sequence(name: str, monkeypatch: pytest.Monke
 
 
 def test_several_logits_equal_those_of_each_prefix() -> None:
-    """If the target holds the sequence, each is computed from the state of the token before; without a token there are none."""
+    """Compute each draft token from the target's state of the token before; without a token there is none."""
     assistant = make_assistant(make_target(), "plain")
     alone = [chain_logits(assistant, TOKENS[:n], 1)[0] for n in range(2, 12)]
     assistant.target.forward(TOKENS[:30], 0)
@@ -225,7 +225,7 @@ def test_the_models_command_lists_fitting_targets(tmp_path: Path) -> None:
 
 
 def test_a_file_converted_by_llama_cpp_equals_the_folder_in_fp16() -> None:
-    """As `tests/tools/make_converted.py` converts it."""
+    """Compare a file that `tests/tools/make_converted.py` made with the folder it was made of."""
     file, folder = load_checkpoint(FIXTURES / "gguf" / "heads_assistants_plain.gguf"), load_checkpoint(PLACE / "plain")
     assert replace(file.config, layers=(), hidden_dim=40) == replace(folder.config, layers=(), hidden_dim=40)
     assert [file.config.layer_config(i) for i in range(4)] == [folder.config.layer_config(i) for i in range(4)]
@@ -248,7 +248,7 @@ def test_a_gguf_assistant_drafts(tmp_path: Path) -> None:
 
 
 def test_a_clone_reads_the_kv_cache_of_its_own_target() -> None:
-    """As in the server, in which sequences share passes."""
+    """Clone target and assistant for sequences that share passes, like the server."""
     target = make_target()
     assistant = make_assistant(target, "ordered")
     expected = {n: chain_logits(assistant, TOKENS[:n]) for n in (12, 40)}

@@ -142,7 +142,7 @@ def test_experts_of_a_head_may_be_stacked_or_separate_tensors(tmp_path):
 
 
 def test_a_missing_or_damaged_head_is_reported_only_if_it_is_requested(tmp_path):
-    """By default, a target with a head that cannot be read drafts without it."""
+    """Decode by default without a head that cannot be read."""
     small, characters = (
         write_tokenizer(tmp_path / f"{n}.bin", [(f"<{i}>".encode() if i < 3 else bytes([57 + i]), 0) for i in range(n)])
         for n in (65, 70)

@@ -90,7 +90,7 @@ def test_convolution_is_one_fma_chain_from_oldest_token(bias):
 
 @pytest.mark.parametrize("sizes", MODELS)
 def test_rewind_by_a_full_pass_keeps_bits(sizes):
-    """For any batch, threads, and tokens that ran in place of the sequence's own."""
+    """Vary the batch, the threads, and the tokens that ran in place of the sequence's own."""
     model, rng = Model(*sizes), np.random.default_rng(0)
     x = model.tokens(400)
     alone = np.concatenate([model.forward(x[i : i + 1], i) for i in range(len(x))])

@@ -41,7 +41,7 @@ def test_rope_keys_of_older_transformers_give_the_same_config(tmp_path: Path) ->
 
 
 def test_missing_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
-    """In transformers 5.23, Qwen2 has no window by default, GPT-2 ties the embedding, Llama does not, and eps differ."""
+    """Follow transformers 5.23: Qwen2 has no window by default, GPT-2 ties the embedding, Llama does not, and eps differ."""
     missing = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), DELETED)
     assert load_config(tmp_path / "llama", "llama", **missing) == CONFIGS["llama"]
     windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), DELETED)
@@ -52,7 +52,7 @@ def test_missing_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
 
 
 def test_olmo_3_scales_rope_in_full_attention_layers_in_configs_of_any_transformers(tmp_path: Path) -> None:
-    """In 4.57 there is no list of layer types, and scaling is for all layers; without scaling and windows it is an OLMo 2."""
+    """Follow transformers 4.57: no list of layer types, one scaling for all; without scaling and windows it is an OLMo 2."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
     old = {"rope_parameters": DELETED, "rope_theta": 500000, "rope_scaling": yarn, "layer_types": DELETED}
     assert load_config(tmp_path / "old", "olmo3", **old) == replace_config(CONFIGS["olmo3"], rope_theta=5e5)

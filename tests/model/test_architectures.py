@@ -186,7 +186,7 @@ POISON = 7  # token with values that are not finite somewhere inside
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("name", ["everything", "gemma", "lfm2, odd", "gpt2, odd", "olmo2", "gpt-oss", "experts of sigmoids"])
 def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
-    """In all logits that the oracle has no number for, for each tensor; for experts, those that tokens use."""
+    """Put a NaN or an infinity in each tensor: every logit that is not finite in the oracle is not finite here."""
     config = FAMILIES[name]
     sequence = [1] * POISON + [POISON] * 3  # the position equals the token id
     sound = random_tensors(config)

@@ -46,7 +46,7 @@ def read(model, tokens):
 
 
 def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
-    """In twenty turns, each prompt differs from where the reasoning began, or a few tokens before."""
+    """Run twenty turns in which each prompt differs from where the reasoning began, or a few tokens before."""
     rng, fresh = np.random.default_rng(1), make_fresh_copy(model)
     draw = lambda n: rng.integers(0, model.config.vocab_size, n).tolist()  # noqa: E731
     prompt, n_read, n_new = draw(90), 0, 0

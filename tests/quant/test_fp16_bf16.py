@@ -120,7 +120,7 @@ def test_matmul_equals_that_of_widened_weights_bit_for_bit(weight_format: Weight
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_logits_equal_those_of_widened_weights_bit_for_bit(name: str, format_name: str) -> None:
-    """For any batch and number of threads, including norms and the embedding."""
+    """Vary the batch and the number of threads; include norms and the embedding."""
     config = CONFIGS[name]
     tensors, tokens = half_tensors(config, format_name), random_tokens(config, 70)
     packed = LLAMA.pack(config, tensors)

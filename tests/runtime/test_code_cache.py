@@ -183,7 +183,7 @@ print(high(1), len(parsed))
 
 
 def test_bitcode_is_parsed_only_if_a_caller_links_it(package: Path) -> None:
-    """By default numba parses it with all cached code, which takes longer than the rest."""
+    """Count parsed modules: numba alone parses all cached bitcode, which takes longer than the rest."""
     assert run_program(package, COUNT_PARSED) == "40 0"
     (high,) = (path for path in list_code_files(package) if path.name.startswith("high"))
     high.unlink()

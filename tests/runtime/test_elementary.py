@@ -52,7 +52,7 @@ def test_exp_of_nan_is_nan() -> None:
 
 
 def test_log_is_within_two_units_in_the_last_place() -> None:
-    """For the uniform numbers of draws, near 0, near 1 and between, and for all exponents."""
+    """Check the uniform numbers of draws, near 0, near 1 and between, and all exponents."""
     rng = np.random.default_rng(0)
     near_one = 1 - 2.0 ** -rng.uniform(1, 53, 500)
     numbers = [

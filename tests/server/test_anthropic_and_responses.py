@@ -239,7 +239,7 @@ SPECIAL_TOKEN_CASES = [  # special tokens are enclosed in ^
 
 @pytest.mark.parametrize(("template", "text", "expected", "city"), SPECIAL_TOKEN_CASES)
 def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, monkeypatch, template, text, expected, city):
-    """In strings of calls and in text, only special token ids are marks."""
+    """Take only special token ids for marks, in strings of calls and in text."""
     monkeypatch.setattr(decoder.chat_template, "source", template + "{% if tools %}{% endif %}{{ messages[0].content }}")
     specials = {name: 390 + i for i, name in enumerate(find_tool_format(template).visible_marks)}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)

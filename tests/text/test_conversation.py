@@ -217,7 +217,7 @@ def test_an_answer_wraps_at_the_width_of_a_resized_terminal(model: Path) -> None
 
 @pytest.mark.parametrize("width", [8, 20, 40])
 def test_a_word_longer_than_a_row_is_shown_once(width: int) -> None:
-    """For example an address: its first letters are shown before its end is known."""
+    """Show the first letters of a long word, such as an address, before its end is known."""
     out, pieces = io.StringIO(), ["see", " http", "://", "example", ".org/", "and/so/on/", "to/the/end", " of", " it"]
     with AnswerView(out, lambda: width, {}) as view:
         for piece in pieces:

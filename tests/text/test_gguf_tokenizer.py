@@ -91,7 +91,7 @@ def test_bos_and_space_prefix_follow_the_keys() -> None:
 
 
 def test_user_defined_tokens_match_anywhere() -> None:
-    """Of two with the same start the longer wins; the text between them gets no second BOS."""
+    """Prefer the longer of two tokens with the same start; add no second BOS to the text between them."""
     keys = make_keys("llama2")
     first = len(keys["tokens"])
     keys["tokens"] = [*keys["tokens"], "<t>", "<t>x"]

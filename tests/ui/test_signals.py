@@ -177,7 +177,7 @@ def test_signal_during_compilation_ends_at_once_quietly(pair: Pair, tmp_path: Pa
 
 
 def test_child_processes_reset_ignored_signals(pair: Pair) -> None:
-    """As under nohup, or in the background of a script."""
+    """Ignore signals as nohup or a script's background job does."""
     before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (INT, HUP)]
     try:
         with ShellJob(make_endless_arguments(pair)) as job, run_process(make_endless_arguments(pair, "-n", 0)) as process:
