@@ -73,8 +73,8 @@ class Race:
 
     @property
     def summary(self) -> str:
-        """The result of the race as text, such as "same text, letter for letter; 2.9 times as fast"."""
-        same = "same text, letter for letter" if self.is_same_text else "different text"
+        """The result of the race as text, such as "same output, letter for letter; 2.9 times as fast"."""
+        same = "same output, letter for letter" if self.is_same_text else "different output"
         return f"{same}; {self.speedup:.{1 if self.speedup >= 1 else 2}f} times as fast" if self.speedup else same
 
     def format_lines(self, alone: str, pair: str, width: int | None = None) -> list[str]:

@@ -200,7 +200,7 @@ class GenerationRunner:
         """Print the speed-up and speed of a generation on stderr, with --stats also all statistics."""
         decoder, labels, errors = self.models.decoder, self.request.labels, Console(stderr=True)
         is_hidden_panel = bool(labels.draft_label) and isinstance(view, LivePanel) and not view.was_drawn
-        more = f"seed {seed}; --stats has more" + ", --pace 4 lets you watch" * is_hidden_panel
+        more = f"seed {seed}; more with --stats" + ", --pace 4 lets you watch" * is_hidden_panel
         note, is_coupled = get_advice(decoder, statistics), decoder.verify == "coupled"
         print_result(errors, statistics, labels, is_coupled, note, more)
         if self.request.stats:

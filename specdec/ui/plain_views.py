@@ -179,9 +179,9 @@ def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: boo
     s = statistics
     if not s.n_drafted:
         return ""
-    same_output = "the same text" if is_same_text else "the same distribution"
+    same_output = "same output" if is_same_text else "same distribution"
     if not s.speed_up:
-        return f"{s.tokens_per_pass:.1f} tokens in a pass of {labels.target}, which alone writes one; {same_output}."
+        return f"{s.tokens_per_pass:.1f} tokens per pass of {labels.target} instead of 1; {same_output}."
     if 0.95 <= s.speed_up < 1.05:
         return f"As fast as {labels.target} alone; {same_output}."
     return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {labels.target} alone; {same_output}."

@@ -100,7 +100,7 @@ def test_each_text_grows_at_its_speed_and_only_at_its_end(tokenizer: Tokenizer, 
     middle = pictures[len(pictures) // 4]
     assert len("".join(get_text_rows(middle, 1))) > 2 * len("".join(get_text_rows(middle, 0)))
     n_tokens = len(stage.race.alone.tokens)
-    assert f"same text, letter for letter; {n_tokens / -(-n_tokens // 4):.1f} times as fast" in pictures[-1]
+    assert f"same output, letter for letter; {n_tokens / -(-n_tokens // 4):.1f} times as fast" in pictures[-1]
     assert "times slower" in middle or "as fast as it ran" in middle
 
 
@@ -153,7 +153,7 @@ def test_race_on_terminal_leaves_output_and_statistics(pair: Pair) -> None:
         job.type_keys(b"q")
         assert job.read_report() == "0"
         text = job.make_screen().get_text()
-    assert "same text, letter for letter; " in text and "seed 5" in text and "╭" not in text
+    assert "same output, letter for letter; " in text and "seed 5" in text and "╭" not in text
 
 
 def test_script_draws_animation_that_ends_with_both_outputs(tmp_path: Path) -> None:
@@ -162,4 +162,4 @@ def test_script_draws_animation_that_ends_with_both_outputs(tmp_path: Path) -> N
     for path in (out, ROOT / "docs/race.svg"):
         texts = [element.text or "" for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
         assert "@keyframes" in path.read_text(encoding="utf-8") and path.stat().st_size < 1 << 20
-        assert texts.count("Once") == 2 and any("same text, letter for letter" in text for text in texts)
+        assert texts.count("Once") == 2 and any("same output, letter for letter" in text for text in texts)

@@ -335,7 +335,7 @@ def test_json_output_is_one_object_with_consistent_statistics(run: Run, pair: Pa
 
 def test_race_without_terminal_prints_statistics_and_summary(run: Run, pair: Pair) -> None:
     code, out, _ = run("race", *make_arguments(pair, "-n", 60))
-    assert (code, len(out.splitlines())) == (0, 3) and "big alone " in out and "same text, letter for letter; " in out
+    assert (code, len(out.splitlines())) == (0, 3) and "big alone " in out and "same output, letter for letter; " in out
     alone, result = (
         from_json(run(*make_arguments(pair, "-n", 60, "--json"))),
         from_json(run("race", *make_arguments(pair, "-n", 60, "--json"))),
@@ -519,10 +519,10 @@ def test_plain_output_goes_to_stdout_and_summary_to_stderr(run: Run, pair: Pair)
     code, out, err = run(*make_arguments(pair, "-n", 60, "--plain"))
     assert (code, out) == (0, text + "\n")
     sentence, *_, figures = err.splitlines()
-    assert re.fullmatch(r"([\d.]+ times as fast|As fast|[\d.]+ tokens in a pass of big, which) .*; the same text\.", sentence)
-    assert re.fullmatch(r"\d+ tokens at [\d,]+ tok/s; seed 5; --stats has more", figures)
+    assert re.fullmatch(r"([\d.]+ times as fast|As fast|[\d.]+ tokens per pass of big instead) .*; same output\.", sentence)
+    assert re.fullmatch(r"\d+ tokens at [\d,]+ tok/s; seed 5; more with --stats", figures)
     code, out, err = run(*make_arguments(pair, "-n", 60, "--plain", "--stats", "--verify", "block"))
-    assert "; the same distribution.\n" in err
+    assert "; same distribution.\n" in err
     for label in (
         "prompt tokens",
         "generated",
@@ -735,7 +735,7 @@ def test_terminal_shows_panel_then_output_once(run: Run, pair: Pair, width: int,
     shown, output = "".join(final.split()), "".join(text.split())  # wrapped between words
     assert shown.count(output) == 1
     legend = "green: guessed by little and confirmed plain: endless's own"
-    for words in (legend, "the same text.", "tok/s"):
+    for words in (legend, "same output.", "tok/s"):
         assert "".join(words.split()) in shown[shown.index(output) + len(output) :]
     assert colours(screen)
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
@@ -826,7 +826,7 @@ def test_slow_draft_prints_advice(run: Run, pair: Pair, monkeypatch: pytest.Monk
     assert re.search(r"^note: no draft was used, because drafting would cost more time than it saves\n", summary, re.MULTILINE)
     assert "times as fast" not in summary
     _, _, summary = run(*arguments, "-g", 2)
-    assert re.search(r"^\d\.\d tokens in a pass of endless, which alone writes one; the same text\.\n", summary)
+    assert re.search(r"^\d\.\d tokens per pass of endless instead of 1; same output\.\n", summary)
     assert "note" not in run(*arguments[:2], "-d", "none", *arguments[4:])[2]
 
 
