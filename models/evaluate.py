@@ -16,22 +16,23 @@ from models.stories import Stories, encode_stories, pack_rows
 from specdec.bench.sweep import Setting, SweepCase, measure
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.runtime.simd import Float32, Int64
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.tokenizer import FIRST_BYTE, Tokenizer
 from specdec.verification import CoupledVerifier
 
-Pair = tuple[Transformer, Transformer]  # target and draft
+Pair = tuple[Model, Model]  # target and draft
 GAMMA = 4  # affects the speed alone: coupled verification gives the same output with any
 
 
-def compute_logits(model: Transformer, tokens: list[int]) -> Float32:
+def compute_logits(model: Model, tokens: list[int]) -> Float32:
     """Return the logits (T, V) after every token."""
     logits = np.empty((len(tokens), model.config.vocab_size), np.float32)
     for start in range(0, len(tokens), MAX_BATCH_TOKENS):
@@ -40,7 +41,7 @@ def compute_logits(model: Transformer, tokens: list[int]) -> Float32:
     return logits
 
 
-def compute_log_probs(model: Transformer, tokens: list[int]) -> Float32:
+def compute_log_probs(model: Model, tokens: list[int]) -> Float32:
     """Return the log-probabilities (T, V) after every token."""
     logits = compute_logits(model, tokens)
     logits -= logits.max(1, keepdims=True)
@@ -49,8 +50,8 @@ def compute_log_probs(model: Transformer, tokens: list[int]) -> Float32:
 
 
 def generate_tokens(
-    target: Transformer,
-    draft: Transformer | None,
+    target: Model,
+    draft: Model | None,
     prompt: list[int],
     n_tokens: int,
     sampling: Sampling,
@@ -80,14 +81,14 @@ def get_byte_lengths(tokenizer: Tokenizer) -> Int64:
     return lengths
 
 
-def compute_token_losses(model: Transformer, tokens: list[int]) -> npt.NDArray[np.float64]:
+def compute_token_losses(model: Model, tokens: list[int]) -> npt.NDArray[np.float64]:
     """Return the nats of tokens[1:], each given all before it, up to the model's seq_len."""
     tokens = tokens[: model.config.seq_len + 1]
     log_probs = compute_log_probs(model, tokens[:-1])
     return -log_probs[np.arange(len(log_probs)), tokens[1:]].astype(np.float64)
 
 
-def compute_nats_per_byte(model: Transformer, tokenizer: Tokenizer, stories: Sequence[str], n_bytes: Sequence[int]) -> float:
+def compute_nats_per_byte(model: Model, tokenizer: Tokenizer, stories: Sequence[str], n_bytes: Sequence[int]) -> float:
     """Return the mean loss over the first n_bytes of each story; a token across that border counts by its share of bytes.
 
     Bytes beyond the model's seq_len do not count.
@@ -106,7 +107,7 @@ def compute_nats_per_byte(model: Transformer, tokenizer: Tokenizer, stories: Seq
     return nats / counted
 
 
-def compute_losses_by_position(model: Transformer, tokenizer: Tokenizer, rows: npt.NDArray[np.int32], width: int) -> list[float]:
+def compute_losses_by_position(model: Model, tokenizer: Tokenizer, rows: npt.NDArray[np.int32], width: int) -> list[float]:
     """Return the nats per byte in each bucket of `width` positions, over rows (N, T + 1) of stories."""
     nats = np.array([compute_token_losses(model, row.tolist()) for row in rows])
     n_bytes = get_byte_lengths(tokenizer)[rows[:, 1:]]
@@ -158,8 +159,8 @@ class AcceptanceRates(NamedTuple):
 
 
 def measure_acceptance(
-    target: Transformer,
-    draft: Transformer,
+    target: Model,
+    draft: Model,
     prompts: Sequence[list[int]],
     n_tokens: int,
     samplings: Sequence[Sampling],

@@ -14,7 +14,7 @@ from models import evaluate
 from models.questions import HELD_OUT_TOPICS, TOPICS, questions
 from models.stories import Tokens, write_rows
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import HeadConfig
 from specdec.runtime.simd import Float32
 from specdec.sampling import Sampling
@@ -95,7 +95,7 @@ class TeacherOutputs:
     log_probs: npt.NDArray[np.float16]
 
 
-def compute_teacher_outputs(target: Transformer, tokens: list[int]) -> TeacherOutputs:
+def compute_teacher_outputs(target: Model, tokens: list[int]) -> TeacherOutputs:
     """Return the teacher outputs of a text; `target.hidden_layers` must be those of a feature."""
     n, n_top = len(tokens), min(N_TEACHER_TOKENS, target.config.vocab_size)
     states = np.empty((n, len(target.hidden_layers) * target.config.dim), np.float16)
@@ -128,7 +128,7 @@ class Features(TeacherOutputs):
     rows: Tokens
 
     @classmethod
-    def load_or_compute(cls, target: Transformer, rows: Tokens, folder: Path) -> "Features":
+    def load_or_compute(cls, target: Model, rows: Tokens, folder: Path) -> "Features":
         """Return the features of rows (N, T + 1) without the held-out ones.
 
         They are computed if the folder has none, or older ones than its written.npy. Raises ValueError if all rows are held out.

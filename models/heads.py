@@ -27,7 +27,7 @@ from models.stories import Tokens
 from models.training import make_rope_table, rms_norm, rotate
 from specdec.heads.eagle3 import EAGLE3
 from specdec.loaders import Checkpoint
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import HeadConfig, ModelConfig
 
 DEPTH_WEIGHT = 0.8  # weight of a depth's loss relative to the previous depth, as in EAGLE-3
@@ -173,7 +173,7 @@ def sample_windows(features: Features, length: int, batch: int, step: int, seed:
 
 
 @torch.no_grad()
-def measure_acceptance(head: Head, target: Transformer, texts: Iterable[tuple[list[int], int]]) -> list[tuple[float, float]]:
+def measure_acceptance(head: Head, target: Model, texts: Iterable[tuple[list[int], int]]) -> list[tuple[float, float]]:
     """Return for depths 1 to EVAL_DEPTHS the share of starts accepted with all depths before, and that share given those before.
 
     Args:

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.engine.decode_loop import Prompt, Proposal, Statistics, Step
+    from specdec.events import Prompt, Proposal, Statistics, Step
     from specdec.loaders import CheckpointError
-    from specdec.model.transformer import Transformer
+    from specdec.model.model import Model
     from specdec.sampling import Sampling
     from specdec.speculative_decoder import SpeculativeDecoder
     from specdec.text.chat_template import TemplateError
@@ -25,6 +25,7 @@ __arithmetic__ = 2  # revision of the arithmetic; raise it whenever the output o
 __all__ = [
     "CheckpointError",
     "Generation",
+    "Model",
     "Prompt",
     "Proposal",
     "Sampling",
@@ -34,22 +35,21 @@ __all__ = [
     "TemplateError",
     "Tokenizer",
     "TokenizerError",
-    "Transformer",
 ]
 # Imported on first use, so that the command line can install its signal handlers before it loads the library.
 _MODULES = {
     "CheckpointError": "specdec.loaders",
     "Generation": "specdec.text.detokenizer",
-    "Prompt": "specdec.engine.decode_loop",
-    "Proposal": "specdec.engine.decode_loop",
+    "Prompt": "specdec.events",
+    "Proposal": "specdec.events",
     "Sampling": "specdec.sampling",
     "SpeculativeDecoder": "specdec.speculative_decoder",
-    "Statistics": "specdec.engine.decode_loop",
-    "Step": "specdec.engine.decode_loop",
+    "Statistics": "specdec.events",
+    "Step": "specdec.events",
     "TemplateError": "specdec.text.chat_template",
     "Tokenizer": "specdec.tokenizer",
     "TokenizerError": "specdec.tokenizer",
-    "Transformer": "specdec.model.transformer",
+    "Model": "specdec.model.model",
 }
 
 

@@ -7,26 +7,22 @@ from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from specdec.draft.autotuner import Autotuner
-from specdec.draft.draft_length import CostModel
-from specdec.draft.model_bundle import DraftSpec, ModelBundle, load_bundle
+from specdec.draft.model_bundle import DraftSpec, load_bundle
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
-from specdec.engine.decode_loop import (
-    Constraint,
-    Event,
-    GenerationKwargs,
-    GenerationRequest,
-    PrefillProgress,
-    Prompt,
-    Sequence,
-    Stop,
-    with_kwargs_signature,
-)
+from specdec.engine.autotuner import Autotuner
 from specdec.engine.disk_prompt_cache import PromptCache
+from specdec.engine.metrics import Metrics
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import GenerationKwargs, GenerationRequest, Stop, validate_request, with_kwargs_signature
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.sequence import Sequence
+from specdec.engine.warm_up import WarmUp
+from specdec.events import Event, PrefillProgress, Prompt
 from specdec.loaders.model_loader import Loader, PackMode, ProgressCallback, compute_max_positions, ignore_progress
-from specdec.model.transformer import KVFormatName, Transformer
+from specdec.model.model import KVFormatName, Model
+from specdec.protocols import Constraint
 from specdec.runtime.parallel_region import create_fork_safe_lock, rebuild
 from specdec.sampling import Sampling, override_sampling
 from specdec.text import structured_output
@@ -40,7 +36,7 @@ from specdec.text.chat_template import (
     check_roles,
     load_chat_template,
 )
-from specdec.text.detokenizer import Generation, detokenize_events
+from specdec.text.detokenizer import Generation
 from specdec.tokenizer import AnyTokenizer
 from specdec.verification import VerifyMode
 
@@ -60,7 +56,7 @@ class SpeculativeDecoder:
 
     Args:
         target: A Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c
-            file, also searched in models/, or a loaded `Transformer`.
+            file, also searched in models/, or a loaded `Model`.
         draft: The same, or a head; "mtp": the head in the target's own file or next to it; "ngram": the continuation of an
             earlier match in the sequence; "auto", the default: "mtp" if there is one, else "ngram"; "self": an int8 or int4 copy
             of the target; None: no draft. A model with another vocabulary drafts with the tokens that both have (`shared`).
@@ -76,7 +72,7 @@ class SpeculativeDecoder:
         quantize: Which models, if they are named and not loaded and have float weights, are quantized: "target", "draft" (and
             its stage) or "both" become int8, "none" keeps them; "draft=int4" or "target=int8,draft=int4" chooses the format.
         template: The file of a chat template, or "llama2" for llama2.c exports of Llama 2 chat; by default the model's own.
-        kv: KV cache format of named models, as in `Transformer`. Drafts use the format of their target by default.
+        kv: KV cache format of named models, as in `Model`. Drafts use the format of their target by default.
         pack: Whether bf16 weights of named models are kept in 12 bits, without loss: "auto" if a trial shows that it is faster,
             "on" or "none".
         prompt_cache: A `PromptCache`, which keeps prefilled prompts in a folder for later processes; by default none.
@@ -102,7 +98,7 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        target: str | os.PathLike[str] | Transformer,
+        target: str | os.PathLike[str] | Model,
         draft: DraftSpec | None = AUTO,
         tokenizer: str | os.PathLike[str] | AnyTokenizer | None = None,
         *,
@@ -127,6 +123,7 @@ class SpeculativeDecoder:
         self.draft, self.stage = bundle.draft.model, bundle.stage.model
         self.has_draft, self.has_stage = bundle.draft.model_or_ngram is not None, bundle.stage.model_or_ngram is not None
         self._template, self.autotuner = template, Autotuner(bundle)
+        self._warm_up, self._prefix_cache = WarmUp(self.autotuner), PrefixCache(bundle, max_idle=1)
         self._lock: RLock
         create_fork_safe_lock(self, "_lock")
 
@@ -193,8 +190,8 @@ class SpeculativeDecoder:
         at the target's seq_len. Prompt and output are
         `"".join(event.text for event in stream if not isinstance(event, Proposal))`, whole characters at any time.
 
-        Streams may take turns on one model, in one thread or several, and the output of each is the same as alone. The KV cache
-        holds one sequence, so each turn starts with a prefill of its tokens.
+        Streams may take turns on one model, in one thread or several, and the output of each is the same as alone. Each has a
+        KV cache of its own.
 
         Args:
             prompt: A string, or token ids (see `encode`).
@@ -208,35 +205,29 @@ class SpeculativeDecoder:
                 logits are not finite.
             TypeError: If a value has the wrong type.
         """
-        return cast(Iterator[Event], self._stream(prompt, max_tokens, sampling, **kwargs))
+        events = self._stream(prompt, max_tokens, sampling, **kwargs)
+        return (event for event in events if not isinstance(event, PrefillProgress))
 
     def _stream(
         self,
         prompt: PromptInput,
         max_tokens: int,
         sampling: Sampling,
-        prefiller: ModelBundle | None = None,
         stop: Stop = (),
+        include_draft_text: bool = False,
         **kwargs: Any,
     ) -> Iterator[Event | PrefillProgress]:
         constraint, sampling = kwargs.pop("shape", None), override_sampling(sampling, **kwargs)
-        request = self.bundle.validate_request(
-            GenerationRequest(
-                self.encode(prompt), max_tokens, sampling, stop, constraint=constraint, include_draft_text=bool(prefiller)
-            )
+        request = GenerationRequest(
+            self.encode(prompt), max_tokens, sampling, stop, constraint=constraint, include_draft_text=include_draft_text
         )
+        request = validate_request(request, self.bundle)
         self.warm_up()
-        return detokenize_events(self.autotuner.stream(request, self._settings, prefiller), self.bundle.make_detokenizer(request))
+        return self.make_scheduler(self._prefix_cache).stream(Sequence(request, request.make_detokenizer(self.tokenizer)))
 
-    def make_sequence(self, bundle: ModelBundle, request: GenerationRequest, costs: CostModel) -> Sequence:
-        """Return a new `Sequence` for a request, to be decoded step by step by a scheduler, with the same output as `stream`.
-
-        Args:
-            bundle: The models, warmed up, with KV caches for this sequence.
-            request: A validated request.
-            costs: The cost model of the batch that the sequence joins.
-        """
-        return self.autotuner.make_sequence(bundle, request, self._settings, costs)
+    def make_scheduler(self, prefix_cache: PrefixCache, max_running: int = 1, metrics: Metrics | None = None) -> Scheduler:
+        """Return a new `Scheduler` with the current settings; the decoder must be warmed up. See there for the arguments."""
+        return Scheduler(self.autotuner, self._settings, prefix_cache, max_running, metrics)
 
     @with_kwargs_signature
     def generate(
@@ -349,23 +340,24 @@ class SpeculativeDecoder:
 
         A sequence that is prefilled again, because it has become too long for its RoPE factors, reports that progress too.
         """
-        return self._stream(prompt, max_tokens, sampling, self.bundle, **kwargs)
+        return self._stream(prompt, max_tokens, sampling, include_draft_text=True, **kwargs)
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Prefill the KV caches of all models with a prompt's tokens; yield the fraction of the work that is done, from 0 to 1.
 
         Nothing is yielded if the KV caches hold the prompt already.
         """
-        return self.bundle.prefill(tokens)
+        events = self._stream(tokens, 0, DEFAULT_SAMPLING)
+        return (event.fraction for event in events if isinstance(event, PrefillProgress))
 
     def warm_up(self) -> None:
         """Prepare generation with the current settings: compile or load machine code, choose the threads, measure costs.
 
         Each task runs once. The number of threads is chosen only if it was not given.
         """
-        if self.autotuner.get_pending_tasks(self._settings):
+        if not self._warm_up.is_complete(self._settings):
             with self._lock:
-                self.autotuner.warm_up(self._settings)
+                self._warm_up.run(self._settings)
 
     def _collect(self, start_stream: Callable[[], Iterator[Event]]) -> Generation:
         with self._lock:

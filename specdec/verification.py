@@ -73,7 +73,13 @@ class Draft:
 
 
 class Verifier(Protocol):
-    """The interface of verifiers, which decide how many draft tokens are accepted and sample the target's token after them."""
+    """The interface of verifiers, which decide how many draft tokens are accepted and sample the target's token after them.
+
+    Attributes:
+        is_coupled: Whether the output is the same with any proposal, given the seed.
+    """
+
+    is_coupled: bool
 
     def get_draft_stream(self, position: int) -> int:
         """Return the number of the random number stream with which to draw the draft tokens of a proposal at `position`."""
@@ -94,6 +100,8 @@ class Verifier(Protocol):
 
 class SequentialVerifier:
     """A base class of verifiers that sample a target token per position and accept draft tokens up to the first that differs."""
+
+    is_coupled = False
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)
@@ -126,6 +134,8 @@ class SequentialVerifier:
 
 class CoupledVerifier(SequentialVerifier):
     """A verifier that accepts a draft token if it equals the token that the target samples at that position without a draft."""
+
+    is_coupled = True
 
     @staticmethod
     def get_draft_stream(position: int) -> int:
@@ -184,6 +194,8 @@ class BlockVerifier:
     draws take streams of their round. No other round of a sequence shares these streams, since each round starts at another
     position. The target's token may take TARGET_NOISE, which is used at one position only, the one that the token fills.
     """
+
+    is_coupled = False
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self._sampler = Sampler(vocab_size, sampling)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.quant.int8 import choose_dot4
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.simd import CPU_FEATURES
@@ -93,7 +93,7 @@ def make_cases(
 
 
 def run(
-    name: str, model: Transformer, cases: Sequence[BenchCase], on_progress: Callable[[float], None] = lambda share: None
+    name: str, model: Model, cases: Sequence[BenchCase], on_progress: Callable[[float], None] = lambda share: None
 ) -> BenchReport:
     """Time all cases of a model benchmark in ROUNDS interleaved rounds, after a warm-up, and return the report.
 
@@ -130,16 +130,16 @@ def read_cpu_name() -> str:
         return ""
 
 
-def _time_case(model: Transformer, case: BenchCase) -> float:
-    """Run one case with random tokens and return its seconds; set the model's thread count and clear its KV cache first."""
+def _time_case(model: Model, case: BenchCase) -> float:
+    """Run one case with random tokens and return its seconds; set the model's thread count first."""
     rng = np.random.default_rng(case.depth)
     tokens: list[int] = rng.integers(0, model.config.vocab_size, case.depth + case.tokens).tolist()
     model.n_threads = case.threads
-    model.forward([], 0)
-    model.forward(tokens[: case.depth], 0)
+    cache = model.new_cache()
+    cache.forward(tokens[: case.depth], 0)
     begin = time.perf_counter()
     for end in [len(tokens)] if case.is_prompt else range(case.depth + 1, len(tokens) + 1):
-        model.forward(tokens[:end])
+        cache.forward(tokens[:end])
     return time.perf_counter() - begin
 
 

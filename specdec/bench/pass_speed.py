@@ -13,7 +13,7 @@ from rich.table import Table
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import INT8
 from specdec.quant.int8 import BYTES_PER_WORD, choose_dot4, get_dot4
@@ -132,7 +132,7 @@ def run(
     tensors = random_tensors(config, make_progress("making weights"))
     n_weights = sum(tensor.size for tensor in tensors.values())
     weights = LLAMA.pack(config, tensors, INT8 if is_int8 else None, make_progress("packing weights"))
-    model = Transformer(config, weights, n_threads)
+    model = Model(config, weights, n_threads)
     del tensors
     calculate, flops = _make_arithmetic_task(is_int8, model.n_threads)
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
@@ -178,12 +178,13 @@ def _make_read_task(n_bytes: int, n_threads: int) -> Task:
     return lambda: all_finite(block, n_threads)
 
 
-def _make_pass_task(model: Transformer, n_tokens: int, n_logits: int) -> Task:
-    """Return a task that clears a model's KV cache and runs a pass over n_tokens tokens with the last n_logits logits."""
+def _make_pass_task(model: Model, n_tokens: int, n_logits: int) -> Task:
+    """Return a task that runs a pass over n_tokens new tokens with the last n_logits logits."""
+    cache = model.new_cache()
 
     def run_pass() -> object:
-        model.forward([], 0)
-        return model.forward([1] * n_tokens, n_logits)
+        cache.forward([], 0)
+        return cache.forward([1] * n_tokens, n_logits)
 
     return run_pass
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.engine.decode_loop import Event, Statistics, Step
+from specdec.events import Event, Statistics, Step
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 

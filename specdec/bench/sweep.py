@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from specdec.bench.race import RecordedRun
 from specdec.draft.model_bundle import NGRAM
 from specdec.draft.settings import AUTO
-from specdec.engine.decode_loop import Event, Statistics
+from specdec.events import Event, Statistics
 from specdec.heads.head import Head
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder

@@ -11,7 +11,7 @@ from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.typer_commands import parse_list
 from specdec.loaders.model_loader import Loader, open_checkpoint
 from specdec.loaders.model_paths import add_restore_hint, resolve_path
-from specdec.model.transformer import KVFormatName
+from specdec.model.model import KVFormatName
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.ui.progress import LOADING, TIMING, ProgressBar, make_progress_callback, show_status

@@ -26,7 +26,7 @@ from specdec.draft.self_copy import parse_quantize
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import get_default_pair
-from specdec.model.transformer import KVFormatName
+from specdec.model.model import KVFormatName
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.sampling import Sampling

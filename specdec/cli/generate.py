@@ -17,8 +17,9 @@ from specdec.cli.suggestions import explain_misplaced_word
 from specdec.cli.version import print_version
 from specdec.draft.model_bundle import NGRAM
 from specdec.draft.settings import AUTO
-from specdec.engine.decode_loop import Constraint, Event, PrefillProgress, Prompt, Statistics
+from specdec.events import Event, PrefillProgress, Prompt, Statistics
 from specdec.loaders.model_paths import is_model_name
+from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.ui.panel import LivePanel, buffer_events

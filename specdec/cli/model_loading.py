@@ -15,12 +15,12 @@ from specdec.cli.output_errors import print_message
 from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.model_bundle import HEAD, MTP, NGRAM
 from specdec.draft.settings import AUTO
-from specdec.engine.decode_loop import Constraint
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import add_restore_hint, find_required_packages
-from specdec.model.transformer import KVFormatName
+from specdec.model.model import KVFormatName
+from specdec.protocols import Constraint
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text import structured_output
 from specdec.ui.progress import LOADING, TIMING, ProgressBar, show_status

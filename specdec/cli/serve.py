@@ -226,7 +226,7 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
 
     Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
     """
-    from specdec.engine.scheduler import Scheduler
+    from specdec.server.engine_thread import EngineThread
     from specdec.server.model_manager import ModelInstance
     from specdec.server.openai_chat_requests import ServedModel
 
@@ -242,7 +242,7 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
         (decoder.target.get_sequence_bytes(2048) - decoder.target.get_sequence_bytes(1024)) / 1_024_000,
     )
     print_message(f"the KV cache takes {per_token:.1f} kB per token in {kv}, and at most {cache_bytes / 10**9:.1f} GB in total")
-    scheduler = Scheduler(decoder, request.slots, request.queue, cache_bytes)
+    scheduler = EngineThread(decoder, request.slots, request.queue, cache_bytes)
     model = ServedModel(
         request.name, decoder, template, request.make_default_sampling(get_recommended_sampling(request, decoder))
     )

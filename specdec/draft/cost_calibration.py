@@ -16,10 +16,11 @@ from contextlib import ExitStack, suppress
 from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
 from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
 from specdec.draft.settings import FIXED_GAMMA
-from specdec.heads.head import Head
+from specdec.heads.head import HeadCache
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Weights
-from specdec.model.transformer import Transformer
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import Model
 from specdec.runtime.code_cache import get_cache_dir, read_cached, write_cached
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 from specdec.runtime.simd import CPU_FEATURES
@@ -44,53 +45,53 @@ SAMPLES_PER_ARRAY = 64  # numbers of a matrix that enter the fingerprint
 MAX_VALUE = 1e6  # of any number in a file
 
 
-def measure(
-    target: Transformer, draft: Transformer | None, vocabulary: SharedVocabulary, budget: float = MEASURE_BUDGET_S
-) -> CostCurve:
+def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary, budget: float = MEASURE_BUDGET_S) -> CostCurve:
     """Run and time passes of the target and the draft in turns, and return the minimum times as a `CostCurve`.
 
-    Each pass includes the sampling of a token. The KV caches of the models are overwritten.
+    Each pass includes the sampling of a token. The contents of the KV caches are overwritten.
 
     Args:
-        target: The target.
-        draft: The draft model; None if the target drafts without a model.
+        target: A cache of the target.
+        draft: A cache of the draft model; None if the target drafts without a model.
         vocabulary: The token ids that target and draft share.
         budget: Seconds to spend; the needed passes run in any case.
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
     # locked in one order everywhere, so that no two threads wait for each other
-    models = [target] if not draft else [draft, target] if isinstance(draft, Head) else sorted([target, draft], key=id)
+    caches = [target] if not draft else [draft, target]
+    models = [cache.model for cache in caches]
+    models = models if isinstance(draft, HeadCache) else sorted(models, key=id)
 
-    def seconds(key: int, model: Transformer, tokens: list[int]) -> float:
+    def seconds(key: int, cache: KVCache, tokens: list[int]) -> float:
         with ExitStack() as locks:
             for each in models:
                 locks.enter_context(each.lock)
-            if isinstance(model, Head):  # a head drafts after a pass of its target over the same sequence
-                model.target.forward([0], 0)
-                if len(tokens) > model.n_positions or not model.can_draft([0, 0]):  # its proposals are empty
+            if isinstance(cache, HeadCache):  # a head drafts after a pass of its target over the same sequence
+                target.forward([0], 0)
+                if len(tokens) > cache.model.n_positions or not cache.can_draft([0, 0]):  # its proposals are empty
                     return 0.0
-            elif draft and model is target and key != 1 and not isinstance(draft, Head):
+            elif draft and cache is target and key != 1 and not isinstance(draft, HeadCache):
                 for _ in range(FIXED_GAMMA):
                     draft.forward(tokens[:1], 1)
             begin = time.perf_counter()
-            logits = model.forward(tokens, len(tokens) if model is target else 1)
+            logits = cache.forward(tokens, len(tokens) if cache is target else 1)
             sampler.draw(probs, logits[0], TARGET_NOISE, len(tokens))  # each generated token takes a draw
             elapsed = time.perf_counter() - begin
-            n_read[key] = model.experts_read[0]
+            n_read[key] = cache.model.experts_read[0]
             return elapsed
 
     tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
-    passes: dict[int, tuple[Transformer, list[int]]] = {
-        n: (target, tokens[:n]) for n in MEASURED_TOKENS if n <= target.n_positions
+    passes: dict[int, tuple[KVCache, list[int]]] = {
+        n: (target, tokens[:n]) for n in MEASURED_TOKENS if n <= target.model.n_positions
     }
-    needed: dict[int, tuple[Transformer, list[int]]] = {n: passes.pop(n) for n in MEASURED_TOKENS[:2] if n in passes}
-    if target.config.experts and MAX_TILE_TOKENS in needed:
+    needed: dict[int, tuple[KVCache, list[int]]] = {n: passes.pop(n) for n in MEASURED_TOKENS[:2] if n in passes}
+    if target.model.config.experts and MAX_TILE_TOKENS in needed:
         needed[EQUAL_TOKENS_KEY] = target, tokens[:1] * MAX_TILE_TOKENS
     if draft:
         # As in a round, the draft's first token comes after a pass of the target, which has evicted the draft from the caches. A
         # head computes its first token from that pass, and the next from its own output.
-        n_first, n_next = (2, 3) if isinstance(draft, Head) else (1, 1)
+        n_first, n_next = (2, 3) if isinstance(draft, HeadCache) else (1, 1)
         needed |= {
             FIRST_DRAFT_KEY: (draft, tokens[:n_first]),
             NEXT_DRAFT_KEY: (draft, tokens[:n_next]),
@@ -98,7 +99,7 @@ def measure(
         }
     least = _measure_min_seconds(needed | passes, max(4, len(needed)), budget, seconds)
     token, first, after_draft = (least.pop(key, 0.0) for key in (NEXT_DRAFT_KEY, FIRST_DRAFT_KEY, AFTER_DRAFT_KEY))
-    experts = _fit_expert_costs(target, least, n_read)
+    experts = _fit_expert_costs(target.model, least, n_read)
     curve = {
         n: max(elapsed - experts.compute_extra_seconds(n_read[n]), MIN_SECONDS)
         for n, elapsed in least.items()
@@ -108,15 +109,15 @@ def measure(
 
 
 def _measure_min_seconds(
-    jobs: Mapping[int, tuple[Transformer, list[int]]],
+    jobs: Mapping[int, tuple[KVCache, list[int]]],
     n_needed: int,
     budget: float,
-    seconds: Callable[[int, Transformer, list[int]], float],
+    seconds: Callable[[int, KVCache, list[int]], float],
 ) -> dict[int, float]:
     """Run the jobs in turns until the time is over, and return the minimum seconds of each job that ran, by key.
 
     Args:
-        jobs: For each key, a model and the tokens to run on it.
+        jobs: For each key, a cache and the tokens to run on it.
         n_needed: The number of jobs, the first ones, that run in any case.
         budget: Seconds to spend.
         seconds: Runs a job and returns its time.
@@ -132,7 +133,7 @@ def _measure_min_seconds(
     return least
 
 
-def _fit_expert_costs(target: Transformer, least: Mapping[int, float], n_read: Mapping[int, float]) -> ExpertCosts:
+def _fit_expert_costs(target: Model, least: Mapping[int, float], n_read: Mapping[int, float]) -> ExpertCosts:
     """Compute the extra costs of a mixture of experts from passes over equal and over different tokens.
 
     Args:
@@ -145,7 +146,7 @@ def _fit_expert_costs(target: Transformer, least: Mapping[int, float], n_read: M
     n, n_used = target.config.experts.n_experts, target.config.experts.n_experts_used
     more, fewer = n_read[MAX_TILE_TOKENS] / n_used, n_read[EQUAL_TOKENS_KEY] / n_used
     seconds = (least[MAX_TILE_TOKENS] - least[EQUAL_TOKENS_KEY]) / (more - fewer) if more > fewer + MIN_EXPERT_DIFFERENCE else 0.0
-    experts = ExpertCosts(n, n_used, min(max(seconds, 0.0), least[MAX_TILE_TOKENS] / more), 0.0, lambda: target.experts_read[0])
+    experts = ExpertCosts(n, n_used, min(max(seconds, 0.0), least[MAX_TILE_TOKENS] / more), 0.0)
     experts.repeat_probability = experts.solve_repeat_probability(MAX_TILE_TOKENS, n_read[MAX_TILE_TOKENS])
     return experts.copy()
 
@@ -158,7 +159,7 @@ class CalibrationFile:
         draft: The name of the drafter if it is not one of the models.
     """
 
-    def __init__(self, models: Sequence[Transformer], draft: str) -> None:
+    def __init__(self, models: Sequence[Model], draft: str) -> None:
         self._target, self._has_draft = models[0], len(models) > 1
         parts = [(fingerprint_weights(model.weights), repr(model.config), model.kv, model.n_threads) for model in models]
         name = hashlib.sha256(repr((parts, draft, CPU_FEATURES, os.cpu_count())).encode()).hexdigest()[:24]
@@ -179,9 +180,7 @@ class CalibrationFile:
             if moe := self._target.config.experts:
                 seconds, repeat_probability = _parse_numbers(known["experts"], 2)
                 repeat_probability = min(repeat_probability, 1.0)
-                experts = ExpertCosts(
-                    moe.n_experts, moe.n_experts_used, seconds, repeat_probability, lambda: self._target.experts_read[0]
-                )
+                experts = ExpertCosts(moe.n_experts, moe.n_experts_used, seconds, repeat_probability)
             if min(passes[1:]) > 0 and (token > 0) == self._has_draft and max(*by_bucket, mean) <= 1:
                 curve = CostCurve(dict(enumerate(passes)), token, start, experts, eviction)
                 return curve, Acceptance(by_bucket, mean, n_accepted)

@@ -1,6 +1,6 @@
 """Costs of target passes by their number of tokens, of drafts, and of reading experts, without any models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,20 +24,17 @@ class ExpertCosts:
         experts_per_token: k, experts that one token chooses.
         seconds: Time that reading the experts of one token takes in a pass.
         repeat_probability: r, the probability above.
-        get_n_read: Returns the mean number of experts that a layer read in the last pass.
     """
 
-    def __init__(
-        self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float, get_n_read: Callable[[], float]
-    ) -> None:
+    def __init__(self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float) -> None:
         self.seconds, self.repeat_probability = seconds, repeat_probability
-        self._n_experts, self._experts_per_token, self.get_n_read = n_experts, experts_per_token, get_n_read
+        self._n_experts, self._experts_per_token = n_experts, experts_per_token
         self.extra_seconds = [0.0] * (MAX_BATCH_TOKENS + 1)  # seconds by the number of tokens
         self._update_table()
 
     def copy(self) -> "ExpertCosts":
         """Return a copy of these costs, so that updates of one do not change the other."""
-        return ExpertCosts(self._n_experts, self._experts_per_token, self.seconds, self.repeat_probability, self.get_n_read)
+        return ExpertCosts(self._n_experts, self._experts_per_token, self.seconds, self.repeat_probability)
 
     def compute_extra_seconds(self, n_read: float) -> float:
         """Return the seconds that a pass takes longer than one over a single token if a layer reads n_read experts on average."""
@@ -63,7 +60,7 @@ class ExpertCosts:
             remaining *= ratio
 
 
-NO_EXPERTS = ExpertCosts(1, 1, 0.0, 0.0, lambda: 1.0)
+NO_EXPERTS = ExpertCosts(1, 1, 0.0, 0.0)
 
 
 class CostCurve:

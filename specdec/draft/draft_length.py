@@ -136,7 +136,9 @@ class CostModel:
         """Record the seconds that a draft model took to read n_missed tokens of a sequence and draft n tokens for this pass."""
         self._drafts.append((n, n_missed, seconds))
 
-    def end_pass(self, n_tokens: int, n_generated: int, seconds: float, gap_seconds: float = 0.0) -> None:
+    def end_pass(
+        self, n_tokens: int, n_generated: int, seconds: float, gap_seconds: float = 0.0, n_experts_read: float = 0.0
+    ) -> None:
         """Record the measurements of a finished pass, and update the cost estimates from all recorded passes when it is time.
 
         Args:
@@ -144,10 +146,12 @@ class CostModel:
             n_generated: Tokens that the pass added to the sequences.
             seconds: Time of the pass.
             gap_seconds: Time from the end of the last pass, if that came right before.
+            n_experts_read: Experts that a layer read in the pass.
         """
-        n_read = self.experts.get_n_read() if self.experts.seconds else 0.0
         self._pending_passes.append(
-            PassRecord(self.n_sequences, n_tokens, n_generated, seconds, n_read, self._drafts, self._is_trial, gap_seconds)
+            PassRecord(
+                self.n_sequences, n_tokens, n_generated, seconds, n_experts_read, self._drafts, self._is_trial, gap_seconds
+            )
         )
         self._pending_seconds += seconds
         self._rounds_until_plain -= 1
@@ -193,7 +197,6 @@ class CostModel:
             expected_draft += self.curve.draft_cost(n, n_missed)
             draft_seconds += seconds
             most_missed = max(most_missed, n_missed)
-        draft_seconds = max(draft_seconds, record.gap_seconds - self.overhead * pass_ratio)
         if expected_draft and most_missed <= MAX_MISSED_TOKENS:
             draft_ratio = draft_seconds / expected_draft
         self._drafted_ratios.append((pass_ratio, draft_ratio))
@@ -306,13 +309,12 @@ class DraftLengthPolicy:
         costs: Costs of the batch that the sequence is in.
         acceptance: The acceptance probabilities of the sequence's draft tokens; learns from each round.
         is_free: Whether proposing costs nothing, as with n-grams.
-        is_alone: Whether the batch is only this sequence, so that this policy begins and ends the passes.
     """
 
-    def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool, is_alone: bool = True) -> None:
+    def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool) -> None:
         self.costs, self.acceptance = costs, acceptance
         self.max_tokens = 0  # of this round's draft
-        self._is_free, self._is_alone = is_free, is_alone
+        self._is_free = is_free
         self._buckets = list[int]()
         self._survival, self._is_trial = 1.0, False
         self._probabilities, self._thresholds = acceptance.probabilities, dict[tuple[int, int], float]()
@@ -328,8 +330,6 @@ class DraftLengthPolicy:
     def start(self, token_budget: int) -> bool:
         """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""
         costs = self.costs
-        if self._is_alone:
-            costs.begin_pass()
         is_due = len(self._pending_rounds) >= self._update_interval or self._pending_seconds > MAX_PENDING_S
         if is_due or self._version != costs.version or self._n_sequences != costs.n_sequences:
             self._learn()
@@ -381,7 +381,7 @@ class DraftLengthPolicy:
         return n_best
 
     def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """Learn from a finished round: record its accepted tokens and its times in seconds, and end the pass if it is alone."""
+        """Learn from a finished round: record its accepted tokens and its times in seconds."""
         costs = self.costs
         self._pending_seconds += pass_seconds
         if self._is_searching:
@@ -394,8 +394,6 @@ class DraftLengthPolicy:
             if not self._is_free:
                 costs.add_draft(n_drafted, self._n_missed, draft_seconds)
         self._n_missed = 0 if n_drafted else self._n_missed + 1
-        if self._is_alone:
-            costs.end_pass(1 + n_drafted, 1 + n_accepted, pass_seconds)
 
     def _get_cost(self, n: int) -> float:
         """Return the expected seconds of this pass if this sequence adds n draft tokens to it, with the time to draft them."""

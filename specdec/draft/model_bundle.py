@@ -2,13 +2,13 @@
 
 import itertools
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
-from specdec.argument_checks import check_int, check_ints, check_string, check_strings, is_list, replace_unknown_tokens, shorten
+from specdec.argument_checks import check_ints, check_string, is_list, shorten
 from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE
 from specdec.draft.model_drafters import HeadDrafter, ModelDrafter
 from specdec.draft.ngram import NgramDrafter
@@ -16,22 +16,20 @@ from specdec.draft.precompile_models import compile_passes
 from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quantize
 from specdec.draft.settings import AUTO
 from specdec.draft.vocab_map import VocabMappedModel
-from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.disk_prompt_cache import PromptCache
-from specdec.heads.head import Head
+from specdec.heads.head import Head, HeadCache
 from specdec.heads.shared_kv_head import SharedKVHead
 from specdec.layers.architecture import Weights
 from specdec.loaders import Checkpoint, CheckpointError
 from specdec.loaders.checkpoint_heads import load_builtin_head
 from specdec.loaders.head_checks import check_compatibility
-from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, check_memory, get_memory_headroom, open_checkpoint
-from specdec.model.transformer import Transformer
+from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory_headroom, open_checkpoint
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import Model
 from specdec.model_config import ASSISTANT, ModelConfig
 from specdec.quant.packed_matrix import convert
-from specdec.sampling import Sampler, Sampling
-from specdec.text.detokenizer import EventDetokenizer
+from specdec.sampling import Sampler
 from specdec.text.shared_vocabulary import SharedVocabulary, assume_shared_vocabulary, count_known_ids
-from specdec.text.structured_output import check_constraint
 from specdec.text.tokenizer_lookup import resolve_shared_vocabulary, resolve_tokenizer
 from specdec.tokenizer import AnyTokenizer
 
@@ -39,8 +37,8 @@ SELF = "self"  # draft keyword: a copy of the target in fewer bits
 MTP = "mtp"  # draft keyword: the head in the target's own file or next to it
 HEAD = "head"  # name in `ModelBundle.models` of a draft that is a head
 NGRAM: Literal["ngram"] = "ngram"  # draft keyword: the continuation of an earlier match in the sequence
-DraftSpec = str | os.PathLike[str] | Transformer
-ModelT = TypeVar("ModelT", bound=Transformer)
+DraftSpec = str | os.PathLike[str] | Model
+ModelT = TypeVar("ModelT", bound=Model)
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,13 @@ class DraftSource:
         vocabulary: The token ids that the target and the draft can generate.
     """
 
-    model_or_ngram: Transformer | Literal["ngram"] | None
+    model_or_ngram: Model | Literal["ngram"] | None
     vocabulary: SharedVocabulary
 
     @property
-    def model(self) -> Transformer | None:
+    def model(self) -> Model | None:
         """The draft model, which may be a head; None if the source is n-grams or nothing."""
-        return self.model_or_ngram if isinstance(self.model_or_ngram, Transformer) else None
+        return self.model_or_ngram if isinstance(self.model_or_ngram, Model) else None
 
     @property
     def head(self) -> Head | None:
@@ -70,21 +68,42 @@ class DraftSource:
         """The assumed acceptance probability of draft tokens in each confidence bucket, before any observation."""
         return MARGIN_ACCEPTANCE if self.model else NGRAM_ACCEPTANCE
 
-    def make_drafter(
-        self, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
-    ) -> ModelDrafter | NgramDrafter | None:
-        """Return a new drafter for one sequence from this source, or None for no draft; see `ModelDrafter` for the arguments."""
+    def new_cache(self, target_cache: KVCache) -> KVCache | None:
+        """Return an empty KV cache of the model for the sequence of a target's cache; None without a model."""
         if self.head:
-            return HeadDrafter(self.head, sampler, noise, eos_tokens)
-        if self.model:
-            return ModelDrafter(self.model, sampler, noise, eos_tokens)
+            return self.head.new_head_cache(target_cache)
+        return self.model.new_cache() if self.model else None
+
+    def make_drafter(
+        self, cache: KVCache | None, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
+    ) -> ModelDrafter | NgramDrafter | None:
+        """Return a new drafter for one sequence from this source, or None for no draft.
+
+        Args:
+            cache: The cache that `new_cache` returned for the sequence.
+            sampler: See `ModelDrafter`, as for the others.
+            noise: See `ModelDrafter`.
+            eos_tokens: See `ModelDrafter`.
+        """
+        if isinstance(cache, HeadCache):
+            return HeadDrafter(cache, sampler, noise, eos_tokens)
+        if cache:
+            return ModelDrafter(cache, sampler, noise, eos_tokens)
         return NgramDrafter(eos_tokens) if self.model_or_ngram else None
 
-    def clone_for_sequence(self, target: Transformer) -> "DraftSource":
-        """Return a source with the same weights and a new KV cache, for a sequence that runs on the given clone of the target."""
-        if self.head:
-            return replace(self, model_or_ngram=self.head.with_target(target))
-        return replace(self, model_or_ngram=self.model.with_capacity(self.model.n_positions)) if self.model else self
+
+@dataclass(frozen=True)
+class SequenceCaches:
+    """The KV caches of all models of a bundle for one sequence; None for a model that the bundle does not have."""
+
+    target: KVCache
+    draft: KVCache | None
+    stage: KVCache | None
+
+    @property
+    def all(self) -> list[KVCache]:
+        """The caches that there are, the target's first."""
+        return [cache for cache in (self.target, self.draft, self.stage) if cache]
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,7 @@ class DraftResolver:
         checkpoint: The target's file, if the target was named.
     """
 
-    target: Transformer
+    target: Model
     tokenizer: AnyTokenizer
     gguf_metadata: Mapping[str, Any]
     quantize_options: QuantizeOptions
@@ -139,7 +158,7 @@ class DraftResolver:
             if draft.target is not self.target:
                 raise ValueError(f"{name} is a head of another target; a head drafts only from the passes of its own target")
             return DraftSource(draft, same_vocabulary)
-        if isinstance(draft, Transformer):
+        if isinstance(draft, Model):
             vocabulary = assume_shared_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
             return DraftSource(self._fit_to_memory(draft, draft.weights.n_bytes), vocabulary)
         source = open_checkpoint(parameter, draft)
@@ -209,7 +228,7 @@ class DraftResolver:
 
 @dataclass(frozen=True)
 class ModelBundle:
-    """The models of a decoder, each with a KV cache for one sequence, and their tokenizer.
+    """The models of a decoder and their tokenizer.
 
     Attributes:
         target: The target.
@@ -222,7 +241,7 @@ class ModelBundle:
         prompt_cache: Stores the target's prefilled prompts; None for none.
     """
 
-    target: Transformer
+    target: Model
     draft: DraftSource
     stage: DraftSource
     tokenizer: AnyTokenizer
@@ -232,7 +251,7 @@ class ModelBundle:
     prompt_cache: PromptCache | None = None
 
     @property
-    def models(self) -> dict[str, Transformer]:
+    def models(self) -> dict[str, Model]:
         """The loaded models by name ("target", "draft" or "head", "stage"), the target first; n-grams have no model."""
         draft = HEAD if self.draft.head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
@@ -249,11 +268,17 @@ class ModelBundle:
         reason = f'trees are not supported by the {chain_only}: its recurrent state holds one sequence; leave out tree "on"'
         return reason if chain_only else ""
 
-    def clone_for_sequence(self) -> "ModelBundle":
-        """Return a bundle with the same weights and new KV caches, for another sequence that may share passes of the target."""
-        target = self.target.clone_for_sequence()
-        return replace(
-            self, target=target, draft=self.draft.clone_for_sequence(target), stage=self.stage.clone_for_sequence(target)
+    def new_caches(self) -> SequenceCaches:
+        """Return empty KV caches for a new sequence."""
+        target = self.target.new_cache(self.draft.head.target_layers if self.draft.head else ())
+        return SequenceCaches(target, self.draft.new_cache(target), self.stage.new_cache(target))
+
+    def get_sequence_bytes(self, n_tokens: int) -> int:
+        """Return the memory in bytes that the KV caches of all models take for one more sequence of n_tokens tokens."""
+        n_hidden_layers = len(self.draft.head.target_layers) if self.draft.head else 0
+        return sum(
+            model.get_sequence_bytes(min(n_tokens, model.n_positions), True, n_hidden_layers if model is self.target else 0)
+            for model in self.models.values()
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -268,31 +293,6 @@ class ModelBundle:
             raise ValueError(f"the prompt has {len(tokens)} tokens; the target's context holds {self.target.n_positions}")
         return tokens
 
-    def validate_request(self, request: GenerationRequest) -> GenerationRequest:
-        """Check all values of a request, and return it with the prompt and the prediction as token ids.
-
-        Raises:
-            ValueError: If a value is not valid, or the sequence exceeds the context length or the memory.
-            TypeError: If a value has the wrong type.
-        """
-        prompt, stop_strings, max_tokens = (
-            self.encode(request.prompt),
-            check_strings("stop", request.stop_strings),
-            check_int("max_tokens", request.max_tokens, 0),
-        )
-        check_memory(self.target, len(prompt) + max_tokens - 1)  # the last token is never run
-        if not isinstance(sampling := request.sampling, Sampling):
-            raise TypeError(f"sampling is {shorten(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
-        if sampling.biases and (bad_id := sampling.biases[-1][0]) >= self.n_ids:
-            raise ValueError(f"logit_bias holds the id {bad_id}; expected ids from 0 to {self.n_ids - 1}")
-        check_constraint(request.constraint, self.tokenizer)
-        prediction = self.encode(request.prediction) if request.prediction else []
-        return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)
-
-    def make_detokenizer(self, request: GenerationRequest) -> EventDetokenizer:
-        """Return a new detokenizer for one request, which adds text to the events of its sequence."""
-        return EventDetokenizer(self.tokenizer, request.stop_strings, request.visible_tokens, request.include_draft_text)
-
     @property
     def n_ids(self) -> int:
         """The number of token ids that the target can generate: 0 to n_ids - 1."""
@@ -302,27 +302,6 @@ class ModelBundle:
     def recompute_lengths(self) -> set[int]:
         """The lengths beyond which a sequence is prefilled again, since a model with LongRoPE switches its factors there."""
         return {model.config.rope.longrope_threshold for model in self.models.values()} - {0}
-
-    def prefill(self, tokens: list[int]) -> Iterator[float]:
-        """Prefill each model that can hold the tokens; yield the fraction of the work that is done, first 0.
-
-        Nothing is yielded if all tokens are cached. The work is counted in tokens times weight bytes. With a prompt cache, the
-        target's tokens are first restored from it and then saved to it.
-        """
-        if self.prompt_cache and len(tokens) <= self.target.n_positions:
-            self.prompt_cache.restore(self.target, tokens)
-        models = [model for model in self.models.values() if len(tokens) <= model.n_positions]
-        jobs = [(model, replace_unknown_tokens(tokens, model.config.vocab_size), model.weights.n_bytes) for model in models]
-        work = [model.count_prefill_tokens(model_tokens) * n_bytes for model, model_tokens, n_bytes in jobs]
-        total, remaining_work = sum(work), sum(work)
-        if total:
-            yield 0.0
-        for (model, model_tokens, n_bytes), model_work in zip(jobs, work, strict=True):
-            remaining_work -= model_work
-            for n_left in model.prefill(model_tokens):
-                if self.prompt_cache and model is self.target:
-                    self.prompt_cache.save(model, model_tokens, not n_left)
-                yield 1 - (remaining_work + n_left * n_bytes) / total
 
     @property
     def weights(self) -> str:
@@ -340,7 +319,7 @@ class ModelBundle:
 
 
 def load_bundle(
-    target: str | os.PathLike[str] | Transformer,
+    target: str | os.PathLike[str] | Model,
     draft: DraftSpec | None,
     stage: DraftSpec | None,
     tokenizer: str | os.PathLike[str] | AnyTokenizer | None,
@@ -363,7 +342,7 @@ def load_bundle(
     if is_draft_keyword(stage, AUTO, MTP):
         raise ValueError(f"the stage {stage!r} is not supported: a head drafts only for its target")
     given = {"target": target, "draft": draft, "stage": stage}
-    loaded = {name: model for name, model in given.items() if isinstance(model, Transformer)}
+    loaded = {name: model for name, model in given.items() if isinstance(model, Model)}
     if isinstance(target, Head):
         raise ValueError("the target is a head, which can only draft for another model")
     for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
@@ -373,7 +352,7 @@ def load_bundle(
     checkpoint: Checkpoint | None = None
     gguf_metadata: Mapping[str, Any] = {}
     compile_processes = list[Popen[bytes]]()
-    if isinstance(target, Transformer):
+    if isinstance(target, Model):
         loaded_tokenizer = resolve_tokenizer(tokenizer, None, target.config.vocab_size)
     else:
         checkpoint = open_checkpoint("target", target)

@@ -4,37 +4,40 @@ from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 from specdec.argument_checks import replace_unknown_tokens
-from specdec.engine.decode_loop import LengthPolicy, Model
-from specdec.heads.head import Head
-from specdec.model.transformer import get_token_headroom
-from specdec.model_config import ModelConfig
+from specdec.heads.head import HeadCache
+from specdec.model.model import Model, get_token_headroom
+from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32, ceil_div
 from specdec.sampling import Sampler
 from specdec.text.logit_processors import LogitsProcessor
 from specdec.verification import Draft
 
 
-class DraftModel(Model, Protocol):
-    """The interface of a draft model: a `Model` with a configuration."""
+class DraftCache(Protocol):
+    """The interface of a draft model with the KV cache of one sequence, as `KVCache` has it."""
 
     @property
-    def config(self) -> ModelConfig:
-        """The configuration of the draft model."""
+    def model(self) -> Model:
+        """The draft model."""
+
+    def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
+        """Run a sequence's tokens that the cache does not hold; return logits (n_logits, V) at the sequence's last tokens."""
 
 
 class ModelDrafter:
     """A drafter that generates draft tokens one by one with a smaller model, which sees a window of a longer sequence.
 
     Args:
-        model: The draft model.
+        cache: The draft model's cache of the sequence.
         sampler: Samples the draft tokens.
         noise: Returns the random number stream for a proposal that starts at a position (`Verifier.get_draft_stream`).
         eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
     """
 
-    def __init__(self, model: DraftModel, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
-        self._model, self._sampler, self._get_stream, self._eos_tokens = model, sampler, noise, eos_tokens
-        self._vocab_size = model.config.vocab_size  # the target may know more tokens
+    def __init__(self, cache: DraftCache, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
+        self._cache, self._model = cache, cache.model
+        self._sampler, self._get_stream, self._eos_tokens = sampler, noise, eos_tokens
+        self._vocab_size = self._model.vocab_size  # the target may know more tokens
         self._probs_buffers: list[Float32] = []
         self._logits_processor = (
             LogitsProcessor(sampler.sampling, sampler.n_ids) if sampler.sampling.has_logit_adjustments else None
@@ -45,7 +48,7 @@ class ModelDrafter:
         if self._logits_processor:
             self._logits_processor.update(tokens)
         with self._model.lock:
-            self._model.forward(self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[:-1], n_logits=0)
+            self._cache.forward(self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[:-1], n_logits=0)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         """Generate draft tokens after a sequence, and return them with their distributions, valid until the next proposal.
@@ -63,7 +66,7 @@ class ModelDrafter:
             self._logits_processor.update(tokens)
         with self._model.lock:
             while len(seen) <= max_length:
-                q, logits = self._get_probs_buffers(n + 1)[n], self._model.forward(seen)[0]
+                q, logits = self._get_probs_buffers(n + 1)[n], self._cache.forward(seen)[0]
                 if self._logits_processor:
                     logits = self._logits_processor.apply_to_copy(logits, seen[n_verified:])
                 token, margin = self._sampler.draw_with_margin(q, logits, stream, start + len(seen))
@@ -98,23 +101,19 @@ class ModelDrafter:
 class HeadDrafter(ModelDrafter):
     """A drafter that generates draft tokens with a draft head, which reads the hidden states of its target's passes.
 
-    It needs a sequence of two tokens or more. If the target holds another sequence, because streams take turns, the target runs
-    this one again, which the next step would have to do anyway. So a proposal depends only on its own sequence.
+    It needs a sequence of two tokens or more.
     """
 
-    _model: Head
+    _cache: HeadCache
 
     def prepare(self, tokens: list[int]) -> None:
-        """Prefill the target, and then the draft head, with a sequence's tokens."""
-        with self._model.lock, self._model.target.lock:
-            self._model.target.forward(tokens[:-1], n_logits=0)
-            super().prepare(tokens[: self._model.n_positions])
+        """Prefill the draft head with a sequence's tokens, which the target has run."""
+        super().prepare(tokens[: self._model.n_positions])
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return draft tokens, or an empty `Draft` if the head cannot draft; the target may run the sequence again first."""
-        with self._model.lock, self._model.target.lock:
-            self._model.target.forward(tokens[:-1], n_logits=0)
-            return super().propose(tokens, policy, tail) if self._model.can_draft(tokens) else Draft([])
+        """Return draft tokens, or an empty `Draft` if the head cannot draft."""
+        with self._model.lock, self._cache.target_cache.model.lock:
+            return super().propose(tokens, policy, tail) if self._cache.can_draft(tokens) else Draft([])
 
     def _find_window_start(self, n_tokens: int) -> int:
         """Return 0, since a draft head sees the whole sequence, or a window that slides within a pass."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Sequence
 
-from specdec.engine.decode_loop import LengthPolicy
+from specdec.protocols import LengthPolicy
 from specdec.verification import Draft
 
 # A proposal ends before the token with which its acceptance probability falls below this: it costs more than it gains (NOTES.md).

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from specdec.argument_checks import shorten
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import Loader
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import INT4, INT8, WeightFormat
 from specdec.runtime.simd import Float32
@@ -68,9 +68,7 @@ def parse_quantize(quantize: str) -> QuantizeOptions:
     return QuantizeOptions(formats["target"], formats["draft"], is_requested)
 
 
-def make_self_draft(
-    target: Transformer, requested: WeightFormat | None, encode: Callable[[str], list[int]], loader: Loader
-) -> Transformer:
+def make_self_draft(target: Model, requested: WeightFormat | None, encode: Callable[[str], list[int]], loader: Loader) -> Model:
     """Return a new model, a quantized copy of a target, to use as its draft.
 
     A pass over weights that exceed the caches takes a time proportional to their bytes. The acceptance of an int4 copy is
@@ -94,9 +92,9 @@ def make_self_draft(
             f"{next(iter(ratios)).name} copy is not a faster draft; leave it as it is or name another draft"
         )
 
-    def make(weight_format: WeightFormat) -> Transformer:
+    def make(weight_format: WeightFormat) -> Model:
         new = weights.convert(weight_format, lambda fraction: loader.progress(f"a copy in {weight_format.name}", fraction))
-        return Transformer(target.config, new, loader.n_threads, target.n_positions, loader.kv)
+        return Model(target.config, new, loader.n_threads, target.n_positions, loader.kv)
 
     if len(formats) == 1 or weights.estimate_bytes(INT8) <= MAX_CACHED_BYTES:
         return make(formats[0])
@@ -115,12 +113,12 @@ def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
     return any(architecture.estimate_bytes(config, tensors, kind) <= most for kind in (INT8, INT4))
 
 
-def estimate_acceptance(target: Transformer, draft: Transformer, tokens: list[int]) -> float:
+def estimate_acceptance(target: Model, draft: Model, tokens: list[int]) -> float:
     """Run both models on a sample text, and return the expected acceptance rate of the draft, from 0 to 1.
 
     It is the mean of sum min(p, q) over the sample's tokens (Leviathan et al. 2023).
     """
-    p, q = (_softmax(model.forward(tokens, len(tokens))) for model in (target, draft))
+    p, q = (_softmax(model.new_cache().forward(tokens, len(tokens))) for model in (target, draft))
     return float(np.minimum(p, q).sum(1).mean())
 
 

@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
-from specdec.draft.model_bundle import ModelBundle
+from specdec.draft.acceptance import Acceptance
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel, DraftLengthPolicy
+from specdec.draft.model_bundle import ModelBundle, SequenceCaches
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import LengthPolicy
-from specdec.model.transformer import Transformer, get_token_headroom
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import get_token_headroom
+from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32
 from specdec.sampling import Sampler
 from specdec.verification import Draft
@@ -21,25 +25,21 @@ from specdec.verification import Draft
 SecondLevelDrafter = ModelDrafter | NgramDrafter  # these can propose after the unverified tokens of another proposal (`tail`)
 
 
-class StagedDraftModel:
-    """A wrapper of a draft model that runs second-level draft tokens along with each requested sequence in the same pass.
+class StagedDraftCache:
+    """A draft model's cache that runs second-level draft tokens along with each requested sequence in the same pass.
 
     If the next requested sequence continues with the second-level tokens, its logits are available already.
 
     Args:
-        model: The draft model.
+        cache: The draft model's cache.
         drafter: The second-level drafter.
+        costs: The costs of the draft model's passes and of second-level drafts.
         policy: Decides how many second-level tokens a pass gets; it sees the passes of the draft model as its steps.
     """
 
-    def __init__(self, model: Transformer, drafter: SecondLevelDrafter, policy: LengthPolicy) -> None:
-        self._model, self._drafter, self._policy = model, drafter, policy
-        self.lock, self.config, self.n_positions, self.longrope_threshold = (
-            model.lock,
-            model.config,
-            model.n_positions,
-            model.longrope_threshold,
-        )
+    def __init__(self, cache: KVCache, drafter: SecondLevelDrafter, costs: CostModel, policy: LengthPolicy) -> None:
+        self._cache, self._drafter, self._costs, self._policy = cache, drafter, costs, policy
+        self.model = cache.model
         self._tokens: list[int] = []  # the sequence, without unverified tokens
         self._max_tokens = self._n_visible = 0  # how many tokens are drafted after it, and how many of it the model sees
         self._last_input: list[int] = []  # input of the last pass, with the second-level tokens at its end
@@ -58,11 +58,11 @@ class StagedDraftModel:
         The result is (1, V), or (0, V) if n_logits is 0, and valid until the next call.
         """
         if not n_logits:
-            return self._model.forward(tokens, 0)
+            return self._cache.forward(tokens, 0)
         n = len(tokens)
         self._n_visible = self._n_visible or n
         used = n - len(self._last_input) + self._n_drafted  # second-level tokens
-        if not 0 <= used <= self._n_drafted or self._model.n_passes != self._pass_number or self._last_input[:n] != tokens:
+        if not 0 <= used <= self._n_drafted or self.model.n_passes != self._pass_number or self._last_input[:n] != tokens:
             self._run_ahead(tokens)
             used = 0
         self._n_accepted = max(self._n_accepted, used)
@@ -76,16 +76,18 @@ class StagedDraftModel:
         begin = time.perf_counter()
         if self._n_drafted >= 0:
             self._policy.update(self._n_drafted, self._n_accepted, *self._seconds)
+            self._costs.end_pass(1 + self._n_drafted, 1 + self._n_accepted, self._seconds[0])
+        self._costs.begin_pass()
         tail, drafted = tokens[self._n_visible :], list[int]()
-        headroom = get_token_headroom(len(tokens), self.n_positions, self.longrope_threshold)
+        headroom = get_token_headroom(len(tokens), self.model.n_positions, self.model.longrope_threshold)
         if self._policy.start(min(self._max_tokens - len(tail) - 1, headroom)):
             drafted = self._drafter.propose(self._tokens, self._policy, tail).tokens
-            n_rows = self.config.vocab_size  # the sequence may contain tokens that this model does not have
+            n_rows = self.model.vocab_size  # the sequence may contain tokens that this model does not have
             drafted = drafted[: next((i for i, token in enumerate(drafted) if token >= n_rows), None)]
         self._last_input, self._n_drafted, self._n_accepted = tokens + drafted, -1, 0
-        self._pass_number = self._model.n_passes + 1
+        self._pass_number = self.model.n_passes + 1
         pass_begin = time.perf_counter()
-        self._logits = self._model.forward(self._last_input, len(drafted) + 1)
+        self._logits = self._cache.forward(self._last_input, len(drafted) + 1)
         self._seconds = time.perf_counter() - pass_begin, pass_begin - begin
         self._n_drafted = len(drafted)
 
@@ -94,8 +96,9 @@ class StagedDrafter(ModelDrafter):
     """A drafter with a draft model that a second-level drafter speeds up; the proposals are the draft model's own.
 
     Args:
-        models: The draft model, and the second-level model if there is one.
+        caches: The sequence's caches of the draft model, and of the second-level model if there is one.
         second_level: The second-level drafter; it samples with the draft's noise.
+        costs: See `StagedDraftCache`.
         policy: The second-level draft length.
         sampler: See `ModelDrafter`.
         noise: See `ModelDrafter`.
@@ -104,16 +107,19 @@ class StagedDrafter(ModelDrafter):
 
     def __init__(
         self,
-        models: Sequence[Transformer],
+        caches: Sequence[KVCache],
         second_level: SecondLevelDrafter,
+        costs: CostModel,
         policy: LengthPolicy,
         sampler: Sampler,
         noise: Callable[[int], int],
         eos_tokens: Container[int],
     ) -> None:
-        self._second_level, self._staged_model = second_level, StagedDraftModel(models[0], second_level, policy)
-        super().__init__(self._staged_model, sampler, noise, eos_tokens)
-        self._models = sorted(models, key=id)  # locked in one order everywhere, so that no two threads wait for each other
+        self._second_level = second_level
+        self._staged_cache = StagedDraftCache(caches[0], second_level, costs, policy)
+        super().__init__(self._staged_cache, sampler, noise, eos_tokens)
+        # locked in one order everywhere, so that no two threads wait for each other
+        self._models = sorted((cache.model for cache in caches), key=id)
 
     def prepare(self, tokens: list[int]) -> None:
         """Prefill the draft model and the second-level drafter with the tokens of a sequence."""
@@ -125,25 +131,33 @@ class StagedDrafter(ModelDrafter):
         with ExitStack() as locks:
             for model in self._models:
                 locks.enter_context(model.lock)
-            self._staged_model.start_round(tokens, policy.max_tokens)
+            self._staged_cache.start_round(tokens, policy.max_tokens)
             return super().propose(tokens, policy, tail)
 
 
 def make_staged_drafter(
-    bundle: ModelBundle, policy: LengthPolicy, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
+    bundle: ModelBundle,
+    caches: SequenceCaches,
+    calibration: tuple[CostCurve, Acceptance],
+    sampler: Sampler,
+    noise: Callable[[int], int],
+    eos_tokens: Container[int],
 ) -> StagedDrafter:
     """Return a new drafter for one sequence from the draft and the second-level draft of a bundle.
 
     Args:
         bundle: The models; it must have a second-level draft.
-        policy: Decides the length of second-level drafts.
+        caches: The sequence's caches of the models.
+        calibration: The costs of the draft model and its second-level draft, and the acceptance of the latter.
         sampler: See `ModelDrafter`.
         noise: See `ModelDrafter`.
         eos_tokens: See `ModelDrafter`.
     """
     draft, stage = bundle.draft, bundle.stage
+    curve, acceptance = calibration
+    costs = CostModel(curve)
+    policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free=stage.model is None)
     stage_sampler = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
-    second_level = stage.make_drafter(stage_sampler, noise, eos_tokens)
+    second_level = stage.make_drafter(caches.stage, stage_sampler, noise, eos_tokens)
     assert second_level
-    models = [model for model in (draft.model, stage.model) if model]
-    return StagedDrafter(models, second_level, policy, sampler, noise, eos_tokens)
+    return StagedDrafter(caches.all[1:], second_level, costs, policy, sampler, noise, eos_tokens)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from specdec.draft.draft_length import MAX_GAMMA
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import LengthPolicy
-from specdec.model.transformer import Transformer, get_token_headroom
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import get_token_headroom
+from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.shared_vocabulary import SharedVocabulary
@@ -26,11 +27,12 @@ class TreeDrafter(ModelDrafter):
     after an end-of-sequence token, or without probability, are left out.
     """
 
-    _model: Transformer
+    _cache: KVCache
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         """Return a tree of draft tokens after the sequence, of depth policy.max_tokens or less; `tail` must be empty."""
-        model, shape, stream = self._model, build_tree(policy.max_tokens), self._get_stream(len(tokens))
+        cache, model = self._cache, self._model
+        shape, stream = build_tree(policy.max_tokens), self._get_stream(len(tokens))
         if self._logits_processor:
             self._logits_processor.update(tokens)
         visible = self._get_visible_tokens(
@@ -49,7 +51,7 @@ class TreeDrafter(ModelDrafter):
                     run[node] = len(nodes)
                     nodes.append(paths[node][-1])
                     parents.append(run[above[node]])
-                logits, q_buffers = model.forward_tree(visible, nodes, parents, len(level)), self._get_probs_buffers(len(run))
+                logits, q_buffers = cache.forward_tree(visible, nodes, parents, len(level)), self._get_probs_buffers(len(run))
                 for node, row in zip(level, logits, strict=True):
                     q, path = q_buffers[run[node] + 1], paths[node]
                     if self._logits_processor:
@@ -94,12 +96,12 @@ def build_tree(depth: int) -> list[list[int]]:
     return children
 
 
-def warm_up_trees(models: Sequence[Transformer], vocabulary: SharedVocabulary) -> None:
-    """Compile the code for token trees by running one on each model; this overwrites the KV caches of the models."""
+def warm_up_trees(caches: Sequence[KVCache], vocabulary: SharedVocabulary) -> None:
+    """Compile the code for token trees by running one on each cache; this overwrites the contents of the caches."""
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    for model in models:
-        with model.lock:
-            sampler.draw_candidates(sampler.new_probs(), model.forward([0])[0], TARGET_NOISE, 1)
-            if model.n_positions > 1:
-                model.forward_tree([0], [0, 0], [-1, -1])
-                model.commit_path([1])
+    for cache in caches:
+        with cache.model.lock:
+            sampler.draw_candidates(sampler.new_probs(), cache.forward([0])[0], TARGET_NOISE, 1)
+            if cache.model.n_positions > 1:
+                cache.forward_tree([0], [0, 0], [-1, -1])
+                cache.commit_path([1])

@@ -6,17 +6,15 @@ target's ids.
 Shapes: T rows of logits, R rows of a draft's vocabulary, V token ids of the target.
 """
 
-import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specdec.argument_checks import shorten
 from specdec.layers.rope import TreeNode
-from specdec.model.transformer import Transformer
-from specdec.model_config import ModelConfig
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import Model
 from specdec.runtime.simd import Float32, Int64
 
 UNKNOWN_TOKEN_ROW = 0  # the row for tokens that the draft does not have, as in `validation.replace_unknown_tokens`
@@ -61,10 +59,10 @@ class VocabMapper:
             out[self._ids] = row[: len(self._ids)] if self._has_all_rows else row[self._rows]
 
 
-class VocabMappedModel(Transformer):
-    """A draft model for a target with another vocabulary; it takes token ids and returns logits in the target's vocabulary.
+class VocabMappedModel(Model):
+    """A draft model for a target with another vocabulary; its caches take token ids and return logits in the target's vocabulary.
 
-    A token that the draft does not have is replaced by UNKNOWN_TOKEN_ROW. Everything else is as in `Transformer`.
+    A token that the draft does not have is replaced by UNKNOWN_TOKEN_ROW. Everything else is as in `Model`.
 
     Args:
         model: The draft model; its weights are shared.
@@ -72,8 +70,8 @@ class VocabMappedModel(Transformer):
         n_ids: The number of rows of the target's vocabulary.
     """
 
-    def __init__(self, model: Transformer, target_ids: Sequence[int], n_ids: int) -> None:
-        super().__init__(model.config, model.weights, model._max_threads, model.n_positions, model.kv)
+    def __init__(self, model: Model, target_ids: Sequence[int], n_ids: int) -> None:
+        super().__init__(model.config, model.weights, model.max_threads, model.n_positions, model.kv)
         self.n_threads = model.n_threads
         self.target_ids = tuple(target_ids)
         self._draft_ids = dict.fromkeys(range(n_ids), UNKNOWN_TOKEN_ROW)
@@ -81,26 +79,22 @@ class VocabMappedModel(Transformer):
         self.vocab_mapper = VocabMapper(target_ids, n_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return VocabMappedModel, (super().with_capacity(self._n_positions), self.target_ids, len(self._draft_ids))
+        return VocabMappedModel, (super().with_capacity(self.n_positions), self.target_ids, len(self._draft_ids))
 
-    @functools.cached_property
-    def config(self) -> ModelConfig:
-        """The configuration of the draft model, but with the target's vocabulary size."""
-        return replace(self._config, vocab_size=len(self._draft_ids))
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the target."""
+        return len(self._draft_ids)
 
-    def with_capacity(self, n_positions: int) -> Transformer:
-        """Return a model with the same weights and an empty KV cache for n_positions tokens."""
+    def with_capacity(self, n_positions: int) -> Model:
+        """Return a model with the same weights and n_positions positions, and a lock of its own."""
         return VocabMappedModel(super().with_capacity(n_positions), self.target_ids, len(self._draft_ids))
 
-    def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        draft_nodes = [(self._to_draft_ids([token])[0], parent) for token, parent in nodes]
-        return self.vocab_mapper(super()._forward(self._to_draft_ids(tokens), draft_nodes, n_logits, n_total))
+    def new_cache(self, hidden_layers: Sequence[int] = ()) -> KVCache:
+        """Return an empty KV cache for a new sequence; see `Model.new_cache`."""
+        return VocabMappedCache(self, hidden_layers)
 
-    def count_prefill_tokens(self, tokens: list[int]) -> int:
-        """Return how many of a sequence's tokens, given by the target's ids, a prefill would run; others are cached."""
-        return super().count_prefill_tokens(self._to_draft_ids(tokens))
-
-    def _to_draft_ids(self, tokens: list[int]) -> list[int]:
+    def to_draft_ids(self, tokens: list[int]) -> list[int]:
         """Convert token ids of the target to rows of the draft's vocabulary, UNKNOWN_TOKEN_ROW for tokens that the draft lacks.
 
         Raises:
@@ -110,3 +104,18 @@ class VocabMappedModel(Transformer):
             return [*map(self._draft_ids.__getitem__, tokens)]
         except KeyError as error:
             raise ValueError(f"tokens hold {shorten(error.args[0])}; expected 0 to {len(self._draft_ids) - 1}") from None
+
+
+class VocabMappedCache(KVCache):
+    """A KV cache of a `VocabMappedModel`, which takes token ids of the target and holds the draft's own."""
+
+    model: VocabMappedModel
+
+    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Run a pass over this sequence alone, given by the target's ids, and return logits over these ids."""
+        draft_nodes = [(self.model.to_draft_ids([token])[0], parent) for token, parent in nodes]
+        return self.model.vocab_mapper(super().run(self.model.to_draft_ids(tokens), draft_nodes, n_logits, n_total))
+
+    def count_prefill_tokens(self, tokens: list[int]) -> int:
+        """Return how many of a sequence's tokens, given by the target's ids, a prefill would run; others are cached."""
+        return super().count_prefill_tokens(self.model.to_draft_ids(tokens))

@@ -33,11 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
-from specdec.layers.architecture import Buffers, BufferSizes, Weights
-from specdec.layers.kv_formats import KV_FORMATS
-from specdec.model.registry import get_architecture
+from specdec.layers.architecture import Buffers, Weights
+from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
-from specdec.model.transformer import Transformer
 from specdec.runtime.checksum import CHECKSUM_BYTES, checksum
 
 BLOCK_TOKENS = 128
@@ -96,45 +94,45 @@ class PromptCache:
         self._thread.start()
         atexit.register(self.flush)
 
-    def restore(self, model: Transformer, tokens: list[int], cache_salt: str = "") -> int:
+    def restore(self, cache: KVCache, tokens: list[int], cache_salt: str = "") -> int:
         """Load the longest cached prefix of a prompt into the model's KV cache, if that adds at least one block.
 
         The loaded files are marked as used now.
 
         Args:
-            model: The model.
+            cache: The KV cache.
             tokens: The prompt.
             cache_salt: Prompts are shared only among requests with the same salt.
 
         Returns:
             The number of tokens that the KV cache holds after loading; 0 if nothing was loaded.
         """
-        n_held, token_keys = len(tokens) - 1 - model.count_prefill_tokens(tokens), self._get_token_keys(model, tokens)
-        blocks = [*takewhile(os.path.exists, self._get_block_paths(model, token_keys, len(tokens) - 1, cache_salt))]
+        n_held, token_keys = len(tokens) - 1 - cache.count_prefill_tokens(tokens), self._get_token_keys(cache, tokens)
+        blocks = [*takewhile(os.path.exists, self._get_block_paths(cache, token_keys, len(tokens) - 1, cache_salt))]
         if len(blocks) * BLOCK_TOKENS < n_held + BLOCK_TOKENS:
             return 0
-        model.import_kv(tokens, lambda buffers, n_kept: self._load_blocks(model, buffers, token_keys, blocks, n_kept))
+        cache.import_kv(tokens, lambda buffers, n_kept: self._load_blocks(cache, buffers, token_keys, blocks, n_kept))
         _touch(blocks)
-        return model.n_cached_tokens if model.n_cached_tokens > n_held else 0
+        return cache.n_tokens if cache.n_tokens > n_held else 0
 
-    def save(self, model: Transformer, tokens: list[int], is_prefilled: bool = True, cache_salt: str = "") -> None:
+    def save(self, cache: KVCache, tokens: list[int], is_prefilled: bool = True, cache_salt: str = "") -> None:
         """Queue the parts of a sequence's KV cache that the folder lacks, for a background thread to write to files.
 
         Files for which the queue has no room are left for the next call. A complete prefill also marks the files as used now.
 
         Args:
-            model: The model.
+            cache: The KV cache.
             tokens: The sequence.
             is_prefilled: Whether the prefill is complete, so that the tail is worth a file.
             cache_salt: Prompts are shared only among requests with the same salt.
         """
         n, token_keys = (
-            model.export_kv(lambda _, held, more: count_common_prefix(held, tokens, len(tokens))),
-            self._get_token_keys(model, tokens),
+            cache.export_kv(lambda _, held, more: count_common_prefix(held, tokens, len(tokens))),
+            self._get_token_keys(cache, tokens),
         )
-        paths = [*self._get_block_paths(model, token_keys, n, cache_salt)]
-        for path, arrays in model.export_kv(
-            lambda *args: self._collect_missing(model, tokens[:n], token_keys, paths, is_prefilled, *args)
+        paths = [*self._get_block_paths(cache, token_keys, n, cache_salt)]
+        for path, arrays in cache.export_kv(
+            lambda *args: self._collect_missing(cache, tokens[:n], token_keys, paths, is_prefilled, *args)
         ):
             self._queue.put(partial(self._write_file, path, arrays))
         if is_prefilled:
@@ -146,14 +144,14 @@ class PromptCache:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
     def _collect_missing(
-        self, model: Transformer, tokens: list[int], token_keys: list[int], paths: Sequence[Path], is_prefilled: bool,
+        self, cache: KVCache, tokens: list[int], token_keys: list[int], paths: Sequence[Path], is_prefilled: bool,
         buffers: Buffers,
         held: list[int], snapshots: Snapshots,
     ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
         """Return path and copied contents of each missing file of a sequence, as many as the queue holds: blocks, then tails.
 
         Args:
-            model: The model.
+            cache: The KV cache.
             tokens: The sequence.
             token_keys: The result of `_get_token_keys` for the sequence.
             paths: The block files of the sequence.
@@ -163,40 +161,38 @@ class PromptCache:
             snapshots: The recurrent states that the model has kept.
         """
         n, capacity = count_common_prefix(held, tokens, len(tokens)), MAX_QUEUED_WRITES - 1 - self._queue.qsize()
-        block_bytes = sum(math.prod(shape) * array.itemsize for shape, array in _slice_block(model, buffers, 0))
+        block_bytes = sum(math.prod(shape) * array.itemsize for shape, array in _slice_block(cache, buffers, 0))
         # a prompt that exceeds the folder loses its end
         paths = paths[: min(n, 7 * self._max_bytes // 8 // block_bytes * BLOCK_TOKENS) // BLOCK_TOKENS]
         blocks = [i for i, path in enumerate(paths) if not os.path.exists(path)]
-        if blocks and blocks[0] * BLOCK_TOKENS < model.full_kv_start:
+        if blocks and blocks[0] * BLOCK_TOKENS < cache.full_kv_start:
             # the model no longer holds all of this block, so neither it nor later ones can be used
             paths, blocks, is_prefilled = paths[: blocks[0]], [], False
         blocks = blocks[: max(capacity, 0)]
-        missing = [(paths[i], self._copy_block(model, buffers, token_keys, i, BLOCK_TOKENS)) for i in blocks]
-        for end, snapshot in self._find_tails(model, paths, n, snapshots) if is_prefilled else ():
+        missing = [(paths[i], self._copy_block(cache, buffers, token_keys, i, BLOCK_TOKENS)) for i in blocks]
+        for end, snapshot in self._find_tails(cache, paths, n, snapshots) if is_prefilled else ():
             if len(missing) < capacity:
                 i = end // BLOCK_TOKENS
-                arrays = self._copy_block(model, buffers, token_keys, i, end - i * BLOCK_TOKENS)
+                arrays = self._copy_block(cache, buffers, token_keys, i, end - i * BLOCK_TOKENS)
                 missing.append(
                     (paths[i - 1].with_suffix(TAIL_SUFFIX), [np.array([end], np.int64), *arrays, *_get_state_arrays(snapshot)])
                 )
         return missing
 
     @staticmethod
-    def _find_tails(
-        model: Transformer, paths: Sequence[Path], n: int, snapshots: Snapshots
-    ) -> Iterator[tuple[int, Snapshot | None]]:
+    def _find_tails(cache: KVCache, paths: Sequence[Path], n: int, snapshots: Snapshots) -> Iterator[tuple[int, Snapshot | None]]:
         """Yield, for each tail file to write, the number of tokens up to the tail's end and the recurrent state there, if any.
 
         The last tail is yielded even if its file exists, since that file may belong to another sequence.
 
         Args:
-            model: The model.
+            cache: The KV cache.
             paths: The block files of the sequence.
             n: The number of tokens of the sequence that the model holds.
             snapshots: The recurrent states that the model has kept.
         """
-        if not model.has_recurrent_state:
-            if len(paths) == n // BLOCK_TOKENS > 0 and len(paths) * BLOCK_TOKENS >= model.full_kv_start:
+        if not cache.model.has_recurrent_state:
+            if len(paths) == n // BLOCK_TOKENS > 0 and len(paths) * BLOCK_TOKENS >= cache.full_kv_start:
                 yield n, None
             return
         last = snapshots.find_longest(n)
@@ -208,61 +204,63 @@ class PromptCache:
                 yield each.n_tokens, each
 
     @staticmethod
-    def _copy_block(model: Transformer, buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
+    def _copy_block(cache: KVCache, buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
         """Return copies of the arrays of block i, token keys first, then keys and values; zeros follow its first n tokens."""
         arrays = [np.zeros(BLOCK_TOKENS, np.uint64)]
         arrays[0][:n] = token_keys[i * BLOCK_TOKENS : i * BLOCK_TOKENS + n]
-        for shape, source in _slice_block(model, buffers, i):
+        for shape, source in _slice_block(cache, buffers, i):
             array = np.zeros(shape, source.dtype)
             array[tuple(map(slice, source.shape))] = source
             arrays.append(array)
         return arrays
 
-    def _get_block_paths(self, model: Transformer, token_keys: list[int], n: int, cache_salt: str) -> Iterator[Path]:
+    def _get_block_paths(self, cache: KVCache, token_keys: list[int], n: int, cache_salt: str) -> Iterator[Path]:
         """Yield the path of the file of each complete block in a sequence's first n tokens, whether it exists or not."""
-        digest = self._get_fingerprint(model).digest + cache_salt.encode() + bytes([model.config.has_long_rope(len(token_keys))])
+        digest = (
+            self._get_fingerprint(cache).digest + cache_salt.encode() + bytes([cache.model.config.has_long_rope(len(token_keys))])
+        )
         for first in range(0, n // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
             block = np.array(token_keys[first : first + BLOCK_TOKENS], np.uint64)
             digest = hashlib.sha256(digest + block.tobytes()).digest()
             yield self.folder / f"{digest.hex()[:40]}{BLOCK_SUFFIX}"
 
-    def _get_fingerprint(self, model: Transformer) -> ModelFingerprint:
+    def _get_fingerprint(self, cache: KVCache) -> ModelFingerprint:
         """Return the fingerprint, computed once, of all that a model's keys and values depend on except tokens and table rows."""
-        key = id(model.weights), model.kv, model.hidden_layers
-        if key not in self._fingerprints or self._fingerprints[key].weights() is not model.weights:
-            digest = hashlib.sha256(f"{self._revision} {model.kv} {model.hidden_layers} {model.config!r}".encode())
-            for name, m in model.weights.matrices.items():
+        key = id(cache.model.weights), cache.model.kv, cache.hidden_layers
+        if key not in self._fingerprints or self._fingerprints[key].weights() is not cache.model.weights:
+            digest = hashlib.sha256(f"{self._revision} {cache.model.kv} {cache.hidden_layers} {cache.model.config!r}".encode())
+            for name, m in cache.model.weights.matrices.items():
                 digest.update(
                     f"{name} {m.weight_format.name} {m.n} {m.group_size} {m.first_panel} {m.n_total_panels} "
                     f"{m.panels.shape}".encode()
                 )
                 digest.update(checksum([m.panels]))
-            for name, vector in model.weights.vectors.items():
+            for name, vector in cache.model.weights.vectors.items():
                 digest.update(f"{name} {vector.shape}".encode() + checksum([vector]))
-            self._fingerprints[key] = ModelFingerprint(weakref.ref(model.weights), digest.digest(), {})
+            self._fingerprints[key] = ModelFingerprint(weakref.ref(cache.model.weights), digest.digest(), {})
         return self._fingerprints[key]
 
-    def _get_token_keys(self, model: Transformer, tokens: list[int]) -> list[int]:
+    def _get_token_keys(self, cache: KVCache, tokens: list[int]) -> list[int]:
         """Return one number per token that identifies its input: its id, or a hash of id and table rows if the model has tables.
 
         Raises:
             CheckpointError: If the file of a table has changed.
         """
-        if not model.weights.tables:
+        if not cache.model.weights.tables:
             return tokens
-        known = self._get_fingerprint(model).token_keys
+        known = self._get_fingerprint(cache).token_keys
         for token in {*tokens} - known.keys():
-            rows = [np.array([token], np.int64), *(table.read_rows([token]) for table in model.weights.tables.values())]
+            rows = [np.array([token], np.int64), *(table.read_rows([token]) for table in cache.model.weights.tables.values())]
             known[token] = int.from_bytes(checksum(rows)[:8], "little")
         return [known[token] for token in tokens]
 
     def _load_blocks(
-        self, model: Transformer, buffers: Buffers, token_keys: list[int], blocks: Sequence[Path], n_kept: int
+        self, cache: KVCache, buffers: Buffers, token_keys: list[int], blocks: Sequence[Path], n_kept: int
     ) -> tuple[int, Snapshots]:
         """Load the valid blocks after n_kept tokens, and the tail that reaches farthest, from their files into the buffers.
 
         Args:
-            model: The model.
+            cache: The KV cache.
             buffers: The buffers to fill.
             token_keys: The result of `_get_token_keys` for the sequence.
             blocks: The block files of the sequence that exist.
@@ -275,33 +273,33 @@ class PromptCache:
         first, snapshots = n_kept // BLOCK_TOKENS, Snapshots()
         n = first * BLOCK_TOKENS
         for i, path in enumerate(blocks[first:], first):
-            arrays = self._make_block_arrays(model, buffers)
+            arrays = self._make_block_arrays(cache, buffers)
             if not self._read_file(path, arrays) or arrays[0].tolist() != token_keys[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]:
                 break
-            _store_block(model, buffers, i, arrays)
+            _store_block(cache, buffers, i, arrays)
             n += BLOCK_TOKENS
         for i in range(n // BLOCK_TOKENS, max(first, 1) - 1, -1):
-            tail, arrays = blocks[i - 1].with_suffix(TAIL_SUFFIX), self._make_block_arrays(model, buffers)
-            end, snapshot = np.zeros(1, np.int64), take_snapshot(buffers, 0) if model.has_recurrent_state else None
+            tail, arrays = blocks[i - 1].with_suffix(TAIL_SUFFIX), self._make_block_arrays(cache, buffers)
+            end, snapshot = np.zeros(1, np.int64), take_snapshot(buffers, 0) if cache.model.has_recurrent_state else None
             if os.path.exists(tail) and self._read_file(tail, [end, *arrays, *_get_state_arrays(snapshot)]):
                 start, tail_length = i * BLOCK_TOKENS, int(end[0]) - i * BLOCK_TOKENS
                 n_common = count_common_prefix(
                     arrays[0].tolist(), token_keys[start:], min(max(tail_length, 0), BLOCK_TOKENS, len(token_keys) - 1 - start)
                 )
                 if start + n_common > n_kept and (not snapshot or n_common == tail_length):
-                    _store_block(model, buffers, i, arrays)
+                    _store_block(cache, buffers, i, arrays)
                     if snapshot:
                         snapshots.add(snapshot._replace(n_tokens=start + n_common))
                     return start + n_common, snapshots
-            if not model.has_recurrent_state:
+            if not cache.model.has_recurrent_state:
                 break
-        return (0 if model.has_recurrent_state else n), snapshots
+        return (0 if cache.model.has_recurrent_state else n), snapshots
 
     @staticmethod
-    def _make_block_arrays(model: Transformer, buffers: Buffers) -> list[Any]:
+    def _make_block_arrays(cache: KVCache, buffers: Buffers) -> list[Any]:
         return [
             np.zeros(BLOCK_TOKENS, np.uint64),
-            *(np.empty(shape, source.dtype) for shape, source in _slice_block(model, buffers, 0)),
+            *(np.empty(shape, source.dtype) for shape, source in _slice_block(cache, buffers, 0)),
         ]
 
     def _read_file(self, path: Path, arrays: Sequence[Any]) -> bool:
@@ -378,19 +376,14 @@ def _touch(paths: Sequence[Path]) -> None:
                 os.utime(each, ns=(now - i * MTIME_STEP_NS, now - i * MTIME_STEP_NS))
 
 
-def _get_growing_buffers(model: Transformer) -> list[tuple[str, int, int]]:
+def _get_growing_buffers(cache: KVCache) -> list[tuple[str, int, int]]:
     """Find the buffers that belong to one sequence and grow with its length, such as keys and values.
 
     Returns:
         For each buffer its name, the axis that grows, and the number of positions per index on that axis.
     """
-    architecture, found = get_architecture(model.config), []
-    one, two = (
-        architecture.get_buffer_specs(
-            model.config, model.weights, BufferSizes(KV_FORMATS[model.kv], n, 1, len(model.hidden_layers))
-        )
-        for n in (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
-    )
+    found = []
+    one, two = (cache.model.get_buffer_specs(n, len(cache.hidden_layers)) for n in (BLOCK_TOKENS, 2 * BLOCK_TOKENS))
     for name, buffer in sorted(one.items()):
         axes = [i for i, (short, long) in enumerate(zip(buffer.shape, two[name].shape, strict=True)) if short != long]
         if buffer.is_per_sequence and axes:
@@ -398,17 +391,17 @@ def _get_growing_buffers(model: Transformer) -> list[tuple[str, int, int]]:
     return found
 
 
-def _slice_block(model: Transformer, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _slice_block(cache: KVCache, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Yield, for each growing buffer, the shape of a whole block and a view of block i, which may be shorter at the end."""
-    for name, axis, per_slot in _get_growing_buffers(model):
+    for name, axis, per_slot in _get_growing_buffers(cache):
         array = getattr(buffers, name)
         block = array[(*[slice(None)] * axis, slice(i * BLOCK_TOKENS // per_slot, (i + 1) * BLOCK_TOKENS // per_slot))]
         yield (*array.shape[:axis], BLOCK_TOKENS // per_slot, *array.shape[axis + 1 :]), block
 
 
-def _store_block(model: Transformer, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
+def _store_block(cache: KVCache, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
     """Copy the arrays of block i into the model's buffers; the first array holds token keys and is skipped."""
-    for (_, block), array in zip(_slice_block(model, buffers, i), arrays[1:], strict=False):
+    for (_, block), array in zip(_slice_block(cache, buffers, i), arrays[1:], strict=False):
         block[...] = array[tuple(map(slice, block.shape))]
 
 

@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
+from specdec.events import Step
+
 CACHED_TOKENS_GRANULARITY = 1000  # a finer number would reveal to one client how another one's prompts begin
 BUCKET_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -53,6 +55,12 @@ class Metrics:
     accepted_tokens: int = _make_metric("accepted_tokens_total", "counter", "Accepted draft tokens.")
     passes: int = _make_metric("passes_total", "counter", "Forward passes of the target.")
     time_to_first_token: Histogram = field(default_factory=Histogram)
+
+    def record_step(self, step: Step) -> None:
+        """Count the tokens of a step."""
+        self.generated_tokens += len(step.tokens)
+        self.drafted_tokens += len(step.draft_tokens)
+        self.accepted_tokens += step.n_accepted
 
 
 PROMETHEUS_METRICS = {each.name: each.metadata["prometheus"] for each in fields(Metrics) if each.metadata}

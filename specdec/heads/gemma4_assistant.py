@@ -147,7 +147,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
     return llama.buffers(config, weights, sizes._replace(n_positions=sizes.n_positions + PANEL_ROWS)) | {
         "embedded": BufferSpec((1, MAX_BATCH_TOKENS, width), scope="token"),
         "pairs": BufferSpec((1, MAX_BATCH_TOKENS, round_up(head.target_dim + width, PANEL_ROWS)), scope="token"),
-        "outputs": BufferSpec((MAX_BATCH_TOKENS, width), scope="token"),
+        "outputs": BufferSpec((MAX_BATCH_TOKENS, width), scope="sequence"),
         "nearness": BufferSpec((MAX_BATCH_TOKENS, round_up(max(head.n_centroids, 1), PANEL_ROWS)), scope="token"),
     }
 

@@ -15,40 +15,43 @@ from specdec.heads.mtp import TARGET_NORM
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, Weights
 from specdec.layers.rope import TreeNode
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
 from specdec.runtime.parallel_region import rebuild
 from specdec.runtime.simd import Float32, Int64
 
 
-class Head(Transformer):
+class Head(Model):
     """A draft head, a small model that predicts tokens from its target's hidden states of a sequence, with logits over all ids.
-
-    A sequence of n tokens has n - 1 pairs: the target's hidden states of position i, and the token of position i + 1. A pair for
-    which the target holds the states runs with them. A later pair runs with the head's own output, and once more as soon as the
-    target holds its states. To take both locks, take the head's first.
 
     Args:
         config: The head's configuration.
         weights: The head's weights; embedding and classifier are the target's if the head has none.
-        target: The target, which keeps the hidden states that the head reads next to its KV cache.
+        target: The target, whose caches keep the hidden states that the head reads (`target_layers`).
         target_ids: The target's id of each row of the classifier, (R,); by default row i is id i.
-        n_threads: See `Transformer`.
-        n_positions: See `Transformer`.
-        kv: See `Transformer`.
+        n_threads: See `Model`.
+        n_positions: See `Model`.
+        kv: See `Model`.
+
+    Attributes:
+        target: The target.
+        target_ids: The target's id of each row of the classifier, or None.
+        target_layers: The layers before which the target's caches must keep hidden states.
+        vocab_mapper: Maps the head's logits to the target's ids.
 
     Raises:
         ValueError: If the model is not a draft head or the head of another target, or target_ids are not valid; else as in
-            `Transformer`.
+            `Model`.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Weights,
-        target: Transformer,
+        target: Model,
         target_ids: Int64 | None = None,
         n_threads: int | None = None,
         n_positions: int | None = None,
@@ -58,48 +61,69 @@ class Head(Transformer):
             raise ValueError(error)
         (architecture := get_architecture(config)).check(config, weights)
         self._own_config_and_weights, self.target, self.target_ids = (config, weights.align()), target, target_ids
-        head = replace(get_head_config(config), target_layers=get_head_config(config).get_target_layers(target.config.n_layers))
-        if target.hidden_layers not in ((), head.target_layers):
-            raise ValueError(f"the target keeps the hidden states before layers {target.hidden_layers}, not {head.target_layers}")
+        head = get_head_config(config)
         if target_ids is not None and (
             target_ids.shape != (head.draft_vocab_size,)
             or len(np.unique(target_ids)) < head.draft_vocab_size
             or not 0 <= target_ids.min() <= target_ids.max() < config.vocab_size
         ):
             raise ValueError(f"target_ids must be {head.draft_vocab_size} different ids from 0 to {config.vocab_size - 1}")
-        self._target_layers = head.target_layers
+        self.target_layers = head.get_target_layers(target.config.n_layers)
         self.vocab_mapper = VocabMapper(np.arange(head.draft_vocab_size) if target_ids is None else target_ids, config.vocab_size)
-        self._has_long_rope_pairs = False  # whether the cached pairs are of a long sequence (`Transformer.has_long_rope`)
-        self._n_true_pairs = 0  # cached pairs, from the first on, that ran with hidden states of the target
-        self._feature_program: tuple[Buffers, Executor] | None = None  # computes features, in those buffers
         parts = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
         borrowed = {name: target.weights.matrices[name] for name, is_own in parts if not is_own}
         vectors = dict(self._own_config_and_weights[1].vectors)
         if config.architecture == "mtp":
             vectors[TARGET_NORM] = target.weights.vectors["rms_final"]
-        full = replace(config, head=replace(head, own_embedding=True, own_classifier=True))
+        full = replace(config, head=replace(head, target_layers=self.target_layers, own_embedding=True, own_classifier=True))
         kv = kv if architecture.make_features else target.kv  # a head without features reads the target's KV cache
         super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
-        if target.hidden_layers != head.target_layers:
-            target.hidden_layers = head.target_layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        named = {"n_threads": self._max_threads, "n_positions": self._n_positions, "kv": self.kv}
+        named = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
         return rebuild, (type(self), (*self._own_config_and_weights, self.target, self.target_ids), named)
 
     def with_capacity(self, n_positions: int) -> "Head":
-        """Return a draft head with the same weights and target, and an empty KV cache for n_positions tokens."""
-        return self.with_target(self.target, n_positions)
-
-    def with_target(self, target: Transformer, n_positions: int | None = None) -> "Head":
-        """Return a draft head with the same weights and an empty KV cache, which reads from `target`, a clone of its target."""
-        n_positions = self._n_positions if n_positions is None else n_positions
-        head = type(self)(*self._own_config_and_weights, target, self.target_ids, self._max_threads, n_positions, self.kv)
+        """Return a draft head with the same weights and target, for sequences of n_positions tokens."""
+        head = type(self)(*self._own_config_and_weights, self.target, self.target_ids, self.max_threads, n_positions, self.kv)
         head.n_threads = self.n_threads
         return head
 
-    def copy_kv(self, other: Transformer, tokens: list[int]) -> None:
-        """Do nothing instead of copying keys and values from another model, since a prefill of a draft head costs little."""
+    def new_head_cache(self, target_cache: KVCache) -> "HeadCache":
+        """Return an empty cache for the sequence that target_cache holds, a cache of the target with `target_layers`."""
+        return HeadCache(self, target_cache)
+
+
+class HeadCache(KVCache):
+    """The keys and values of a draft head for one sequence, which the head computes from its target's hidden states.
+
+    A sequence of n tokens has n - 1 pairs: the target's hidden states of position i, and the token of position i + 1. A pair for
+    which the target holds the states runs with them. A later pair runs with the head's own output, and once more as soon as the
+    target holds its states. To take both locks, take the head's first.
+
+    Args:
+        head: The head.
+        target_cache: The target's cache of the sequence, which keeps the hidden states.
+
+    Attributes:
+        head: The head.
+        target_cache: The target's cache of the sequence.
+
+    Raises:
+        ValueError: If the cache belongs to another target or keeps the hidden states of other layers.
+    """
+
+    def __init__(self, head: Head, target_cache: KVCache) -> None:
+        if target_cache.model is not head.target or target_cache.hidden_layers != head.target_layers:
+            raise ValueError(f"the head needs a cache of its target with the hidden states before layers {head.target_layers}")
+        self.head, self.target_cache = head, target_cache
+        self._has_long_rope_pairs = False  # whether the cached pairs are of a long sequence (`KVCache.has_long_rope`)
+        self._n_true_pairs = 0  # cached pairs, from the first on, that ran with hidden states of the target
+        self._feature_program: tuple[Buffers, Executor] | None = None  # computes features, in those buffers
+        super().__init__(head)
+
+    def copy_from(self, other: KVCache, tokens: list[int]) -> None:
+        """Do nothing instead of copying keys and values from another cache, since a prefill of a draft head costs little."""
 
     def can_draft(self, tokens: list[int]) -> bool:
         """Return whether the draft head can predict the next token from the target's hidden states, without its own output.
@@ -107,21 +131,15 @@ class Head(Transformer):
         The target must hold the states of the last pair, and of earlier pairs that have not run with hidden states.
         """
         n_pairs = len(tokens) - 1
-        with self.lock, self.target.lock:
-            n = max(self._count_reusable_tokens(tokens, n_pairs) - 1, 0)
-            return 0 < n_pairs <= n + len(self._get_target_states(tokens, n))
+        with self.model.lock, self.target_cache.model.lock:
+            n = max(self.count_reusable_tokens(tokens, n_pairs) - 1, 0)
+            return 0 < n_pairs <= n + len(self.target_cache.get_hidden_states(tokens, n))
 
-    def _get_target_states(self, tokens: list[int], first: int) -> Float32:
-        """Return the target's hidden states (n, N H) of a sequence from position `first` on, as far as the target holds them."""
-        if self.target.hidden_layers != self._target_layers:
-            return np.zeros((0, 0), np.float32)
-        return self.target.get_hidden_states(tokens, first)
-
-    def _count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
+    def count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
         """Return how many tokens, at most `limit`, are cached and need not run again; the first (it has no pair) counts too."""
-        return min(max(count_common_prefix(self._cached_tokens, tokens, limit), 1), self._n_true_pairs + 1, limit)
+        return min(max(count_common_prefix(self._tokens, tokens, limit), 1), self._n_true_pairs + 1, limit)
 
-    def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Return logits (n_logits, V) at the last tokens, after running the pairs that are not cached.
 
         Pairs for which the target holds hidden states run with these, once. Other pairs run only as far as logits need them.
@@ -129,32 +147,33 @@ class Head(Transformer):
         Raises:
             ValueError: If n_logits exceeds the number of pairs, or pairs would have to run without hidden states.
         """
-        self._model_lock.n_passes += 1
-        if self._has_long_rope_pairs != self.target.has_long_rope:  # other hidden states
-            self._has_long_rope_pairs, self._n_true_pairs = self.target.has_long_rope, 0
-            self._cached_tokens.clear()
+        self.model.count_pass()
+        if self._has_long_rope_pairs != self.target_cache.has_long_rope:  # other hidden states
+            self._has_long_rope_pairs, self._n_true_pairs = self.target_cache.has_long_rope, 0
+            self._tokens.clear()
         n_pairs = max(len(tokens) - 1, 0)
         if n_logits > n_pairs:
             raise ValueError(f"n_logits is {n_logits}; expected 0 to {n_pairs} for {len(tokens)} tokens of a head")
-        logits = self.vocab_mapper.get_buffer(n_logits)
+        mapper = self.head.vocab_mapper
+        logits = mapper.get_buffer(n_logits)
         self._reserve(n_pairs)
         limit = n_pairs - n_logits
-        n_held = min(max(count_common_prefix(self._cached_tokens, tokens, len(tokens)) - 1, 0), limit)
+        n_held = min(max(count_common_prefix(self._tokens, tokens, len(tokens)) - 1, 0), limit)
         at = min(self._n_true_pairs, n_held)
         n_true = self._compute_features(tokens, at, n_pairs)
         at = at if n_true else n_held
         self._check_tokens("tokens", tokens[at + 1 :])
         self._n_true_pairs = min(self._n_true_pairs, at)
-        del self._cached_tokens[at + 1 if at else 0 :]
+        del self._tokens[at + 1 if at else 0 :]
         while at < n_pairs and (n_true or n_logits):
             n = n_true or self._feed_back_output(at, n_pairs)
             self._buffers.tokens[:n] = tokens[at + 1 : at + 1 + n]
             n_rows = max(min(n, at + n - limit), 0)
-            self._executor(n, at, n_rows, self._n_threads)
+            self._executor(n, at, n_rows, self.model.n_threads)
             at += n
-            self._cached_tokens += tokens[len(self._cached_tokens) : at + 1]
+            self._tokens += tokens[len(self._tokens) : at + 1]
             if n_rows:
-                self.vocab_mapper.scatter(at - n_rows - limit, self._buffers.logits[:n_rows])
+                mapper.scatter(at - n_rows - limit, self._buffers.logits[:n_rows])
             if n_true:
                 self._n_true_pairs = at
                 n_true = self._compute_features(tokens, at, n_pairs)
@@ -166,21 +185,22 @@ class Head(Transformer):
         Returns:
             The number of pairs with a feature, as far as the target holds their states; 0 if it holds none.
         """
-        n_taps, width = get_feature_shape(self._config)
-        with self.target.lock:
+        config, target = self.model.config, self.target_cache.model
+        n_taps, width = get_feature_shape(config)
+        with target.lock:
             n_passes = -1
-            while n_passes != self.target.n_passes:  # repeat if a signal handler ran another pass
-                n_passes = self.target.n_passes
-                states = self._get_target_states(tokens, first)[: min(end - first, MAX_BATCH_TOKENS)]
+            while n_passes != target.n_passes:  # repeat if a signal handler ran another pass
+                n_passes = target.n_passes
+                states = self.target_cache.get_hidden_states(tokens, first)[: min(end - first, MAX_BATCH_TOKENS)]
                 if n := len(states):
                     rows = states.reshape(n, n_taps, width).swapaxes(0, 1)
-                    np.multiply(rows, self.target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
+                    np.multiply(rows, target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
         if n:
             if self._feature_program is None or self._feature_program[0] is not self._buffers:
-                assert self._architecture.make_features
-                program = self._architecture.make_features(self._config, self._weights, self._buffers)
-                self._feature_program = self._buffers, Executor(program)
-            self._feature_program[1](n, first, 0, self._n_threads)
+                make_features = self.model.architecture.make_features
+                assert make_features
+                self._feature_program = self._buffers, Executor(make_features(config, self.model.weights, self._buffers))
+            self._feature_program[1](n, first, 0, self.model.n_threads)
         return n
 
     def _feed_back_output(self, at: int, end: int) -> int:
@@ -197,7 +217,7 @@ class Head(Transformer):
             raise ValueError(f"the target holds no hidden states of the sequence; {end - at} of {end} pairs would run without")
         x = self._buffers.x[0, 0]
         x[:] = 0.0  # the padding may hold NaN from an earlier pass
-        x[: self._config.dim] = self._buffers.outputs[at - 1]
+        x[: self.model.config.dim] = self._buffers.outputs[at - 1]
         return 1
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from specdec.argument_checks import count_common_prefix
 from specdec.heads.gemma4_assistant import get_assistant_config, get_target_caches, make_classifier_program
-from specdec.heads.head import Head
+from specdec.heads.head import Head, HeadCache
 from specdec.layers.architecture import Buffers
 from specdec.layers.rope import TreeNode
+from specdec.model.kv_cache import KVCache
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import align_to_cache_line
 from specdec.runtime.op_program import Executor
@@ -20,13 +21,23 @@ from specdec.runtime.simd import Float32, round_up
 
 
 class SharedKVHead(Head):
-    """A draft head without its own KV cache, which attends to the keys and values of its target.
+    """A draft head without keys and values of its own, which attends to those of its target. Everything else is as in `Head`.
+
+    With centroids, target_ids (R,) gives the ids of the classifier's rows, grouped by centroid. The KV cache format is the
+    target's.
+    """
+
+    def new_head_cache(self, target_cache: KVCache) -> "SharedKVHeadCache":
+        """Return a cache for the sequence that target_cache holds; see `Head.new_head_cache`."""
+        return SharedKVHeadCache(self, target_cache)
+
+
+class SharedKVHeadCache(HeadCache):
+    """The state of a head that reads the KV cache of its target: programs over the target's buffers, and the last state.
 
     Its logits depend only on the sequence and on the position where the draft tokens begin. If the target holds all tokens but
     the last, the head predicts from the state of the last token that the target holds. After a draft token it predicts from its
-    own output. Its programs use the target's buffers, and are rebuilt when these have grown. With centroids, target_ids (R,)
-    gives the ids of the classifier's rows, grouped by centroid. Everything else is as in `Head`; the KV cache format is the
-    target's.
+    own output. The programs are rebuilt when the target's buffers have grown.
     """
 
     _target_buffers: Buffers  # which the programs use
@@ -35,19 +46,19 @@ class SharedKVHead(Head):
 
     def can_draft(self, tokens: list[int]) -> bool:
         """Return whether the head can draft after the tokens, since the target holds the hidden states of all but the last."""
-        with self.lock, self.target.lock:
-            return 0 < len(tokens) - 1 <= len(self._get_target_states(tokens, 0))
+        with self.model.lock, self.target_cache.model.lock:
+            return 0 < len(tokens) - 1 <= len(self.target_cache.get_hidden_states(tokens, 0))
 
     def count_prefill_tokens(self, tokens: list[int]) -> int:
         """Return 0, since a prefill has nothing to run for a head without a KV cache."""
         return 0
 
-    def _forward(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Return logits (n_logits, V) at the last tokens, each from the target's or the head's state of the token before."""
-        self._model_lock.n_passes += 1
-        logits = self.vocab_mapper.get_buffer(n_logits)
+        self.model.count_pass()
+        logits = self.head.vocab_mapper.get_buffer(n_logits)
         if n_logits:
-            self.target.export_kv(lambda buffers, held, snapshots: self._fill_logits(logits, tokens, buffers, held))
+            self.target_cache.export_kv(lambda buffers, held, snapshots: self._fill_logits(logits, tokens, buffers, held))
         return logits
 
     def _fill_logits(self, logits: Float32, tokens: list[int], target_buffers: Buffers, held: list[int]) -> None:
@@ -64,7 +75,7 @@ class SharedKVHead(Head):
         """
         if target_buffers is not self._target_buffers:
             self._build_for_target(target_buffers)
-        n_held = count_common_prefix(held, tokens, len(tokens)) if self.target.hidden_layers == self._target_layers else 0
+        n_held = count_common_prefix(held, tokens, len(tokens))
         for position, row in enumerate(logits, len(tokens) - len(logits)):
             first = min(position, n_held)
             if first == 0:
@@ -84,44 +95,43 @@ class SharedKVHead(Head):
             position: The position of the token.
             first: The number of tokens that the target holds; the token at this position is the last before draft tokens.
         """
-        b, width = self._buffers, self.target.config.dim
+        b, width = self._buffers, self.head.target.config.dim
         state = b.outputs[0, :width] if position > first else self._target_buffers.hidden_states[first - 1]
         b.pairs[0, 0, width : 2 * width] = state
         b.tokens[:1] = self._check_tokens("tokens", tokens[position : position + 1])
         self._last_pass = None
-        self._executor(1, first - 1, 1, self._n_threads)
+        self._executor(1, first - 1, 1, self.model.n_threads)
         self._last_pass = first, tokens[: position + 1]
 
     def _write_logits(self, logits: Float32) -> None:
         """Write the logits of the last pass, mapped to the target's ids, to an array (V,); with centroids compute them first."""
-        head = get_assistant_config(self._config)
+        head = get_assistant_config(self.model.config)
         if not head.n_centroids:
             logits[:] = self._buffers.logits[0, : len(logits)]
             return
-        assert self._candidate_classifier and self.target_ids is not None
+        assert self._candidate_classifier and self.head.target_ids is not None
         panels, executor = self._candidate_classifier
         nearest = np.argsort(-self._buffers.nearness[0, : head.n_centroids], kind="stable")[: head.centroid_top_k]
-        all_panels = self._weights.matrices["classifier"].panels
+        all_panels = self.model.weights.matrices["classifier"].panels
         panels.reshape(head.centroid_top_k, -1)[:] = all_panels.reshape(head.n_centroids, -1)[nearest]
-        executor(1, 0, 1, self._n_threads)
+        executor(1, 0, 1, self.model.n_threads)
         logits[:] = -np.inf
-        ids = self.target_ids.reshape(head.n_centroids, -1)[nearest].ravel()
+        ids = self.head.target_ids.reshape(head.n_centroids, -1)[nearest].ravel()
         logits[ids] = self._buffers.logits[0, : len(ids)]
 
-    def _build(self, capacity: int, layers: tuple[int, ...]) -> None:
-        self.target.export_kv(lambda buffers, held, snapshots: self._build_for_target(buffers))
+    def _allocate(self, capacity: int) -> None:
+        self.target_cache.export_kv(lambda buffers, held, snapshots: self._build_for_target(buffers))
 
     def _build_for_target(self, target_buffers: Buffers) -> None:
         """Allocate the head's buffers with as many slots as the target's, and build the programs that use both."""
-        config, weights, architecture, shared = self._config, self._weights, self._architecture, self._model_lock.shared_buffers
-        caches = get_target_caches(config, self.target.config, self.target.weights, target_buffers)
-        sizes = self._get_buffer_sizes(caches[0]["values"].shape[2], 0)
-        buffers, shared = architecture.grow_buffers(config, weights, sizes, None, shared)
-        executor = Executor(architecture.program(config, weights, Buffers(**vars(buffers) | {"taken": caches})).assemble({}))
-        candidates = self._make_candidate_classifier(buffers)
+        model, target = self.model, self.head.target
+        caches = get_target_caches(model.config, target.config, target.weights, target_buffers)
+        buffers = model.grow_buffers(caches[0]["values"].shape[2], 0, None)
+        program = model.architecture.program(model.config, model.weights, Buffers(**vars(buffers) | {"taken": caches}))
+        executor, candidates = Executor(program.assemble({})), self._make_candidate_classifier(buffers)
         # the fields change together, after everything that may fail
         self._target_buffers, self._executor, self._buffers = target_buffers, executor, buffers
-        self._model_lock.shared_buffers, self._candidate_classifier, self._last_pass = shared, candidates, None
+        self._candidate_classifier, self._last_pass = candidates, None
 
     def _make_candidate_classifier(self, buffers: Buffers) -> tuple[Any, Executor] | None:
         """Allocate panels for the classifier's candidate rows, and build the program that computes their logits.
@@ -129,10 +139,10 @@ class SharedKVHead(Head):
         Returns:
             The panels, to be filled before each run, and the program; None without centroids.
         """
-        head, classifier = get_assistant_config(self._config), self._weights.matrices["classifier"]
+        head, classifier = get_assistant_config(self.model.config), self.model.weights.matrices["classifier"]
         if not head.n_centroids:
             return None
         n = round_up(head.n_candidates, PANEL_ROWS) // PANEL_ROWS
         panels = align_to_cache_line(np.zeros((n, *classifier.panels.shape[1:]), classifier.panels.dtype))
         candidate = replace(classifier, panels=panels)
-        return panels, Executor(make_classifier_program(self._config, self._weights, buffers, candidate).assemble({}))
+        return panels, Executor(make_classifier_program(self.model.config, self.model.weights, buffers, candidate).assemble({}))

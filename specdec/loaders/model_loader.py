@@ -16,8 +16,8 @@ from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
 from specdec.loaders.model_paths import resolve_path
+from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import KVFormatName, Transformer
 from specdec.quant import INT8, PACKED_BF16, WeightFormat
 from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.runtime.parallel_region import get_available_threads
@@ -38,8 +38,8 @@ class Loader:
     Raises ValueError or TypeError if a setting is not valid.
 
     Attributes:
-        n_threads: Threads of a forward pass, as in `Transformer`.
-        kv: Number format of the KV cache, as in `Transformer`.
+        n_threads: Threads of a forward pass, as in `Model`.
+        kv: Number format of the KV cache, as in `Model`.
         progress: Callback for the loading progress, see `ProgressCallback`.
         pack_mode: Whether bf16 weights are packed into 12 bits, see `PackMode`.
     """
@@ -55,18 +55,18 @@ class Loader:
         if self.n_threads is not None:
             check_int("n_threads", self.n_threads, 1, get_available_threads())
 
-    def load(self, checkpoint: Checkpoint, weight_format: WeightFormat | None, n_positions: int | None = None) -> Transformer:
-        """Read and pack the weights of a checkpoint and return a `Transformer` that is ready to run.
+    def load(self, checkpoint: Checkpoint, weight_format: WeightFormat | None, n_positions: int | None = None) -> Model:
+        """Read and pack the weights of a checkpoint and return a `Model` that is ready to run.
 
         Args:
             checkpoint: The model's config and tensors.
             weight_format: Format for weights that are floats in the file, as in `pack`.
-            n_positions: Capacity of the KV cache in tokens, as in `Transformer`.
+            n_positions: Capacity of the KV cache in tokens, as in `Model`.
 
         Raises:
             CheckpointError: The weights are damaged or do not fit into memory.
         """
-        return Transformer(checkpoint.config, self.pack(checkpoint, weight_format), self.n_threads, n_positions, self.kv)
+        return Model(checkpoint.config, self.pack(checkpoint, weight_format), self.n_threads, n_positions, self.kv)
 
     def pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
         """Read the weights of a checkpoint, pack them for the kernels, and return the packed `Weights`; reports the progress.
@@ -114,15 +114,15 @@ def load_model(
     n_positions: int | None = None,
     kv: KVFormatName = "auto",
     pack: PackMode = "auto",
-) -> Transformer:
-    """Load a model by its path or name, with its weights, and return a `Transformer`; a missing model is downloaded.
+) -> Model:
+    """Load a model by its path or name, with its weights, and return a `Model`; a missing model is downloaded.
 
     Args:
         path: A path, a bundled or published model, an alias, or a repository on the hub.
         int8: Whether float weights are quantized to int8.
-        n_threads: Threads of a forward pass, as in `Transformer`.
-        n_positions: Capacity of the KV cache in tokens, as in `Transformer`.
-        kv: Number format of the KV cache, as in `Transformer`.
+        n_threads: Threads of a forward pass, as in `Model`.
+        n_positions: Capacity of the KV cache in tokens, as in `Model`.
+        kv: Number format of the KV cache, as in `Model`.
         pack: Whether bf16 weights are packed into 12 bits, see `PackMode`.
 
     Raises:
@@ -157,12 +157,12 @@ def open_checkpoint(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-def get_memory_headroom(target: Transformer) -> float:
+def get_memory_headroom(target: Model) -> float:
     """Return how many bytes of this machine's physical memory remain after a target's weights."""
     return get_physical_memory_bytes() - target.weights.n_bytes
 
 
-def compute_max_positions(target: Transformer) -> int:
+def compute_max_positions(target: Model) -> int:
     """Return the length in tokens of the longest sequence that a target can run on this machine.
 
     The limit is the target's context, or what its KV cache can hold in TARGET_MEMORY_SHARE of the memory headroom.
@@ -170,7 +170,7 @@ def compute_max_positions(target: Transformer) -> int:
     return target.find_max_positions(TARGET_MEMORY_SHARE * get_memory_headroom(target), target.n_positions)
 
 
-def check_memory(target: Transformer, n_tokens: int) -> None:
+def check_memory(target: Model, n_tokens: int) -> None:
     """Raise ValueError if a target's KV cache for a sequence of n_tokens does not fit into this machine's memory.
 
     Tokens beyond the target's context are not counted.

@@ -17,7 +17,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from specdec.engine.scheduler import Client, ShutdownError
+from specdec.engine.sequence import Client
+from specdec.server.engine_thread import ShutdownError
 from specdec.server.field_validation import APIError
 
 Scope = MutableMapping[str, Any]

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from specdec.argument_checks import check_choice, check_string
-from specdec.engine.auxiliary_tasks import AuxiliaryTask
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.runtime.simd import Float32
+from specdec.server.auxiliary_tasks import AuxiliaryTask
 from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list, make_range_check
 from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
 
@@ -38,7 +38,7 @@ class EmbeddingRequest:
     is_base64: bool
 
     @property
-    def tasks(self) -> list[Callable[[Transformer], AuxiliaryTask]]:
+    def tasks(self) -> list[Callable[[Model], AuxiliaryTask]]:
         """Functions, one per input, that take the target and return a task that computes the input's embedding vector."""
         return [partial(compute_embedding, tokens, self.pooling, self.dimensions) for tokens in self.inputs]
 
@@ -91,7 +91,7 @@ def _parse_inputs(name: str, value: Any) -> list[str | list[int]]:
     return [each if isinstance(each, list) else check_string(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
-def compute_embedding(tokens: list[int], pooling: Pooling, dimensions: int | None, target: Transformer) -> AuxiliaryTask:
+def compute_embedding(tokens: list[int], pooling: Pooling, dimensions: int | None, target: Model) -> AuxiliaryTask:
     """Compute the embedding vector of an input: its pooled hidden states after the target's last norm, scaled to length 1.
 
     A generator that yields after each forward pass and returns the vector.
@@ -103,14 +103,13 @@ def compute_embedding(tokens: list[int], pooling: Pooling, dimensions: int | Non
         target: The model; its weights are used with another KV cache.
     """
     last_norm = target.config.n_layers + 1
-    model = target.clone_for_sequence((last_norm,))
+    cache = target.new_cache((last_norm,))
     sums, start = np.zeros(target.config.dim), 0
     while start < len(tokens):
         end = min(start + MAX_BATCH_TOKENS, len(tokens))
         with target.lock:
-            model.n_threads = target.n_threads
-            model.forward(tokens[:end], 0, len(tokens))
-            states = model.get_hidden_states(tokens[:end], start)
+            cache.forward(tokens[:end], 0, len(tokens))
+            states = cache.get_hidden_states(tokens[:end], start)
             if pooling == "mean":
                 sums += states.sum(0, dtype=np.float64)
             elif (pooling == "cls" and not start) or (pooling == "last" and end == len(tokens)):

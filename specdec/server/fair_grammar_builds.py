@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-from specdec.engine.decode_loop import Constraint
+from specdec.protocols import Constraint
 from specdec.server.field_validation import APIError
 from specdec.text.structured_output import MAX_CONCURRENT_BUILDS, CPUTimer, Grammar
 

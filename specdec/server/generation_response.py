@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from specdec.engine.decode_loop import Event
+from specdec.events import Event
 from specdec.server.access_control import Receive, Scope, Send, to_api_error
 from specdec.server.fair_grammar_builds import ConstraintBuilder
 from specdec.server.field_validation import APIError, wrap_errors

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from specdec.argument_checks import shorten
 from specdec.engine.metrics import Metrics, merge_metrics
-from specdec.engine.scheduler import Scheduler, ShutdownError
+from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
 from specdec.server.openai_chat_requests import ServedModel
 
@@ -35,7 +35,7 @@ class ModelInstance(NamedTuple):
     """
 
     model: ServedModel
-    scheduler: Scheduler
+    scheduler: EngineThread
     created: int
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdec.engine.decode_loop import Event, Statistics, Step, TokenLogprob
+from specdec.events import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
 from specdec.server.openai_chat_requests import ParsedRequest, ServedModel
 from specdec.server.tool_parsers.json_calls import SPECIAL_TOKEN_MARK, ArgumentsDelta, Delta, Reasoning, ToolCall, parse_json

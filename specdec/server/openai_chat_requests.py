@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_float, check_string, check_strings, shorten
-from specdec.engine.decode_loop import GenerationRequest
+from specdec.engine.request import GenerationRequest
 from specdec.sampling import Sampling
 from specdec.server.field_validation import (
     INVALID,

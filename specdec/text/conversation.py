@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from specdec import argument_checks
-from specdec.engine.decode_loop import Constraint, Event, PrefillProgress, Step
+from specdec.events import Event, PrefillProgress, Step
 from specdec.loaders import CheckpointError, read_json_object, write_text_atomically
+from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.text.chat_template import Message, PromptTooLongError
 from specdec.tokenizer import AnyTokenizer

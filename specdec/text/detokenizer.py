@@ -2,10 +2,12 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.tokenizer import NO_TOKENS, AnyTokenizer, StreamingDetokenizer
+
+PromptEventT = TypeVar("PromptEventT", Prompt, PrefillProgress)
 
 
 @dataclass(frozen=True)
@@ -110,29 +112,34 @@ class EventDetokenizer:
         self._include_draft_text = include_draft_text
         self._prompt_text: str | None = None
 
-    def detokenize(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
-        """Return a copy of an event with its text; a step's tokens after a completed stop string are removed.
+    def add_prompt_text(self, event: PromptEventT) -> PromptEventT:
+        """Return a copy of an event of the prompt with the prompt's text."""
+        if self._prompt_text is None:
+            self._prompt_text = "".join([self._stream.push(token) for token in event.tokens])
+        return replace(event, text=self._prompt_text)
 
-        Events of a sequence must be passed in order, each once: the detokenizer keeps incomplete characters and stop strings.
+    def add_draft_text(self, event: Proposal) -> Proposal:
+        """Return a proposal with the text of its tokens, if that was requested."""
+        return replace(event, pieces=self._stream.peek(event.tokens)) if self._include_draft_text else event
+
+    def add_text(self, step: Step) -> Step:
+        """Return a copy of a step with its text, and without its tokens after a completed stop string.
+
+        The steps of a sequence must be passed in order, after an event of its prompt: the detokenizer keeps incomplete characters
+        and possible stop strings.
         """
         stream, stop_filter = self._stream, self._stop_filter
-        if isinstance(event, Proposal):
-            return replace(event, pieces=stream.peek(event.tokens)) if self._include_draft_text else event
-        if not isinstance(event, Step):
-            if self._prompt_text is None:
-                self._prompt_text = "".join([stream.push(token) for token in event.tokens])
-            return replace(event, text=self._prompt_text)
-        pieces = self._detokenize_tokens(event.tokens[: event.n_accepted])
+        pieces = self._detokenize_tokens(step.tokens[: step.n_accepted])
         n_accepted = len(pieces)
-        rejected = stream.peek(event.draft_tokens[n_accepted:]) if self._include_draft_text else []
-        pieces += self._detokenize_tokens(event.tokens[event.n_accepted :])
+        rejected = stream.peek(step.draft_tokens[n_accepted:]) if self._include_draft_text else []
+        pieces += self._detokenize_tokens(step.tokens[step.n_accepted :])
         n = len(pieces)
-        if stop_reason := "stop" if stop_filter.found is not None else event.stop_reason:
+        if stop_reason := "stop" if stop_filter.found is not None else step.stop_reason:
             pieces.append(stop_filter.push(stream.flush()) + stop_filter.flush())
         stop_string = None if stop_filter.found is None else self._stops[stop_filter.found]
         return replace(
-            event, tokens=event.tokens[:n], n_accepted=n_accepted, stop_reason=stop_reason, stop_string=stop_string,
-            pieces=pieces, wrong=rejected, logprobs=event.logprobs and event.logprobs[:n],
+            step, tokens=step.tokens[:n], n_accepted=n_accepted, stop_reason=stop_reason, stop_string=stop_string,
+            pieces=pieces, wrong=rejected, logprobs=step.logprobs and step.logprobs[:n],
         )  # fmt: skip
 
     def _detokenize_tokens(self, tokens: list[int]) -> list[str]:
@@ -142,14 +149,3 @@ class EventDetokenizer:
             if self._stop_filter.found is None:
                 pieces.append(self._stop_filter.push(self._stream.push(token)))
         return pieces
-
-
-def detokenize_events(
-    events: Iterator[Event | PrefillProgress], detokenizer: EventDetokenizer
-) -> Iterator[Event | PrefillProgress]:
-    """Yield the decoding events of one sequence with their text, and end after the step that has a stop reason."""
-    for event in events:
-        event = detokenizer.detokenize(event)
-        yield event
-        if isinstance(event, Step) and event.stop_reason:
-            return

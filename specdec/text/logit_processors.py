@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.engine.decode_loop import Constraint, ConstraintState
+from specdec.protocols import Constraint, ConstraintState
 from specdec.sampling import Sampling
 from specdec.verification import Draft
 
@@ -104,7 +104,7 @@ class LogitsProcessor:
 
 
 class ProcessedConstraintState:
-    """The state of one sequence with processed logits and, if there is one, an inner constraint; a `decode_loop.ConstraintState`.
+    """The state of one sequence with processed logits and, if there is one, an inner constraint; a `protocols.ConstraintState`.
 
     Args:
         state: The inner constraint's state, or None.
@@ -161,7 +161,7 @@ class ProcessedConstraintState:
 
 
 class ProcessedConstraint:
-    """A constraint that processes logits and also applies an inner constraint, if there is one; a `decode_loop.Constraint`.
+    """A constraint that processes logits and also applies an inner constraint, if there is one; a `protocols.Constraint`.
 
     Args:
         constraint: The inner constraint, or None.

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from specdec import argument_checks
-from specdec.engine.decode_loop import Constraint, ConstraintState
 from specdec.loaders import optional_dependencies
+from specdec.protocols import Constraint, ConstraintState
 from specdec.text.grammar_worker import make_matcher
 from specdec.text.worker_process import Worker, WorkerFailedError, WorkerLostError
 from specdec.tokenizer import TEXT_NOT_STARTED, AnyTokenizer
@@ -51,7 +51,7 @@ class ConstraintError(ValueError):
 
 
 class GrammarConstraint:
-    """A constraint on completions given by a grammar, compiled for one tokenizer; implements `decode_loop.Constraint`.
+    """A constraint on completions given by a grammar, compiled for one tokenizer; implements `protocols.Constraint`.
 
     All sequences share the lexer states found so far.
 
@@ -100,7 +100,7 @@ class GrammarConstraint:
 class GrammarState:
     """The progress of one sequence through its grammar, which decides the allowed tokens.
 
-    It implements `decode_loop.ConstraintState`. An llguidance matcher that has failed stays failed. The reason can be a mere
+    It implements `protocols.ConstraintState`. An llguidance matcher that has failed stays failed. The reason can be a mere
     proposal, or lexer states of other sequences. So the matcher is rebuilt once before an error is reported.
     """
 

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specdec import argument_checks
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.keyboard import Keyboard
 from specdec.ui.line_editor import PROMPT, LineEditor

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import ConsoleDimensions
 
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.ui.plain_views import ModelLabels, format_time_left, sanitize
 from specdec.ui.signals import signals
 from specdec.ui.terminal_window import MAX_FRAME_WIDTH, MIN_ROWS, MIN_WIDTH, Window, fit_items

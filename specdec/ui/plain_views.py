@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
 from specdec.ui.signals import signals
 
 # What terminals interpret: control sequences, control strings up to their end, short escapes; and bidirectional controls.

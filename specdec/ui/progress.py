@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Step
+from specdec.events import Event, PrefillProgress, Prompt, Step
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
 from specdec.ui.plain_views import format_time_left, sanitize

@@ -3,7 +3,7 @@
 from rich.console import ConsoleDimensions
 
 from specdec.bench.race import Race, RecordedRun, format_seconds
-from specdec.engine.decode_loop import Prompt
+from specdec.events import Prompt
 from specdec.ui.panel import InteractiveView
 from specdec.ui.plain_views import ModelLabels
 from specdec.ui.signals import signals

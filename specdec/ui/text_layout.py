@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from rich.cells import get_character_cell_size
 
-from specdec.engine.decode_loop import Step
+from specdec.events import Step
 from specdec.ui.plain_views import StreamSanitizer
 
 Run = tuple[str, str]  # a stretch of text and its style

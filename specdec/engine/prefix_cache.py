@@ -1,9 +1,12 @@
-"""KV cache slots: one for each running sequence, and idle ones for the conversations that may continue."""
+"""Prefix cache: the KV caches of running sequences, and idle ones for prompts that begin like an earlier one."""
 
-from collections.abc import Callable, Sequence
+import math
+import threading
+from collections.abc import Sequence
 
 from specdec.argument_checks import replace_unknown_tokens
-from specdec.draft.model_bundle import ModelBundle
+from specdec.draft.model_bundle import ModelBundle, SequenceCaches
+from specdec.runtime.parallel_region import create_fork_safe_lock
 from specdec.runtime.simd import round_up
 
 # prompt tokens that are worth a copy from another slot; also other tokens in a slot that are worth keeping it
@@ -12,47 +15,45 @@ CAPACITY_STEP_TOKENS = 128  # granularity of cache sizes
 
 
 class KVSlot:
-    """A set of models with KV caches, used by one sequence at a time.
+    """The KV caches of all models for one sequence at a time.
 
     Attributes:
-        bundle: The models.
+        caches: The KV caches.
         cache_salt: Only sequences with the same salt may reuse the KV caches.
         n_reserved: Most tokens that the current sequence may grow to; 0 for an idle slot.
         n_peak: Most tokens that any finished sequence in the slot has had.
     """
 
-    def __init__(self, bundle: ModelBundle, cache_salt: str) -> None:
-        self.bundle, self.cache_salt = bundle, cache_salt
+    def __init__(self, caches: SequenceCaches, cache_salt: str) -> None:
+        self.caches, self.cache_salt = caches, cache_salt
         self.n_reserved = self.n_peak = 0
+
+    def reserve(self, n_tokens: int) -> None:
+        """Reserve the slot for a sequence that may grow to n_tokens tokens."""
+        self.n_reserved = n_tokens
+
+    def release(self, n_tokens: int) -> None:
+        """Make the slot idle after its sequence has ended with n_tokens tokens."""
+        self.n_reserved, self.n_peak = 0, max(self.n_peak, n_tokens)
 
     def count_cached_tokens(self, prompt: list[int]) -> int:
         """Return how many tokens at the start of a prompt are in the target's KV cache and need not run again."""
-        return max(len(prompt) - 1, 0) - self.bundle.target.count_prefill_tokens(prompt)
+        return max(len(prompt) - 1, 0) - self.caches.target.count_prefill_tokens(prompt)
 
-    def copy_kv(self, other: "KVSlot", prompt: list[int]) -> None:
+    def copy_from(self, other: "KVSlot", prompt: list[int]) -> None:
         """Copy the KV cache of a prompt's prefix from another slot, for each model that saves enough tokens by the copy."""
-        for model, other_model in zip(self.bundle.models.values(), other.bundle.models.values(), strict=True):
-            tokens = replace_unknown_tokens(prompt, model.config.vocab_size)
+        for cache, other_cache in zip(self.caches.all, other.caches.all, strict=True):
+            tokens = replace_unknown_tokens(prompt, cache.model.vocab_size)
             if (
-                len(tokens) <= model.n_positions
-                and model.count_prefill_tokens(tokens) - other_model.count_prefill_tokens(tokens) >= MIN_SHARED_PREFIX_TOKENS
+                len(tokens) <= cache.model.n_positions
+                and cache.count_prefill_tokens(tokens) - other_cache.count_prefill_tokens(tokens) >= MIN_SHARED_PREFIX_TOKENS
             ):
-                model.copy_kv(other_model, tokens)
-
-    def save_to_prefix_cache(self, tokens: list[int], is_prefilled: bool = True) -> None:
-        """Save the target's KV cache of the given tokens to the prefix cache; do nothing without a prefix cache.
-
-        Args:
-            tokens: Tokens of the sequence.
-            is_prefilled: Whether the prefill of the tokens is complete.
-        """
-        if self.bundle.prompt_cache:
-            self.bundle.prompt_cache.save(self.bundle.target, tokens, is_prefilled, self.cache_salt)
+                cache.copy_from(other_cache, tokens)
 
     @property
     def n_held(self) -> int:
         """Number of tokens in the target's KV cache, left by the last sequence that used the slot."""
-        return self.bundle.target.n_cached_tokens
+        return self.caches.target.n_tokens
 
     @property
     def capacity(self) -> int:
@@ -60,25 +61,23 @@ class KVSlot:
         n: int = round_up(max(self.n_reserved, self.n_peak), CAPACITY_STEP_TOKENS)
         return n
 
-    def get_n_bytes(self, n: int) -> int:
-        """Return the memory in bytes that the KV caches of all models take for a sequence of n tokens."""
-        return sum(model.get_sequence_bytes(min(n, model.n_positions), True) for model in self.bundle.models.values())
 
-
-class SlotPool:
-    """A pool of slots with KV caches that take at most `max_bytes` together; a single slot may be larger.
+class PrefixCache:
+    """Slots with KV caches that take at most `max_bytes` together; a single slot may be larger. Threads may share it.
 
     Where memory is short, the slot that has been idle longest is dropped first. Slots are reused only with the same cache salt:
     the time of a prefill would reveal how other clients' prompts begin.
 
     Args:
-        make_bundle: Returns models with KV caches of their own, for a new slot.
-        max_bytes: Memory limit of all slots, in bytes.
+        bundle: The models.
+        max_bytes: Memory limit of all slots, in bytes; infinite by default.
         max_idle: Most idle slots; beyond it, the one that is idle longest serves the next conversation.
     """
 
-    def __init__(self, make_bundle: Callable[[], ModelBundle], max_bytes: int, max_idle: int) -> None:
-        self._make_bundle, self.max_bytes, self._max_idle = make_bundle, max_bytes, max_idle
+    def __init__(self, bundle: ModelBundle, max_idle: int, max_bytes: float = math.inf) -> None:
+        self._bundle, self._max_bytes, self._max_idle = bundle, max_bytes, max_idle
+        self._lock: threading.RLock
+        create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
         self._idle, self._in_use = list[KVSlot](), list[KVSlot]()  # the first one has been idle longest
 
@@ -94,8 +93,13 @@ class SlotPool:
             n_tokens: Most tokens that the sequence may grow to.
             cache_salt: Only slots with the same salt are reused.
         """
-        if not self._can_fit(self._in_use, n_tokens):
-            return None
+        with self._lock:
+            if not self._can_fit(self._in_use, n_tokens):
+                return None
+            return self._acquire(prompt, n_tokens, cache_salt)
+
+    def _acquire(self, prompt: list[int], n_tokens: int, cache_salt: str) -> KVSlot:
+        """Return a slot as `acquire` does, which has checked that it fits into memory."""
         n_held_by_slot = {
             slot: slot.count_cached_tokens(prompt) for slot in (*self._in_use, *self._idle) if slot.cache_salt == cache_salt
         }
@@ -105,26 +109,42 @@ class SlotPool:
             key=n_held_by_slot.__getitem__,
         )
         slot = self._get_free_slot(source, n_held_by_slot[source] if source else 0, n_tokens, cache_salt)
-        slot.n_reserved = n_tokens
+        slot.reserve(n_tokens)
         while self._idle and not self._can_fit((*self._idle, *self._in_use), slot.capacity):
             del self._idle[0]
         if source and source is not slot:
-            slot.copy_kv(source, prompt)
-        if prompt_cache := slot.bundle.prompt_cache:
-            prompt_cache.restore(slot.bundle.target, prompt, cache_salt)
+            slot.copy_from(source, prompt)
+        if self._bundle.prompt_cache and len(prompt) <= self._bundle.target.n_positions:
+            self._bundle.prompt_cache.restore(slot.caches.target, prompt, cache_salt)
         self._in_use.append(slot)
         return slot
 
     def release(self, slot: KVSlot, n_tokens: int) -> None:
         """Make a slot idle after its sequence has ended with n_tokens tokens; the KV caches stay for later prompts."""
-        self._in_use.remove(slot)
-        slot.n_peak = max(slot.n_peak, n_tokens)
-        slot.n_reserved = 0
-        self._idle.append(slot)
+        with self._lock:
+            self._in_use.remove(slot)
+            slot.release(n_tokens)
+            self._idle.append(slot)
 
     def drop(self, slot: KVSlot) -> None:
         """Remove a slot in use from the pool together with its KV caches, for example after an error."""
-        self._in_use.remove(slot)
+        with self._lock:
+            self._in_use.remove(slot)
+
+    def limit_bytes(self, max_bytes: float) -> None:
+        """Set the memory limit of all slots, for sequences that start from now on."""
+        self._max_bytes = max_bytes
+
+    def save_to_disk(self, slot: KVSlot, tokens: list[int], is_prefilled: bool = True) -> None:
+        """Write the target's KV cache of the given tokens to the prompt cache on disk; do nothing without one.
+
+        Args:
+            slot: The slot.
+            tokens: Tokens of the sequence.
+            is_prefilled: Whether the prefill of the tokens is complete.
+        """
+        if self._bundle.prompt_cache:
+            self._bundle.prompt_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
 
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
         """Take a slot for a prompt from the idle slots, or make a new one, and return it.
@@ -150,7 +170,7 @@ class SlotPool:
             self._idle.remove(slot)
             if slot.cache_salt == cache_salt:
                 return slot
-        return KVSlot(self._make_bundle(), cache_salt)
+        return KVSlot(self._bundle.new_caches(), cache_salt)
 
     def _is_worth_keeping(self, source: KVSlot, n_prefix: int, n_tokens: int) -> bool:
         """Return whether to keep a slot for its other tokens, and copy its first n_prefix tokens to another slot instead.
@@ -165,5 +185,5 @@ class SlotPool:
         capacities = [round_up(n_tokens, CAPACITY_STEP_TOKENS), *(slot.capacity for slot in slots)]
         for capacity in {*capacities} - {*self._bytes_by_capacity}:
             if slots:
-                self._bytes_by_capacity[capacity] = slots[0].get_n_bytes(capacity)
-        return not slots or sum(self._bytes_by_capacity[capacity] for capacity in capacities) <= self.max_bytes
+                self._bytes_by_capacity[capacity] = self._bundle.get_sequence_bytes(capacity)
+        return not slots or sum(self._bytes_by_capacity[capacity] for capacity in capacities) <= self._max_bytes

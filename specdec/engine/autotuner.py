@@ -1,0 +1,128 @@
+"""The autotuner of a model bundle: chooses threads, measures costs of passes, and learns from the sequences that run."""
+
+from collections.abc import Callable
+
+from specdec.draft.acceptance import Acceptance
+from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel
+from specdec.draft.model_bundle import NGRAM, ModelBundle
+from specdec.draft.settings import SpeculativeSettings
+from specdec.draft.thread_tuner import ThreadTuner, choose_threads
+from specdec.runtime.cpu_topology import get_thread_choices, get_topology
+
+MIN_NGRAM_PASS_S = 3e-4  # minimum time of a target pass for n-gram drafts, since the search costs up to 5 us of Python
+MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
+
+
+class Autotuner:
+    """The measured costs of a bundle's models on this machine, the acceptance of its drafts, and the number of threads.
+
+    Attributes:
+        bundle: The models.
+        acceptance: How often draft tokens were accepted so far.
+        stage_calibration: The costs and the acceptance of the second-level draft; None before they are measured, or without one.
+        thread_choices: The numbers of threads to choose from.
+        relative_step_times: By number of threads, the time of a step relative to that on the first number; empty without a trial.
+    """
+
+    def __init__(self, bundle: ModelBundle) -> None:
+        self.bundle = bundle
+        self.acceptance = Acceptance(bundle.draft.prior_acceptance)
+        self.stage_calibration: tuple[CostCurve, Acceptance] | None = None
+        self.thread_choices = get_thread_choices() if bundle.can_choose_threads else [bundle.target.n_threads]
+        self.relative_step_times: dict[int, float] = {}
+        self._curve: CostCurve | None = None  # the cost of passes once measured; None without a draft
+        self._costs: CostModel | None = None  # of the last sequence
+        self._calibration_file: CalibrationFile | None = None  # if there is a draft
+        self._thread_tuner: ThreadTuner | None = None  # if the number of threads may be chosen
+
+    @property
+    def is_too_fast_for_ngrams(self) -> bool:
+        """Whether a pass of the target is so short that looking up n-grams takes too much of the time."""
+        return self._curve is not None and self._curve.pass_seconds[1] <= MIN_NGRAM_PASS_S
+
+    @property
+    def thread_summary(self) -> str:
+        """A text with the number of threads in use, its speed relative to other numbers in the trial, and the machine's cores."""
+        n, times = self.bundle.target.n_threads, self.relative_step_times
+        others = [
+            f"{seconds / times[n]:.2g} times as fast as {other}" for other, seconds in times.items() if n in times and other != n
+        ]
+        comparison = f" ({' and '.join(others)} here)" if others else ""
+        return f"{n} thread{'s' * (n != 1)}{comparison}; {get_topology().description}"
+
+    def make_cost_model(self, settings: SpeculativeSettings, is_batch: bool) -> CostModel | None:
+        """Return a cost model for a scheduler; None if nothing depends on costs.
+
+        Args:
+            settings: The settings of speculative decoding.
+            is_batch: Whether prefill chunks share passes with decoding sequences, which needs the costs of passes in any case.
+        """
+        if is_batch:
+            return CostModel(self._curve or measure(self.bundle.target.new_cache(), None, self.bundle.draft.vocabulary))
+        return CostModel(self._curve, self._costs) if self._curve and settings.is_adaptive else None
+
+    def record_step(self, n_tokens: int, seconds: float) -> None:
+        """Report the time of a decoding step to the thread tuner, if there is one; it may change the number of threads.
+
+        Args:
+            n_tokens: Number of tokens that the pass of the step ran.
+            seconds: Time of the pass and of the drafts before it.
+        """
+        if self._thread_tuner:
+            self._thread_tuner.record_step(n_tokens, seconds)
+
+    def save_costs(self, costs: CostModel, n_steps: int) -> None:
+        """Keep the measured costs for later sequences, and write them and the acceptance to the calibration file.
+
+        Args:
+            costs: The costs.
+            n_steps: The steps from which they come; too few are ignored.
+        """
+        if n_steps < MIN_STEPS:
+            return
+        self._curve = costs.get_corrected_curve()
+        self._costs = costs if self._curve is costs.curve else None
+        if self._calibration_file:
+            self._calibration_file.write(self._curve, self.acceptance)
+
+    def measure(self, time_generation: Callable[[int], float]) -> None:
+        """Choose and set the number of threads, and measure the costs of passes and drafts.
+
+        Args:
+            time_generation: Returns the seconds that generating a number of tokens takes.
+        """
+        draft, stage = self.bundle.draft, self.bundle.stage
+        if len(self.thread_choices) > 1:
+            self.relative_step_times = choose_threads(self._set_n_threads, self.thread_choices, time_generation)
+            self._thread_tuner = ThreadTuner(self.thread_choices, self.bundle.target.n_threads, self._set_n_threads)
+        if draft.model_or_ngram:
+            self._calibrate()
+        if stage.model_or_ngram:
+            caches = self.bundle.new_caches()
+            if caches.draft:
+                self.stage_calibration = (
+                    measure(caches.draft, caches.stage, draft.vocabulary), Acceptance(stage.prior_acceptance)
+                )  # fmt: skip
+
+    def _calibrate(self) -> None:
+        """Set the cost curve to the minimum of costs measured now and those of earlier processes, and load their acceptance.
+
+        Other programs only ever add time. The measurement is skipped if a slow target's stored costs show that drafts pay.
+        """
+        draft, seconds = self.bundle.draft, MEASURE_BUDGET_S
+        models = [self.bundle.target, *([draft.model] if draft.model else [])]
+        self._calibration_file = CalibrationFile(models, "" if draft.model else NGRAM)
+        if stored := self._calibration_file.read():
+            self._curve, self.acceptance = stored
+            seconds = RECHECK_BUDGET_S
+            if self._curve.pass_seconds[1] > SLOW_ROUND_S and self._curve.is_profitable(self.acceptance.mean):
+                return
+        caches = self.bundle.new_caches()
+        measured = measure(caches.target, caches.draft, draft.vocabulary, seconds)
+        self._curve = self._curve.merge(measured) if self._curve else measured
+
+    def _set_n_threads(self, n_threads: int) -> None:
+        for model in self.bundle.models.values():
+            model.n_threads = n_threads

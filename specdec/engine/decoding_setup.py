@@ -1,0 +1,94 @@
+"""Set up the decoding of one sequence: its verifier, drafter, draft length policy and constraint."""
+
+from specdec.draft.acceptance import NGRAM_ACCEPTANCE, Acceptance
+from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.model_bundle import ModelBundle, SequenceCaches
+from specdec.draft.ngram import PredictionDrafter
+from specdec.draft.settings import SpeculativeSettings
+from specdec.engine.autotuner import Autotuner
+from specdec.engine.request import GenerationRequest
+from specdec.protocols import Drafter, LengthPolicy
+from specdec.sampling import Sampler, Sampling
+from specdec.speculative import DecodingState
+from specdec.text.logit_processors import wrap_constraint
+from specdec.verification import VERIFIERS, Verifier
+
+
+def make_decoding_state(
+    autotuner: Autotuner,
+    caches: SequenceCaches,
+    request: GenerationRequest,
+    settings: SpeculativeSettings,
+    costs: CostModel | None,
+    is_alone: bool,
+) -> DecodingState:
+    """Return the state of a new sequence, with everything that decides its tokens.
+
+    Args:
+        autotuner: The autotuner of the models, warmed up.
+        caches: The KV caches for this sequence.
+        request: A validated request.
+        settings: The settings of speculative decoding.
+        costs: The cost model of the sequence's batch; None for drafts of fixed length.
+        is_alone: Whether the batch is only this sequence.
+    """
+    bundle = autotuner.bundle
+    draft, vocabulary, target, eos_tokens = bundle.draft, bundle.draft.vocabulary, bundle.target, bundle.tokenizer.eos_tokens
+    # without a draft only forced tokens are verified, which each verifier accepts
+    verify = settings.verify if draft.model_or_ngram else "coupled"
+    verifier = VERIFIERS[verify](vocabulary.n_target, request.sampling)
+    # with other verifiers the output depends on the draft, so a prediction would change it
+    is_predicted = bool(request.prediction) and verify == "coupled"
+    if is_predicted:
+        drafter: Drafter | None = PredictionDrafter(eos_tokens, len(request.prompt), request.prediction)
+    else:
+        drafter = _make_drafter(autotuner, caches, request.sampling, verifier, settings, is_alone)
+    policy: LengthPolicy = FixedLength(settings.fixed_gamma)
+    if costs and drafter and settings.is_adaptive and not is_tree_drafting(bundle, settings, is_alone):
+        is_free = is_predicted or draft.model is None
+        acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(NGRAM_ACCEPTANCE)
+        policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free)
+    return DecodingState(
+        [*request.prompt],
+        request.max_tokens,
+        target.n_positions,
+        drafter,
+        verifier,
+        policy,
+        eos_tokens,
+        wrap_constraint(request.constraint, request.sampling, vocabulary.n_target),
+        target.longrope_threshold,
+        request.top_logprobs,
+        bundle.n_ids,
+    )
+
+
+def is_tree_drafting(bundle: ModelBundle, settings: SpeculativeSettings, is_alone: bool = True) -> bool:
+    """Return whether proposals of a sequence with these settings are token trees."""
+    is_requested = settings.tree == "on" and (is_alone or settings.verify != "coupled")
+    return is_requested and bundle.draft.model is not None and not bundle.tree_incompatibility
+
+
+def _make_drafter(
+    autotuner: Autotuner,
+    caches: SequenceCaches,
+    sampling: Sampling,
+    verifier: Verifier,
+    settings: SpeculativeSettings,
+    is_alone: bool,
+) -> Drafter | None:
+    """Return a new drafter for one sequence; see `make_decoding_state`. None for steps without drafts."""
+    bundle = autotuner.bundle
+    vocabulary, eos_tokens, noise = bundle.draft.vocabulary, bundle.tokenizer.eos_tokens, verifier.get_draft_stream
+    sampler = Sampler(vocabulary.n_target, sampling, vocabulary.n_common)
+    if is_tree_drafting(bundle, settings, is_alone) and caches.draft:
+        from specdec.draft.tree import TreeDrafter
+
+        return TreeDrafter(caches.draft, sampler, noise, eos_tokens)
+    if autotuner.stage_calibration:
+        from specdec.draft.staged import make_staged_drafter
+
+        return make_staged_drafter(bundle, caches, autotuner.stage_calibration, sampler, noise, eos_tokens)
+    if not bundle.draft.model and settings.is_adaptive and autotuner.is_too_fast_for_ngrams:
+        return None
+    return bundle.draft.make_drafter(caches.draft, sampler, noise, eos_tokens)

@@ -1,0 +1,66 @@
+"""ModelRunner: one forward pass of the target over a batch of sequences, and the verification of their drafts."""
+
+from collections.abc import Sequence as GenericSequence
+
+from specdec.engine.sequence import Sequence
+from specdec.model.kv_cache import KVCache
+from specdec.model.model import Model
+from specdec.speculative import Verified
+
+PrefillChunk = tuple[Sequence, int]  # a sequence and the number of tokens to run
+Results = dict[Sequence, Verified | Exception]
+
+
+class ModelRunner:
+    """A runner of batches: prefill chunks, and the last tokens and drafts of decoding sequences.
+
+    Args:
+        target: The target.
+    """
+
+    def __init__(self, target: Model) -> None:
+        self._target = target
+
+    def run(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
+        """Run a batch and verify the drafts; return the result of each decoding sequence, and the error of each that fails.
+
+        If the pass fails, each sequence runs in a pass of its own, so that only the one that causes the error fails.
+        """
+        try:
+            return self._run_and_verify(chunks, decode_batch)
+        except Exception as error:
+            if len(chunks) + len(decode_batch) == 1:
+                return dict.fromkeys((*(sequence for sequence, _ in chunks), *decode_batch), error)
+        results: Results = {}
+        for chunk in chunks:
+            results |= self.run([chunk], [])
+        for sequence in decode_batch:
+            results |= self.run([], [sequence])
+        return results
+
+    def _run_and_verify(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
+        target = self._target
+        with target.lock:
+            while True:
+                n_passes = target.n_passes
+                if decode_batch and decode_batch[0].has_tree:
+                    state = decode_batch[0].state
+                    assert state.draft.parents is not None
+                    all_logits = [decode_batch[0].cache.forward_tree(state.tokens, state.draft.tokens, state.draft.parents)]
+                else:
+                    # inputs: the prefill chunks, then the decode batch
+                    inputs = list[tuple[KVCache, list[int], int, int]]()
+                    for sequence, n in chunks:
+                        inputs.append((sequence.cache, sequence.get_prefill_input(n), 0, len(sequence.tokens)))
+                    for sequence in decode_batch:
+                        draft = sequence.state.draft.tokens
+                        inputs.append((sequence.cache, sequence.state.tokens + draft, len(draft) + 1, 0))
+                    all_logits = target.forward(inputs)[len(chunks) :]
+                results: Results = {}
+                for sequence, logits in zip(decode_batch, all_logits, strict=True):
+                    try:
+                        results[sequence] = sequence.state.verify(logits)
+                    except Exception as error:
+                        results[sequence] = error
+                if target.n_passes <= n_passes + 1:  # else a pass in a signal handler has overwritten these logits
+                    return results

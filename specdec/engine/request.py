@@ -1,0 +1,89 @@
+"""Requests for one completion, and the keyword arguments of the methods that take them."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from specdec.argument_checks import check_int, check_strings, shorten
+from specdec.draft.model_bundle import ModelBundle
+from specdec.loaders.model_loader import check_memory
+from specdec.protocols import Constraint
+from specdec.sampling import Sampling, SamplingOverrides
+from specdec.text.detokenizer import EventDetokenizer
+from specdec.text.structured_output import check_constraint
+from specdec.tokenizer import AnyTokenizer
+
+Stop = str | Sequence[str]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request for one completion: the prompt, the limits of the output, the sampling parameters and what to report.
+
+    Attributes:
+        prompt: Token ids, BOS first.
+        max_tokens: The maximum number of tokens after the prompt.
+        sampling: The sampling parameters.
+        stop_strings: Strings before which the output ends.
+        top_logprobs: None for no log probabilities, else the number of most likely tokens that are reported in addition to the
+            sampled one, before temperature.
+        prediction: Tokens that are expected in the output; they are proposed for as long as they are accepted.
+        constraint: The constraint of the output; None for none.
+        visible_tokens: Special tokens that appear in the output, with their names there.
+        include_draft_text: Whether events contain the text of draft tokens.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_strings: Sequence[str] = ()
+    top_logprobs: int | None = None
+    prediction: Sequence[int] = ()
+    constraint: Constraint | None = None
+    visible_tokens: Mapping[int, str] = field(default_factory=dict)
+    include_draft_text: bool = False
+
+    def make_detokenizer(self, tokenizer: AnyTokenizer) -> EventDetokenizer:
+        """Return a new detokenizer, which adds text to the events of a sequence for this request."""
+        return EventDetokenizer(tokenizer, self.stop_strings, self.visible_tokens, self.include_draft_text)
+
+
+class GenerationKwargs(SamplingOverrides, total=False):
+    """The keyword arguments of generation methods: `stop` strings, `shape` (a constraint), and sampling parameters."""
+
+    stop: Stop
+    shape: Constraint | None
+
+
+def with_kwargs_signature(method: Method) -> Method:
+    """Make `help` list the keys of `GenerationKwargs` for a method with `**kwargs`: set its signature and return the method."""
+    signature = inspect.signature(method)
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    annotations = {name: GenerationKwargs.__annotations__[name] for name in ("stop", "shape", *SamplingOverrides.__annotations__)}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=() if name == "stop" else None, annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+    vars(method)["__signature__"] = signature.replace(parameters=[*named, *added])
+    return method
+
+
+def validate_request(request: GenerationRequest, bundle: ModelBundle) -> GenerationRequest:
+    """Check all values of a request, and return it with the prompt and the prediction as token ids.
+
+    Raises:
+        ValueError: If a value is not valid, or the sequence exceeds the context length or the memory.
+        TypeError: If a value has the wrong type.
+    """
+    prompt, stop_strings = bundle.encode(request.prompt), check_strings("stop", request.stop_strings)
+    max_tokens = check_int("max_tokens", request.max_tokens, 0)
+    check_memory(bundle.target, len(prompt) + max_tokens - 1)  # the last token is never run
+    if not isinstance(sampling := request.sampling, Sampling):
+        raise TypeError(f"sampling is {shorten(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
+    if sampling.biases and (bad_id := sampling.biases[-1][0]) >= bundle.n_ids:
+        raise ValueError(f"logit_bias holds the id {bad_id}; expected ids from 0 to {bundle.n_ids - 1}")
+    check_constraint(request.constraint, bundle.tokenizer)
+    prediction = bundle.encode(request.prediction) if request.prediction else []
+    return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)

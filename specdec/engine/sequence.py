@@ -1,0 +1,235 @@
+"""Sequence: one request being generated, with its status, its KV caches and its decoding state."""
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
+
+from specdec.argument_checks import count_common_prefix, replace_unknown_tokens
+from specdec.engine.prefix_cache import MIN_SHARED_PREFIX_TOKENS, KVSlot
+from specdec.engine.request import GenerationRequest
+from specdec.events import PrefillProgress, Prompt, Proposal, Step
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.model.kv_cache import KVCache
+from specdec.speculative import DecodingState
+from specdec.text.detokenizer import EventDetokenizer
+
+
+class SequenceStatus(Enum):
+    """The stage of a sequence between its request and its last token."""
+
+    WAITING = "waiting"  # for a slot
+    PREFILL = "prefill"  # the prompt runs, or the whole sequence again
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Client(NamedTuple):
+    """The sender of a request.
+
+    Attributes:
+        name: Key for fairness between clients.
+        cache_salt: Key for cache sharing: only clients with the same salt read each other's KV caches.
+    """
+
+    name: str = ""
+    cache_salt: str = ""
+
+
+class Sequence:
+    """A request being generated.
+
+    Attributes:
+        request: The request, validated.
+        client: The sender.
+        status: The stage that the sequence is in.
+        submit_time: When the request arrived, as `time.perf_counter`.
+        start_time: When the sequence got its slot.
+        n_cached: Prompt tokens found in a KV cache, which need not run.
+        has_draft: Whether the current draft has not been verified yet.
+        prefix_donor: Another sequence that is prefilling a prefix of both prompts. This sequence waits for it and then copies the
+            KV cache of the prefix. None if there is no such sequence.
+        n_shared_prefix: Tokens of the prefix that both prompts share.
+        has_sent_prompt: Whether the `Prompt` event has been sent.
+        n_steps: Number of steps so far.
+        first_token_seconds: Time from the request to the first token; None before.
+    """
+
+    slot: KVSlot
+    state: DecodingState
+
+    def __init__(self, request: GenerationRequest, detokenizer: EventDetokenizer, client: Client = Client()) -> None:  # noqa: B008
+        self.request, self.client = request, client
+        self.status, self.is_cancelled = SequenceStatus.WAITING, False
+        self.submit_time = self.start_time = time.perf_counter()
+        self.n_cached = self.n_shared_prefix = self.n_steps = 0
+        self.has_draft = self.has_sent_prompt = False
+        self.prefix_donor: Sequence | None = None
+        self.first_token_seconds: float | None = None
+        self._detokenizer = detokenizer
+        self._prefill_work, self._prefill_start = 0, 0.0  # tokens times weight bytes of this prefill; when it began
+        self._extra_seconds = 0.0  # of a prefill of the whole sequence, which counts to the next step
+        self._skipped_caches = list[KVCache]()  # of drafts that cannot prefill this prompt
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def cache(self) -> KVCache:
+        """The target's KV cache of this sequence."""
+        return self.slot.caches.target
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the prompt, then the generated ones."""
+        return self.state.tokens
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether the draft to verify is a tree of tokens, which needs a forward pass of its own."""
+        return self.has_draft and self.state.draft.parents is not None
+
+    def cancel(self) -> None:
+        """Mark the sequence as cancelled; the scheduler removes it before its next pass."""
+        self.is_cancelled = True
+
+    def start(self, slot: KVSlot, state: DecodingState) -> None:
+        """Take a slot and begin the prefill of the prompt."""
+        self.slot, self.state, self.start_time = slot, state, time.perf_counter()
+        self.n_cached = self.count_prefilled()
+        self.begin_prefill()
+
+    def begin_prefill(self) -> None:
+        """Begin to prefill the prompt, or the whole sequence again."""
+        self.status, self._prefill_start, self._skipped_caches = SequenceStatus.PREFILL, time.perf_counter(), []
+        self._prefill_work = self._count_prefill_work()
+
+    def start_decoding(self) -> Prompt | None:
+        """End the prefill and prepare the drafter; return the `Prompt` event, once."""
+        if self.state.drafter:
+            self.state.drafter.prepare([*self.tokens])
+        self.status, now = SequenceStatus.DECODE, time.perf_counter()
+        if self.has_sent_prompt:
+            self._extra_seconds = now - self._prefill_start
+            return None
+        return self.make_prompt_event(now - self.start_time)
+
+    def make_prompt_event(self, seconds: float = 0.0) -> Prompt:
+        """Return the `Prompt` event, with the seconds that the prefill took."""
+        self.has_sent_prompt = True
+        return self._detokenizer.add_prompt_text(Prompt([*self.request.prompt], seconds))
+
+    def propose(self) -> None:
+        """Make the draft for the next pass."""
+        self.state.propose()
+        self.has_draft = True
+
+    def make_proposal_event(self) -> Proposal:
+        """Return the `Proposal` event of the current draft."""
+        return self._detokenizer.add_draft_text(self.state.proposal)
+
+    def finish_step(self, step: Step) -> Step:
+        """Add the text to a committed step, and end the sequence if the step ends it."""
+        self.has_draft = False
+        self.n_steps += 1
+        if self._extra_seconds:
+            step, self._extra_seconds = replace(step, seconds=step.seconds + self._extra_seconds), 0.0
+        step = self._detokenizer.add_text(step)
+        if step.tokens and self.first_token_seconds is None:
+            self.first_token_seconds = time.perf_counter() - self.submit_time
+        if step.stop_reason:
+            self.status = SequenceStatus.FINISHED
+        return step
+
+    def finish(self) -> None:
+        """End the sequence."""
+        self.status = SequenceStatus.FINISHED
+
+    @property
+    def n_prefill_tokens(self) -> int:
+        """Number of tokens that the target has to run before it can run the last token of the sequence."""
+        return self.cache.count_prefill_tokens(self.tokens)
+
+    def get_prefill_input(self, n: int) -> list[int]:
+        """Return the tokens of the sequence up to the end of a prefill chunk of n tokens, including those already cached."""
+        return self.tokens[: len(self.tokens) - 1 - self.n_prefill_tokens + n]
+
+    def count_prefilled(self) -> int:
+        """Return how many tokens of the prompt are in the KV cache of the sequence's slot."""
+        return self.slot.count_cached_tokens(self.request.prompt)
+
+    def prefill_draft_models(self) -> bool:
+        """Run a prefill chunk of a draft model that has not run all tokens; return False if there is none."""
+        for cache in self.slot.caches.all[1:]:
+            tokens = replace_unknown_tokens(self.tokens, cache.model.vocab_size)
+            if len(tokens) > cache.model.n_positions or cache in self._skipped_caches:
+                continue
+            if n_left := cache.count_prefill_tokens(tokens):
+                cache.forward(tokens[: len(tokens) - 1 - max(n_left - MAX_BATCH_TOKENS, 0)], 0, len(tokens))
+                if cache.count_prefill_tokens(tokens) >= n_left:
+                    self._skipped_caches.append(cache)
+                return True
+        return False
+
+    @property
+    def prefill_progress(self) -> PrefillProgress | None:
+        """The event that reports the progress of the prefill; None if there was nothing to run."""
+        if not self._prefill_work:
+            return None
+        event = PrefillProgress([*self.tokens], 1 - self._count_prefill_work() / self._prefill_work)
+        return self._detokenizer.add_prompt_text(event)
+
+    def _count_prefill_work(self) -> int:
+        """Return the tokens that all models have yet to run, times the bytes of their weights."""
+        work = 0
+        for cache in self.slot.caches.all:
+            tokens = replace_unknown_tokens(self.tokens, cache.model.vocab_size)
+            if len(tokens) <= cache.model.n_positions and cache not in self._skipped_caches:
+                work += cache.count_prefill_tokens(tokens) * cache.model.weights.n_bytes
+        return work
+
+    def find_prefix_donor(self, running: Collection["Sequence"]) -> bool:
+        """Find an earlier sequence that is prefilling a prefix of this prompt, and return whether there is one.
+
+        Sets `prefix_donor` and `n_shared_prefix` to the sequence with the longest prefix. The prefix must have at least
+        `MIN_SHARED_PREFIX_TOKENS` tokens more than this sequence has cached.
+        """
+        prompt, is_long = self.request.prompt, self.cache.model.config.has_long_rope
+        best = self.n_cached + MIN_SHARED_PREFIX_TOKENS - 1, len(prompt)
+        for other in running:
+            other_prompt = other.request.prompt
+            n_common, n_prefilled = count_common_prefix(other_prompt[:-1], prompt, len(prompt) - 1), other.count_prefilled()
+            is_compatible = other.slot.cache_salt == self.slot.cache_salt and is_long(len(other_prompt)) == is_long(len(prompt))
+            if (
+                is_compatible
+                and n_prefilled < n_common
+                and not other.has_sent_prompt
+                and other.start_time < self.start_time
+                and (n_common, n_prefilled) > best
+            ):
+                self.prefix_donor, self.n_shared_prefix, best = other, n_common, (n_common, n_prefilled)
+        return self.prefix_donor is not None
+
+    def update_prefix_wait(self, running: Collection["Sequence"]) -> bool:
+        """Return whether this sequence has to wait for another one that is prefilling a prefix of its prompt.
+
+        Copies the KV cache of the prefix once it has run, or of its first tokens if the other sequence has stopped. Then looks
+        for another sequence to wait for.
+        """
+        if not (donor := self.prefix_donor):
+            return False
+        if donor in running and not donor.has_sent_prompt and donor.count_prefilled() < self.n_shared_prefix:
+            return True
+        self.prefix_donor = None
+        self.slot.copy_from(donor.slot, self.request.prompt)
+        self.n_cached = self.count_prefilled()
+        self._prefill_work = self._count_prefill_work()
+        return self.find_prefix_donor(running)
+
+    def get_min_prefill_tokens(self, running: Collection["Sequence"]) -> int:
+        """Return how many tokens have to run until this sequence, or one that waits for a prefix from it, can continue."""
+        shared = (other.n_shared_prefix - self.count_prefilled() for other in running if other.prefix_donor is self)
+        return min([self.n_prefill_tokens, *shared])

@@ -1,0 +1,448 @@
+"""KVCache: the keys, values and recurrent states of one sequence, and the tokens that they belong to.
+
+A cache finds out by itself which tokens of a sequence have to run: callers always give the whole sequence. So truncating it after
+a rejected draft, following a path of a token tree and starting another sequence need no further calls.
+
+Shapes: N logits of a pass, L hidden layers that are kept, D dim, V vocab.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.argument_checks import check_int, check_ints, count_common_prefix, shorten
+from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
+from specdec.layers.architecture import Buffers
+from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
+from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import zeros
+from specdec.runtime.op_program import BatchEntry, Executor
+from specdec.runtime.simd import Float32, round_up
+
+if TYPE_CHECKING:
+    from specdec.model.model import Model
+
+INITIAL_CAPACITY = 256  # positions in the cache before the sequence grows
+ReturnT = TypeVar("ReturnT")
+
+
+class KVCache:
+    """The keys, values and recurrent states of one sequence of a model, and the tokens that they belong to.
+
+    Buffers grow with the sequence. The cache also knows the nodes of the last token tree, which lie behind the sequence.
+
+    Args:
+        model: The model.
+        hidden_layers: Layers before which the hidden states are kept; see `Model.new_cache`.
+
+    Attributes:
+        model: The model.
+        hidden_layers: Layers before which the hidden states are kept.
+
+    Raises:
+        ValueError: If hidden_layers do not exist or one is given twice; TypeError likewise.
+    """
+
+    def __init__(self, model: "Model", hidden_layers: Sequence[int] = ()) -> None:
+        self.model, self.hidden_layers = model, _check_hidden_layers(model, hidden_layers)
+        self._tokens: list[int] = []  # of the sequence, with keys and values in the cache
+        self._tree_nodes: list[TreeNode] = []  # of the tree in the slots behind them
+        self._has_long_rope = False  # whether the cached keys are rotated with the long factors
+        self._min_rewind = 0  # shortest length, except 0, that the cache can be truncated to without a snapshot
+        self._snapshots = Snapshots()
+        self._capacity = 0
+        self._buffers: Buffers
+        self._executors: list[Executor]  # of normal sequences, and of those with long RoPE factors if there are any
+        model.run_exclusive(self._allocate, round_up(min(model.n_positions, INITIAL_CAPACITY), PANEL_ROWS))
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of the sequence that the cache holds."""
+        return len(self._tokens)
+
+    @property
+    def full_kv_start(self) -> int:
+        """First position for which every layer still holds keys and values; layers with a window release older ones."""
+        return 0 if self.model.has_recurrent_state else self._min_rewind
+
+    @property
+    def has_long_rope(self) -> bool:
+        """Whether the sequence uses long RoPE factors, from its first token on."""
+        return self._has_long_rope
+
+    def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
+        """Run a sequence by itself; see `Model.forward`, which runs batches, for the arguments and errors.
+
+        Returns:
+            Logits (n_logits, V) at the last tokens, valid until the model's next pass.
+        """
+        return self.model.forward([(self, tokens, n_logits, n_total)])[0]
+
+    def forward_tree(
+        self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
+    ) -> Float32:
+        """Return logits of a sequence and a token tree behind it (SpecInfer, arXiv:2305.09781), valid until the next pass.
+
+        The logits of a node are bit-identical to those of `forward` with the sequence and the node's path. The pass runs what the
+        cache does not hold and the last n_logits: nodes that are appended to the last call's tree, with logits of them alone, run
+        alone.
+
+        Args:
+            tokens: All tokens of the sequence.
+            nodes: Tokens of the tree; a path that will probably be accepted is best placed first.
+            parents: Index of each node's parent, an earlier node, or -1 if it follows the sequence.
+            n_logits: Number of logits, counted from the last node back; by default one more than there are nodes.
+
+        Returns:
+            Logits (n_logits, V), at the last token and then at each node.
+
+        Raises:
+            ValueError: If there are MAX_BATCH_TOKENS nodes or more, the family does not support trees, or as in `Model.forward`.
+            TypeError, MemoryError, RuntimeError: As in `Model.forward`.
+        """
+        if not self.model.can_run_trees:
+            raise ValueError("token trees are not supported by models with a recurrent state")
+        tokens = tokens if isinstance(tokens, list) else check_ints("tokens", tokens)
+        nodes, parents = check_ints("nodes", nodes), check_ints("parents", parents)
+        n, n_rows, n_positions = len(tokens), len(nodes) + 1, self.model.n_positions
+        if not n or n_rows > MAX_BATCH_TOKENS or len(nodes) != len(parents):
+            counts = f"{len(nodes)} nodes with {len(parents)} parents behind {n} tokens"
+            raise ValueError(
+                f"{counts}; expected at most {MAX_BATCH_TOKENS - 1} nodes with a parent each, behind one token or more"
+            )
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"parents[{node}] is {shorten(parent)}; expected -1 to {node - 1}")
+        if n + (deepest := max(compute_depths(parents), default=0)) > n_positions:
+            raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {n_positions} positions")
+        n_logits = n_rows if n_logits is None else check_int("n_logits", n_logits, 0, n_rows)
+        return self.model.run_exclusive(self.run, tokens, [*zip(nodes, parents, strict=True)], n_logits)
+
+    def get_hidden_states(self, tokens: list[int], first: int) -> Float32:
+        """Return the cached residual stream before each of `hidden_layers`, side by side, valid until the next call.
+
+        A family with a residual_scale holds the stream divided by it. If the tokens follow a path of the last tree, the path is
+        committed.
+
+        Args:
+            tokens: Tokens of a sequence; only those that the cache holds have hidden states.
+            first: First position.
+
+        Returns:
+            (n, L D); n may be 0.
+
+        Raises:
+            RuntimeError: As in `Model.forward`.
+        """
+        return self.model.run_exclusive(self._get_hidden_states, tokens, first)
+
+    def copy_from(self, other: "KVCache", tokens: list[int]) -> None:
+        """Replace the contents by what another cache holds of a sequence, except its last token, which is yet to run.
+
+        Args:
+            other: A cache of the same model.
+            tokens: Tokens of the sequence.
+
+        Raises:
+            ValueError: If other belongs to another model or has other hidden layers.
+            MemoryError: If the cache cannot grow.
+            RuntimeError: As in `Model.forward`.
+        """
+        self.model.run_exclusive(self._copy_from, other, max(len(tokens) - 1, 0) - other.count_prefill_tokens(tokens))
+
+    def commit_path(self, path: Sequence[int]) -> None:
+        """Append the tokens of a path of the last tree to the cached sequence, and drop all other nodes of the tree.
+
+        Without this call, a later pass over a sequence that follows a path of the tree commits that path by itself.
+
+        Args:
+            path: Indexes of nodes, from one that follows the sequence on down.
+
+        Raises:
+            ValueError: If there is no such path.
+            TypeError, RuntimeError: As in `Model.forward`.
+        """
+        self.model.run_exclusive(self._commit_path, check_ints("path", path))
+
+    def export_kv(self, work: Callable[[Buffers, list[int], Snapshots], ReturnT]) -> ReturnT:
+        """Call `work` with the buffers, the cached tokens and the snapshots, under the model's lock, and return its result."""
+        return self.model.run_exclusive(lambda: work(self._buffers, self._tokens, self._snapshots))
+
+    def import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
+        """Load keys, values and states of a sequence into the cache, behind those of its tokens that are cached already.
+
+        Args:
+            tokens: Tokens of the sequence.
+            fill: Function that fills buffers, given them and the number of cached tokens; returns the new number, and snapshots.
+        """
+        self.model.run_exclusive(self._import_kv, tokens, fill)
+
+    def count_prefill_tokens(self, tokens: list[int]) -> int:
+        """Return the number of tokens that a prefill would run: all but the last, without those that the cache holds."""
+        limit = max(len(tokens) - 1, 0)
+        is_reusable = self._has_long_rope == self.model.config.has_long_rope(len(tokens))
+        return limit - self.count_reusable_tokens(tokens, limit) * is_reusable
+
+    def count_tokens_to_snapshot(self, tokens: list[int]) -> int:
+        """Return the number of tokens to prefill up to the last snapshot (recurrent models) or, without one, the prompt's end."""
+        n_left = self.count_prefill_tokens(tokens)
+        has_snapshot = self.model.has_recurrent_state and n_left > PROMPT_END_OFFSET_TOKENS
+        return n_left - PROMPT_END_OFFSET_TOKENS if has_snapshot else n_left
+
+    def count_uncached_tokens(self, tokens: Sequence[int], n_logits: int) -> int:
+        """Return the number of tokens that `forward` would run now: those not cached, and the last n_logits."""
+        tokens, n_logits = self.check_input(tokens, n_logits)
+        with self.model.lock:
+            is_reusable = self._has_long_rope == self._find_long_rope_rows(tokens, [], n_logits).any()
+            return len(tokens) - self.count_reusable_tokens(tokens, len(tokens) - n_logits) * bool(is_reusable)
+
+    def count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
+        """Return how many tokens, at most limit, need not run: they and a state to continue from are cached."""
+        n = count_common_prefix(self._tokens, tokens, limit)
+        return n if n >= self._min_rewind else self._snapshots.find_longest(n)
+
+    def check_input(self, tokens: Sequence[int], n_logits: int) -> tuple[list[int], int]:
+        """Return tokens as a list of ints, and n_logits; raise ValueError or TypeError if they do not fit `forward`."""
+        tokens = tokens if isinstance(tokens, list) else check_ints("tokens", tokens)
+        n = len(tokens)
+        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_BATCH_TOKENS):
+            n_logits = check_int("n_logits", n_logits, 0, min(n, MAX_BATCH_TOKENS))
+        if n > self.model.n_positions:
+            raise ValueError(f"{n} tokens do not fit {self.model.n_positions} positions")
+        return tokens, n_logits
+
+    # Parts of a pass, which `Model` runs under its lock
+
+    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Run a pass over this sequence alone; return its logits, each computed with the RoPE factors for its sequence's length.
+
+        Args:
+            tokens: All tokens of the sequence.
+            nodes: Nodes of a token tree behind it, or none.
+            n_logits: Number of logits, at the last tokens and nodes.
+            n_total: Final length of a sequence that is prefilled in chunks; 0 stands for one token more.
+        """
+        self.model.count_pass()
+        if not self.model.longrope_threshold:
+            return self._run(tokens, nodes, n_logits, n_total)
+        are_long = self._find_long_rope_rows(tokens, nodes, n_logits, n_total)
+        if are_long.any() and not are_long.all():
+            self._switch_rope(False)
+            short_logits = self._run(tokens, nodes, n_logits).copy()
+            self._switch_rope(True)
+            logits = self._run(tokens, nodes, n_logits)
+            logits[~are_long] = short_logits[~are_long]
+            return logits
+        self._switch_rope(bool(are_long[0]))
+        return self._run(tokens, nodes, n_logits)
+
+    def select_uncached(self, tokens: list[int], n_logits: int, n_total: int) -> list[int]:
+        """Return the tokens that this sequence has to run in a pass over several sequences.
+
+        Raises:
+            ValueError: If the sequence gets longer than LongRoPE's threshold within the pass, or a token is out of range.
+        """
+        are_long = self._find_long_rope_rows(tokens, [], n_logits, n_total)
+        if are_long.any() and not are_long.all():
+            threshold = self.model.longrope_threshold
+            raise ValueError(
+                f"a sequence of a batch gets longer than {threshold} tokens, where its RoPE factors change; run it alone"
+            )
+        self._switch_rope(bool(are_long[0]))
+        return self._check_tokens("tokens", tokens[self.count_reusable_tokens(tokens, len(tokens) - n_logits) :])
+
+    def begin_batch(self, tokens: list[int], n_new: int) -> tuple[Executor, int]:
+        """Prepare the cache for the last n_new tokens; return the executor over its buffers and the slot of their first one."""
+        start = len(tokens) - n_new
+        self._reserve(len(tokens))
+        self._rewind(start)
+        self._advance(n_new)
+        return self._executor, start
+
+    def load_tokens(self, tokens: list[int], row: int) -> None:
+        """Write tokens of a pass into the buffers that all caches of the model share, from a row on."""
+        self.model.weights.load_tokens(tokens, self._buffers, row)
+
+    def run_batch(self, entries: Sequence[BatchEntry], n_logits: int) -> Float32:
+        """Run a pass over several sequences, this cache's first or elsewhere among them, and return all rows of its logits."""
+        self._executor.run_batch(entries, n_logits, self.model.n_threads)
+        rows: Float32 = self._buffers.logits[:, : self.model.config.vocab_size]
+        return rows
+
+    def end_batch(self, new: list[int], n_logits: int, n_total: int) -> None:
+        """Add the tokens that a pass over several sequences has run for this one."""
+        self._tokens += new
+        if not n_logits:
+            self._maybe_take_snapshot(n_total)
+
+    def _import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
+        self._reserve(len(tokens))
+        self._switch_rope(self.model.config.has_long_rope(len(tokens)))
+        self._rewind(n_kept := self.count_reusable_tokens(tokens, len(tokens) - 1))
+        n, snapshots = fill(self._buffers, n_kept)
+        if n > n_kept:
+            self._tokens, self._min_rewind = tokens[:n], n + 1 if self.model.has_recurrent_state else self._min_rewind
+            for snapshot in snapshots:
+                self._snapshots.add(snapshot)
+            self._truncate(n)
+
+    def _find_long_rope_rows(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
+        """Return a bool for each row of logits, or one for the sequence if n_logits is 0: whether it uses long RoPE factors."""
+        lengths = compute_lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
+        return np.array([self.model.config.has_long_rope(n) for n in lengths], bool)
+
+    def _switch_rope(self, is_long: bool) -> None:
+        """Select the long or short RoPE factors; clear the cache if the selection changes."""
+        if is_long != self._has_long_rope:
+            self._rewind(0)
+            self._has_long_rope, self._executor = is_long, self._executors[is_long]
+
+    def _run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+        """Run the tokens and tree nodes that the cache does not hold, and the last n_logits of both; return the logits."""
+        limit = len(tokens) - max(0, n_logits - len(nodes))
+        start, n_nodes = self.count_reusable_tokens(tokens, limit), 0
+        if self._tree_nodes and start == len(self._tokens):
+            if start < limit:
+                start = self._commit_path(self._find_tree_path(tokens[start:limit]))
+            elif start == len(tokens):
+                n_nodes = count_common_prefix(self._tree_nodes, nodes, len(nodes) - n_logits)
+        new = self._check_tokens("tokens", tokens[start:])
+        if nodes:
+            new += self._check_tokens("nodes", [token for token, _ in nodes[n_nodes:]])
+        self._reserve(len(tokens) + len(nodes))
+        if self._tree_nodes:
+            del self._tree_nodes[n_nodes:]
+        self._truncate(start)
+        if nodes:
+            build_tree_paths(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
+        n_threads = self.model.n_threads
+        while new:
+            # Of several passes, the last is full, so that it holds all n_logits tokens and all nodes.
+            batch = new[: len(new) % MAX_BATCH_TOKENS or MAX_BATCH_TOKENS]
+            del new[: len(batch)]
+            self.load_tokens(batch, 0)
+            self._advance(len(batch))
+            self._executor(len(batch), len(self._tokens) + n_nodes, 0 if new else n_logits, n_threads, len(tokens))
+            self._tokens += batch[: len(tokens) - len(self._tokens)] if nodes else batch
+        if nodes:
+            self._tree_nodes += nodes[n_nodes:]
+        elif not n_logits:
+            self._maybe_take_snapshot(n_total)
+        logits: Float32 = self._buffers.logits[:n_logits, : self.model.config.vocab_size]
+        return logits
+
+    def _rewind(self, n: int) -> None:
+        """Drop the nodes of the last tree and truncate the cached sequence to n tokens."""
+        self._tree_nodes.clear()
+        self._truncate(n)
+
+    def _truncate(self, n: int) -> None:
+        """Truncate the cached sequence, and the recurrent state, to n tokens.
+
+        n is 0, at least `_min_rewind`, or the length of a snapshot.
+        """
+        del self._tokens[n:]
+        self._snapshots.drop_after(n)
+        if 0 < n < self._min_rewind:
+            self._snapshots.restore(self._buffers, n)
+        elif n < self._min_rewind:
+            self.model.window_evictor.evict_all(self._buffers)
+        self._min_rewind = min(self._min_rewind, n)
+
+    def _maybe_take_snapshot(self, n_total: int) -> None:
+        """Take a snapshot after a prefill pass if it is worth its memory."""
+        if self.model.has_recurrent_state:
+            self._snapshots.maybe_take(self._buffers, len(self._tokens), n_total)
+
+    def _copy_from(self, other: "KVCache", n: int) -> None:
+        """Replace the contents by the first n tokens of another cache; see `copy_from`."""
+        if other.model is not self.model or other.hidden_layers != self.hidden_layers:
+            raise ValueError("a KV cache can be copied only to another one of the same model with the same hidden_layers")
+        cached = other._tokens[:n]
+        self._reserve(n)
+        self._switch_rope(other._has_long_rope)
+        self._rewind(0)
+        model, sizes = self.model, self.model.get_buffer_sizes(round_up(n, PANEL_ROWS), len(self.hidden_layers))
+        model.architecture.copy_sequence(model.config, model.weights, sizes, other._buffers, self._buffers)
+        self._tokens, self._min_rewind = cached, other._min_rewind
+        self._snapshots[:] = other._snapshots
+        self._truncate(n)
+        model.window_evictor.evict(self._buffers, 0, self._min_rewind)
+
+    def _advance(self, n: int) -> None:
+        """Raise `_min_rewind` for a pass over n more tokens, and evict keys and values that no window reaches any more."""
+        evictor = self.model.window_evictor
+        if n_states := self.model.architecture.n_rewindable_states:
+            self._min_rewind = max(self._min_rewind, len(self._tokens) + n + 1 - n_states)
+        elif (min_rewind := evictor.get_min_rewind(len(self._tokens))) > self._min_rewind:
+            before, self._min_rewind = self._min_rewind, min_rewind
+            evictor.evict(self._buffers, before, min_rewind)
+
+    def _check_tokens(self, name: str, tokens: list[int]) -> list[int]:
+        """Return tokens as a list of ints; raise ValueError if one of them is not in the vocabulary."""
+        tokens, vocab_size = check_ints(name, tokens), self.model.config.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            invalid = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise ValueError(f"{name} hold {shorten(invalid)}; expected 0 to {vocab_size - 1}")
+        return tokens
+
+    def _find_tree_path(self, tokens: list[int]) -> list[int]:
+        """Return the indexes of the last tree's nodes that tokens behind the cached sequence follow, as far as they match."""
+        path = [-1]
+        for token in tokens:
+            if (token, path[-1]) not in self._tree_nodes:
+                break
+            path.append(self._tree_nodes.index((token, path[-1])))
+        return path[1:]
+
+    def _commit_path(self, path: list[int]) -> int:
+        """Commit a path of the last tree and return the number of cached tokens; while rows move, the cache holds no nodes."""
+        for parent, node in zip([-1, *path], path, strict=False):
+            if not 0 <= node < len(self._tree_nodes) or self._tree_nodes[node][1] != parent:
+                raise ValueError(f"path is {shorten(path)}; expected nodes of the last tree, each the parent of the next")
+        tokens = [self._tree_nodes[node][0] for node in path]
+        self._tree_nodes.clear()
+        if (move_path := self.model.architecture.move_path) and path != [*range(len(path))]:
+            n_cached, nodes = len(self._tokens), np.array(path)
+            move_path(self._buffers, nodes, n_cached)
+            if self.hidden_layers:
+                self._buffers.hidden_states[n_cached : n_cached + len(path)] = self._buffers.hidden_states[n_cached + nodes]
+        self._tokens += tokens
+        return len(self._tokens)
+
+    def _get_hidden_states(self, tokens: list[int], first: int) -> Float32:
+        """Return the states of `get_hidden_states`; commit the path of the last tree that the tokens follow, if any."""
+        if not self.hidden_layers:
+            return zeros(0, 0)
+        n = count_common_prefix(self._tokens, tokens, len(tokens))
+        if n == len(self._tokens) and (path := self._find_tree_path(tokens[n:])):
+            n = self._commit_path(path)
+        states: Float32 = self._buffers.hidden_states[first:n]
+        return states
+
+    def _reserve(self, n_slots: int) -> None:
+        """Grow the buffers, to twice the capacity or more, if they cannot hold n_slots tokens of a sequence and its tree."""
+        if n_slots <= self._capacity:
+            return
+        n_positions = self.model.n_positions
+        capacity = min(max(n_slots, 2 * self._capacity), n_positions + (MAX_BATCH_TOKENS if n_slots > n_positions else 0))
+        self._allocate(round_up(capacity, PANEL_ROWS))
+
+    def _allocate(self, capacity: int) -> None:
+        """Replace buffers and executors by ones for `capacity` slots."""
+        buffers, executors = self.model.make_buffers(capacity, self.hidden_layers, self._buffers if self._capacity else None)
+        # One assignment: an interrupt between several would leave a program over buffers that are gone.
+        self._executors, self._executor, self._buffers, self._capacity = (
+            executors, executors[self._has_long_rope], buffers, capacity,
+        )  # fmt: skip
+
+
+def _check_hidden_layers(model: "Model", layers: Sequence[int]) -> tuple[int, ...]:
+    last = model.config.n_layers + (model.architecture.final_norm is not None)
+    layers = (*(check_int(f"hidden_layers[{i}]", layer, 0, last) for i, layer in enumerate(layers)),)
+    if len({*layers}) < len(layers):
+        raise ValueError(f"hidden_layers are {shorten(layers)}; expected each once")
+    return layers

@@ -1,0 +1,298 @@
+"""Model: the weights of a language model and its forward pass over a batch of sequences, each with its own KV cache.
+
+Shapes: N logits of a sequence, V vocab.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+from specdec.argument_checks import check_choice, check_int
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, SharedBuffers, Weights
+from specdec.layers.kv_formats import KV_FORMATS
+from specdec.model.kv_cache import KVCache
+from specdec.model.registry import get_architecture
+from specdec.model.sliding_window_eviction import SlidingWindowEvictor
+from specdec.model.state_snapshots import snapshot_bytes
+from specdec.model_config import ModelConfig
+from specdec.runtime.cpu_topology import get_thread_choices
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.op_program import BatchEntry, Executor
+from specdec.runtime.parallel_region import create_fork_safe_lock, get_available_threads, rebuild
+from specdec.runtime.simd import Float32, round_up
+
+KVFormatName = Literal["auto", "f32", "f16", "q8"]  # format of keys and values
+ReturnT = TypeVar("ReturnT")
+# One sequence of a batch: its cache, all of its tokens, the number of logits at its end, and optionally its final length
+BatchInput = tuple[KVCache, Sequence[int], int] | tuple[KVCache, Sequence[int], int, int]
+REENTRANT_CALL_MESSAGE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
+
+
+def get_kv_format(weights: Weights, kv: KVFormatName) -> KVFormatName:
+    """Return the KV cache format kv; "auto" becomes "f32" if all weights are float32, else "f16"."""
+    if kv == "auto":
+        return "f32" if weights.format_names == "fp32" else "f16"
+    return kv
+
+
+class Model:
+    """A language model on CPU threads: packed weights and a forward program. It knows no sequence; see `new_cache`.
+
+    Threads may share a model. One pass runs at a time; its logits are valid until the next pass, so hold `lock` while reading
+    logits that another thread's pass must not overwrite. A model can be pickled and copied. Beyond its seq_len it sees a sliding
+    window of that many positions.
+
+    Args:
+        config: Config of the model.
+        weights: Packed weights (`Architecture.pack`).
+        n_threads: Number of threads; by default all cores.
+        n_positions: Maximum length of a sequence. By default seq_len, which is also the limit of learned positions.
+        kv: Format of keys and values: "f32"; "f16", rounded to nearest and NaN beyond its range; "q8", bytes with a scale for
+            each head; "auto", f32 if all weights are f32, else f16.
+
+    Attributes:
+        config: Config of the model.
+        weights: Packed weights, in arrays that begin at cache lines.
+        architecture: The architecture that the config names.
+        kv: Format of keys and values: f32, f16 or q8.
+        n_positions: Maximum length of a sequence in tokens.
+        max_threads: Largest value of `n_threads`.
+        lock: Lock to hold while reading logits that no other pass may overwrite.
+
+    Raises:
+        ValueError: If weights do not have the config's shapes, the machine does not have n_threads, n_positions is below 1, or kv
+            is unknown.
+    """
+
+    lock: "threading._RLock"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        n_threads: int | None = None,
+        n_positions: int | None = None,
+        kv: KVFormatName = "auto",
+    ) -> None:
+        if error := config.find_error():
+            raise ValueError(error)
+        self.architecture = get_architecture(config)
+        self.architecture.check(config, weights)
+        self.config, self.weights = config, weights.align()
+        self.kv: KVFormatName = get_kv_format(weights, check_choice("kv", kv, get_args(KVFormatName)))
+        self.max_threads = get_available_threads()
+        self.n_threads = get_thread_choices()[0] if n_threads is None else n_threads
+        self.max_threads = self.max_threads if n_threads is None else self.n_threads
+        self.n_positions = config.seq_len if n_positions is None else check_int("n_positions", n_positions, 1)
+        if self.architecture.learned_positions:
+            self.n_positions = min(self.n_positions, config.seq_len)
+        self.window_evictor = SlidingWindowEvictor(self.architecture, config, self.weights, KV_FORMATS[self.kv], self.n_positions)
+        create_fork_safe_lock(self, "lock")
+        self._shared_buffers = SharedBuffers()
+        self._is_running = False
+        self._n_passes = 0
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self.weights.format_names}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
+        return rebuild, (Model, (self.config, self.weights), options)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model takes, and of logits at each token."""
+        return self.config.vocab_size
+
+    @property
+    def longrope_threshold(self) -> int:
+        """Length of the longest sequence that uses the short LongRoPE factors; 0 without LongRoPE."""
+        return self.config.rope.longrope_threshold
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether a sequence has a recurrent state next to its keys and values."""
+        return self.architecture.n_rewindable_states > 0
+
+    @property
+    def can_run_trees(self) -> bool:
+        """Whether the model supports token trees (`forward_tree`)."""
+        return self.architecture.move_path is not None
+
+    @property
+    def n_threads(self) -> int:
+        """Number of threads of a pass, at most the number given at construction; it changes only the speed."""
+        return self._n_threads
+
+    @n_threads.setter
+    def n_threads(self, n: int) -> None:
+        self._n_threads = check_int("n_threads", n, 1, self.max_threads)
+
+    @property
+    def n_passes(self) -> int:
+        """Number of passes so far, so that a reader of logits can detect a pass that a signal handler ran meanwhile."""
+        return self._n_passes
+
+    @property
+    def experts_read(self) -> tuple[float, int]:
+        """Mean number of experts that an MoE layer read in the last pass, and its number for one token; 0, 0 without experts."""
+        if not self.config.experts or not self._shared_buffers.buffers:
+            return 0.0, 0
+        counts = [n for n in self._shared_buffers.buffers.experts_read.tolist() if n]
+        return sum(counts) / max(len(counts), 1), self.config.experts.n_experts_used
+
+    def new_cache(self, hidden_layers: Sequence[int] = ()) -> KVCache:
+        """Return an empty KV cache for a new sequence.
+
+        Args:
+            hidden_layers: Layers before which the hidden states are kept next to the cache (`KVCache.get_hidden_states`).
+                n_layers stands for the output of the last layer, n_layers + 1 for that of the last norm.
+
+        Raises:
+            ValueError: If a layer does not exist or is given twice; TypeError likewise.
+        """
+        return KVCache(self, hidden_layers)
+
+    def forward(self, batch: Sequence[BatchInput]) -> list[Float32]:
+        """Run the tokens of several sequences that their caches do not hold, in one pass, and return the logits of each sequence.
+
+        The results are bit-identical to those of separate passes and valid until the next pass. A single sequence may take
+        several passes. With LongRoPE, a sequence runs anew when it gets long. A single sequence with logits on both sides of that
+        length runs all of it twice, which `get_token_headroom` avoids.
+
+        Args:
+            batch: (cache, tokens, n_logits) or (cache, tokens, n_logits, n_total) of each sequence: all of its tokens, the number
+                of logits at its last tokens (0 for a prefill chunk), and the final length of a sequence that is prefilled in
+                chunks; by default one token more.
+
+        Returns:
+            Logits (n_logits, V) of each sequence.
+
+        Raises:
+            ValueError: If n_logits exceeds the tokens or MAX_BATCH_TOKENS, a token is out of range, or there are more tokens than
+                n_positions. With several sequences also if more than MAX_BATCH_TOKENS tokens must run (see
+                `KVCache.count_uncached_tokens`), the caches are not different ones of this model with the same hidden_layers, or
+                a sequence gets longer than LongRoPE's threshold.
+            TypeError: If tokens are not integers.
+            MemoryError: If a cache cannot grow.
+            RuntimeError: In a signal handler that interrupts a pass.
+        """
+        jobs = [(each[0], *each[0].check_input(each[1], each[2]), each[3] if len(each) > 3 else 0) for each in batch]
+        if not jobs:
+            return []
+        caches = [cache for cache, *_ in jobs]
+        if any(cache.model is not self or cache.hidden_layers != caches[0].hidden_layers for cache in caches):
+            raise ValueError("the caches of a batch must belong to this model and have the same hidden_layers")
+        if len(jobs) == 1:
+            cache, tokens, n_logits, n_total = jobs[0]
+            return [self.run_exclusive(cache.run, tokens, [], n_logits, n_total)]
+        if len({*map(id, caches)}) < len(caches):
+            raise ValueError("the caches of a batch must be different ones")
+        logits = self.run_exclusive(self._run_batch, sorted(jobs, key=lambda job: job[2] > 0))
+        return [logits[id(cache)] for cache in caches]
+
+    def _run_batch(self, jobs: list[tuple[KVCache, list[int], int, int]]) -> dict[int, Float32]:
+        """Run the pass of `forward` over several sequences, and return the logits of each by the `id` of its cache.
+
+        In the pass, sequences without logits come first, those with logits last.
+        """
+        self.count_pass()
+        new = [cache.select_uncached(tokens, n_logits, n_total) for cache, tokens, n_logits, n_total in jobs]
+        if (n := sum(map(len, new))) > MAX_BATCH_TOKENS:
+            raise ValueError(f"{n} tokens of {len(jobs)} sequences must run; a pass runs at most {MAX_BATCH_TOKENS}")
+        lead, entries, row, n_rows = jobs[0][0], list[BatchEntry](), 0, sum(len(new[i]) for i, job in enumerate(jobs) if job[2])
+        for (cache, tokens, n_logits, _), own in zip(jobs, new, strict=True):
+            executor, start = cache.begin_batch(tokens, len(own))
+            lead.load_tokens(own, row)
+            if own:
+                entries.append(BatchEntry(executor, len(own), start, n_logits))
+            row += len(own)
+        rows = lead.run_batch(entries, n_rows)
+        end, logits = n_rows - n, dict[int, Float32]()
+        for (cache, _, n_logits, n_total), own in zip(jobs, new, strict=True):
+            cache.end_batch(own, n_logits, n_total)
+            end += len(own)
+            logits[id(cache)] = rows[end - n_logits : end]
+        return logits
+
+    def run_exclusive(self, work: Callable[..., ReturnT], *arguments: Any) -> ReturnT:
+        """Call `work` under the model's lock and return its result; raise RuntimeError if this thread is in a pass already."""
+        with self.lock:
+            if self._is_running:
+                raise RuntimeError(REENTRANT_CALL_MESSAGE)
+            try:
+                self._is_running = True
+                return work(*arguments)
+            finally:
+                self._is_running = False
+
+    def count_pass(self) -> None:
+        """Increase `n_passes` at the start of a pass."""
+        self._n_passes += 1
+
+    def make_buffers(self, n_slots: int, hidden_layers: tuple[int, ...], old: Buffers | None) -> tuple[Buffers, list[Executor]]:
+        """Return buffers for a sequence of n_slots tokens, grown out of `old`, and the executors over them.
+
+        The second executor, if there is one, is for sequences with long RoPE factors.
+
+        Raises:
+            MemoryError: If there is not enough memory.
+        """
+        buffers, sizes = self.grow_buffers(n_slots, len(hidden_layers), old), self.get_buffer_sizes(n_slots, len(hidden_layers))
+        executors = self.architecture.make_executors(
+            self.config, self.weights, buffers, sizes, self._shared_buffers, hidden_layers
+        )
+        return buffers, executors
+
+    def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
+        """Return buffers for a sequence of n_slots tokens, grown out of `old`.
+
+        Buffers that belong to no sequence are shared by all caches of the model, and grow with the longest sequence.
+        """
+        buffers, self._shared_buffers = self.architecture.grow_buffers(
+            self.config, self.weights, self.get_buffer_sizes(n_slots, n_hidden_layers), old, self._shared_buffers
+        )
+        return buffers
+
+    def get_buffer_sizes(self, n_slots: int, n_hidden_layers: int) -> BufferSizes:
+        """Return the sizes of the buffers of a sequence of n_slots tokens with hidden states of n_hidden_layers layers."""
+        return BufferSizes(KV_FORMATS[self.kv], n_slots, self.max_threads, n_hidden_layers)
+
+    def get_buffer_specs(self, n_slots: int, n_hidden_layers: int) -> dict[str, BufferSpec]:
+        """Return the specs of all buffers, by name; see `get_buffer_sizes` for the arguments."""
+        return self.architecture.get_buffer_specs(self.config, self.weights, self.get_buffer_sizes(n_slots, n_hidden_layers))
+
+    def get_sequence_bytes(self, n_positions: int, is_additional: bool = False, n_hidden_layers: int = 0) -> int:
+        """Return the memory in bytes, without the weights, of a sequence of n_positions tokens with a tree at its end.
+
+        Args:
+            n_positions: Length of the sequence.
+            is_additional: Count only the memory that one more sequence adds, without shared buffers.
+            n_hidden_layers: Number of layers whose hidden states are kept.
+        """
+        n_slots = round_up(n_positions + MAX_BATCH_TOKENS, PANEL_ROWS)
+        specs = self.get_buffer_specs(n_slots, n_hidden_layers)
+        n_bytes = snapshot_bytes({name: spec.shape for name, spec in specs.items()}) - self.window_evictor.saved_bytes(n_slots)
+        return n_bytes + sum(spec.n_bytes for spec in specs.values() if spec.is_per_sequence or not is_additional)
+
+    def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
+        """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory."""
+        while max_positions > 1 and self.get_sequence_bytes(max_positions) > n_bytes:
+            max_positions -= max(1, max_positions // 64)
+        return max_positions
+
+    def with_capacity(self, n_positions: int) -> "Model":
+        """Return a model with the same weights and n_positions positions, and a lock of its own."""
+        model = Model(self.config, self.weights, self.max_threads, n_positions, self.kv)
+        model.n_threads = self._n_threads
+        return model
+
+
+def get_token_headroom(n_tokens: int, n_positions: int, longrope_threshold: int) -> int:
+    """Return how many tokens can follow a sequence of n_tokens tokens in one pass with logits of all of them.
+
+    The limit is n_positions. With LongRoPE, a sequence within longrope_threshold must not get longer than this in the pass.
+    """
+    return (longrope_threshold if n_tokens <= longrope_threshold else n_positions) - n_tokens
