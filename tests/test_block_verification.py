@@ -11,7 +11,8 @@ import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Step
 from specdec.runtime.memory import zeros
 from specdec.sampling import Sampler, Sampling, compute_block_acceptance, draw_residual
 from specdec.tokenizer import BOS, EOS

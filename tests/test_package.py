@@ -241,7 +241,7 @@ def dump():
         json.dump({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}, file)
 atexit.register(dump)
 """
-LIBRARY = ["-c", "import specdec; specdec.SpeculativeDecoder; specdec.Transformer"]
+LIBRARY = ["-c", "import specdec; specdec.SpeculativeDecoder; specdec.Model"]
 ENTRY_POINTS = {
     "script": (["specdec.py", "--help"], True),
     "script by its path": ([str(ROOT / "specdec.py"), "--help"], False),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 
 from specdec.bench.race import Race, RecordedRun, measure
-from specdec.engine.decode_loop import Prompt, Step
+from specdec.events import Prompt, Step
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.detokenizer import EventDetokenizer

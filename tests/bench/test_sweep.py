@@ -23,7 +23,7 @@ from specdec.bench.sweep import Setting, SettingResult, SweepCase, SweepRuns
 from specdec.cli import bootstrap
 from specdec.cli.option_fields import get_option_info
 from specdec.cli.sweep import SweepRequest
-from specdec.engine.decode_loop import Event, Prompt, Proposal, Step
+from specdec.events import Event, Prompt, Proposal, Step
 from specdec.ui import signals
 from specdec.ui import sweep_report as sweep_chart
 from tests.conftest import Pair

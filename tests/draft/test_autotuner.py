@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from specdec.draft import autotuner
-from specdec.draft.autotuner import Autotuner
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.model_bundle import NGRAM, DraftSource, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner
-from specdec.engine.decode_loop import GenerationRequest, Prompt, Step
+from specdec.engine.autotuner import Autotuner
+from specdec.engine.request import GenerationRequest
+from specdec.events import Prompt, Step
 from specdec.runtime.cpu_topology import CpuTopology
 from specdec.sampling import Sampling
 from specdec.text.shared_vocabulary import SharedVocabulary

@@ -11,10 +11,10 @@ from specdec.draft import cost_calibration
 from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
 from specdec.draft.cost_calibration import MAX_FILES, CalibrationFile, fingerprint_weights
 from specdec.draft.cost_curves import CostCurve, ExpertCosts
-from specdec.engine.decode_loop import Step
+from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.runtime.code_cache import write_cached
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import tiny_model
@@ -68,7 +68,7 @@ def test_other_weights_threads_and_drafts_use_other_files(folder, monkeypatch):
     assert CalibrationFile(make_models(2), "").read() is None
     assert CalibrationFile(make_models()[:1], "ngram").read() is None
     model = tiny_model(0)
-    more = [Transformer(model.config, model.weights, 2), tiny_model(1)]
+    more = [Model(model.config, model.weights, 2), tiny_model(1)]
     assert CalibrationFile(more, "").read() is None
     assert CalibrationFile(make_models(), "").read()
     monkeypatch.setattr(cost_calibration, "CPU_FEATURES", "another machine")

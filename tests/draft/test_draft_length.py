@@ -10,7 +10,7 @@ import pytest
 from specdec.draft.acceptance import MARGIN_ACCEPTANCE, N_BUCKETS, NGRAM_ACCEPTANCE, Acceptance, get_bucket
 from specdec.draft.cost_curves import CostCurve, ExpertCosts
 from specdec.draft.draft_length import MAX_ERROR_RATIO, MAX_GAMMA, MIN_COMPARISONS, CostModel, DraftLengthPolicy, FixedLength
-from specdec.engine.decode_loop import Statistics, Step
+from specdec.events import Statistics, Step
 from specdec.kernels import MAX_BATCH_TOKENS
 
 # Microseconds of a pass by number of tokens, and of a draft token: stories6M from L3, a large target, an expensive draft, an int8

@@ -12,7 +12,8 @@ from specdec import SpeculativeDecoder
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
-from specdec.engine.decode_loop import Statistics, Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Statistics, Step
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS

@@ -23,7 +23,8 @@ from specdec.draft.draft_length import (
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
 from specdec.draft.staged import StagedDrafter
-from specdec.engine.decode_loop import Statistics, Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Statistics, Step
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS, Draft

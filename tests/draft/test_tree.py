@@ -10,7 +10,8 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import MAX_GAMMA, FixedLength
 from specdec.draft.tree import CANDIDATE_ACCEPTANCE, N_NODES, TreeDrafter, build_tree
-from specdec.engine.decode_loop import Proposal, Statistics, Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Proposal, Statistics, Step
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import N_CANDIDATES, Sampler, Sampling, draw_gumbel_top_k
 from specdec.tokenizer import BOS, EOS

@@ -14,10 +14,10 @@ from specdec import SpeculativeDecoder
 from specdec.draft.model_bundle import DraftSource
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.vocab_map import VocabMappedModel, VocabMapper
-from specdec.engine.decode_loop import Proposal
+from specdec.events import Proposal
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
 from specdec.text.shared_vocabulary import SharedVocabulary
@@ -44,7 +44,7 @@ def make_reordered(seed=0, kept=105):
     model, tensors = tiny_model(seed), random_tensors(ModelConfig(40, 50, 2, 5, 1, 105, 128), seed)
     order = np.random.default_rng(seed).permutation(105)[:kept]
     config, tensors["tok_emb"] = replace(model.config, vocab_size=kept), tensors["tok_emb"][order]
-    other = Transformer(config, LLAMA.pack(config, tensors), 1)
+    other = Model(config, LLAMA.pack(config, tensors), 1)
     return model, VocabMappedModel(other, order.tolist(), 105), order
 
 

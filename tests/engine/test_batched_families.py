@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.engine.decode_loop import GenerationRequest
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.request import GenerationRequest
 from specdec.loaders import load_checkpoint
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.quant import INT8, PACKED_BF16
+from specdec.server.engine_thread import Scheduler
 from specdec.tokenizer import BOS, Tokenizer
 from tests.engine.test_scheduler import Output, assert_same, submit
 from tests.tools.checkpoint_files import write_tokenizer
@@ -46,13 +46,13 @@ def compare_batch(name, weight_format, draft, rng, tokenizer, n):
         config, checkpoint.tensors, WEIGHT_FORMATS[weight_format] if is_bf16 or weight_format == "int8" else None
     )
     kv = str(rng.choice(["f32", "f16"]))
-    plain = SpeculativeDecoder(Transformer(config, weights, 1, kv=kv), None, tokenizer)
+    plain = SpeculativeDecoder(Model(config, weights, 1, kv=kv), None, tokenizer)
     gamma = [3, "auto"][rng.integers(2)]
     if draft == "mtp":
         decoder = SpeculativeDecoder(FIXTURES / name, "mtp", tokenizer, gamma=gamma, kv=kv)
     else:
-        draft = Transformer(config, weights.convert(INT8), 2, kv=kv) if draft == "self" else draft
-        decoder = SpeculativeDecoder(Transformer(config, weights, 2, kv=kv), draft, tokenizer, gamma=gamma)
+        draft = Model(config, weights.convert(INT8), 2, kv=kv) if draft == "self" else draft
+        decoder = SpeculativeDecoder(Model(config, weights, 2, kv=kv), draft, tokenizer, gamma=gamma)
     scheduler, requests, outputs = Scheduler(decoder, 4, n, int(rng.choice([10**8, 10**5]))), random_requests(config, rng, n), []
     handles = []
     for request in requests:

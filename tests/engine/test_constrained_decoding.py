@@ -10,7 +10,8 @@ from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import Sequence, Statistics, Step, decode
+from specdec.engine.decode_loop import Sequence, decode
+from specdec.events import Statistics, Step
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference

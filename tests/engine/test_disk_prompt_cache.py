@@ -21,8 +21,8 @@ from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SU
 from specdec.layers.architecture import LazyTable
 from specdec.loaders import load_checkpoint
 from specdec.model import sliding_window_eviction
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import random_tokens
@@ -40,7 +40,7 @@ def load_weights(name, kind=None):
 
 
 def make_model(name, kv="f16", kind=None, n_threads=1):
-    return Transformer(*load_weights(name, kind), n_threads, kv=kv)
+    return Model(*load_weights(name, kind), n_threads, kv=kv)
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder
 from specdec.cli.generate import TextRequest
 from specdec.cli.model_loading import open_prompt_cache
-from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.disk_prompt_cache import BLOCK_TOKENS, PromptCache
-from specdec.engine.scheduler import Client, Scheduler
+from specdec.engine.request import GenerationRequest
+from specdec.engine.sequence import Client
 from specdec.loaders.model_loader import load_model
+from specdec.server.engine_thread import Scheduler
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
 from tests.engine.test_scheduler import Output, submit

@@ -9,15 +9,18 @@ import pytest
 
 from specdec import Proposal, Sampling, SpeculativeDecoder
 from specdec.draft.ngram import PredictionDrafter
-from specdec.engine.decode_loop import GenerationRequest, Prompt, Step
-from specdec.engine.kv_slots import SlotPool
-from specdec.engine.scheduler import Client, QueueFullError, Scheduler, ShutdownError, compute_logprobs
+from specdec.engine.prefix_cache import SlotPool
+from specdec.engine.request import GenerationRequest
+from specdec.engine.scheduler import compute_logprobs
+from specdec.engine.sequence import Client
+from specdec.events import Prompt, Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint, optional_dependencies
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.quant import INT8
+from specdec.server.engine_thread import QueueFullError, Scheduler, ShutdownError
 from specdec.tokenizer import BOS
 from specdec.verification import Draft
 from tests.tools.configs import replace_config
@@ -278,7 +281,7 @@ def test_an_error_fails_only_its_sequence(pair, make_scheduler):
     tensors = {name: np.array(tensor[:]) for name, tensor in tensors.items()}
     config, poison = load_checkpoint(pair.endless).config, 0  # a token that no output contains
     tensors["tok_emb"][poison] = 1e30
-    decoder = SpeculativeDecoder(Transformer(config, LLAMA.pack(config, tensors), 1), None, pair.tokenizer)
+    decoder = SpeculativeDecoder(Model(config, LLAMA.pack(config, tensors), 1), None, pair.tokenizer)
     scheduler, outputs = make_scheduler(decoder), [Output() for _ in range(4)]
     requests = [make_request(decoder, 60, prompt) for prompt in ("abc", "The ", "aab", "ba ")]
     requests[1] = replace(requests[1], prompt=[*requests[1].prompt, poison])
@@ -293,14 +296,14 @@ def test_an_error_fails_only_its_sequence(pair, make_scheduler):
 
 
 def test_a_failed_pass_fails_only_the_sequence_that_caused_it(endless, make_scheduler, monkeypatch):
-    grow = Transformer._reserve
+    grow = Model._reserve
 
     def reserve(model, n_slots):
         if n_slots > 290:
             raise MemoryError("out of memory")
         grow(model, n_slots)
 
-    monkeypatch.setattr(Transformer, "_reserve", reserve)
+    monkeypatch.setattr(Model, "_reserve", reserve)
     scheduler, outputs = make_scheduler(endless), [Output() for _ in range(3)]
     requests = [make_request(endless, n) for n in (250, 400, 270)]
     for request, output in zip(requests, outputs, strict=True):
@@ -507,7 +510,7 @@ def test_sequences_beyond_the_longrope_threshold_are_recomputed_in_a_batch(draft
     checkpoint = load_checkpoint(pair.target)
     config = replace_config(checkpoint.config, longrope_threshold=30, long_freq_factors=(3.0,) * 8)
     weights = LLAMA.pack(config, {name: np.array(tensor[:]) for name, tensor in checkpoint.tensors.items()})
-    target = Transformer(config, weights, 1)
+    target = Model(config, weights, 1)
     decoder = SpeculativeDecoder(target, pair.draft if draft == "draft" else draft, pair.tokenizer, n_threads=1)
     scheduler, rng = make_scheduler(decoder, 4), np.random.default_rng(3)
     prompts = [[BOS, *rng.integers(3, 300, int(n)).tolist()] for n in (3, 25, 29, 30, 31, 50, 70, 110)]

@@ -15,13 +15,15 @@ from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.cli import installed_models
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import HeadDrafter
-from specdec.engine.decode_loop import Statistics, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Statistics
 from specdec.families import gemma4_assistant
 from specdec.heads.shared_kv_head import SharedKVHead
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checks import check_compatibility
 from specdec.loaders.model_loader import Loader
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.quant import INT4, INT8, WeightFormat
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
@@ -39,12 +41,12 @@ N_POSITIONS = 500
 OF_FIVE = {"use_ordered_embeddings": True, "num_centroids": 5, "centroid_intermediate_top_k": 2}
 
 
-def make_target(n_threads: int = 1, kv: Any = "f32") -> Transformer:
+def make_target(n_threads: int = 1, kv: Any = "f32") -> Model:
     checkpoint = load_checkpoint(PLACE / "target")
-    return Transformer(checkpoint.config, Loader().pack(checkpoint, None), n_threads, N_POSITIONS, kv)
+    return Model(checkpoint.config, Loader().pack(checkpoint, None), n_threads, N_POSITIONS, kv)
 
 
-def make_assistant(target: Transformer, name: str, n_threads: int = 1, weight_format: WeightFormat | None = None) -> SharedKVHead:
+def make_assistant(target: Model, name: str, n_threads: int = 1, weight_format: WeightFormat | None = None) -> SharedKVHead:
     checkpoint = load_checkpoint(PLACE / name)
     weights = Loader().pack(checkpoint, weight_format)
     return SharedKVHead(checkpoint.config, weights, target, checkpoint.target_ids, n_threads, N_POSITIONS)
@@ -254,6 +256,6 @@ def test_a_clone_reads_the_kv_cache_of_its_own_target() -> None:
     expected = {n: chain_logits(assistant, TOKENS[:n]) for n in (12, 40)}
     clone = target.clone_for_sequence()
     other = assistant.with_target(clone)
-    Transformer.forward_batch([(target, TOKENS[:11], 0), (clone, TOKENS[:39], 1)])
+    Model.forward_batch([(target, TOKENS[:11], 0), (clone, TOKENS[:39], 1)])
     np.testing.assert_array_equal(chain_logits(other, TOKENS[:40]), expected[40])
     np.testing.assert_array_equal(chain_logits(assistant, TOKENS[:12]), expected[12])

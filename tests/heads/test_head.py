@@ -14,8 +14,9 @@ from specdec.heads.eagle3 import EAGLE3
 from specdec.heads.head import Head
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.packed_matrix import to_float32
@@ -41,7 +42,7 @@ def load_reference_head(name):
     """Return a target of the fixtures, its head, and speculators' results for it; see make_heads.py."""
     target_numbers = load_checkpoint(FIXTURES / name)
     weights = get_architecture(target_numbers.config).pack(target_numbers.config, target_numbers.tensors)
-    target = Transformer(target_numbers.config, weights, 1, kv="f32")
+    target = Model(target_numbers.config, weights, 1, kv="f32")
     with np.load(FIXTURES / "heads" / f"{name}.npz") as file:
         reference = dict(file)
     numbers = json.loads(str(reference["numbers"]))

@@ -15,7 +15,8 @@ from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.draft.cost_calibration import measure
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import HeadDrafter
-from specdec.engine.decode_loop import Statistics, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Statistics
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError
 from specdec.loaders.model_loader import load_model

@@ -8,12 +8,13 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import HeadDrafter
-from specdec.engine.decode_loop import Statistics, Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Statistics, Step
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.mtp import load_mtp_head
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.quant import BF16, INT8
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
@@ -41,7 +42,7 @@ def make_pair(name="qwen35", n_threads=1, weight_format=None):
     """Return a target of the fixtures and its head in a weight format."""
     source = load_checkpoint(FIXTURES / name)
     weights = get_architecture(source.config).pack(source.config, source.tensors)
-    target = Transformer(source.config, weights, n_threads, N_POSITIONS, kv="f32")
+    target = Model(source.config, weights, n_threads, N_POSITIONS, kv="f32")
     head_tensors = load_mtp_head(source)
     head = get_architecture(head_tensors.config).pack(head_tensors.config, head_tensors.tensors, weight_format)
     return target, Head(head_tensors.config, head, target, None, n_threads, N_POSITIONS, kv="f32")

@@ -9,8 +9,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
@@ -68,9 +68,9 @@ def test_logits_with_compact_kv_do_not_depend_on_batch_or_threads(name, weight_f
     if weight_format is BF16:
         tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in tensors.items()}
     weights = get_architecture(config).pack(config, tensors, None if weight_format is BF16 else weight_format)
-    expected = run_in_blocks(Transformer(config, weights, 1, kv=kv), tokens, 1)
+    expected = run_in_blocks(Model(config, weights, 1, kv=kv), tokens, 1)
     for n_threads in THREAD_COUNTS:
-        model = Transformer(config, weights, n_threads, kv=kv)
+        model = Model(config, weights, n_threads, kv=kv)
         for block in (2, 3, 8, 9, 64):
             np.testing.assert_array_equal(run_in_blocks(model, tokens, block), expected)
 
@@ -81,7 +81,7 @@ def test_only_keys_and_values_are_rounded(name, kv):
     """The oracle that rounds them is far nearer than the one that does not. Trees keep what chains keep."""
     config = FAMILIES[name]
     tensors, sequence = family_tensors(config), random_tokens(config, 40)
-    model = Transformer(config, get_architecture(config).pack(config, tensors), 1, kv=kv)
+    model = Model(config, get_architecture(config).pack(config, tensors), 1, kv=kv)
     got = run_in_blocks(model, sequence, 7)
     rounding = {"f16": np.float16, "q8": reference.round_to_q8}[kv]
     rounded, exact = (reference.forward(config, tensors, sequence, round_kv=kept) for kept in (rounding, np.float64))
@@ -100,8 +100,8 @@ def test_key_or_value_beyond_fp16_range_becomes_nan():
         tensors = random_tensors(config, 1)
         tensors[name] *= 1e6
         weights = get_architecture(config).pack(config, tensors)
-        assert np.isfinite(Transformer(config, weights, 1).forward([1, 2], 1)).all()
-        f16 = Transformer(config, weights, 1, kv="f16")
+        assert np.isfinite(Model(config, weights, 1).forward([1, 2], 1)).all()
+        f16 = Model(config, weights, 1, kv="f16")
         assert np.isnan(f16.forward([1, 2], 1)).all()
         with pytest.raises(ValueError, match=r"not finite: .* too large for f16 \(kv='f32' holds them\)$"):
             generate_tokens(f16, None, Sampling(0))
@@ -116,7 +116,7 @@ def test_q8_keeps_non_finite_values_and_zeros():
                 changed = tensors | {name: np.where(tensors[name] == tensors[name].flat[0], np.float32(factor), tensors[name])}
             if np.isfinite(factor):
                 changed = tensors | {name: tensors[name] * np.float32(factor)}
-            model = Transformer(config, get_architecture(config).pack(config, changed), 1, kv="q8")
+            model = Model(config, get_architecture(config).pack(config, changed), 1, kv="q8")
             assert np.isfinite(model.forward([1, 2], 1)).all() == is_finite
 
 
@@ -124,11 +124,11 @@ def test_auto_kv_follows_weights_and_f16_halves_the_cache():
     config = replace(CONFIGS["gqa"], seq_len=4096)
     f32, int8 = random_model(config), random_model(config, INT8)
     assert (f32.kv, int8.kv) == ("f32", "f16")
-    f16 = Transformer(config, f32.weights, 1, kv="f16")
+    f16 = Model(config, f32.weights, 1, kv="f16")
     cached = 2 * 4 * config.n_layers * config.n_kv_heads * (config.head_dim + 32) // 2 * 4096  # values fill panels of 32
     assert cached / 2 <= f32.get_sequence_bytes(4096) - f16.get_sequence_bytes(4096) < cached / 2 * 1.05
     assert f16._buffers.keys.nbytes * 2 == f32._buffers.keys.nbytes
-    q8 = Transformer(config, f32.weights, 1, kv="q8")
+    q8 = Model(config, f32.weights, 1, kv="q8")
     assert q8._buffers.keys.nbytes * 4 == f32._buffers.keys.nbytes
     scales = 2 * 4 * config.n_layers * config.n_kv_heads * 4096
     assert cached / 4 - scales < f16.get_sequence_bytes(4096) - q8.get_sequence_bytes(4096) < cached / 4
@@ -138,7 +138,7 @@ def test_pickled_and_grown_models_keep_kv_format():
     config = replace(CONFIGS["gqa"], seq_len=600)
     sequence = random_tokens(config, 600)
     for kv in ("f32", "f16", "q8"):
-        model = Transformer(config, random_model(config).weights, 1, kv=kv)
+        model = Model(config, random_model(config).weights, 1, kv=kv)
         again = pickle.loads(pickle.dumps(model))
         assert again.kv == kv
         grown = model.forward(sequence[:300]) is not None and model.forward(sequence).copy()
@@ -160,4 +160,4 @@ def test_drafts_use_kv_format_of_target(settings, expected_kv):
 @pytest.mark.parametrize("kv", ["fp16", "", None, 16, ["f16"]])
 def test_unknown_kv_format_is_rejected(kv):
     with pytest.raises(ValueError, match=r"^kv is .*; expected one of auto, f32, f16, q8$"):
-        Transformer(CONFIGS["gqa"], random_model(CONFIGS["gqa"]).weights, kv=kv)
+        Model(CONFIGS["gqa"], random_model(CONFIGS["gqa"]).weights, kv=kv)

@@ -18,8 +18,8 @@ from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.model_loader import load_model
 from specdec.loaders.mtp import load_mtp_head
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.model_config import Llama3RopeScaling
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
@@ -101,11 +101,11 @@ def test_a_converted_model_equals_its_folder_bit_by_bit(tmp_path: Path, name: st
         np.testing.assert_array_equal(array, wide, strict=True)
 
 
-def load_fp32_kv_model(path: Path) -> Transformer:
+def load_fp32_kv_model(path: Path) -> Model:
     """Load a model with an fp32 KV cache, as in transformers."""
     checkpoint = load_checkpoint(path)
     weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
-    return Transformer(checkpoint.config, weights, kv="f32")
+    return Model(checkpoint.config, weights, kv="f32")
 
 
 MODEL_NAMES = [

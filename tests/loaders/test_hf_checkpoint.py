@@ -15,8 +15,8 @@ from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.loaders.checkpoint import DerivedTensor
 from specdec.loaders.model_loader import load_model
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.model_config import DeltaNetConfig, ExpertsConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
 from specdec.quant.packed_matrix import to_float32
 from tests.tools import hf_folders
@@ -288,14 +288,14 @@ def test_configs_match_config_json(name: str) -> None:
 # Logits
 
 
-def make_model(name: str, **changes: Any) -> Transformer:
+def make_model(name: str, **changes: Any) -> Model:
     """Return a fixture's model with changes to its config, and an fp32 KV cache as in transformers."""
     checkpoint = load_checkpoint(FIXTURES / name)
     config = replace_config(checkpoint.config, **changes)
-    return Transformer(config, get_architecture(config).pack(config, checkpoint.tensors), kv="f32")
+    return Model(config, get_architecture(config).pack(config, checkpoint.tensors), kv="f32")
 
 
-def compute_error(model: Transformer, expected: hf_folders.Expected) -> float:
+def compute_error(model: Model, expected: hf_folders.Expected) -> float:
     """Return the largest difference of a logit from transformers', relative to the largest logit at its position."""
     difference = np.abs(model.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
     return float((difference / np.abs(expected.logits).max(1)).max())
@@ -364,7 +364,7 @@ def test_mxfp4_logits_equal_those_of_transformers() -> None:
         name: [tensor[0 : tensor.shape[0]] for tensor in tensors] if "experts_w" in name else tensors
         for name, tensors in checkpoint.tensors.items()
     }
-    model = Transformer(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, numbers), kv="f32")
+    model = Model(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, numbers), kv="f32")
     assert compute_error(model, expected) < 3e-5
     assert load_model(FIXTURES / MXFP4_FIXTURE).weights.format_names == "MXFP4 and bf16", "4 bits stay 4 bits"
 

@@ -7,8 +7,9 @@ import pytest
 
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.layers.rope import compute_positions_per_radian, fill_cos_sin
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import (
     ExpertsConfig,
     Llama3RopeScaling,
@@ -104,9 +105,9 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     return tensors | {name: tensors[name] + 1 for name in norms if not name.endswith("bias")}
 
 
-def make_model(config: ModelConfig, n_threads: int = 1, weight_format=FP32, n_positions: int | None = None) -> Transformer:
+def make_model(config: ModelConfig, n_threads: int = 1, weight_format=FP32, n_positions: int | None = None) -> Model:
     weights = get_architecture(config).pack(config, random_tensors(config), weight_format)
-    return Transformer(config, weights, n_threads, n_positions)
+    return Model(config, weights, n_threads, n_positions)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -176,7 +177,7 @@ def test_batch_gives_logits_of_single_passes(name: str) -> None:
     clones, sequences = [first, first.clone_for_sequence()], [random_tokens(config, n, n) for n in (70, 40)]
     for ends in ((30, 10), (33, 40), (70, 41)):
         jobs = [(clone, sequence[:end], 3) for clone, sequence, end in zip(clones, sequences, ends, strict=True)]
-        for logits, (_, tokens, n_logits) in zip(Transformer.forward_batch(jobs), jobs, strict=True):
+        for logits, (_, tokens, n_logits) in zip(Model.forward_batch(jobs), jobs, strict=True):
             np.testing.assert_array_equal(logits, alone.forward(tokens, n_logits))
 
 
@@ -194,7 +195,7 @@ def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
         tensors = sound | {tensor: sound[tensor].copy()}
         row = POISON if tensor in ("tok_emb", "pos_emb", "wcls") else 0
         tensors[tensor].reshape(-1, sound[tensor].shape[-1])[row, -1] = value
-        model = Transformer(config, get_architecture(config).pack(config, tensors), 1)
+        model = Model(config, get_architecture(config).pack(config, tensors), 1)
         with np.errstate(all="ignore"):
             lost = ~np.isfinite(reference.forward(config, tensors, sequence))
         assert lost.any() or "experts" in tensor or "router" in tensor, tensor
@@ -208,7 +209,7 @@ def test_non_finite_token_does_not_affect_later_sequences(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
     tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
-    model = Transformer(config, get_architecture(config).pack(config, tensors), 1)
+    model = Model(config, get_architecture(config).pack(config, tensors), 1)
     sequence = [token for token in random_tokens(config, 30) if token != POISON]
     expected = model.forward(sequence, len(sequence)).copy()
     assert np.isfinite(expected).all()
@@ -284,9 +285,9 @@ def test_weights_of_another_config_are_rejected(flag: str) -> None:
     other = replace_config(config, **{flag: False})
     weights = [get_architecture(c).pack(c, random_tensors(c)) for c in (config, other)]
     with pytest.raises(ValueError, match="of the weights is unknown to the config"):
-        Transformer(other, weights[0])
+        Model(other, weights[0])
     with pytest.raises(ValueError, match=r"(has the shape .*|is missing); the config needs the shape"):
-        Transformer(config, weights[1])
+        Model(config, weights[1])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from tests.tools.golden import WEIGHT_FORMATS, pack_weights
 from tests.tools.hf_folders import CONFIGS
 from tests.tools.random_models import THREAD_COUNTS, random_tokens
@@ -13,7 +13,7 @@ CASES = [(model, [*WEIGHT_FORMATS][i % len(WEIGHT_FORMATS)], ("f32", "f16")[i //
 CASES += [("gpt2", "fp32", "f32"), ("gpt2", "int8", "f16"), ("llama3", "packed bf16", "f16"), ("qwen3", "bf16", "f32")]
 
 
-def run_random_batches(first: Transformer, alone: Transformer, n_sequences: int, rng: np.random.Generator) -> int:
+def run_random_batches(first: Model, alone: Model, n_sequences: int, rng: np.random.Generator) -> int:
     """Run passes with proposals of any length, partly accepted, next to prefill chunks; return the number of passes."""
     n_positions = min(first.longrope_threshold or first.n_positions, 90)
     sequences = [random_tokens(first.config, int(rng.integers(2, n_positions)), i) for i in range(n_sequences)]
@@ -27,7 +27,7 @@ def run_random_batches(first: Transformer, alone: Transformer, n_sequences: int,
                 end = lengths[i] + n
                 jobs.append((i, sequences[i][:end], int(rng.choice([0, 1, n]))))
                 lengths[i], n_free = end - (int(rng.integers(0, n)) if left > n else 0), n_free - n
-        batched = Transformer.forward_batch([(clones[i], tokens, n_logits) for i, tokens, n_logits in jobs])
+        batched = Model.forward_batch([(clones[i], tokens, n_logits) for i, tokens, n_logits in jobs])
         n_passes += 1
         for (_, tokens, n_logits), logits in zip(jobs, batched, strict=True):
             alone.forward([], 0)
@@ -39,7 +39,7 @@ def run_random_batches(first: Transformer, alone: Transformer, n_sequences: int,
 def test_batch_of_eight_gives_logits_of_single_passes(model: str, weight_format: str, kv) -> None:
     config, weights = pack_weights(model, weight_format)
     for n_threads in THREAD_COUNTS:
-        first, alone = Transformer(config, weights, n_threads, kv=kv), Transformer(config, weights, 1, kv=kv)
+        first, alone = Model(config, weights, n_threads, kv=kv), Model(config, weights, 1, kv=kv)
         assert run_random_batches(first, alone, 8, np.random.default_rng(n_threads)) > 5
 
 
@@ -48,7 +48,7 @@ def test_batch_of_eight_gives_logits_of_single_passes(model: str, weight_format:
 def test_copy_kv_shares_a_common_prefix(model: str, weight_format: str, kv, n_sequences: int) -> None:
     """With any length, back and forth; both continue. A recurrent state is copied for the longest length that has one."""
     config, weights = pack_weights(model, weight_format)
-    first, alone = (Transformer(config, weights, 1, kv=kv, hidden_layers=layers) for layers in ((1,), ()))
+    first, alone = (Model(config, weights, 1, kv=kv, hidden_layers=layers) for layers in ((1,), ()))
     second, rng, n_copied = first.clone_for_sequence(), np.random.default_rng(3), 0
     for i in range(n_sequences):
         sequence = random_tokens(config, int(rng.integers(12, first.n_positions - 5)), i)
@@ -64,7 +64,7 @@ def test_copy_kv_shares_a_common_prefix(model: str, weight_format: str, kv, n_se
         for clone, tokens in ((second, other), (first, [*sequence, 7]), (second, [*other, 8])):
             alone.forward([], 0)
             np.testing.assert_array_equal(clone.forward(tokens, 2).view(np.int32), alone.forward(tokens, 2).view(np.int32))
-            own = Transformer(config, weights, 1, kv=kv, hidden_layers=(1,))
+            own = Model(config, weights, 1, kv=kv, hidden_layers=(1,))
             own.forward(tokens)
             np.testing.assert_array_equal(clone.get_hidden_states(tokens, 0), own.get_hidden_states(tokens, 0))
         first, second = second, first
@@ -73,9 +73,9 @@ def test_copy_kv_shares_a_common_prefix(model: str, weight_format: str, kv, n_se
 
 def test_copy_kv_requires_same_config_weights_and_kv() -> None:
     config, weights = pack_weights("llama3", "fp32")
-    model, again = Transformer(config, weights, 1, kv="f32"), pack_weights("llama3", "fp32")[1]
-    others = [Transformer(config, weights, 1, kv="f16"), Transformer(config, weights, 1, kv="f32", hidden_layers=(0,))]
-    for other in [*others, Transformer(config, again, 1, kv="f32")]:
+    model, again = Model(config, weights, 1, kv="f32"), pack_weights("llama3", "fp32")[1]
+    others = [Model(config, weights, 1, kv="f16"), Model(config, weights, 1, kv="f32", hidden_layers=(0,))]
+    for other in [*others, Model(config, again, 1, kv="f32")]:
         with pytest.raises(ValueError, match="only between models with the same config"):
             other.copy_kv(model, [1, 2])
     sequence = random_tokens(config, 30)

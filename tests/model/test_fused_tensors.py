@@ -8,8 +8,8 @@ import pytest
 
 from specdec.layers.architecture import FusedTensors, PackedTensor, PackedVector, fuse_tensors
 from specdec.loaders import load_checkpoint
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.quant import INT4
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
@@ -24,7 +24,7 @@ TYPES = [
 ROWS = {"q": 256, "k": 128, "v": 128}
 
 
-def make_model(path: Path, types: tuple[str, ...]) -> Transformer:
+def make_model(path: Path, types: tuple[str, ...]) -> Model:
     """Return a llama of two layers with queries, keys and values in these block types."""
     rng = np.random.default_rng(1)
     keys, tensors = block_model("llama", rng)
@@ -35,7 +35,7 @@ def make_model(path: Path, types: tuple[str, ...]) -> Transformer:
             tensors[f"blk.{i}.attn_{name}.weight"] = blocks
     path.write_bytes(gguf_bytes(keys, tensors))
     checkpoint = load_checkpoint(path)
-    return Transformer(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors), 3)
+    return Model(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors), 3)
 
 
 @pytest.mark.parametrize("types", TYPES, ids=" ".join)
@@ -81,7 +81,7 @@ def test_converted_weights_keep_shards(tmp_path: Path, monkeypatch: pytest.Monke
     model = make_model(tmp_path / "model.gguf", ("Q8_0", "Q8_0", "Q6_K"))
     copy = model.weights.convert(INT4)
     assert [(shard.first_panel, shard.n_total_panels) for shard in copy.get_shards("1.qkv")] == [(0, 16), (12, 16)]
-    assert Transformer(model.config, copy, 1).forward([1, 2, 3], 3).shape == (3, 40)
+    assert Model(model.config, copy, 1).forward([1, 2, 3], 3).shape == (3, 40)
 
 
 def test_fuse_tensors_follows_shapes_and_fused_names():

@@ -9,10 +9,12 @@ from specdec import SpeculativeDecoder
 from specdec.bench.sweep import make_settings
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import DeltaNetConfig, LayerConfig, ShortConvConfig
 from specdec.quant import FP32, INT8
 from specdec.sampling import Sampling
@@ -35,13 +37,13 @@ INVALID_CONFIGS = [
 
 
 def make_model(n_threads=1, weight_format=FP32):
-    return Transformer(CONFIG, get_architecture(CONFIG).pack(CONFIG, random_tensors(CONFIG), weight_format), n_threads)
+    return Model(CONFIG, get_architecture(CONFIG).pack(CONFIG, random_tensors(CONFIG), weight_format), n_threads)
 
 
 @pytest.mark.parametrize(("changes", "words"), INVALID_CONFIGS, ids=str)
 def test_invalid_layers_are_rejected(changes, words):
     with pytest.raises(ValueError, match=words):
-        Transformer(replace_config(CONFIG, **changes), make_model().weights)
+        Model(replace_config(CONFIG, **changes), make_model().weights)
 
 
 def test_rewind_within_a_pass_is_free_and_beyond_reruns():
@@ -129,7 +131,7 @@ def test_trees_are_rejected_and_other_families_can_draft():
 def test_decoder_rejects_trees_or_omits_them(tokenizer_path):
     """Also if only the draft has a recurrent state, and in a sweep."""
     config = replace_config(CONFIG, vocab_size=300, conv=((0, 1, 3), ShortConvConfig()))
-    target, other = (Transformer(config, get_architecture(config).pack(config, random_tensors(config)), 1) for _ in range(2))
+    target, other = (Model(config, get_architecture(config).pack(config, random_tensors(config)), 1) for _ in range(2))
     llama = random_model(replace(CONFIGS["odd"], vocab_size=300))
     for models, role in (((target, other), "target"), ((llama, target), "draft")):
         error = f'^trees are not supported by the {role}: its recurrent state holds one sequence; leave out tree "on"$'
@@ -153,6 +155,6 @@ def test_batched_sequences_have_own_convolution_inputs(n_threads):
             kept = sequences[i][: max(len(sequences[i]) - int(rng.integers(0, 12)), 1)]
             sequences[i] = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
             jobs.append((clones[i], sequences[i], int(rng.integers(1, 6))))
-        for (_, sequence, n_logits), logits in zip(jobs, Transformer.forward_batch(jobs), strict=True):
+        for (_, sequence, n_logits), logits in zip(jobs, Model.forward_batch(jobs), strict=True):
             fresh.forward([], 0)
             np.testing.assert_array_equal(logits, fresh.forward(sequence, n_logits))

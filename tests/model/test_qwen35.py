@@ -7,11 +7,13 @@ import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Step
 from specdec.layers.recurrent_ops import TIP
 from specdec.loaders import load_checkpoint
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.quant import INT8
 from specdec.runtime import op_program
 from specdec.sampling import Sampling
@@ -32,7 +34,7 @@ def load_weights(name, weight_format=None):
 
 
 def make_model(name="qwen35", n_threads=1, weight_format=None):
-    return Transformer(*load_weights(name, weight_format), n_threads, N_POSITIONS)
+    return Model(*load_weights(name, weight_format), n_threads, N_POSITIONS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,7 +122,7 @@ def test_batched_sequences_have_own_states_and_rewind_limits():
     clones, sequences = [first.clone_for_sequence(), first], [random_tokens(config, 160, seed) for seed in (1, 2)]
     for ends, n_logits in (((20, 30), (1, 1)), ((24, 34), (4, 3)), ((22, 38), (1, 5)), ((60, 42), (30, 1)), ((57, 70), (9, 20))):
         jobs = [(sequence[:end], n) for sequence, end, n in zip(sequences, ends, n_logits, strict=True)]
-        batched = Transformer.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
+        batched = Model.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
         for logits, model, job in zip(batched, alone, jobs, strict=True):
             np.testing.assert_array_equal(logits, model.forward(*job))
         for clone, end, n in zip(clones, ends, n_logits, strict=True):

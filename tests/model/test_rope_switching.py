@@ -9,9 +9,9 @@ import pytest
 
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.draft.model_bundle import ModelBundle
-from specdec.engine.decode_loop import Event, PrefillProgress
+from specdec.events import Event, PrefillProgress
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer, get_token_headroom
+from specdec.model.model import Model, get_token_headroom
 from specdec.quant import FP32, INT8
 from specdec.tokenizer import Tokenizer
 from specdec.ui.plain_views import PlainView
@@ -24,9 +24,9 @@ CONFIG = FAMILIES["phi 3"]
 N_SHORT = CONFIG.rope.longrope_threshold
 
 
-def make_model(weight_format: Any = FP32, **changes: Any) -> Transformer:
+def make_model(weight_format: Any = FP32, **changes: Any) -> Model:
     config = replace_config(CONFIG, **changes)
-    return Transformer(config, LLAMA.pack(config, random_tensors(config), weight_format), 1)
+    return Model(config, LLAMA.pack(config, random_tensors(config), weight_format), 1)
 
 
 class RopeSwitchCounter:
@@ -34,13 +34,13 @@ class RopeSwitchCounter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[int, int] = {}
-        switch = Transformer._switch_rope
+        switch = Model._switch_rope
 
-        def counted(model: Transformer, is_long: bool) -> None:
+        def counted(model: Model, is_long: bool) -> None:
             self.counts[id(model)] = self.counts.get(id(model), 0) + (is_long > model.has_long_rope)
             switch(model, is_long)
 
-        monkeypatch.setattr(Transformer, "_switch_rope", counted)
+        monkeypatch.setattr(Model, "_switch_rope", counted)
 
 
 def test_logits_do_not_depend_on_cached_tokens() -> None:
@@ -81,11 +81,11 @@ def test_batched_sequences_switch_rope_separately() -> None:
     for clone, sequence in zip(clones, sequences, strict=True):
         [*clone.prefill(sequence[:-1])]
         assert clone.count_uncached_tokens(sequence, 2) == 2
-    batched = Transformer.forward_batch([(clone, sequence, 2) for clone, sequence in zip(clones, sequences, strict=True)])
+    batched = Model.forward_batch([(clone, sequence, 2) for clone, sequence in zip(clones, sequences, strict=True)])
     np.testing.assert_array_equal(np.array(batched), np.array(alone))
     assert clones[1].count_uncached_tokens([*sequences[1], 5], 1) == N_SHORT + 1
     with pytest.raises(ValueError, match="gets longer than 20 tokens"):
-        Transformer.forward_batch([(clones[1], [*sequences[1], 5], 2), (clones[0], [*sequences[0], 5], 1)])
+        Model.forward_batch([(clones[1], [*sequences[1], 5], 2), (clones[0], [*sequences[0], 5], 1)])
 
 
 def test_prompt_is_prefilled_once_with_final_rope_factors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model import sliding_window_eviction
+from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
-from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages
 from tests.model.test_architectures import FAMILIES, random_tensors
@@ -27,13 +27,13 @@ SLACK, STEP = 128, 64
 pytestmark = pytest.mark.skipif(not CAN_RELEASE_PAGES, reason="the system cannot release pages")
 
 
-def make_model(name: str, n_threads: int = 1, kv: KVFormatName = "auto", **changes: Any) -> Transformer:
+def make_model(name: str, n_threads: int = 1, kv: KVFormatName = "auto", **changes: Any) -> Model:
     config = replace_config(FAMILIES[name], seq_len=3000, **changes)
-    return Transformer(config, get_architecture(config).pack(config, random_tensors(config)), n_threads, kv=kv)
+    return Model(config, get_architecture(config).pack(config, random_tensors(config)), n_threads, kv=kv)
 
 
-def make_fresh_copy(model: Transformer) -> Transformer:
-    return Transformer(model.config, model.weights, 1, kv=model.kv)
+def make_fresh_copy(model: Model) -> Model:
+    return Model(model.config, model.weights, 1, kv=model.kv)
 
 
 def overwrite(runs: np.ndarray, first: int, last: int) -> None:
@@ -143,7 +143,7 @@ def test_batched_sequences_evict_separately(eviction: None) -> None:
         expected = [plain_logits(name, sequence) for sequence in sequences]
         for at in range(20, 501, 20):
             jobs = [(clone, sequence[:at], 2) for clone, sequence in zip(clones, sequences, strict=True) if at <= len(sequence)]
-            for got, job in zip(Transformer.forward_batch(jobs), jobs, strict=True):
+            for got, job in zip(Model.forward_batch(jobs), jobs, strict=True):
                 np.testing.assert_array_equal(got, expected[clones.index(job[0])][at - 2 : at])
         assert clones[0].full_kv_start and clones[1].full_kv_start and not clones[2].full_kv_start
 
@@ -180,7 +180,7 @@ def test_memory_stays_low_after_growth_and_copies(no_slack: None) -> None:
     config = replace(FAMILIES["mistral"], seq_len=20000, head_dim=64)
     tokens, weights = random_tokens(config, 4100), get_architecture(config).pack(config, random_tensors(config))
     before, per_position = read_lazy_bytes(), 2 * 2 * 2 * 64 * 4
-    model = Transformer(config, weights, 1, 9000)
+    model = Model(config, weights, 1, 9000)
     model.forward(tokens[:300], 0)
     if read_lazy_bytes() == before:
         pytest.skip("the system has no large pages to ask for small ones")

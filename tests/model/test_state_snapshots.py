@@ -8,9 +8,9 @@ import pytest
 
 from specdec.loaders import load_checkpoint
 from specdec.model import state_snapshots
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
-from specdec.model.transformer import Transformer
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens
@@ -32,11 +32,11 @@ def model(request):
 
 
 def make_model(name, n_threads=1, weight_format=None):
-    return Transformer(*load_weights(name, weight_format), n_threads)
+    return Model(*load_weights(name, weight_format), n_threads)
 
 
 def make_fresh_copy(model):
-    return Transformer(model.config, model.weights, 1)
+    return Model(model.config, model.weights, 1)
 
 
 def read(model, tokens):
@@ -110,7 +110,7 @@ def test_batched_prompts_take_snapshots(model):
     one, two = random_tokens(model.config, 700), random_tokens(model.config, 690)[::-1]
     clones = [model.clone_for_sequence(), model.clone_for_sequence()]
     for n in range(20, 640, 20):
-        Transformer.forward_batch([(clones[0], one[:n], 0, 700), (clones[1], two[:n], 0, 690)])
+        Model.forward_batch([(clones[0], one[:n], 0, 700), (clones[1], two[:n], 0, 690)])
     for clone, tokens in zip(clones, (one, two), strict=True):
         other = [*tokens[:600], 9, 9, 9]
         assert clone.count_prefill_tokens(other) <= 95

@@ -10,8 +10,9 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers import architecture
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
@@ -55,7 +56,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return path[::-1]
 
 
-def compute_chain_logits(model: Transformer, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
+def compute_chain_logits(model: Model, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
     """Return the logits at the last token and at each node, each run as a chain."""
     paths = [[], *(path_to(node, parents) for node in range(len(nodes)))]
     return np.concatenate([model.forward(tokens + [nodes[node] for node in path]).copy() for path in paths])
@@ -65,9 +66,9 @@ def assert_same_bits(got: Float32, expected: Float32) -> None:
     np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
 
 
-def bf16_model(config: ModelConfig, n_threads: int = 1) -> Transformer:
+def bf16_model(config: ModelConfig, n_threads: int = 1) -> Model:
     tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in random_tensors(config).items()}
-    return Transformer(config, get_architecture(config).pack(config, tensors), n_threads)
+    return Model(config, get_architecture(config).pack(config, tensors), n_threads)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_tree_can_use_last_position(name: str) -> None:
     assert_same_bits(model.forward([*tokens, nodes[0], nodes[30]]), expected[31:32])
 
 
-def count_tokens(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of tokens of each pass from now on."""
     counts: list[int] = []
     executor = model._executor
@@ -277,7 +278,7 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
     tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
-    model, fresh = (Transformer(config, get_architecture(config).pack(config, tensors), 1) for _ in range(2))
+    model, fresh = (Model(config, get_architecture(config).pack(config, tensors), 1) for _ in range(2))
     parents = random_parents(30, 2)
     nodes = [token if token != POISON else 1 for token in random_tokens(config, 30, 5)]
     sick = {3, 8, 14}

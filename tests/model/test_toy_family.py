@@ -8,8 +8,9 @@ import pytest
 from specdec import kernels
 from specdec.layers.architecture import Architecture, BufferSpec, ForwardProgram, fuse_tensors
 from specdec.model import llama
+from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.model import Model
 from specdec.model.registry import ARCHITECTURES
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8
 from specdec.runtime.matmul_tile import PANEL_ROWS
@@ -109,7 +110,7 @@ def make_tensors(config):
 
 
 def make_model(n_threads=1, weight_format=FP32, layers=()):
-    return Transformer(CONFIG, TOY.pack(CONFIG, make_tensors(CONFIG), weight_format), n_threads, hidden_layers=layers)
+    return Model(CONFIG, TOY.pack(CONFIG, make_tensors(CONFIG), weight_format), n_threads, hidden_layers=layers)
 
 
 def oracle(config, tensors, tokens):
@@ -222,6 +223,6 @@ def test_batched_sequences_have_own_states():
     clones, sequences = [first.clone_for_sequence(), first], [random_tokens(CONFIG, 60, seed) for seed in (1, 2)]
     for ends in ((20, 30), (21, 34), (25, 33), (60, 41)):
         jobs = [(sequence[:end], 1) for sequence, end in zip(sequences, ends, strict=True)]
-        batched = Transformer.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
+        batched = Model.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
         for logits, model, job in zip(batched, alone, jobs, strict=True):
             np.testing.assert_array_equal(logits, model.forward(*job))

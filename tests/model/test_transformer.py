@@ -16,8 +16,9 @@ from specdec.layers import architecture
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model import transformer
+from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import INITIAL_CAPACITY, Transformer
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8
 from specdec.runtime.matmul_tile import PANEL_ROWS
@@ -52,9 +53,9 @@ def test_logits_of_real_model_do_not_depend_on_batch_or_threads():
         checkpoint = load_checkpoint(path)
         weights = LLAMA.pack(checkpoint.config, checkpoint.tensors)
         tokens = random_tokens(checkpoint.config, 130)
-        alone = run_in_blocks(Transformer(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
+        alone = run_in_blocks(Model(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
         for n_threads in THREAD_COUNTS:
-            transformer = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
+            transformer = Model(checkpoint.config, weights, n_threads, n_positions=130)
             for block in [*range(2, 18), 64]:
                 np.testing.assert_array_equal(run_in_blocks(transformer, tokens, block).view(np.int32), alone.view(np.int32))
 
@@ -91,13 +92,13 @@ def test_prefill_chunks_are_short_for_a_slow_model(monkeypatch):
     config = ModelConfig(64, 172, 2, 8, 4, 512, 600)
     tokens, clock, speed = random_tokens(config, 500), [0.0], [0.0]
     monkeypatch.setattr(transformer.time, "perf_counter", lambda: clock[0])
-    forward = Transformer.forward
+    forward = Model.forward
 
     def slow(model, tokens, n_logits=1, n_total=0):
         clock[0] += speed[0] * (len(tokens) - model.n_cached_tokens)
         return forward(model, tokens, n_logits, n_total)
 
-    monkeypatch.setattr(Transformer, "forward", slow)
+    monkeypatch.setattr(Model, "forward", slow)
     for speed[0], n in (
         (1e-6, MAX_BATCH_TOKENS),
         (0.25 / transformer.FIRST_PREFILL_CHUNK_TOKENS, transformer.FIRST_PREFILL_CHUNK_TOKENS),
@@ -176,14 +177,14 @@ def test_weights_of_another_shape_are_rejected():
         for other in CONFIGS:
             if other != name:
                 with pytest.raises(ValueError, match="shape"):
-                    Transformer(config, weights[other])
+                    Model(config, weights[other])
 
 
 @pytest.mark.parametrize("changes", [{"n_kv_heads": 3}, {"n_heads": 64, "n_kv_heads": 64, "head_dim": 0}, {"seq_len": 0}])
 def test_invalid_config_is_rejected(changes):
     config = replace(CONFIGS["gqa"], **changes)
     with pytest.raises(ValueError, match=next(iter(changes)) + "|head_dim"):
-        Transformer(config, LLAMA.pack(config, random_tensors(config, 0)))
+        Model(config, LLAMA.pack(config, random_tensors(config, 0)))
 
 
 def test_model_unpickles_on_machine_with_fewer_threads(monkeypatch):
@@ -344,7 +345,7 @@ POISONED = {
 POISON = 7  # token with values that overflow
 
 
-def poisoned_model(config: ModelConfig, int8: bool, where: str) -> Transformer:
+def poisoned_model(config: ModelConfig, int8: bool, where: str) -> Model:
     """Return a model with finite weights in which a pass over POISON, the only token with a value in column 1, overflows."""
     tensors = random_tensors(config, 0)
     tensors["tok_emb"][:, 1] = tensors["wo"][:, 1] = tensors["w2"][:, 1] = 0
@@ -353,7 +354,7 @@ def poisoned_model(config: ModelConfig, int8: bool, where: str) -> Transformer:
         tensors["rms_ffn"][:, 1] = tensors["w1"][:, :, 1] = tensors["w3"][:, :, 1] = 1e19
     if where == "keys":
         tensors["rms_att"][:, 1] = tensors["wq"][:, :, 1] = tensors["wk"][:, :, 1] = 1e19
-    return Transformer(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1)
+    return Model(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1)
 
 
 @pytest.mark.parametrize("where", ["norm", "hidden", "keys"])
@@ -380,9 +381,9 @@ def test_batch_gives_logits_of_single_passes(n_threads, weight_format, kv):
     """With any lengths, chunks, with and without logits, truncations, and growth."""
     config, rng = replace(CONFIGS["odd"], seq_len=2 * INITIAL_CAPACITY), np.random.default_rng(n_threads)
     weights = random_model(config, weight_format).weights
-    first = Transformer(config, weights, n_threads, kv=kv)
+    first = Model(config, weights, n_threads, kv=kv)
     clones = [first, *(first.clone_for_sequence() for _ in range(4))]
-    alone = [Transformer(config, weights, 1, kv=kv) for _ in clones]
+    alone = [Model(config, weights, 1, kv=kv) for _ in clones]
     sequences, at = [random_tokens(config, n, n) for n in (1, 40, 7, INITIAL_CAPACITY + 30, 90)], [0] * 5
     for _ in range(40):
         jobs, n_free = [], MAX_BATCH_TOKENS
@@ -390,7 +391,7 @@ def test_batch_gives_logits_of_single_passes(n_threads, weight_format, kv):
             if n := min(int(rng.integers(1, 25)), len(sequences[i]) - at[i], n_free):
                 at[i], n_free = at[i] + n, n_free - n
                 jobs.append((i, sequences[i][: at[i]], int(rng.integers(0, n + 1))))
-        batched = Transformer.forward_batch([(clones[i], tokens, n_logits) for i, tokens, n_logits in jobs])
+        batched = Model.forward_batch([(clones[i], tokens, n_logits) for i, tokens, n_logits in jobs])
         for (i, tokens, n_logits), logits in zip(jobs, batched, strict=True):
             np.testing.assert_array_equal(logits, alone[i].forward(tokens, n_logits))
             at[i] -= int(rng.integers(0, 4)) if at[i] > 10 else 0
@@ -404,18 +405,18 @@ def test_invalid_batches_are_rejected_and_lose_nothing():
     clone = model.clone_for_sequence()
     for sequences in ([(model, [1], 1), (other, [1], 1)], [(model, [1], 1), (model, [1, 2], 1)]):
         with pytest.raises(ValueError, match="different clones of one model"):
-            Transformer.forward_batch(sequences)
+            Model.forward_batch(sequences)
     model.forward(tokens[:30])
     with pytest.raises(ValueError, match="65 tokens of 2 sequences"):
-        Transformer.forward_batch([(model, tokens[:50], 1), (clone, tokens[:45], 1)])
+        Model.forward_batch([(model, tokens[:50], 1), (clone, tokens[:45], 1)])
     for wrong, error in (([config.vocab_size], "tokens hold"), ([1] * 97, "97 tokens do not fit")):
         with pytest.raises(ValueError, match=error):
-            Transformer.forward_batch([(model, tokens[:40], 1), (clone, wrong, 1)])
-    assert (model.n_cached_tokens, clone.n_cached_tokens, Transformer.forward_batch([])) == (30, 0, [])
+            Model.forward_batch([(model, tokens[:40], 1), (clone, wrong, 1)])
+    assert (model.n_cached_tokens, clone.n_cached_tokens, Model.forward_batch([])) == (30, 0, [])
     assert model.count_uncached_tokens(tokens[:40], 1) == 10
     with interrupt_after(model, "_executor.run_batch"):
-        Transformer.forward_batch([(model, tokens[:40], 1), (clone, tokens[:45], 1)])
+        Model.forward_batch([(model, tokens[:40], 1), (clone, tokens[:45], 1)])
     assert (model.n_cached_tokens, clone.n_cached_tokens) == (30, 0)
     expected = other.forward(tokens[:45]).copy()
-    np.testing.assert_array_equal(Transformer.forward_batch([(model, tokens[:40], 0), (clone, tokens[:45], 1)])[1], expected)
+    np.testing.assert_array_equal(Model.forward_batch([(model, tokens[:40], 0), (clone, tokens[:45], 1)])[1], expected)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(clone)).forward(tokens[:45]), expected)

@@ -14,8 +14,8 @@ from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
 from specdec.loaders.model_paths import DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.model.llama import LLAMA
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
@@ -24,11 +24,11 @@ from specdec.tokenizer import BOS, Tokenizer
 WORDS = "the a little dog cat bird found saw big red ball in garden was happy and said Mia Tom"
 
 
-def make_small_model(seed: int = 0, seq_len: int = 128) -> Transformer:
+def make_small_model(seed: int = 0, seq_len: int = 128) -> Model:
     config = ModelConfig(32, 48, 2, 4, 2, 300, seq_len)
     rng = np.random.default_rng(seed)
     tensors = {name: rng.standard_normal(shape, np.float32) * 0.3 for name, shape in LLAMA.shapes(config).items()}
-    return Transformer(config, LLAMA.pack(config, tensors), n_threads=1)
+    return Model(config, LLAMA.pack(config, tensors), n_threads=1)
 
 
 def story(rng: random.Random) -> str:
@@ -91,7 +91,7 @@ def test_draft_equal_to_target_is_always_accepted():
 def test_acceptance_equals_overlap_of_distributions():
     """Coupled noise agrees on a token with a probability of at least sum min(p, q) / (2 - sum min(p, q))."""
     target, draft = make_small_model(), make_small_model(seed=1, seq_len=32)
-    draft = Transformer(draft.config, draft.weights, 1, n_positions=128)
+    draft = Model(draft.config, draft.weights, 1, n_positions=128)
     prompts = [[BOS, 10 + i] for i in range(8)]
     samplings = [Sampling(1.0, 0, 1.0, seed) for seed in range(8)]
     rates = evaluate.measure_acceptance(target, draft, prompts, 100, samplings, {})

@@ -9,7 +9,7 @@ import pytest
 
 from specdec.layers import architecture
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.quant import (
     BF16,
     FP16,
@@ -157,9 +157,9 @@ def test_model_logits_equal_bf16_bit_for_bit(slot_per_block: None, name: str) ->
     tensors, tokens = half_tensors(config, "bf16"), random_tokens(config, 70)
     weights = LLAMA.pack(config, tensors, PACKED_BF16)
     assert {matrix.weight_format for matrix in weights.matrices.values()} == {PACKED_BF16}
-    expected = run_in_blocks(Transformer(config, LLAMA.pack(config, tensors), 1), tokens, 1)
+    expected = run_in_blocks(Model(config, LLAMA.pack(config, tensors), 1), tokens, 1)
     for n_threads in THREAD_COUNTS:
-        model = Transformer(config, weights, n_threads)
+        model = Model(config, weights, n_threads)
         for chunk in (1, 2, 5, 8, 64):
             assert_same_bits(run_in_blocks(model, tokens, chunk), expected)
     unpickled = pickle.loads(pickle.dumps(model))
@@ -185,8 +185,8 @@ def test_matrix_that_overflows_the_pool_stays_bf16_and_its_memory_is_reused(monk
     assert formats == dict.fromkeys(formats, PACKED_BF16) | {"0.wo": BF16, "1.wo": BF16}
     assert weights.format_names == "bf16 and bf16 in 12 bits"
     tokens = random_tokens(CONFIG, 20)
-    expected = run_in_blocks(Transformer(CONFIG, plain, 1), tokens, 8)
-    assert_same_bits(run_in_blocks(Transformer(CONFIG, weights, 1), tokens, 8), expected)
+    expected = run_in_blocks(Model(CONFIG, plain, 1), tokens, 8)
+    assert_same_bits(run_in_blocks(Model(CONFIG, weights, 1), tokens, 8), expected)
 
 
 def test_released_memory_is_zeroed_and_reused() -> None:

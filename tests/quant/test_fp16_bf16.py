@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP16, FP32, INT8, WeightFormat, choose_weight_format
 from specdec.quant.fp32 import get_float_activations
@@ -125,9 +125,9 @@ def test_model_logits_equal_those_of_widened_weights_bit_for_bit(name: str, form
     tensors, tokens = half_tensors(config, format_name), random_tokens(config, 70)
     packed = LLAMA.pack(config, tensors)
     assert packed.format_names == format_name
-    expected = run_in_blocks(Transformer(config, LLAMA.pack(config, widen_tensors(tensors)), 1), tokens, 1)
+    expected = run_in_blocks(Model(config, LLAMA.pack(config, widen_tensors(tensors)), 1), tokens, 1)
     for n_threads in THREAD_COUNTS:
-        model = Transformer(config, packed, n_threads, kv="f32")
+        model = Model(config, packed, n_threads, kv="f32")
         for chunk in (1, 2, 3, 7, 8, 9, 16, 64):
             assert_same_bits(run_in_blocks(model, tokens, chunk), expected)
 
@@ -149,7 +149,7 @@ def test_unpickled_half_precision_model_is_equal() -> None:
     config = CONFIGS["odd"]
     tokens = random_tokens(config, 20)
     for format_name in FORMATS:
-        model = Transformer(config, LLAMA.pack(config, half_tensors(config, format_name)), 1)
+        model = Model(config, LLAMA.pack(config, half_tensors(config, format_name)), 1)
         unpickled = pickle.loads(pickle.dumps(model))
         assert unpickled.weights.format_names == format_name
         assert_same_bits(run_in_blocks(unpickled, tokens, 7), run_in_blocks(model, tokens, 7))
@@ -166,8 +166,8 @@ def test_weights_keep_their_format_and_mixed_ones_become_fp32() -> None:
     packed = LLAMA.pack(config, tensors)
     assert packed.format_names == "bf16 and fp32"
     tokens = random_tokens(config, 20)
-    expected = Transformer(config, LLAMA.pack(config, widen_tensors(tensors)), 1, kv="f16")
-    assert_same_bits(run_in_blocks(Transformer(config, packed, 1), tokens, 8), run_in_blocks(expected, tokens, 8))
+    expected = Model(config, LLAMA.pack(config, widen_tensors(tensors)), 1, kv="f16")
+    assert_same_bits(run_in_blocks(Model(config, packed, 1), tokens, 8), run_in_blocks(expected, tokens, 8))
 
 
 def test_matrix_with_a_wrong_shape_is_rejected() -> None:

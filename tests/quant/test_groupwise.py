@@ -13,7 +13,7 @@ from specdec.draft.self_copy import parse_quantize
 from specdec.loaders.gguf_dequantize import dequantize
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.quant import FP32, INT4, INT8, choose_weight_format
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.groupwise import make_group_tile
@@ -260,12 +260,12 @@ def test_int4_logits_match_its_floats_and_do_not_depend_on_the_batch(name):
     config = CONFIGS[name]
     weights = LLAMA.pack(config, random_tensors(config, 0, 0.1), INT4)
     tokens = random_tokens(config, 40)
-    logits = run_in_blocks(Transformer(config, weights, 1), tokens, 1)
-    floats = run_in_blocks(Transformer(config, weights.convert(FP32), 1), tokens, 8)
+    logits = run_in_blocks(Model(config, weights, 1), tokens, 1)
+    floats = run_in_blocks(Model(config, weights.convert(FP32), 1), tokens, 8)
     assert np.abs(logits - floats).max() < 0.1 * np.abs(floats).max()
     for n_threads in THREAD_COUNTS:
         for chunk in (2, 9, 40):
-            got = run_in_blocks(Transformer(config, weights, n_threads), tokens, chunk)
+            got = run_in_blocks(Model(config, weights, n_threads), tokens, chunk)
             np.testing.assert_array_equal(got.view(np.int32), logits.view(np.int32))
 
 

@@ -17,7 +17,7 @@ from specdec.bench.pass_speed import MODEL_SHAPES
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import INT8, WeightFormat
 from specdec.quant.int8 import (
@@ -217,7 +217,7 @@ def test_version_2_model_matches_runq(tmp_path, config, group_size):
     checkpoint = load_checkpoint(write_int8_checkpoint(tmp_path / "model.bin", config, tensors, group_size))
     weights = LLAMA.pack(config, checkpoint.tensors)
     tokens = random_tokens(config, 30)
-    got = run_in_blocks(Transformer(config, weights, kv="f32"), tokens, 7)
+    got = run_in_blocks(Model(config, weights, kv="f32"), tokens, 7)
     expected = reference.forward(config, quantized_tensors(config, tensors, group_size), tokens)
     fp32 = reference.forward(config, tensors, tokens)
     # The error is float32 rounding, except where a value near a tie gets another code. That is rare, and smaller than int8's own
@@ -246,10 +246,10 @@ def test_int8_logit_bits_of_real_models_do_not_depend_on_batch_threads_or_instru
             LLAMA.pack(checkpoint.config, checkpoint.tensors, weight_format) for weight_format in (NATIVE_INT8, PORTABLE_INT8)
         )
         tokens = random_tokens(checkpoint.config, 130)
-        alone = run_in_blocks(Transformer(checkpoint.config, native, 1, n_positions=130), tokens, 1)
+        alone = run_in_blocks(Model(checkpoint.config, native, 1, n_positions=130), tokens, 1)
         for n_threads in THREAD_COUNTS:
             for weights in (native, portable):
-                model = Transformer(checkpoint.config, weights, n_threads, n_positions=130)
+                model = Model(checkpoint.config, weights, n_threads, n_positions=130)
                 for chunk in (2, 5, 8, 9, 17, 64):
                     np.testing.assert_array_equal(run_in_blocks(model, tokens, chunk).view(np.int32), alone.view(np.int32))
 
@@ -381,7 +381,7 @@ def test_loading_never_holds_the_whole_model_twice(tmp_path, version):
     assert peak < (1.25 * file_bytes + slack if version == 2 else 4 * n)
 
 
-def perplexity(model: Transformer, tokens: list[int]) -> float:
+def perplexity(model: Model, tokens: list[int]) -> float:
     logits = run_in_blocks(model, tokens, 64)[:-1].astype(np.float64)
     logits -= logits.max(1, keepdims=True)
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(tokens) - 1), tokens[1:]]

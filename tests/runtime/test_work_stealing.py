@@ -10,8 +10,8 @@ import pytest
 
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.quant import INT8
 from specdec.runtime import op_program as programs
 from specdec.runtime.op_program import CACHE_LINE_WORDS, N_OPS_WORD, TOKEN_BYTES_WORD, Executor, ForwardContext, Ints1, Kernel
@@ -123,9 +123,9 @@ def test_missing_threads_are_not_waited_for(name: str, monkeypatch: pytest.Monke
     tokens = load_expected(name).tokens
     checkpoint = load_checkpoint(FIXTURES / name)
     weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
-    alone = Transformer(checkpoint.config, weights, n_threads=1)
+    alone = Model(checkpoint.config, weights, n_threads=1)
     fake_three_threads(monkeypatch)
-    model = Transformer(checkpoint.config, weights, n_threads=3)
+    model = Model(checkpoint.config, weights, n_threads=3)
     for threads in ((0,), (2,), (1, 0, 2)):
         with monkeypatch.context() as context:
             context.setattr(programs, "run_on_threads", run_sequentially(threads))
@@ -141,7 +141,7 @@ def test_phases_do_not_depend_on_which_thread_ran_earlier_ones(name: str, int8: 
     tokens, checkpoint = load_expected(name).tokens, load_checkpoint(FIXTURES / name)
     weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, INT8 if int8 else None)
     fake_three_threads(monkeypatch)
-    alone, model = (Transformer(checkpoint.config, weights, n_threads) for n_threads in (1, 3))
+    alone, model = (Model(checkpoint.config, weights, n_threads) for n_threads in (1, 3))
     logits = [alone.forward(tokens[:n], 1).copy() for n in (1, 30, 37, 60)]
     monkeypatch.setattr(programs, "run_on_threads", scatter_phases(len(name)))
     for n, each in zip((1, 30, 37, 60), logits, strict=True):

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from specdec import Step
-from specdec.engine.scheduler import Client, QueueFullError, ShutdownError
+from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
+from specdec.server.engine_thread import QueueFullError, ShutdownError
 from specdec.server.openai_chat_requests import ServedModel
 from specdec.server.tool_parsers.formats import find_tool_format
 from specdec.server.tool_parsers.json_calls import MAX_JSON_DEPTH, parse_json

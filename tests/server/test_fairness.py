@@ -27,14 +27,15 @@ from starlette.requests import Request
 from specdec import Sampling, SpeculativeDecoder
 from specdec.cli import serve
 from specdec.engine import scheduler as scheduler_module
-from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.metrics import Metrics, format_prometheus
-from specdec.engine.scheduler import Client, QueueFullError
+from specdec.engine.request import GenerationRequest
+from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
 from specdec.server import body_limits, fair_grammar_builds
 from specdec.server import listener as listening
 from specdec.server.access_control import make_error_response
 from specdec.server.body_limits import BodyBuffer, read_body
+from specdec.server.engine_thread import QueueFullError
 from specdec.server.fair_grammar_builds import BuilderBusyError, ConstraintBuilder, FairSemaphore
 from specdec.server.field_validation import APIError
 from specdec.text import structured_output
@@ -365,13 +366,13 @@ def test_one_client_cannot_fill_the_queue_for_others(endless: Any, make_schedule
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the schedulers' clock: each token of a pass takes 1 ms."""
-    clock, forward = Clock(), scheduler_module.Transformer.forward_batch
+    clock, forward = Clock(), scheduler_module.Model.forward_batch
 
     def timed_forward(inputs: list[Any]) -> Any:
         clock.now += 0.001 * sum(model.count_uncached_tokens(tokens, n_logits) for model, tokens, n_logits, _ in inputs)
         return forward(inputs)
 
-    monkeypatch.setattr(scheduler_module.Transformer, "forward_batch", timed_forward)
+    monkeypatch.setattr(scheduler_module.Model, "forward_batch", timed_forward)
     monkeypatch.setattr(scheduler_module, "time", clock)
     monkeypatch.setattr(scheduler_module.CostModel, "pass_cost", lambda self, n: 0.001 * n)
     return clock

@@ -20,10 +20,10 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.cli import serve
 from specdec.cli.serve import ServeRequest
-from specdec.engine.scheduler import Scheduler
 from specdec.server import listener as listener_module
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
+from specdec.server.engine_thread import Scheduler
 from specdec.server.field_validation import APIError
 from specdec.server.generation_response import ServerState
 from specdec.server.listener import Listener, bind_socket

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
-from specdec.engine.scheduler import Scheduler, ShutdownError
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
+from specdec.server.engine_thread import Scheduler, ShutdownError
 from specdec.server.field_validation import APIError
 from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager

@@ -18,13 +18,16 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
-from specdec.engine.decode_loop import GenerationRequest, TokenLogprob
 from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
-from specdec.engine.scheduler import Client, EventCallback, QueueFullError, Scheduler, ShutdownError
+from specdec.engine.request import GenerationRequest
+from specdec.engine.scheduler import EventCallback
+from specdec.engine.sequence import Client
+from specdec.events import TokenLogprob
 from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
+from specdec.server.engine_thread import QueueFullError, Scheduler, ShutdownError
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
 from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager

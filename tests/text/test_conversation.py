@@ -24,7 +24,7 @@ from specdec.runtime.op_program import Executor
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.cli.prompt_sources import MAX_PROMPT_BYTES, read_first_message
-from specdec.engine.decode_loop import PrefillProgress
+from specdec.events import PrefillProgress
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession

@@ -16,7 +16,8 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import Sequence, Step, decode
+from specdec.engine.decode_loop import Sequence, decode
+from specdec.events import Step
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.sampling import Sampling

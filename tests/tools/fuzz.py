@@ -37,13 +37,14 @@ from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.staged import StagedDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import Proposal, Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Proposal, Step
 from specdec.families.gguf_common import INTERLEAVED_ROPE_TENSORS
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
+from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
@@ -295,7 +296,7 @@ def fuzz_weight_formats(rng):
     checkpoint = load_checkpoint(path)
     kind = rng.choice([None, INT8, INT4])
     weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, kind)
-    model = Transformer(checkpoint.config, weights, 1, kv="f32")  # half precision would hide errors of products
+    model = Model(checkpoint.config, weights, 1, kv="f32")  # half precision would hide errors of products
     tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
     expected = np.concatenate([model.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
     oracle = reference.forward(checkpoint.config, get_oracle_tensors(checkpoint, weights, kind), tokens)
@@ -406,7 +407,7 @@ def random_model(rng, config, int8=None, loud=False, n_positions=None):
                 part[:] = np.clip(part * np.float32(10 ** rng.uniform(-44, 38)), -3e38, 3e38)
     int8 = rng.random() < 0.5 if int8 is None else int8
     kv = rng.choice(get_args(KVFormatName))
-    return Transformer(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1, n_positions, kv)
+    return Model(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1, n_positions, kv)
 
 
 def clone_model(rng, model, n_positions=None):
@@ -415,7 +416,7 @@ def clone_model(rng, model, n_positions=None):
     if weights.format_names == INT8.name:
         kind = rng.choice([NATIVE_INT8, PORTABLE_INT8])
         weights = replace(weights, matrices={name: replace(m, weight_format=kind) for name, m in weights.matrices.items()})
-    other = Transformer(model.config, weights, max_threads, n_positions or model.n_positions, model.kv)
+    other = Model(model.config, weights, max_threads, n_positions or model.n_positions, model.kv)
     other.n_threads = rng.randint(1, max_threads)
     return other
 
@@ -777,7 +778,7 @@ CALLS = (
         (*FILES, "gamma", "verify", "tree", "n_threads", "quantize", "kv"),
         lambda d, args: SpeculativeDecoder(**({"target": FOLDER / "0.bin", "tokenizer": d.tokenizer} | args)).generate("ab", 2),
     ),
-    (("n_threads", "n_positions", "kv"), lambda d, args: Transformer(d.target.config, d.target.weights, **args).forward([1])),
+    (("n_threads", "n_positions", "kv"), lambda d, args: Model(d.target.config, d.target.weights, **args).forward([1])),
     (("tokens", "n_logits"), lambda d, args: d.target.forward(**({"tokens": [1, 2, 3]} | args))),
     (
         ("nodes", "parents", "n_logits"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from specdec.argument_checks import count_common_prefix
-from specdec.engine.decode_loop import Prompt, Step
+from specdec.events import Prompt, Step
 from specdec.runtime.op_program import Executor
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text import jinja_renderer

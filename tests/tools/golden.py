@@ -22,12 +22,14 @@ from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import Drafter, LengthPolicy, Step, decode
+from specdec.engine.decode_loop import decode
+from specdec.events import Step
 from specdec.layers.architecture import Weights
 from specdec.layers.rope import fill_cos_sin
 from specdec.loaders import load_checkpoint
+from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import KVFormatName, Transformer
+from specdec.protocols import Drafter, LengthPolicy
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, gguf_repacking
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
@@ -151,7 +153,7 @@ def pack_weights(model: str, weight_format: str) -> tuple[Any, Weights]:
     return config, get_architecture(config).pack(config, numbers, WEIGHT_FORMATS[weight_format])
 
 
-def generate_tokens(case: Case, target: Transformer, draft: Transformer | None) -> tuple[list[int], list[int]]:
+def generate_tokens(case: Case, target: Model, draft: Model | None) -> tuple[list[int], list[int]]:
     """Return the prompt and output of a case, and the number of accepted draft tokens of each step."""
     s = case.setting
     size, sampling = target.config.vocab_size, Sampling(s.temperature, s.top_k, s.top_p, SEED)
@@ -179,11 +181,11 @@ def hash_arrays(*arrays: Any) -> str:
 def compute_row(case: Case) -> dict[str, str]:
     """Return the row of a case."""
     config, weights = pack_weights(case.model, case.weight_format)
-    target, draft = Transformer(config, weights, 1, kv=case.kv), None
+    target, draft = Model(config, weights, 1, kv=case.kv), None
     if case.setting.draft == "self":
-        draft = Transformer(config, weights.convert(INT8), 1, kv=target.kv)
+        draft = Model(config, weights.convert(INT8), 1, kv=target.kv)
     elif case.setting.draft == PAIR[1]:
-        draft = Transformer(*pack_weights(PAIR[1], "int8"), 1, config.seq_len, target.kv)
+        draft = Model(*pack_weights(PAIR[1], "int8"), 1, config.seq_len, target.kv)
     tokens, accepted = generate_tokens(case, target, draft)
     logits = run_in_blocks(target, tokens[:-1], 7)
     s = case.setting
@@ -201,7 +203,7 @@ def compute_row(case: Case) -> dict[str, str]:
 
 def hash_tree(model: str, kv: KVFormatName = "f32") -> str:
     """Return the hash of the logits of a tree, and of a pass that continues the sequence on one of its paths."""
-    target = Transformer(*pack_weights(model, "fp32"), 1, kv=kv, hidden_layers=(1,))  # hidden_layers must not change logits
+    target = Model(*pack_weights(model, "fp32"), 1, kv=kv, hidden_layers=(1,))  # hidden_layers must not change logits
     parents = [-1, 0, 1, -1, 3, 3, 0, 6]
     logits = target.forward_tree([*PROMPT], [4, 5, 6, 7, 8, 9, 10, 11], parents).copy()
     target.commit_path([3, 5])

@@ -6,7 +6,7 @@ import numpy as np
 
 from specdec.heads.eagle3 import EAGLE3, shapes
 from specdec.heads.head import Head
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.quant import FP32, WeightFormat
 from specdec.runtime.simd import Int64
@@ -43,7 +43,7 @@ def random_head(
     return config, tensors, ids
 
 
-def make_head(target: Transformer, weight_format: WeightFormat = FP32, n_threads: int = 1, **fields: Any) -> Head:
+def make_head(target: Model, weight_format: WeightFormat = FP32, n_threads: int = 1, **fields: Any) -> Head:
     """Return a random head for a target."""
     config, tensors, ids = random_head(target.config, **fields)
     return Head(config, EAGLE3.pack(config, tensors, weight_format), target, ids, n_threads, target.n_positions)

@@ -12,10 +12,11 @@ import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import Sequence, Statistics, Step, decode
+from specdec.engine.decode_loop import Sequence, decode
+from specdec.events import Statistics, Step
 from specdec.model import transformer
 from specdec.model.llama import LLAMA
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8, WeightFormat
 from specdec.quant.packed_matrix import Matrix
@@ -46,13 +47,13 @@ def random_model(
     seed: int = 0,
     scale: float = 0.3,
     n_positions: int | None = None,
-) -> Transformer:
-    return Transformer(config, LLAMA.pack(config, random_tensors(config, seed, scale), weight_format), n_threads, n_positions)
+) -> Model:
+    return Model(config, LLAMA.pack(config, random_tensors(config, seed, scale), weight_format), n_threads, n_positions)
 
 
 def int8_model(
     config: ModelConfig, n_threads: int = 1, weight_format: WeightFormat = INT8, n_positions: int | None = None
-) -> Transformer:
+) -> Model:
     return random_model(config, weight_format, n_threads, scale=0.1, n_positions=n_positions)
 
 
@@ -61,7 +62,7 @@ def random_tokens(config: ModelConfig, n: int, seed: int = 1) -> list[int]:
     return tokens
 
 
-def run_in_blocks(model: Transformer, tokens: list[int], block: int) -> Float32:
+def run_in_blocks(model: Model, tokens: list[int], block: int) -> Float32:
     """Return all logits, run with `block` tokens per pass."""
     model.forward([], 0)
     ends = [min(i + block, len(tokens)) for i in range(0, len(tokens), block)]
@@ -94,7 +95,7 @@ END_MARKS = {BOS: "bos", EOS: "eos"}
 def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
     config = ModelConfig(40, 50, layers, 5, 1, vocab, seq_len)
     tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
-    return Transformer(config, LLAMA.pack(config, tensors), 1, n_positions)
+    return Model(config, LLAMA.pack(config, tensors), 1, n_positions)
 
 
 def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):

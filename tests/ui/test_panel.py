@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.text.detokenizer import EventDetokenizer, detokenize_events
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from specdec.ui.keyboard import KEY_ACTIONS, Keyboard

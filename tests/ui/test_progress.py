@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.engine.decode_loop import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
 from specdec.ui import progress

@@ -80,7 +80,7 @@ def test_repeated_signal_keeps_output_and_nohup_is_respected(pair: Pair) -> None
 def test_signal_with_json_gives_one_object(pair: Pair) -> None:
     code = """
 from specdec.cli.bootstrap import main
-from specdec.engine.decode_loop import Statistics
+from specdec.events import Statistics
 def telling(statistics, step, add=Statistics._add_step):
     add(statistics, step)
     print("a step", flush=True)

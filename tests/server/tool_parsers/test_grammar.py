@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.engine.scheduler import Scheduler
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
+from specdec.server.engine_thread import Scheduler
 from specdec.server.openai_chat_requests import ServedModel
 from specdec.server.tool_parsers.formats import TOOL_FORMATS, find_tool_format
 from specdec.server.tool_parsers.grammar import make_tool_grammar

@@ -15,9 +15,10 @@ from specdec.draft.draft_length import MAX_GAMMA, FixedLength
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import Prompt, Proposal, Sequence, Statistics, Step, decode, run_and_verify
+from specdec.engine.decode_loop import Sequence, decode, run_and_verify
+from specdec.events import Prompt, Proposal, Statistics, Step
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.model.transformer import Transformer
+from specdec.model.model import Model
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.sampling import Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
@@ -329,7 +330,7 @@ def test_a_window_of_128_keeps_nine_tenths_of_the_acceptance():
     models = SHARED / "models"
     decoder = SpeculativeDecoder(models / "stories3M.bin", models / "stories260K.bin")
     full, tokenizer = decoder.draft, decoder.tokenizer
-    window = Transformer(replace(full.config, seq_len=128), full.weights, n_positions=512)
+    window = Model(replace(full.config, seq_len=128), full.weights, n_positions=512)
     windowed = mean_acceptance_from(decoder.target, window, tokenizer, 128)
     assert windowed > 0.9 * mean_acceptance_from(decoder.target, full, tokenizer, 128)
 

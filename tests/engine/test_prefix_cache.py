@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.engine.decode_loop import GenerationRequest
-from specdec.engine.kv_slots import SlotPool
+from specdec.engine.prefix_cache import SlotPool
+from specdec.engine.request import GenerationRequest
 from specdec.loaders import load_checkpoint
+from specdec.model.model import Model
 from specdec.model.registry import get_architecture
-from specdec.model.transformer import Transformer
 from specdec.tokenizer import BOS
 from tests.engine.test_batched_families import make_tokenizer  # noqa: F401
 from tests.engine.test_scheduler import Output, assert_same, endless, make_scheduler, submit  # noqa: F401  (fixtures)
@@ -99,7 +99,7 @@ def test_no_sequence_waits_for_a_recurrent_state_that_cannot_be_copied(name, mak
     """The state is that of a long sequence, which is past the shared prefix."""
     checkpoint = load_checkpoint(FIXTURES / name)
     weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
-    model = Transformer(checkpoint.config, weights, 1, 40_000)
+    model = Model(checkpoint.config, weights, 1, 40_000)
     decoder = SpeculativeDecoder(model, None, make_tokenizer(CONFIGS[name].vocab_size))
     scheduler, long_output, output = make_scheduler(decoder), Output(), Output()
     submit(scheduler, GenerationRequest([*PREFIX, *random_tokens(20_000)], 2, Sampling(0.0)), long_output)
@@ -136,7 +136,7 @@ def test_the_prefix_donor_of_a_short_prompt_is_prefilled_first(endless, make_sch
 
 
 def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, make_scheduler, monkeypatch):
-    copy_kv, n_failed = Transformer._copy_kv, 0
+    copy_kv, n_failed = Model._copy_kv, 0
 
     def fail_five_times(model, other, n):
         nonlocal n_failed
@@ -145,7 +145,7 @@ def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, make_sche
             raise MemoryError("out of memory")
         copy_kv(model, other, n)
 
-    monkeypatch.setattr(Transformer, "_copy_kv", fail_five_times)
+    monkeypatch.setattr(Model, "_copy_kv", fail_five_times)
     scheduler, prefix = make_scheduler(endless, max_running=3), [BOS, *random_tokens(200)]
     requests = [GenerationRequest([*prefix[: 30 + 5 * i], *random_tokens(10)], 20, Sampling(1.0, seed=i)) for i in range(30)]
     outputs = [Output() for _ in requests]
