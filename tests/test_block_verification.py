@@ -18,7 +18,8 @@ from specdec.sampling import Sampler, Sampling, compute_block_acceptance, draw_r
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, BlockVerifier, Draft
 from tests.tools import reference
-from tests.tools.random_models import END_MARKS, make_started_policy, tiny_model, verify_proposal
+from tests.tools.decode import END_MARKS, verify_proposal
+from tests.tools.random_models import make_started_policy, tiny_model
 
 PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
 

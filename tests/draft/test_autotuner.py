@@ -16,7 +16,8 @@ from specdec.runtime.cpu_topology import CpuTopology
 from specdec.sampling import Sampling
 from specdec.text.shared_vocabulary import SharedVocabulary
 from specdec.tokenizer import BOS
-from tests.tools.random_models import END_MARKS, tiny_model
+from tests.tools.decode import END_MARKS
+from tests.tools.random_models import tiny_model
 
 OWN = SharedVocabulary(105, 105)
 TOKENIZER = SimpleNamespace(eos_tokens=END_MARKS, encode=lambda text: [BOS])

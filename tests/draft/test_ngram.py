@@ -19,7 +19,8 @@ from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS
 from tests.test_block_verification import Table
 from tests.tools import reference
-from tests.tools.random_models import END_MARKS, generate_tokens, make_started_policy, tiny_model
+from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.random_models import make_started_policy, tiny_model
 
 
 def find_longest_suffix(tokens):

@@ -28,7 +28,8 @@ from specdec.events import Statistics, Step
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS, Draft
-from tests.tools.random_models import END_MARKS, generate_tokens, make_started_policy, tiny_model
+from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.random_models import make_started_policy, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 LARGE = {1: 1.0, 8: 1.05, 16: 1.5, 64: 3.0}  # a pass over eight tokens takes little longer than one over one token

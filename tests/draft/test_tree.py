@@ -18,7 +18,8 @@ from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.test_block_verification import Table, row
 from tests.tools import reference
-from tests.tools.random_models import END_MARKS, generate_tokens, tiny_model, verify_proposal
+from tests.tools.decode import END_MARKS, generate_tokens, verify_proposal
+from tests.tools.random_models import tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 

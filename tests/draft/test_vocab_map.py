@@ -28,7 +28,8 @@ from tests.test_block_verification import Table, generate_with_seeds
 from tests.test_end_to_end import make_folder
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.random_models import END_MARKS, generate_tokens, tiny_model
+from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.random_models import tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 

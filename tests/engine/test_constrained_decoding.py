@@ -16,7 +16,8 @@ from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.random_models import END_MARKS, tiny_model
+from tests.tools.decode import END_MARKS
+from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import (
     EMPTY_STRING,
     LanguageConstraint,

@@ -30,8 +30,9 @@ from specdec.runtime import op_program
 from specdec.sampling import Sampler
 from specdec.verification import VERIFIERS
 from tests.tools.checkpoint_files import write_tokenizer
+from tests.tools.decode import END_MARKS, generate_tokens
 from tests.tools.hf_folders import FIXTURES, edit_tensors, read_all_tensors
-from tests.tools.random_models import END_MARKS, THREAD_COUNTS, fake_three_threads, generate_tokens, scatter_phases
+from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, scatter_phases
 
 PLACE = FIXTURES / "heads" / "assistants"
 NAMES = ("plain", "ordered")

@@ -28,9 +28,10 @@ from specdec.verification import VERIFIERS
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.tools import reference
+from tests.tools.decode import END_MARKS, generate_tokens
 from tests.tools.head_files import DIALECTS, write_folder, write_gguf
 from tests.tools.random_heads import make_head, random_head
-from tests.tools.random_models import END_MARKS, generate_tokens, make_started_policy, tiny_model
+from tests.tools.random_models import make_started_policy, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 

@@ -22,16 +22,10 @@ from specdec.sampling import Sampler, Sampling
 from specdec.verification import VERIFIERS
 from tests.tools import random_models
 from tests.tools.checkpoint_files import write_tokenizer
+from tests.tools.decode import generate_tokens
 from tests.tools.gguf_files import gguf_bytes, make_model_with_head
 from tests.tools.hf_folders import FIXTURES, copy_fixture, edit_tensors, read_all_tensors
-from tests.tools.random_models import (
-    THREAD_COUNTS,
-    fake_three_threads,
-    generate_tokens,
-    interrupt_after,
-    random_tokens,
-    scatter_phases,
-)
+from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, interrupt_after, random_tokens, scatter_phases
 
 NAMES = ("qwen35", "qwen35_images", "qwen35_moe", "qwen3_next")
 N_POSITIONS = 300

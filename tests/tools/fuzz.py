@@ -61,9 +61,9 @@ from tests.tools import checkpoint_files as made
 from tests.tools import gguf_files as made_gguf
 from tests.tools import hf_folders as huggingface
 from tests.tools import reference
+from tests.tools.decode import END_MARKS
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.fuzz_heads import fuzz_head
-from tests.tools.random_models import END_MARKS
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
 MAX_SHOWN_FAILURES = 5  # per campaign

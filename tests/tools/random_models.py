@@ -11,23 +11,15 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import Sequence, decode
-from specdec.events import Statistics, Step
-from specdec.model import transformer
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8, WeightFormat
 from specdec.quant.packed_matrix import Matrix
-from specdec.runtime import op_program, parallel_region
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import N_OPS_WORD, OP_WORDS, Executor
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import Float32
-from specdec.sampling import Sampler
-from specdec.tokenizer import BOS, EOS
-from specdec.verification import VERIFIERS
 from tests.tools.checkpoint_files import random_tensors
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len: GQA, odd sizes, head_dim 8 and 12, more than one panel of positions
@@ -89,33 +81,10 @@ def make_started_policy(n: int) -> FixedLength:
     return policy
 
 
-END_MARKS = {BOS: "bos", EOS: "eos"}
-
-
 def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
     config = ModelConfig(40, 50, layers, 5, 1, vocab, seq_len)
     tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
     return Model(config, LLAMA.pack(config, tensors), 1, n_positions)
-
-
-def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
-    """Return the generated tokens and the statistics."""
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    drafter = (
-        ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.get_draft_stream, END_MARKS) if draft else None
-    )
-    statistics, tokens = Statistics(len(prompt)), []
-    for event in decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), END_MARKS):
-        statistics.add(event)
-        tokens += event.tokens if isinstance(event, Step) else []
-    return tokens, statistics
-
-
-def verify_proposal(logits, draft, verifier, position, end_marks):
-    """Return the step of a sequence with `position` tokens after this draft was proposed."""
-    sequence = Sequence([0] * position, 99, 99, None, verifier, FixedLength(1), end_marks)
-    sequence.draft = draft
-    return sequence.verify(logits)
 
 
 @contextmanager
@@ -164,5 +133,5 @@ def scatter_phases(seed: int) -> Callable[..., None]:
 
 def fake_three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the machine has three threads; `run_sequentially` and `scatter_phases` run one at a time."""
-    for module in (transformer, op_program, parallel_region):
-        monkeypatch.setattr(module, "get_available_threads", lambda: 3)
+    for module in ("model.model", "runtime.op_program", "runtime.parallel_region"):
+        monkeypatch.setattr(f"specdec.{module}.get_available_threads", lambda: 3)
