@@ -19,7 +19,8 @@ from tests.model.test_architectures import FAMILIES
 from tests.model.test_architectures import random_tensors as family_tensors
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.random_models import CONFIGS, THREAD_COUNTS, generate_tokens, random_model, random_tokens, run_in_blocks
+from tests.tools.decode import generate_tokens
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
 
 @numba.njit

@@ -25,8 +25,9 @@ from specdec.sampling import Sampler, Sampling
 from specdec.verification import CoupledVerifier
 from tests.tools import reference
 from tests.tools.configs import make_config, replace_config
+from tests.tools.decode import END_MARKS, generate_tokens
 from tests.tools.hf_folders import make_gemma4_fields, override_full_layers
-from tests.tools.random_models import END_MARKS, THREAD_COUNTS, generate_tokens, make_started_policy, random_tokens, run_in_blocks
+from tests.tools.random_models import THREAD_COUNTS, make_started_policy, random_tokens, run_in_blocks
 
 LLAMA_3 = Llama3RopeScaling(8.0, 1.0, 4.0, 40)  # so few positions that all three kinds of pairs occur
 LONGROPE = {

@@ -19,8 +19,9 @@ from specdec.runtime import op_program
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools import random_models
+from tests.tools.decode import generate_tokens
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.random_models import THREAD_COUNTS, generate_tokens, random_tokens, run_in_blocks
+from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
 NAMES = ("qwen35", "qwen35_odd", "qwen35_images")
 N_POSITIONS = 700

@@ -18,7 +18,8 @@ from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext
 from specdec.runtime.work_stealing import get_chunk_range
 from specdec.sampling import Sampling
 from tests.tools import reference
-from tests.tools.random_models import THREAD_COUNTS, generate_tokens, interrupt_after, random_model, random_tokens, run_in_blocks
+from tests.tools.decode import generate_tokens
+from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_model, random_tokens, run_in_blocks
 
 CONFIG = ModelConfig(40, 50, 3, 5, 1, 105, 700, architecture="toy")
 N_STATES = 7
