@@ -1,7 +1,7 @@
 """The decoding loop of one sequence, without a scheduler, and helpers over it."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec.draft.draft_length import FixedLength
@@ -9,7 +9,8 @@ from specdec.draft.model_drafters import ModelDrafter
 from specdec.events import Event, Prompt, Statistics, Step
 from specdec.model.model import Model
 from specdec.protocols import Constraint, Drafter, LengthPolicy
-from specdec.sampling import Sampler
+from specdec.runtime.simd import Float32
+from specdec.sampling import Sampler, Sampling
 from specdec.speculative import DecodingState
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, Verifier
@@ -24,7 +25,7 @@ def decode(
     prompt: list[int],
     max_tokens: int,
     policy: LengthPolicy,
-    eos_tokens: Mapping[int, str],
+    eos_tokens: Mapping[int, str] = END_MARKS,
     constraint: Constraint | None = None,
 ) -> Iterator[Event]:
     """Prefill a prompt, decode it to its end and yield the events; `cache` is a KVCache of the target or like one."""
@@ -32,22 +33,39 @@ def decode(
     state = DecodingState(
         [*prompt], max_tokens, model.n_positions, drafter, verifier, policy, eos_tokens, constraint, model.longrope_threshold
     )
-    begin = time.perf_counter()
     cache.forward(prompt[:-1], 0)
     if drafter:
         drafter.prepare(prompt)
-    yield Prompt(prompt, time.perf_counter() - begin)
+    yield Prompt(prompt, 0.0)
     while not state.is_finished:
-        draft = state.propose()
-        if draft.tokens:
+        if state.propose().tokens:
             yield state.proposal
         begin = time.perf_counter()
-        if draft.parents is None:
-            logits = cache.forward(state.tokens + draft.tokens, len(draft.tokens) + 1)
-        else:
-            logits = cache.forward_tree(state.tokens, draft.tokens, draft.parents)
-        verified = state.verify(logits)
-        yield state.commit(verified, time.perf_counter() - begin, model.experts_read)
+        verified = state.verify(run_target(cache, state))
+        yield state.commit(verified, time.perf_counter() - begin)
+
+
+def run_target(cache: Any, state: DecodingState) -> Float32:
+    """Return the target's logits at the last token and the draft of a sequence that has proposed."""
+    draft = state.draft
+    if draft.parents is None:
+        return cache.forward(state.tokens + draft.tokens, len(draft.tokens) + 1)
+    return cache.forward_tree(state.tokens, draft.tokens, draft.parents)
+
+
+def get_steps(events: Iterable[Event]) -> list[Step]:
+    return [event for event in events if isinstance(event, Step)]
+
+
+def get_tokens(events: Iterable[Event]) -> list[int]:
+    """Return all generated tokens."""
+    return [token for step in get_steps(events) for token in step.tokens]
+
+
+def make_model_drafter(draft: Any, verifier: Verifier | type[Verifier], sampling: Sampling) -> ModelDrafter:
+    """Return a drafter with a draft model, or with a cache of one."""
+    cache = get_cache(draft)
+    return ModelDrafter(cache, Sampler(cache.model.vocab_size, sampling), verifier.get_draft_stream, END_MARKS)
 
 
 def get_cache(model: Any) -> Any:
@@ -57,16 +75,13 @@ def get_cache(model: Any) -> Any:
 
 def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
     """Return the tokens that models, or caches of them, generate, and the statistics."""
-    target, drafter = get_cache(target), None
+    target = get_cache(target)
     verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
-    if draft:
-        draft = get_cache(draft)
-        drafter = ModelDrafter(draft, Sampler(draft.model.vocab_size, sampling), verifier.get_draft_stream, END_MARKS)
-    statistics, tokens = Statistics(len(prompt)), []
-    for event in decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), END_MARKS):
+    drafter = make_model_drafter(draft, verifier, sampling) if draft else None
+    statistics, events = Statistics(), [*decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma))]
+    for event in events:
         statistics.add(event)
-        tokens += event.tokens if isinstance(event, Step) else []
-    return tokens, statistics
+    return get_tokens(events), statistics
 
 
 def verify_proposal(logits, draft, verifier, position, end_marks):
