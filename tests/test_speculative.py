@@ -1,6 +1,5 @@
 """The decoding loop: output and distribution are the target's own, and KV caches hold the expected tokens."""
 
-import contextlib
 import itertools
 import signal
 import time
@@ -15,25 +14,23 @@ from specdec.draft.draft_length import MAX_GAMMA, FixedLength
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import Sequence, decode, run_and_verify
+from specdec.engine.scheduler import Scheduler
 from specdec.events import Prompt, Proposal, Statistics, Step
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.sampling import Sampler, Sampling
+from specdec.speculative import DecodingState
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import SHARED, random_tensors
-from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.decode import END_MARKS, decode, generate_tokens, get_steps, get_tokens, make_model_drafter, run_target
 from tests.tools.random_models import tiny_model
 
 real = pytest.mark.skipif(not SHARED.exists(), reason="needs the real pair in ../shared")
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
-
-
-def get_steps(events):
-    return [event for event in events if isinstance(event, Step)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -45,12 +42,12 @@ def test_coupled_output_equals_plain_output_for_every_gamma(sampling, seeds):
         assert generate_tokens(target, draft, sampling, gamma)[0] == plain
 
 
-def test_all_tokens_of_a_draft_that_is_the_target_are_accepted():
+def test_all_get_tokens_a_draft_that_is_the_target_are_accepted():
     for sampling in SAMPLINGS:
         target, twin = tiny_model(0), tiny_model(0)
         plain, _ = generate_tokens(target, None, sampling)
-        drafter = ModelDrafter(twin, Sampler(twin.config.vocab_size, sampling), CoupledVerifier.get_draft_stream, END_MARKS)
-        steps = get_steps(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, FixedLength(4), END_MARKS))
+        drafter, verifier = make_model_drafter(twin, CoupledVerifier, sampling), CoupledVerifier(105, sampling)
+        steps = get_steps(decode(target.new_cache(), drafter, verifier, [BOS, 7, 9], 60, FixedLength(4)))
         assert [token for step in steps for token in step.tokens] == plain
         # nothing is verified after an end-of-sequence token
         assert all(step.n_accepted == len(step.draft_tokens) for step in steps if step.stop_reason not in ("bos", "eos"))
@@ -71,13 +68,12 @@ class HostileDrafter:
 
 
 class ScriptedTarget:
-    """A target that generates a given sequence with certainty, without a model."""
+    """A KV cache of a target that generates a given sequence with certainty, without a model."""
 
-    lock, n_passes, longrope_threshold = contextlib.nullcontext(), 0, 0
-    experts_read = 0.0, 0
+    longrope_threshold = 0
 
     def __init__(self, script, vocab_size=20, n_positions=100):
-        self.text, self.vocab_size, self.n_positions, self.passes = script, vocab_size, n_positions, []
+        self.text, self.vocab_size, self.n_positions, self.passes, self.model = script, vocab_size, n_positions, [], self
 
     def forward(self, tokens, n_logits=1):
         self.passes.append((list(tokens), n_logits))
@@ -102,7 +98,7 @@ def test_the_loop_accepts_corrects_and_ends_as_computed_by_hand():
     script = [BOS, 5, 6, 7, 8, 9, 10, 11, 12, EOS, 13, 14, 15]
     target, drafter = ScriptedTarget(script), ScriptedDrafter([6, 7, 4], [9, 10], [3, 3], [EOS, 5])
     verifier = CoupledVerifier(20, Sampling(0.0))
-    events = list(decode(target, drafter, verifier, [BOS, 5], 50, FixedLength(3), END_MARKS))
+    events = list(decode(target, drafter, verifier, [BOS, 5], 50, FixedLength(3)))
     assert events[0].tokens == [BOS, 5]
     assert [event.tokens for event in events[1::2]] == [[6, 7, 4], [9, 10], [3, 3], [EOS, 5]]
     steps = [(step.tokens, step.n_accepted, step.stop_reason) for step in events[2::2]]
@@ -117,7 +113,7 @@ def test_the_loop_accepts_corrects_and_ends_as_computed_by_hand():
 def test_the_loop_stops_at_its_limits(max_tokens, n_positions, reason):
     target = ScriptedTarget([BOS, *range(4, 19)], n_positions=n_positions)
     statistics, tokens = Statistics(2), []
-    for event in decode(target, None, CoupledVerifier(20, Sampling(0.0)), [BOS, 4], max_tokens, FixedLength(3), END_MARKS):
+    for event in decode(target, None, CoupledVerifier(20, Sampling(0.0)), [BOS, 4], max_tokens, FixedLength(3)):
         statistics.add(event)
         tokens += event.tokens if isinstance(event, Step) else []
     assert tokens == list(range(5, 5 + min(max_tokens, n_positions - 1)))
@@ -131,7 +127,7 @@ def test_a_drafter_that_is_always_wrong_changes_no_output():
         plain, _ = generate_tokens(target, None, sampling)
         bad_token = next(token for token in range(3, 105) if token not in plain)
         verifier = CoupledVerifier(105, sampling)
-        steps = get_steps(decode(target, HostileDrafter(bad_token), verifier, [BOS, 7, 9], 60, FixedLength(8), END_MARKS))
+        steps = get_steps(decode(target.new_cache(), HostileDrafter(bad_token), verifier, [BOS, 7, 9], 60, FixedLength(8)))
         assert [token for step in steps for token in step.tokens] == plain
         assert sum(step.n_accepted for step in steps) == 0 < sum(len(step.draft_tokens) for step in steps)
 
@@ -160,19 +156,19 @@ def test_stories260k_generates_its_golden_story():
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_kv_caches_hold_all_tokens_but_the_last_after_each_step(verify, sampling):
-    target, draft, fresh = tiny_model(0, layers=3), tiny_model(1), tiny_model(0, layers=3)
-    verifier = VERIFIERS[verify](105, sampling)
+    model, draft = tiny_model(0, layers=3), tiny_model(1).new_cache()
+    target, fresh, verifier = model.new_cache(), model.new_cache(), VERIFIERS[verify](105, sampling)
     tokens = [BOS, 7, 9]
-    drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.get_draft_stream, END_MARKS)
-    for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, FixedLength(5), END_MARKS):
+    drafter = ModelDrafter(draft, Sampler(105, sampling), verifier.get_draft_stream, END_MARKS)
+    for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, FixedLength(5)):
         if not isinstance(step, Step):
             continue
         tokens += step.tokens
         if step.stop_reason in ("bos", "eos"):
             break
         n = len(tokens) - 1
-        assert target._cached_tokens[:n] == tokens[:n]
-        assert draft._cached_tokens[: n - 1] == tokens[: n - 1]  # one less after a step with all tokens accepted
+        assert target._tokens[:n] == tokens[:n]
+        assert draft._tokens[: n - 1] == tokens[: n - 1]  # one less after a step with all tokens accepted
         fresh.forward(tokens[:-1], 0)
         panels = -(-n // 16)
         keys = target._buffers.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
@@ -245,8 +241,7 @@ def test_a_drafter_without_probabilities_keeps_the_distribution(verify):
     counts = {}
     for seed in range(6000):
         verifier = VERIFIERS[verify](6, Sampling(1.0, 0, 1.0, seed))
-        events = decode(target, ConstantDrafter(), verifier, [BOS, 3], 2, FixedLength(2), END_MARKS)
-        tokens = tuple(token for step in get_steps(events) for token in step.tokens)
+        tokens = tuple(get_tokens(decode(target.new_cache(), ConstantDrafter(), verifier, [BOS, 3], 2, FixedLength(2))))
         counts[tokens] = counts.get(tokens, 0) + 1
     expected = {}
     tensors = random_tensors(target.config, 3, 0.05)
@@ -438,15 +433,11 @@ def take_turns(*streams):
     return outputs
 
 
-def tokens_of(events):
-    return [token for step in get_steps(events) for token in step.tokens]
-
-
 @pytest.mark.parametrize("verify", VERIFIERS)
 def test_streams_that_take_turns_on_one_decoder_equal_those_alone(pair, verify):
     decoder = SpeculativeDecoder(pair.target, pair.draft, verify=verify)
     requests = [("Once", 40, Sampling(seed=1)), ("Then", 60, Sampling(0.0)), ("Once", 30, Sampling(seed=3))]
-    alone = [tokens_of(decoder.stream(*request)) for request in requests]
+    alone = [get_tokens(decoder.stream(*request)) for request in requests]
     assert take_turns(*(decoder.stream(*request) for request in requests)) == alone
 
 
@@ -455,7 +446,7 @@ def test_streams_of_decoders_that_share_a_model_equal_those_alone(pair):
     for model in (decoder.target, decoder.draft):
         other = SpeculativeDecoder(model, None, decoder.tokenizer)
         pairs = [(decoder, "Once"), (other, "Then")]
-        alone = [tokens_of(d.stream(prompt, 30)) for d, prompt in pairs]
+        alone = [get_tokens(d.stream(prompt, 30)) for d, prompt in pairs]
         assert take_turns(*(d.stream(prompt, 30) for d, prompt in pairs)) == alone
 
 
@@ -465,7 +456,7 @@ def test_threads_that_share_a_decoder_get_the_right_output(pair):
     calls = [
         lambda: decoder.generate("Lily", 50, seed=3).text,
         lambda: decoder.generate("ab", 40, temperature=0.7, seed=4).text,
-        lambda: tokens_of(decoder.stream("Once", 40, Sampling(seed=5))),
+        lambda: get_tokens(decoder.stream("Once", 40, Sampling(seed=5))),
         lambda: swapped.generate("Once", 28, seed=6).text,
     ]
     alone = [call() for call in calls]
@@ -477,7 +468,7 @@ def test_threads_that_share_a_decoder_get_the_right_output(pair):
 def test_a_sequence_that_starts_while_another_is_verified_disturbs_neither(pair):
     decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=4)
     sampling = Sampling(seed=1)
-    alone, inner = tokens_of(decoder.stream("Once", 30, sampling)), decoder.generate("Then", 20, seed=2).text
+    alone, inner = get_tokens(decoder.stream("Once", 30, sampling)), decoder.generate("Then", 20, seed=2).text
     tokens, outputs = [], []
     for event in decoder.stream("Once", 30, sampling):
         tokens += event.tokens if isinstance(event, Step) else []
@@ -515,51 +506,45 @@ def test_generation_in_a_signal_handler_is_right_or_refused_and_harmless(pair):
     assert outputs or refused
 
 
-class InterruptedModel:
-    """A model on which another pass overwrites the logits right after each forward, as a signal handler may."""
+@pytest.mark.parametrize("tree", ["off", "on"])
+def test_logits_overwritten_by_a_signal_handler_are_computed_again(pair, tree, monkeypatch):
+    """Another pass overwrites the target's logits right after some passes, as one in a signal handler may."""
+    decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=4, tree=tree)
+    alone = [get_tokens(decoder.stream("ab", 40, sampling)) for sampling in SAMPLINGS]
+    original, other, n_interrupts = KVCache.run, decoder.target.new_cache(), 0
 
-    def __init__(self, model):
-        self._model, self.lock, self.n_positions, self.longrope_threshold = model, model.lock, model.n_positions, 0
-        self.n_interrupts, self.experts_read = 0, (0.0, 0)
-
-    @property
-    def n_passes(self):
-        return self._model.n_passes
-
-    def forward(self, tokens, n_logits=1):
-        logits = self._model.forward(tokens, n_logits)
-        if n_logits and len(tokens) % 3 == 0 and self.n_interrupts < 8:
-            self.n_interrupts += 1
-            self._model.forward([BOS, 17, 4, 99, 5, 6, 7], min(n_logits, 7))
+    def run(cache, tokens, nodes, n_logits, n_total=0):
+        nonlocal n_interrupts
+        logits = original(cache, tokens, nodes, n_logits, n_total)
+        if cache.model is decoder.target and n_logits and len(tokens) % 3 == 0 and n_interrupts < 8:
+            n_interrupts += 1
+            original(other, [BOS, 17, 4, 99, 5, 6, 7], [], min(n_logits, 7))
         return logits
 
-
-def test_logits_overwritten_by_a_signal_handler_are_computed_again():
-    for sampling in SAMPLINGS:
-        plain, _ = generate_tokens(tiny_model(0), None, sampling)
-        target = InterruptedModel(tiny_model(0))
-        drafter = ModelDrafter(tiny_model(1), Sampler(105, sampling), CoupledVerifier.get_draft_stream, END_MARKS)
-        steps = get_steps(decode(target, drafter, CoupledVerifier(105, sampling), [BOS, 7, 9], 60, FixedLength(4), END_MARKS))
-        assert [token for step in steps for token in step.tokens] == plain
-        assert target.n_interrupts > 0
+    monkeypatch.setattr(KVCache, "run", run)
+    for sampling, expected in zip(SAMPLINGS, alone, strict=True):
+        n_interrupts = 0
+        assert get_tokens(decoder.stream("ab", 40, sampling)) == expected
+        assert n_interrupts > 0
 
 
 class FakeTrial:
-    """Replaces `stream_events` with steps of given seconds for one thread and for several."""
+    """Replaces `Scheduler.stream` with steps of given seconds for one thread and for several."""
 
     def __init__(self, seconds):
         self.seconds, self.tried = seconds, []
 
-    def __call__(self, target, *_):
-        self.tried.append(target.n_threads)
-        yield Step([5], [], 0, self.seconds[target.n_threads], 0.0, None)
+    def run(self, scheduler):
+        n_threads = scheduler._bundle.target.n_threads
+        self.tried.append(n_threads)
+        yield Step([5], [], 0, self.seconds[n_threads], 0.0, None)
 
 
 @pytest.mark.skipif(get_available_threads() < 2, reason="needs two cores to choose from")
 @pytest.mark.parametrize(("alone", "together", "expected"), [(1.0, 0.7, 2), (1.0, 1.2, 2), (1.0, 1.3, 1)])
 def test_clearly_slower_numbers_of_threads_are_not_used(pair, monkeypatch, alone, together, expected):
     trial = FakeTrial({1: alone / 100, 2: together / 100})
-    monkeypatch.setattr("specdec.draft.autotuner.stream_events", trial)
+    monkeypatch.setattr(Scheduler, "stream", lambda scheduler, _: trial.run(scheduler))
     for draft in (None, pair.draft):
         decoder = SpeculativeDecoder(pair.target, draft)
         decoder.autotuner.thread_choices = [2, 1]  # independent of the machine
@@ -573,7 +558,7 @@ def test_clearly_slower_numbers_of_threads_are_not_used(pair, monkeypatch, alone
 
 def test_a_given_number_of_threads_is_kept(pair, monkeypatch):
     trial = FakeTrial(dict.fromkeys(range(1, get_available_threads() + 1), 0.01))
-    monkeypatch.setattr("specdec.draft.autotuner.stream_events", trial)
+    monkeypatch.setattr(Scheduler, "stream", lambda scheduler, _: trial.run(scheduler))
     given = get_available_threads()
     SpeculativeDecoder(pair.target, pair.draft, n_threads=given).warm_up()
     loaded = SpeculativeDecoder(pair.target).target
@@ -584,42 +569,28 @@ def test_a_given_number_of_threads_is_kept(pair, monkeypatch):
 # Steps by hand
 
 
-def make_drafter(kind, draft, verifier, sampling):
-    """Return a drafter and its policy; the drafters of all kinds share one model."""
-    sampler, policy = Sampler(105, sampling, draft.config.vocab_size), FixedLength(4)
-    if kind == "tree":
-        return TreeDrafter(draft, sampler, verifier.get_draft_stream, END_MARKS), FixedLength(4)
-    if kind == "model":
-        return ModelDrafter(draft, sampler, verifier.get_draft_stream, END_MARKS), policy
-    return (NgramDrafter(END_MARKS) if kind == "ngram" else None), policy
-
-
 def make_arguments(draft, kind, verify, sampling):
-    """Return the arguments of `decode` and `Sequence` except target and prompt."""
+    """Return the arguments of `decode` except cache and prompt; drafters have caches of one model."""
     verifier = VERIFIERS[verify](105, sampling)
-    drafter, policy = make_drafter(kind, draft, verifier, sampling)
-    return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "policy": policy, "eos_tokens": END_MARKS}
+    arguments = draft.new_cache(), Sampler(105, sampling), verifier.get_draft_stream, END_MARKS
+    drafters = {"model": lambda: ModelDrafter(*arguments), "tree": lambda: TreeDrafter(*arguments)}
+    drafter = drafters.get(kind, lambda: NgramDrafter(END_MARKS) if kind else None)()
+    return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "policy": FixedLength(4), "eos_tokens": END_MARKS}
 
 
-def compute_logits(target, sequence):
-    if sequence.draft.parents is None:
-        return target.forward(sequence.tokens + sequence.draft.tokens, len(sequence.draft.tokens) + 1).copy()
-    return target.forward_tree(sequence.tokens, sequence.draft.tokens, sequence.draft.parents).copy()
+def one_by_one(sequences):
+    """Run a step of each sequence in turn; they share no cache, but the models."""
+    for state, cache in sequences:
+        state.propose()
+        yield state, state.commit(state.verify(run_target(cache, state)), 0.0)
 
 
-def one_by_one(target, sequences):
-    """Run a step of each sequence in turn."""
-    for sequence in sequences:
-        sequence.propose()
-        yield sequence, sequence.commit(*run_and_verify(target, sequence), 0.0)
-
-
-def all_at_once(target, sequences):
+def all_at_once(sequences):
     """Let all sequences propose before any pass runs, and verify after all passes."""
-    for sequence in sequences:
-        sequence.propose()
-    for sequence, logits in [(sequence, compute_logits(target, sequence)) for sequence in sequences]:
-        yield sequence, sequence.commit(*sequence.verify(logits), 0.0)
+    for state, _ in sequences:
+        state.propose()
+    for state, logits in [(state, run_target(cache, state).copy()) for state, cache in sequences]:
+        yield state, state.commit(state.verify(logits), 0.0)
 
 
 @pytest.mark.parametrize("run_steps", [one_by_one, all_at_once])
@@ -629,32 +600,31 @@ def all_at_once(target, sequences):
 )
 def test_sequences_that_take_turns_on_one_target_equal_those_alone(run_steps, kind, verify):
     """Take turns at every step, also with one draft model for both."""
-    prompts = {"one": [BOS, 7, 9, 7, 9, 7], "other": [BOS, 7, 9, 30, 31] * 3}
+    prompts = [BOS, 7, 9, 7, 9, 7], [BOS, 7, 9, 30, 31] * 3
     for sampling in SAMPLINGS:
         target, draft = tiny_model(0, scale=0.1), tiny_model(1, scale=0.1)
-        alone, together = ({name: [] for name in prompts} for _ in range(2))
-        for name, prompt in prompts.items():
-            arguments = make_arguments(draft, kind, verify, sampling)
-            alone[name] = [s for s in decode(target, prompt=prompt, **arguments) if isinstance(s, Step)]
-        sequences = {}
-        for name, prompt in prompts.items():
-            arguments = make_arguments(draft, kind, verify, sampling)
-            sequences[name] = Sequence([*prompt], n_positions=target.n_positions, **arguments)
-        while running := {name: sequence for name, sequence in sequences.items() if not sequence.is_finished}:
-            for sequence, step in run_steps(target, [*running.values()]):
-                together[next(name for name in sequences if sequences[name] is sequence)].append(step)
-        for name, prompt in prompts.items():
-            steps = [(s.tokens, s.draft_tokens, s.n_accepted, s.stop_reason) for s in alone[name]]
-            assert [(s.tokens, s.draft_tokens, s.n_accepted, s.stop_reason) for s in together[name]] == steps
-            generated = [token for step in alone[name] for token in step.tokens]
-            assert sequences[name].tokens == prompt + generated and 0 < len(generated) <= 50
-        assert kind is None or sum(step.n_nodes for steps in alone.values() for step in steps) > 0
+        alone = [
+            get_steps(decode(target.new_cache(), prompt=prompt, **make_arguments(draft, kind, verify, sampling)))
+            for prompt in prompts
+        ]
+        sequences = [
+            (DecodingState([*prompt], n_positions=128, **make_arguments(draft, kind, verify, sampling)), target.new_cache())
+            for prompt in prompts
+        ]
+        together = {id(state): [] for state, _ in sequences}
+        while running := [sequence for sequence in sequences if not sequence[0].is_finished]:
+            for state, step in run_steps(running):
+                together[id(state)].append(step)
+        for (state, _), prompt, steps in zip(sequences, prompts, alone, strict=True):
+            expected = [(s.tokens, s.draft_tokens, s.n_accepted, s.stop_reason) for s in steps]
+            assert [(s.tokens, s.draft_tokens, s.n_accepted, s.stop_reason) for s in together[id(state)]] == expected
+            assert state.tokens == prompt + get_tokens(steps) and 0 < len(get_tokens(steps)) <= 50
+        assert kind is None or sum(step.n_nodes for steps in alone for step in steps) > 0
 
 
 def test_verify_can_be_called_again_after_another_pass():
     target, draft, sampling = tiny_model(0), tiny_model(1), Sampling(0.8, seed=3)
-    arguments = make_arguments(draft, "model", "rejection", sampling)
-    sequence = Sequence([BOS, 7, 9], n_positions=target.n_positions, **arguments)
-    sequence.propose()
-    logits = compute_logits(target, sequence)
-    assert sequence.verify(logits) == sequence.verify(logits) and sequence.tokens == [BOS, 7, 9]
+    state = DecodingState([BOS, 7, 9], n_positions=128, **make_arguments(draft, "model", "rejection", sampling))
+    state.propose()
+    logits = run_target(target.new_cache(), state).copy()
+    assert state.verify(logits) == state.verify(logits) and state.tokens == [BOS, 7, 9]
