@@ -137,7 +137,7 @@ class DecodingState:
         draft, constraint = self.draft, self._constraint_state
         unmasked = logits.copy() if self.top_logprobs is not None and constraint else logits
         # Draft tokens after the end do not belong to the sequence, nor does the target's token there.
-        if draft.parents is None and (end := self._find_end(draft.tokens)) is not None:
+        if draft.tokens and draft.parents is None and (end := self._find_end(draft.tokens)) is not None:
             draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
         if constraint:
             constraint.mask_logits(logits, draft)

@@ -79,7 +79,8 @@ class KVCache:
         Returns:
             Logits (n_logits, V) at the last tokens, valid until the model's next pass.
         """
-        return self.model.forward([(self, tokens, n_logits, n_total)])[0]
+        tokens, n_logits = self.check_input(tokens, n_logits)
+        return self.model.run_exclusive(self.run, tokens, [], n_logits, n_total)
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None

@@ -144,6 +144,8 @@ class EventDetokenizer:
 
     def _detokenize_tokens(self, tokens: list[int]) -> list[str]:
         """Add tokens to the stream and return the new text of each one, up to the token that completes a stop string."""
+        if not self._stops:
+            return [self._stream.push(token) for token in tokens]
         pieces = list[str]()
         for token in tokens:
             if self._stop_filter.found is None:

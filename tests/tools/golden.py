@@ -22,7 +22,6 @@ from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import decode
 from specdec.events import Step
 from specdec.layers.architecture import Weights
 from specdec.layers.rope import fill_cos_sin
@@ -40,6 +39,7 @@ from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS
 from tests.quant.test_groupwise import ROWS, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.decode import decode
 from tests.tools.hf_folders import CONFIGS, FIXTURES, read_all_tensors
 from tests.tools.random_models import run_in_blocks
 
@@ -161,11 +161,11 @@ def generate_tokens(case: Case, target: Model, draft: Model | None) -> tuple[lis
     drafter: Drafter | None = NgramDrafter(()) if s.draft == "ngram" else None
     policy: LengthPolicy = FixedLength(s.gamma)
     if draft and case.is_tree:
-        drafter = TreeDrafter(draft, Sampler(size, sampling), verifier.get_draft_stream, ())
+        drafter = TreeDrafter(draft.new_cache(), Sampler(size, sampling), verifier.get_draft_stream, ())
     elif draft:
-        drafter = ModelDrafter(draft, Sampler(size, sampling), verifier.get_draft_stream, ())
+        drafter = ModelDrafter(draft.new_cache(), Sampler(size, sampling), verifier.get_draft_stream, ())
     tokens, accepted = [*PROMPT], []
-    for event in decode(target, drafter, verifier, PROMPT, case.n_tokens, policy, {}):
+    for event in decode(target.new_cache(), drafter, verifier, PROMPT, case.n_tokens, policy, {}):
         if isinstance(event, Step):
             tokens += event.tokens
             accepted.append(event.n_accepted)
@@ -203,11 +203,11 @@ def compute_row(case: Case) -> dict[str, str]:
 
 def hash_tree(model: str, kv: KVFormatName = "f32") -> str:
     """Return the hash of the logits of a tree, and of a pass that continues the sequence on one of its paths."""
-    target = Model(*pack_weights(model, "fp32"), 1, kv=kv, hidden_layers=(1,))  # hidden_layers must not change logits
+    cache = Model(*pack_weights(model, "fp32"), 1, kv=kv).new_cache((1,))  # hidden layers must not change logits
     parents = [-1, 0, 1, -1, 3, 3, 0, 6]
-    logits = target.forward_tree([*PROMPT], [4, 5, 6, 7, 8, 9, 10, 11], parents).copy()
-    target.commit_path([3, 5])
-    return hash_arrays(logits, target.forward([*PROMPT, 7, 9, 12], 1))
+    logits = cache.forward_tree([*PROMPT], [4, 5, 6, 7, 8, 9, 10, 11], parents).copy()
+    cache.commit_path([3, 5])
+    return hash_arrays(logits, cache.forward([*PROMPT, 7, 9, 12], 1))
 
 
 def hash_rope_tables(model: str, n: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
+from specdec.model.kv_cache import KVCache
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
@@ -21,6 +22,7 @@ from specdec.runtime.op_program import N_OPS_WORD, OP_WORDS, Executor
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import Float32
 from tests.tools.checkpoint_files import random_tensors
+from tests.tools.decode import get_cache
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len: GQA, odd sizes, head_dim 8 and 12, more than one panel of positions
 CONFIGS = {
@@ -54,11 +56,12 @@ def random_tokens(config: ModelConfig, n: int, seed: int = 1) -> list[int]:
     return tokens
 
 
-def run_in_blocks(model: Model, tokens: list[int], block: int) -> Float32:
-    """Return all logits, run with `block` tokens per pass."""
-    model.forward([], 0)
+def run_in_blocks(model: Model | KVCache, tokens: list[int], block: int) -> Float32:
+    """Return all logits of a new sequence, run with `block` tokens per pass."""
+    cache = get_cache(model)
+    cache.forward([], 0)
     ends = [min(i + block, len(tokens)) for i in range(0, len(tokens), block)]
-    return np.concatenate([model.forward(tokens[:end], (end - 1) % block + 1).copy() for end in ends])
+    return np.concatenate([cache.forward(tokens[:end], (end - 1) % block + 1).copy() for end in ends])
 
 
 def run_product(matrix: Matrix, out: Float32, x: Float32, adding: bool = False) -> None:
@@ -88,10 +91,10 @@ def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=N
 
 
 @contextmanager
-def interrupt_after(model, work="_executor"):
-    """Raise KeyboardInterrupt at the end of a method of the model, after it has written its results; expect it to propagate."""
+def interrupt_after(cache, work="_executor"):
+    """Raise KeyboardInterrupt at the end of a method of the cache, after it has written its results; expect it to propagate."""
     *owners, work = work.split(".")
-    owner = getattr(model, *owners) if owners else model
+    owner = getattr(cache, *owners) if owners else cache
     original = getattr(owner, work)
 
     def run(*numbers):

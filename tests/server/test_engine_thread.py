@@ -1,4 +1,4 @@
-"""The scheduler: each batched output equals the library's for that request, whatever else runs."""
+"""The engine thread: each batched output equals the library's for that request, whatever else runs."""
 
 import threading
 import time
@@ -9,18 +9,19 @@ import pytest
 
 from specdec import Proposal, Sampling, SpeculativeDecoder
 from specdec.draft.ngram import PredictionDrafter
-from specdec.engine.prefix_cache import SlotPool
+from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
-from specdec.engine.scheduler import compute_logprobs
 from specdec.engine.sequence import Client
 from specdec.events import Prompt, Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint, optional_dependencies
 from specdec.loaders.model_loader import load_model
+from specdec.logprobs import compute_logprobs
+from specdec.model.kv_cache import KVCache
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import INT8
-from specdec.server.engine_thread import QueueFullError, Scheduler, ShutdownError
+from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
 from specdec.tokenizer import BOS
 from specdec.verification import Draft
 from tests.tools.configs import replace_config
@@ -38,7 +39,7 @@ class Output:
         self.events, self.finished, self.started, self._slow = [], threading.Event(), threading.Event(), slow
 
     def __call__(self, event):
-        assert threading.current_thread().name == "scheduler" and not self.finished.is_set()
+        assert threading.current_thread().name == "engine" and not self.finished.is_set()
         self.events.append(event)
         time.sleep(self._slow)
         if isinstance(event, Step):
@@ -59,24 +60,24 @@ class Output:
         return [event for event in self.events if isinstance(event, Step)]
 
 
-def submit(scheduler, request, on_event, client=Client()):  # noqa: B008 (immutable)
+def submit(engine, request, on_event, client=Client()):  # noqa: B008 (immutable)
     """Submit a single request."""
-    return scheduler.submit([request], [on_event], client)[0]
+    return engine.submit([request], [on_event], client)[0]
 
 
 @pytest.fixture
-def make_scheduler():
-    """Make schedulers, and close them at the end."""
-    schedulers = []
+def make_engine():
+    """Make engine threads, and close them at the end."""
+    engines = []
 
     def make(decoder, max_running=8, max_waiting=1000, cache_bytes=10**9):
-        schedulers.append(Scheduler(decoder, max_running, max_waiting, cache_bytes))
-        return schedulers[-1]
+        engines.append(EngineThread(decoder, max_running, max_waiting, cache_bytes))
+        return engines[-1]
 
     yield make
-    for scheduler in schedulers:
-        scheduler.close(0.0)
-        assert not scheduler._thread.is_alive()
+    for engine in engines:
+        engine.close(0.0)
+        assert not engine._thread.is_alive()
 
 
 def random_request(decoder, rng, max_tokens=60):
@@ -86,7 +87,7 @@ def random_request(decoder, rng, max_tokens=60):
     return GenerationRequest(decoder.encode(prompt), int(rng.integers(0, max_tokens)), sampling, stops)
 
 
-def test_every_sampler_gives_the_same_output_in_a_batch(make_scheduler, pair):
+def test_every_sampler_gives_the_same_output_in_a_batch(make_engine, pair):
     """Penalties, biases and truncated distributions are mixed in one pass."""
     rng = np.random.default_rng(3)
     options = [
@@ -95,12 +96,12 @@ def test_every_sampler_gives_the_same_output_in_a_batch(make_scheduler, pair):
     ]  # fmt: skip
     for name in ("draft", "ngram", "plain"):
         decoder = make_decoder(name, pair)
-        scheduler, requests, outputs = make_scheduler(decoder), [], []
+        engine, requests, outputs = make_engine(decoder), [], []
         for i in range(21):
             request = random_request(decoder, rng)
             requests.append(replace(request, sampling=replace(request.sampling, **options[i % len(options)])))
             outputs.append(Output())
-            submit(scheduler, requests[-1], outputs[-1])
+            submit(engine, requests[-1], outputs[-1])
         for request, output in zip(requests, outputs, strict=True):
             assert_same(decoder, request, output)
 
@@ -124,7 +125,7 @@ def assert_same(decoder, request, output):
     assert (output.text, tokens, output.steps[-1].stop_reason) == generate_with_library(decoder, request)
 
 
-def generate_many(decoder, scheduler, rng, n, max_tokens=60):
+def generate_many(decoder, engine, rng, n, max_tokens=60):
     """Submit n requests, cancel a fifth of them at random times, and compare the others with the library."""
     requests, outputs, handles = [random_request(decoder, rng, max_tokens) for _ in range(n)], [], []
     for i, request in enumerate(requests):
@@ -133,14 +134,14 @@ def generate_many(decoder, scheduler, rng, n, max_tokens=60):
             previous = requests[rng.integers(i)]
             longer = (previous.prompt + request.prompt[1:])[: decoder.n_positions]
             request = requests[i] = replace(request, prompt=longer)
-        handles.append(submit(scheduler, request, outputs[-1]))
+        handles.append(submit(engine, request, outputs[-1]))
         if rng.random() < 0.5:
             outputs[rng.integers(i + 1)].started.wait(float(rng.random()) * 0.05)
         if rng.random() < 0.2:
             handles[rng.integers(i + 1)].cancel()
     n_compared = 0
     for request, handle, output in zip(requests, handles, outputs, strict=True):
-        if not handle.is_cancelled:
+        if not handle.sequence.is_cancelled:
             assert_same(decoder, request, output)
             n_compared += 1
         else:
@@ -180,11 +181,11 @@ def make_decoder(name, pair):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_batched_output_equals_library_output(name, pair, make_scheduler):
+def test_batched_output_equals_library_output(name, pair, make_engine):
     decoder, rng = make_decoder(name, pair), np.random.default_rng(7)
-    scheduler = make_scheduler(decoder, int(rng.integers(4, 9)))
-    assert generate_many(decoder, scheduler, rng, 14, 50) > 5
-    metrics = scheduler.metrics
+    engine = make_engine(decoder, int(rng.integers(4, 9)))
+    assert generate_many(decoder, engine, rng, 14, 50) > 5
+    metrics = engine.metrics
     assert (metrics.running, metrics.queued, metrics.failed) == (0, 0, 0) and metrics.done + metrics.cancelled == 14
     if name == "plain":
         assert metrics.passes < metrics.generated_tokens + metrics.prompt_tokens / 2
@@ -193,9 +194,9 @@ def test_batched_output_equals_library_output(name, pair, make_scheduler):
 @pytest.mark.campaign
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", ["plain", "ngram", "draft", "head", "draft, block"])
-def test_many_batched_outputs_equal_library_output(name, n_slots, pair, make_scheduler):
+def test_many_batched_outputs_equal_library_output(name, n_slots, pair, make_engine):
     decoder = make_decoder(name, pair)
-    assert generate_many(decoder, make_scheduler(decoder, n_slots), np.random.default_rng(n_slots), 50, 100) > 25
+    assert generate_many(decoder, make_engine(decoder, n_slots), np.random.default_rng(n_slots), 50, 100) > 25
 
 
 @pytest.fixture(scope="module")
@@ -208,231 +209,235 @@ def make_request(decoder, n, prompt="abc", **more):
     return GenerationRequest(decoder.encode(prompt), n, Sampling(1.0, seed=3), **more)
 
 
-def test_cancelling_frees_the_slot_within_a_step(endless, make_scheduler):
-    scheduler, first, second = make_scheduler(endless, max_running=1), Output(), Output()
-    handle = submit(scheduler, make_request(endless, 50_000), first)
-    submit(scheduler, make_request(endless, 5), second)
+def test_cancelling_frees_the_slot_within_a_step(endless, make_engine):
+    engine, first, second = make_engine(endless, max_running=1), Output(), Output()
+    handle = submit(engine, make_request(endless, 50_000), first)
+    submit(engine, make_request(endless, 5), second)
     assert first.started.wait(TIMEOUT_S) and not second.events
-    passes = scheduler.metrics.passes
+    passes = engine.metrics.passes
     handle.cancel()
     n = len(first.events)
     assert_same(endless, make_request(endless, 5), second)
-    assert len(first.events) <= n + 2 and not first.finished.is_set() and scheduler.metrics.cancelled == 1
-    assert scheduler.metrics.passes < passes + 50
+    assert len(first.events) <= n + 2 and not first.finished.is_set() and engine.metrics.cancelled == 1
+    assert engine.metrics.passes < passes + 50
     waiting = Output()
-    handle = submit(scheduler, make_request(endless, 50_000), first)
-    submit(scheduler, make_request(endless, 50_000), waiting).cancel()
+    handle = submit(engine, make_request(endless, 50_000), first)
+    submit(engine, make_request(endless, 50_000), waiting).cancel()
     handle.cancel()
-    scheduler.close(TIMEOUT_S)
-    assert not waiting.events and scheduler.metrics.cancelled == 3
+    engine.close(TIMEOUT_S)
+    assert not waiting.events and engine.metrics.cancelled == 3
 
 
-def test_invalid_and_excess_requests_are_rejected(endless, make_scheduler):
-    scheduler, output = make_scheduler(endless, max_running=1, max_waiting=1), Output()
+def test_invalid_and_excess_requests_are_rejected(endless, make_engine):
+    engine, output = make_engine(endless, max_running=1, max_waiting=1), Output()
     for invalid in (
         GenerationRequest([10**6], 5, Sampling()),
         GenerationRequest([1], -1, Sampling()),
         GenerationRequest([1], 5, Sampling(), [""]),
     ):
         with pytest.raises(ValueError, match=r"expected|holds"):
-            submit(scheduler, invalid, output)
+            submit(engine, invalid, output)
     with pytest.raises(ValueError, match="expected"):
-        submit(scheduler, GenerationRequest([1], 5, Sampling(), prediction=[300]), output)
-    handles = [submit(scheduler, make_request(endless, 50_000), output) for _ in range(2)]
+        submit(engine, GenerationRequest([1], 5, Sampling(), prediction=[300]), output)
+    handles = [submit(engine, make_request(endless, 50_000), output) for _ in range(2)]
     with pytest.raises(QueueFullError):
-        submit(scheduler, make_request(endless, 1), output)
+        submit(engine, make_request(endless, 1), output)
     handles[1].cancel()
     assert output.started.wait(TIMEOUT_S)
-    scheduler.close(0.0)
+    engine.close(0.0)
     with pytest.raises(ShutdownError):
-        submit(scheduler, make_request(endless, 1), output)
+        submit(engine, make_request(endless, 1), output)
 
 
-def test_closing_aborts_sequences_with_a_final_event(endless, make_scheduler):
-    scheduler, outputs = make_scheduler(endless, max_running=2), [Output() for _ in range(4)]
+def test_closing_aborts_sequences_with_a_final_event(endless, make_engine):
+    engine, outputs = make_engine(endless, max_running=2), [Output() for _ in range(4)]
     for output, n in zip(outputs, (50_000, 3, 50_000, 50_000), strict=True):
-        submit(scheduler, make_request(endless, n), output)
+        submit(engine, make_request(endless, n), output)
     assert outputs[2].started.wait(TIMEOUT_S)
-    scheduler.close(0.05)
+    engine.close(0.05)
     reasons = [output.wait()[-1].stop_reason for output in outputs]
     assert reasons == ["interrupted", "max_tokens", "interrupted", "interrupted"]
     assert [type(event) for event in outputs[3].events] == [Prompt, Step] and outputs[3].text == "abc"
     whole = endless.generate("abc", 400, Sampling(1.0, seed=3)).text
     assert whole.startswith(outputs[2].text[:200]) and len(outputs[2].text) > 4
-    scheduler.close(0.0)
+    engine.close(0.0)
 
 
-def test_sequences_finish_within_the_grace_period(endless, make_scheduler):
-    scheduler, outputs = make_scheduler(endless), [Output() for _ in range(3)]
+def test_sequences_finish_within_the_grace_period(endless, make_engine):
+    engine, outputs = make_engine(endless), [Output() for _ in range(3)]
     for output in outputs:
-        submit(scheduler, make_request(endless, 40), output)
-    scheduler.close(TIMEOUT_S)
+        submit(engine, make_request(endless, 40), output)
+    engine.close(TIMEOUT_S)
     assert [output.events[-1].stop_reason for output in outputs] == ["max_tokens"] * 3
 
 
-def test_zero_max_tokens_gives_a_final_step(endless, make_scheduler):
+def test_zero_max_tokens_gives_a_final_step(endless, make_engine):
     output = Output()
-    submit(make_scheduler(endless), make_request(endless, 0), output)
+    submit(make_engine(endless), make_request(endless, 0), output)
     assert [type(event) for event in output.wait()] == [Prompt, Step] and output.events[-1].stop_reason == "max_tokens"
 
 
-def test_an_error_fails_only_its_sequence(pair, make_scheduler):
+def test_an_error_fails_only_its_sequence(pair, make_engine):
     tensors = load_checkpoint(pair.endless).tensors
     tensors = {name: np.array(tensor[:]) for name, tensor in tensors.items()}
     config, poison = load_checkpoint(pair.endless).config, 0  # a token that no output contains
     tensors["tok_emb"][poison] = 1e30
     decoder = SpeculativeDecoder(Model(config, LLAMA.pack(config, tensors), 1), None, pair.tokenizer)
-    scheduler, outputs = make_scheduler(decoder), [Output() for _ in range(4)]
+    engine, outputs = make_engine(decoder), [Output() for _ in range(4)]
     requests = [make_request(decoder, 60, prompt) for prompt in ("abc", "The ", "aab", "ba ")]
     requests[1] = replace(requests[1], prompt=[*requests[1].prompt, poison])
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
-    assert "not finite" in str(outputs[1].wait()[-1]) and scheduler.metrics.failed == 1
+        submit(engine, request, output)
+    assert "not finite" in str(outputs[1].wait()[-1]) and engine.metrics.failed == 1
     for i in (0, 2, 3):
         assert_same(decoder, requests[i], outputs[i])
     again = Output()
-    submit(scheduler, requests[0], again)
+    submit(engine, requests[0], again)
     assert_same(decoder, requests[0], again)
 
 
-def test_a_failed_pass_fails_only_the_sequence_that_caused_it(endless, make_scheduler, monkeypatch):
-    grow = Model._reserve
+def test_a_failed_pass_fails_only_the_sequence_that_caused_it(endless, make_engine, monkeypatch):
+    grow = KVCache._reserve
 
-    def reserve(model, n_slots):
+    def reserve(cache, n_slots):
         if n_slots > 290:
             raise MemoryError("out of memory")
-        grow(model, n_slots)
+        grow(cache, n_slots)
 
-    monkeypatch.setattr(Model, "_reserve", reserve)
-    scheduler, outputs = make_scheduler(endless), [Output() for _ in range(3)]
+    monkeypatch.setattr(KVCache, "_reserve", reserve)
+    engine, outputs = make_engine(endless), [Output() for _ in range(3)]
     requests = [make_request(endless, n) for n in (250, 400, 270)]
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
+        submit(engine, request, output)
     assert isinstance(outputs[1].wait()[-1], MemoryError) and len(outputs[1].steps) > 250
     assert [outputs[i].wait()[-1].stop_reason for i in (0, 2)] == ["max_tokens"] * 2
     monkeypatch.undo()
     assert_same(endless, requests[2], outputs[2])
 
 
-def test_a_failed_slot_allocation_fails_only_its_request(endless, make_scheduler, monkeypatch):
-    scheduler, outputs, acquire = make_scheduler(endless, cache_bytes=1), [Output() for _ in range(3)], SlotPool.acquire
+def test_a_failed_slot_allocation_fails_only_its_request(endless, make_engine, monkeypatch):
+    engine, outputs, acquire = make_engine(endless, cache_bytes=1), [Output() for _ in range(3)], PrefixCache.acquire
     monkeypatch.setattr(
-        SlotPool, "acquire", lambda pool, prompt, *more: 1 / 0 if len(prompt) > 9 else acquire(pool, prompt, *more)
+        PrefixCache, "acquire", lambda pool, prompt, *more: 1 / 0 if len(prompt) > 9 else acquire(pool, prompt, *more)
     )
     requests = [make_request(endless, 9, prompt) for prompt in ("abc", "abc " * 9, "ab")]
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
+        submit(engine, request, output)
     assert isinstance(outputs[1].wait()[0], ZeroDivisionError)
     for i in (0, 2):
         assert_same(endless, requests[i], outputs[i])
-    assert (scheduler.metrics.failed, scheduler.metrics.queued, scheduler.metrics.running) == (1, 0, 0)
+    assert (engine.metrics.failed, engine.metrics.queued, engine.metrics.running) == (1, 0, 0)
 
 
-def test_a_failed_warm_up_fails_every_request(pair, make_scheduler, monkeypatch):
+def test_a_failed_warm_up_fails_every_request(pair, make_engine, monkeypatch):
     decoder, output = SpeculativeDecoder(pair.target, None, pair.tokenizer, n_threads=1), Output()
     monkeypatch.setattr(decoder, "warm_up", lambda: 1 / 0)
-    scheduler = make_scheduler(decoder)
-    submit(scheduler, make_request(decoder, 5), output)
-    assert isinstance(output.wait()[0], ZeroDivisionError) and scheduler.metrics.failed == 1
+    engine = make_engine(decoder)
+    submit(engine, make_request(decoder, 5), output)
+    assert isinstance(output.wait()[0], ZeroDivisionError) and engine.metrics.failed == 1
 
 
-def test_a_callback_that_raises_cancels_its_request(endless, make_scheduler):
+def test_a_callback_that_raises_cancels_its_request(endless, make_engine):
     def raise_error(event):
         raise OSError("disconnected")
 
-    scheduler, output = make_scheduler(endless, max_running=1), Output()
-    submit(scheduler, make_request(endless, 50_000), raise_error)
-    submit(scheduler, make_request(endless, 9), output)
+    engine, output = make_engine(endless, max_running=1), Output()
+    submit(engine, make_request(endless, 50_000), raise_error)
+    submit(engine, make_request(endless, 9), output)
     assert_same(endless, make_request(endless, 9), output)
-    assert scheduler.metrics.cancelled == 1
+    assert engine.metrics.cancelled == 1
 
 
-def test_a_continued_conversation_reuses_its_cache_until_eviction(endless, make_scheduler):
+def test_a_continued_conversation_reuses_its_cache_until_eviction(endless, make_engine):
     rng = np.random.default_rng(0)
     prompts = [[BOS, *rng.integers(3, 300, 100).tolist()] for _ in range(3)]
-    size = endless.bundle.clone_for_sequence().target.get_sequence_bytes(105, True)
+    size = endless.target.get_sequence_bytes(105, True)
 
-    def cached(scheduler, prompt):
-        before, output, request = scheduler.metrics.cached_tokens, Output(), GenerationRequest(prompt, 4, Sampling(0.0))
-        submit(scheduler, request, output)
+    def cached(engine, prompt):
+        before, output, request = engine.metrics.cached_tokens, Output(), GenerationRequest(prompt, 4, Sampling(0.0))
+        submit(engine, request, output)
         assert_same(endless, request, output)
-        return scheduler.metrics.cached_tokens - before, [*prompt, *(token for step in output.steps for token in step.tokens)]
+        return engine.metrics.cached_tokens - before, [*prompt, *(token for step in output.steps for token in step.tokens)]
 
-    scheduler = make_scheduler(endless, cache_bytes=int(2.5 * size))
-    conversations = [cached(scheduler, prompt)[1] for prompt in prompts[:2]]
-    assert cached(scheduler, [*conversations[0], 5, 6])[0] == 104
-    assert cached(scheduler, [*conversations[1], 5, 6])[0] == 104
-    cached(scheduler, prompts[2])  # evicts the first one, which has been idle longest
-    assert cached(scheduler, [*conversations[1], 7])[0] == 105
-    assert cached(scheduler, [*conversations[0], 7])[0] == 0
-    alone = make_scheduler(endless, cache_bytes=1)
+    engine = make_engine(endless, cache_bytes=int(2.5 * size))
+    conversations = [cached(engine, prompt)[1] for prompt in prompts[:2]]
+    assert cached(engine, [*conversations[0], 5, 6])[0] == 104
+    assert cached(engine, [*conversations[1], 5, 6])[0] == 104
+    cached(engine, prompts[2])  # evicts the first one, which has been idle longest
+    assert cached(engine, [*conversations[1], 7])[0] == 105
+    assert cached(engine, [*conversations[0], 7])[0] == 0
+    alone = make_engine(endless, cache_bytes=1)
     assert cached(alone, prompts[0])[0] == 0
     assert cached(alone, prompts[1])[0] == 0
 
 
 @pytest.mark.parametrize("name", ["plain", "draft", "head", "stage"])
-def test_a_shared_prefix_is_prefilled_once(name, pair, make_scheduler):
+def test_a_shared_prefix_is_prefilled_once(name, pair, make_engine):
     """The first sequence prefills it; others copy it, then and later."""
     decoder, rng = make_decoder(name, pair), np.random.default_rng(0)
-    scheduler = make_scheduler(decoder, max_running=3)
+    engine = make_engine(decoder, max_running=3)
     prefix = [BOS, *rng.integers(3, 300, 70).tolist()]
     requests = [GenerationRequest([*prefix, *rng.integers(3, 300, n).tolist()], 9, Sampling(0.0)) for n in (20, 5, 15, 10, 30)]
     requests += [requests[0], replace(requests[0], sampling=Sampling(1.0, seed=1))]
     outputs = [Output() for _ in requests]
     with decoder.target.lock:  # until all are submitted
         for request, output in zip(requests, outputs, strict=True):
-            submit(scheduler, request, output)
+            submit(engine, request, output)
     for request, output in zip(requests, outputs, strict=True):
         assert_same(decoder, request, output)
-    n_prefilled = scheduler.metrics.prompt_tokens - scheduler.metrics.cached_tokens
+    n_prefilled = engine.metrics.prompt_tokens - engine.metrics.cached_tokens
     assert n_prefilled <= 71 + 20 + 5 + 15 + 10 + 30 + 2
 
 
-def test_a_prefix_donor_can_be_cancelled(endless, make_scheduler):
-    scheduler, rng = make_scheduler(endless, max_running=3), np.random.default_rng(0)
+def test_a_prefix_donor_can_be_cancelled(endless, make_engine):
+    engine, rng = make_engine(endless, max_running=3), np.random.default_rng(0)
     prefix = [BOS, *rng.integers(3, 300, 3000).tolist()]
     requests = [GenerationRequest([*prefix, i], 5, Sampling(0.0)) for i in (3, 4, 5)]
     outputs = [Output() for _ in requests]
-    handles = [submit(scheduler, request, output) for request, output in zip(requests, outputs, strict=True)]
-    passes = scheduler.metrics.passes
-    while scheduler.metrics.passes < passes + 5:
+    handles = [submit(engine, request, output) for request, output in zip(requests, outputs, strict=True)]
+    passes = engine.metrics.passes
+    while engine.metrics.passes < passes + 5:
         time.sleep(0.001)
     handles[0].cancel()
     for request, output in zip(requests[1:], outputs[1:], strict=True):
         assert_same(endless, request, output)
-    metrics = scheduler.metrics
+    metrics = engine.metrics
     assert metrics.cancelled == 1 and metrics.cached_tokens > metrics.prompt_tokens / 2
 
 
-def test_a_long_prompt_does_not_block_decoding(endless, make_scheduler):
-    scheduler, decoding, prefilling = make_scheduler(endless), Output(), Output()
-    submit(scheduler, make_request(endless, 50_000), decoding)
+def test_a_long_prompt_does_not_block_decoding(endless, make_engine):
+    engine, decoding, prefilling = make_engine(endless), Output(), Output()
+    submit(engine, make_request(endless, 50_000), decoding)
     assert decoding.started.wait(TIMEOUT_S)
     n = len(decoding.steps)
     prompt = [BOS, *np.random.default_rng(1).integers(3, 300, 3000).tolist()]
-    submit(scheduler, GenerationRequest(prompt, 3, Sampling(0.0)), prefilling)
+    submit(engine, GenerationRequest(prompt, 3, Sampling(0.0)), prefilling)
     prefilling.wait()
     assert len(decoding.steps) - n >= 3000 // MAX_BATCH_TOKENS  # a token with each chunk
-    assert scheduler.metrics.prompt_tokens >= 3000
+    assert engine.metrics.prompt_tokens >= 3000
 
 
 @pytest.mark.parametrize("name", ["plain", "ngram", "draft", "draft, trees, rejection"])
-def test_logprobs_equal_those_of_the_target_logits(name, pair, make_scheduler):
+def test_logprobs_equal_those_of_the_target_logits(name, pair, make_engine):
     decoder = make_decoder(name, pair)
-    scheduler, requests = (
-        make_scheduler(decoder),
+    engine, requests = (
+        make_engine(decoder),
         [make_request(decoder, 20, prompt, top_logprobs=n) for prompt, n in (("abc abc", 3), ("The ", 0))],
     )
     outputs = [Output() for _ in requests]
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
+        submit(engine, request, output)
     for request, output in zip(requests, outputs, strict=True):
         output.wait()
-        tokens, logprobs = [*request.prompt], [entry for step in output.steps for entry in step.logprobs]
+        cache, tokens, logprobs = (
+            decoder.target.new_cache(),
+            [*request.prompt],
+            [entry for step in output.steps for entry in step.logprobs],
+        )
         generated = [token for step in output.steps for token in step.tokens]
         assert [entry.token for entry in logprobs] == generated and generated
         for entry in logprobs:
-            logits = decoder.target.forward(tokens)[0, : decoder.n_ids].astype(np.float64)
+            logits = cache.forward(tokens)[0, : decoder.n_ids].astype(np.float64)
             expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
             assert entry.logprob == pytest.approx(expected[entry.token], abs=1e-12)
             order = sorted(range(len(expected)), key=lambda i: (-expected[i], i))[: request.top_logprobs]
@@ -440,18 +445,18 @@ def test_logprobs_equal_those_of_the_target_logits(name, pair, make_scheduler):
             tokens.append(entry.token)
 
 
-def test_logprobs_do_not_depend_on_other_sequences(pair, make_scheduler):
+def test_logprobs_do_not_depend_on_other_sequences(pair, make_engine):
     """The other prompts leave no trace in this output."""
     decoder = make_decoder("ngram", pair)
     request = make_request(decoder, 30, "aab aab", top_logprobs=5)
     results = []
     for others in ([], ["abc abd "] * 5, ["[x] The once more"] * 7):
-        scheduler, output = make_scheduler(decoder), Output()
+        engine, output = make_engine(decoder), Output()
         for i, canary in enumerate(others):
-            submit(scheduler, GenerationRequest(decoder.encode(canary * 3), 40, Sampling(1.2, seed=i)), Output())
-        submit(scheduler, request, output)
+            submit(engine, GenerationRequest(decoder.encode(canary * 3), 40, Sampling(1.2, seed=i)), Output())
+        submit(engine, request, output)
         results.append((output.text, [entry for step in output.steps for entry in step.logprobs]))
-        scheduler.close(0.0)
+        engine.close(0.0)
     assert results[0] == results[1] == results[2]
 
 
@@ -463,15 +468,15 @@ def test_logprobs_match_values_by_hand():
 
 
 @pytest.mark.parametrize("name", ["plain", "ngram", "draft", "ngram, gamma 7", "draft, gamma 3", "ngram, rejection"])
-def test_a_prediction_is_drafted_and_does_not_change_the_output(name, pair, make_scheduler):
+def test_a_prediction_is_drafted_and_does_not_change_the_output(name, pair, make_engine):
     """Without a set gamma, the draft length depends on timing."""
     decoder = make_decoder(name, pair)
     request = make_request(decoder, 40)
     text, tokens, _ = generate_with_library(decoder, request)
-    scheduler = make_scheduler(decoder)
+    engine = make_engine(decoder)
     for prediction in (tokens, [*tokens[:10], 5, 5, *tokens[12:]], [7] * 30):
         output = Output()
-        submit(scheduler, replace(request, prediction=prediction), output)
+        submit(engine, replace(request, prediction=prediction), output)
         assert output.text == text
         n_accepted = sum(step.n_accepted for step in output.steps)
         if "gamma" in name and prediction is tokens:
@@ -489,52 +494,52 @@ def test_a_prediction_resumes_where_the_output_matches_again():
 
 @pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
 @pytest.mark.parametrize("name", ["plain", "ngram", "ngram, rejection", "draft, block", "draft, trees", "stage", "head"])
-def test_constrained_output_equals_library_output_in_a_batch(name, pair, make_scheduler):
+def test_constrained_output_equals_library_output_in_a_batch(name, pair, make_engine):
     decoder = make_decoder(name, pair)
-    scheduler, requests = (
-        make_scheduler(decoder),
+    engine, requests = (
+        make_engine(decoder),
         [make_request(decoder, 30, "abc "), make_request(decoder, 25, "The ", top_logprobs=1)],
     )
     requests = [*requests, *(replace(request, constraint=decoder.regex("(ab|ba|aab){1,9}")) for request in requests)]
     outputs = [Output() for _ in requests]
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
+        submit(engine, request, output)
     for request, output in zip(requests, outputs, strict=True):
         assert_same(decoder, request, output)
     assert set("".join(step.text for step in outputs[2].steps)) <= set("ab")
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "draft"])
-def test_sequences_beyond_the_longrope_threshold_are_recomputed_in_a_batch(draft, pair, make_scheduler):
+def test_sequences_beyond_the_longrope_threshold_are_recomputed_in_a_batch(draft, pair, make_engine):
     """A LongRoPE model uses other factors for long sequences: long prompts, and sequences that become long."""
     checkpoint = load_checkpoint(pair.target)
     config = replace_config(checkpoint.config, longrope_threshold=30, long_freq_factors=(3.0,) * 8)
     weights = LLAMA.pack(config, {name: np.array(tensor[:]) for name, tensor in checkpoint.tensors.items()})
     target = Model(config, weights, 1)
     decoder = SpeculativeDecoder(target, pair.draft if draft == "draft" else draft, pair.tokenizer, n_threads=1)
-    scheduler, rng = make_scheduler(decoder, 4), np.random.default_rng(3)
+    engine, rng = make_engine(decoder, 4), np.random.default_rng(3)
     prompts = [[BOS, *rng.integers(3, 300, int(n)).tolist()] for n in (3, 25, 29, 30, 31, 50, 70, 110)]
     requests, outputs = [GenerationRequest(prompt, 40, Sampling(0.9, seed=2)) for prompt in prompts], [Output() for _ in prompts]
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
+        submit(engine, request, output)
     for request, output in zip(requests, outputs, strict=True):
         assert_same(decoder, request, output)
     again = Output()
-    submit(scheduler, replace(requests[0], prompt=[*requests[0].prompt, 5]), again)
+    submit(engine, replace(requests[0], prompt=[*requests[0].prompt, 5]), again)
     assert_same(decoder, replace(requests[0], prompt=[*requests[0].prompt, 5]), again)
 
 
-def test_draft_models_prefill_long_prompts_in_chunks(pair, make_scheduler):
+def test_draft_models_prefill_long_prompts_in_chunks(pair, make_engine):
     """A draft model prefills as much at a time as a pass holds, while another sequence decodes."""
     decoder = SpeculativeDecoder(pair.endless, load_model(pair.endless, n_threads=1), pair.tokenizer, n_threads=1, gamma=2)
-    scheduler, decoding, prefilling = make_scheduler(decoder), Output(), Output()
-    handle = submit(scheduler, make_request(decoder, 50_000), decoding)
+    engine, decoding, prefilling = make_engine(decoder), Output(), Output()
+    handle = submit(engine, make_request(decoder, 50_000), decoding)
     assert decoding.started.wait(TIMEOUT_S)
     n, request = (
         len(decoding.steps),
         GenerationRequest([BOS, *np.random.default_rng(1).integers(3, 300, 1000).tolist()], 5, Sampling(0.0)),
     )
-    submit(scheduler, request, prefilling)
+    submit(engine, request, prefilling)
     prefilling.wait()
     assert len(decoding.steps) - n >= 2 * (1000 // MAX_BATCH_TOKENS)
     handle.cancel()
