@@ -7,7 +7,7 @@ and the library run a scheduler with one sequence, the server one with many (eng
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from specdec.draft.draft_length import CostModel
 from specdec.draft.settings import SpeculativeSettings
@@ -258,9 +258,11 @@ class Scheduler:
         results = self._runner.run(chunks, decode_batch)
         seconds = time.perf_counter() - start
         self.metrics.passes += 1
-        counts = [*chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in decode_batch)]
-        self._shares.charge(counts, seconds)
-        self._move_to_back([sequence for sequence, _ in counts])
+        if len(self.running) > 1:
+            counts = [*chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in decode_batch)]
+            self._shares.charge(counts, seconds)
+            has_run = {sequence for sequence, _ in counts}
+            self.running = sorted(self.running, key=has_run.__contains__)  # a new list, since other threads read the old one
         for sequence, _ in chunks:
             if isinstance(error := results.get(sequence), Exception):
                 yield sequence, self._fail(sequence, error)
@@ -326,11 +328,6 @@ class Scheduler:
             self._max_prefill_tokens = max(self._max_prefill_tokens // 2, MIN_PREFILL_TOKENS)
         elif seconds < MAX_PREFILL_PASS_S / 2:
             self._max_prefill_tokens = min(2 * self._max_prefill_tokens, MAX_BATCH_TOKENS)
-
-    def _move_to_back(self, sequences: Collection[Sequence]) -> None:
-        """Move the given sequences, which have just run, to the back of the list of running sequences."""
-        if len(self.running) > 1:  # a new list, since other threads read the old one
-            self.running = sorted(self.running, key=lambda sequence: sequence in sequences)
 
     def _remove(self, sequence: Sequence) -> None:
         """Remove a running sequence and release its slot, which keeps the KV caches for later prompts."""

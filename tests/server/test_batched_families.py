@@ -9,9 +9,9 @@ from specdec.loaders import load_checkpoint
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.quant import INT8, PACKED_BF16
-from specdec.server.engine_thread import Scheduler
+from specdec.server.engine_thread import EngineThread
 from specdec.tokenizer import BOS, Tokenizer
-from tests.engine.test_scheduler import Output, assert_same, submit
+from tests.server.test_engine_thread import Output, assert_same, submit
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.hf_folders import CONFIGS, FIXTURES, read_folder_tensors
 
@@ -53,21 +53,23 @@ def compare_batch(name, weight_format, draft, rng, tokenizer, n):
     else:
         draft = Model(config, weights.convert(INT8), 2, kv=kv) if draft == "self" else draft
         decoder = SpeculativeDecoder(Model(config, weights, 2, kv=kv), draft, tokenizer, gamma=gamma)
-    scheduler, requests, outputs = Scheduler(decoder, 4, n, int(rng.choice([10**8, 10**5]))), random_requests(config, rng, n), []
+    engine, requests, outputs = EngineThread(decoder, 4, n, int(rng.choice([10**8, 10**5]))), random_requests(config, rng, n), []
     handles = []
     for request in requests:
         outputs.append(Output())
-        handles.append(submit(scheduler, request, outputs[-1]))
+        handles.append(submit(engine, request, outputs[-1]))
         if rng.random() < 0.15:
             handles[rng.integers(len(handles))].cancel()
         if rng.random() < 0.3:
             outputs[rng.integers(len(outputs))].started.wait(float(rng.random()) * 0.02)
     uncancelled = [
-        (request, output) for request, output, handle in zip(requests, outputs, handles, strict=True) if not handle.is_cancelled
+        (request, output)
+        for request, output, handle in zip(requests, outputs, handles, strict=True)
+        if not handle.sequence.is_cancelled
     ]
     for request, output in uncancelled:
         assert_same(plain, request, output)
-    scheduler.close(0.0)
+    engine.close(0.0)
     return len(uncancelled)
 
 

@@ -10,25 +10,25 @@ from specdec.engine.disk_prompt_cache import BLOCK_TOKENS, PromptCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
 from specdec.loaders.model_loader import load_model
-from specdec.server.engine_thread import Scheduler
+from specdec.server.engine_thread import EngineThread
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
-from tests.engine.test_scheduler import Output, submit
+from tests.server.test_engine_thread import Output, submit
 from tests.tools.random_heads import make_head
 from tests.tools.random_models import random_tokens
 
 
 def generate(folder, pair, requests):
-    """Return the tokens of the requests, run by a new scheduler, and how many prompt tokens were cached."""
+    """Return the tokens of the requests, run by a new engine, and how many prompt tokens were cached."""
     cache = PromptCache(folder, 10**9, 2, print)
     decoder = SpeculativeDecoder(pair.endless, "ngram", pair.tokenizer, gamma=3, prompt_cache=cache)
-    scheduler, outputs = Scheduler(decoder, 4, 8, 10**8), [Output() for _ in requests]
+    engine, outputs = EngineThread(decoder, 4, 8, 10**8), [Output() for _ in requests]
     for request, output in zip(requests, outputs, strict=True):
-        submit(scheduler, request, output)
+        submit(engine, request, output)
     token_lists = [output.wait() and [token for step in output.steps for token in step.tokens] for output in outputs]
-    scheduler.close(10.0)
+    engine.close(10.0)
     cache.flush()
-    return token_lists, scheduler.metrics.cached_tokens
+    return token_lists, engine.metrics.cached_tokens
 
 
 def test_a_restarted_server_reuses_the_prefixes_of_a_killed_one(tmp_path, pair: Pair) -> None:
@@ -68,12 +68,12 @@ def test_each_api_key_finds_only_its_own_prefixes(tmp_path, pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.endless, None, pair.tokenizer, prompt_cache=cache)
     request, cached = GenerationRequest(random_tokens(decoder.target.config, 400), 3, Sampling(0.0)), []
     for name in ("a", "b", "a", "b", ""):
-        scheduler, output = Scheduler(decoder, 2, 8, 10**8), Output()
-        submit(scheduler, request, output, Client(name, name))
+        engine, output = EngineThread(decoder, 2, 8, 10**8), Output()
+        submit(engine, request, output, Client(name, name))
         output.wait()
-        scheduler.close(10.0)
+        engine.close(10.0)
         cache.flush()
-        cached.append(scheduler.metrics.cached_tokens)
+        cached.append(engine.metrics.cached_tokens)
     assert cached == [0, 0, 399, 399, 0]
 
 
