@@ -551,7 +551,7 @@ def test_stories_models_without_a_network_list_the_files_to_download_and_the_bun
     words = "-m", "stories42M.bin", "-d", "stories15M.bin", "-i", "Once upon a time"
     line = assert_rejected(
         run(*words),
-        "put stories42M.bin and stories15M.bin from https://huggingface.co/karpathy/tinyllamas and tokenizer.bin from "
+        "put stories42M.bin from https://huggingface.co/karpathy/tinyllamas and tokenizer.bin from "
         "https://raw.githubusercontent.com/karpathy/llama2.c/master/tokenizer.bin here or in models/, "
         "or use the pair that is bundled with specdec: -m stories6M.bin -d stories650K.bin\n",
     )
