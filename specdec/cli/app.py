@@ -12,7 +12,7 @@ import typer
 from specdec.cli import bench, chat, generate, models, race, serve, sweep
 from specdec.cli.option_fields import translate_parameters
 from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
-from specdec.cli.suggestions import explain_invalid_number, explain_unknown_option
+from specdec.cli.suggestions import explain_invalid_number
 from specdec.cli.typer_commands import CommandGroup, Subcommand, make_command
 from specdec.loaders import CheckpointError, CheckpointWarning
 from specdec.tokenizer import TokenizerError
@@ -87,6 +87,9 @@ _default_show_warning = warnings.showwarning
 def format_usage_error(error: Exception) -> str:
     """Return the message for an error that Typer raised: what is wrong with the command line and how to fix it."""
     if name := getattr(error, "option_name", "") if hasattr(error, "possibilities") else "":
-        return explain_unknown_option(name, list(getattr(error, "possibilities", None) or []), error.ctx)  # type: ignore[attr-defined]
+        options = [option for param in error.ctx.command.params for option in param.opts]  # type: ignore[attr-defined]
+        begun = [option for option in options if option.startswith(name)]
+        similar = begun[:2] or list(getattr(error, "possibilities", None) or [])[:1]
+        return f"unknown option {name}; " + (f"did you mean {' or '.join(similar)}?" if similar else "--help lists all options")
     message: str = error.format_message()  # type: ignore[attr-defined]
     return explain_invalid_number(error) or message.removeprefix("Invalid value: ")

@@ -136,7 +136,7 @@ def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKA
     files = ["" if name in DRAFT_KEYWORDS else name for name in names]
     if missing := optional_dependencies.format_missing_packages({**find_required_packages(files, request.tokenizer), **packages}):
         raise CheckpointError(missing)
-    return [find_model(file, DRAFT_KEYWORDS if i else (), files) if file else names[i] for i, file in enumerate(files)]
+    return [find_model(file, DRAFT_KEYWORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
 
 
 def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], Constraint | None]:

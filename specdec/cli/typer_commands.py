@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from specdec.cli.common_options import RequestT
 from specdec.cli.option_fields import get_option_info
-from specdec.cli.suggestions import explain_extra_word, explain_foreign_option, explain_unknown_command
+from specdec.cli.suggestions import explain_extra_word, explain_unknown_command
 from specdec.loaders.model_paths import is_model_name
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class CommandGroup(TyperGroup):
         The words "help" and "version" are treated as --help and --version.
 
         Raises:
-            typer.BadParameter: The first word is a misspelled command or one of another program.
+            typer.BadParameter: The first word is a misspelled command.
         """
         words = _parse_words(self, ctx, args)
         if words[:1] in (["help"], ["version"]) and args == words:
@@ -119,7 +119,7 @@ class CommandGroup(TyperGroup):
             args = ["--version"] if words == ["version"] else [*known, "--help"]
         elif words and words[0] not in self.commands:
             is_word = not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing
-            if is_word and (error := explain_unknown_command(words, args, list(self.commands))):
+            if is_word and (error := explain_unknown_command(words, list(self.commands))):
                 raise typer.BadParameter(error)
             ctx.allow_interspersed_args = True
             return list(Command.parse_args(self, ctx, args))
@@ -134,10 +134,8 @@ def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Return the positional words of a command line.
 
     Raises:
-        typer.BadParameter: An option is one of another program, or -d is given twice; Typer would take the last -d.
+        typer.BadParameter: -d is given twice; Typer would take the last one.
     """
-    if (error := explain_foreign_option(args)) and not ctx.resilient_parsing:
-        raise typer.BadParameter(error)
     _, words, options = command.make_parser(ctx).parse_args(args=list(args))
     if [option.name for option in options].count("draft") > 1:
         raise typer.BadParameter("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")

@@ -19,7 +19,7 @@ from specdec.loaders import optional_dependencies
 from specdec.loaders.gguf_shard_names import list_shard_names
 from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
 from specdec.loaders.json_file import read_json_object, write_text_atomically
-from specdec.loaders.resumable_download import Download, RemoteFile
+from specdec.loaders.resumable_download import RemoteFile, download
 from specdec.loaders.safetensors import INDEX, PICKLE_WEIGHTS, WEIGHTS
 
 GGUF_SUFFIX, CONFIG = ".gguf", "config.json"
@@ -99,7 +99,7 @@ def fetch_file(name: str) -> Path:
             return _Repository(TINYLLAMAS).fetch_files([path_or_url], sha256) / path_or_url
         repository_dir = _get_repository_dir(TINYLLAMAS)
         file = RemoteFile(path_or_url, {}, repository_dir / "llama2.c" / name, repository_dir / "blobs" / sha256, None, sha256)
-        Download(name, [file], _get_cache_dir()).run()
+        download(name, [file], _get_cache_dir())
         return file.link
 
 
@@ -218,7 +218,7 @@ class _Repository:
         if unavailable := [file for file in names if file not in self._files]:
             raise CheckpointError(f"{self._name} on the hub has no {unavailable[0]!r}, which the model needs")
         missing = [file for file in names if not (self._snapshot_dir / file).exists()]
-        Download(self._name, [self._remote_file(file, sha256) for file in missing], _get_cache_dir()).run()
+        download(self._name, [self._remote_file(file, sha256) for file in missing], _get_cache_dir())
         (self._repository_dir / "refs").mkdir(parents=True, exist_ok=True)
         write_text_atomically(self._repository_dir / "refs" / "main", self._commit)
         return self._snapshot_dir

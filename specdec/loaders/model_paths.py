@@ -7,7 +7,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,9 +42,7 @@ MIN_NAME_SIMILARITY = 0.75  # difflib ratio from which a name is taken for a typ
 RESTORE_HINT = "restore it with 'git checkout models' or by installing again"
 
 
-def resolve_path(
-    name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = (), together: Sequence[str] = ()
-) -> Path:
+def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = ()) -> Path:
     """Return the local file or folder of a model that is given by a path or a name; download the model if necessary.
 
     A name is one in models/, an alias, a repository on the hub, or a published stories model.
@@ -53,7 +51,6 @@ def resolve_path(
         name: A path or a name. The folder of a repository in the hub's cache stands for its snapshot.
         source_hint: Where to get the file, for the error if nothing is found; by default the error explains how models are named.
         candidates: Words that a misspelt name might stand for.
-        together: Names of all models of the request, so that the error lists every file to download by hand.
 
     Raises:
         CheckpointError: Nothing is found. The error suggests a similar name or the source.
@@ -64,12 +61,12 @@ def resolve_path(
     if found := _find_local_path(path):
         return found
     if (model := read_aliases().get(name)) and model != name:
-        return resolve_path(model, source_hint, candidates, together)
+        return resolve_path(model, source_hint, candidates)
     if published := _find_published(name):
         try:
             return hf_hub.fetch_file(published)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_make_manual_download_hint([published, *together])}") from None
+            raise CheckpointError(f"{error}; {_make_manual_download_hint(published)}") from None
     if (address := HUB_ADDRESS.fullmatch(name)) or "://" in name:
         advice = (
             f"name the model as {address[1]}{address[2] or ''}"
@@ -113,7 +110,7 @@ def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[st
     for name in filter(None, [*names, tokenizer]):
         model = _read_valid_aliases().get(name, name)
         if not find_local(name) and (_find_published(model) or hf_hub.is_repository_name(model)):
-            hint = f" ({_make_manual_download_hint([published, *names])})" if (published := _find_published(model)) else ""
+            hint = f" ({_make_manual_download_hint(published)})" if (published := _find_published(model)) else ""
             needed.setdefault(optional_dependencies.HUB, hf_hub.format_fetch_purpose(name) + hint)
     if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):  # checked first: the loop reads files
         for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
@@ -245,23 +242,14 @@ def _read_valid_aliases() -> dict[str, str]:
     return {}
 
 
-def _make_manual_download_hint(names: Iterable[str]) -> str:
-    """Return advice, for an error, on which published files to download by hand and where to put them.
-
-    Args:
-        names: Names of models or tokenizers. The advice lists those of `hf_hub.PUBLISHED_FILES` that are not here yet, and the
-            tokenizers that the listed models need.
-    """
-    published = list(dict.fromkeys(filter(None, map(_find_published, names))))
-    models = [name for name in published if name.startswith("stories")]
-    tokenizers = [PUBLISHED_TOKENIZERS[512 if name == "stories260K.bin" else 32000] for name in models]
-    files_by_url = dict[str, list[str]]()
-    for file in dict.fromkeys([*published, *tokenizers]):
-        if not find_local(file):
-            path_or_url, _ = hf_hub.PUBLISHED_FILES[file]
-            files_by_url.setdefault(path_or_url if "://" in path_or_url else TINYLLAMAS_URL, []).append(file)
-    sources = " and ".join(f"{' and '.join(files)} from {url}" for url, files in files_by_url.items())
-    return f"put {sources} here or in models/" + (f", or {DEFAULT_PAIR_HINT}" if models else "")
+def _make_manual_download_hint(published: str) -> str:
+    """Return advice, for an error, on how to get a file of `hf_hub.PUBLISHED_FILES`, and its tokenizer, by hand."""
+    tokenizers = (
+        [PUBLISHED_TOKENIZERS[512 if published == "stories260K.bin" else 32000]] if published.startswith("stories") else []
+    )
+    urls = {file: hf_hub.PUBLISHED_FILES[file][0] for file in [published, *tokenizers] if not find_local(file)}
+    sources = " and ".join(f"{file} from {url if '://' in url else TINYLLAMAS_URL}" for file, url in urls.items())
+    return f"put {sources} here or in models/" + (f", or {DEFAULT_PAIR_HINT}" if tokenizers else "")
 
 
 def _find_published(name: str) -> str:

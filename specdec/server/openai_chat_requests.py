@@ -33,8 +33,8 @@ from specdec.server.tool_parsers.grammar import make_tool_grammar
 from specdec.server.tool_parsers.json_calls import ToolParser
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, Options, PromptTooLongError, TemplateError
+from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
-from specdec.text.worker_process import WorkerLostError
 from specdec.tokenizer import RenderedSegment, TokenizerError
 
 MAX_CHOICES = 16  # per request

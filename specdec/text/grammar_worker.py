@@ -1,18 +1,58 @@
-"""Compile untrusted grammars, first in a worker process, because a schema of a few kilobytes can take minutes to build.
+"""Compile untrusted grammars, first in a worker process that can be killed.
 
-The caller imports `make_matcher`; run as a program, the module is a worker process of `worker_process`. Imports are lazy.
+A schema comes from any user of the server. Building it can take minutes and all memory, and Python cannot stop it. So it is
+tried in a process first, with limits on memory and CPU seconds, which a busy machine does not shorten. On systems without a CPU
+limit, and for a process that sleeps, the limit is WALL_CLOCK_FACTOR times as many seconds of wall-clock time.
+
+The caller imports `make_matcher` and `try_grammar`; run as a program, the module is the worker process. Imports are lazy.
 """
 
-import functools
 import json
 import math
+import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
 from typing import Any
 
+WALL_CLOCK_FACTOR = 8
+SIGKILL_EXIT_CODE = -getattr(signal, "SIGKILL", 0) or None
+SIGXCPU_EXIT_CODE = -getattr(signal, "SIGXCPU", 0) or None  # exit code after the CPU limit
 MAX_MEMORY_BYTES = 2 << 30
+TOO_SLOW = "it takes too long to build"
 PARSER_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a lexer state takes 1 to 2 kB
+
+
+class WorkerLostError(ValueError):
+    """An error for a worker process that could not be started or was killed by the system, without a fault in the grammar."""
+
+
+def try_grammar(grammar: str, vocab_size: int, max_seconds: float) -> tuple[float, str]:
+    """Compile a grammar in a worker process; return the CPU seconds that it took, and why it cannot be used ("": it can).
+
+    Args:
+        grammar: The grammar, as llguidance takes it.
+        vocab_size: The number of token ids.
+        max_seconds: The limit in CPU seconds.
+
+    Raises:
+        WorkerLostError: The process could not be started, or the system killed it.
+    """
+    request = json.dumps({"path": sys.path, "grammar": grammar, "n": vocab_size, "seconds": max_seconds}).encode()
+    command, timeout = [sys.executable, "-S", "-E", __file__], WALL_CLOCK_FACTOR * max_seconds
+    try:  # in its own session, so that Ctrl-C does not reach it
+        process = subprocess.run(command, input=request, capture_output=True, timeout=timeout, start_new_session=True)
+    except subprocess.TimeoutExpired:
+        return max_seconds, TOO_SLOW
+    except OSError as error:
+        raise WorkerLostError(f"cannot start a worker process: {error.strerror or error}") from None
+    if process.returncode == SIGKILL_EXIT_CODE:
+        raise WorkerLostError("the system has ended the worker process; try again, or free some memory")
+    if process.returncode:
+        return max_seconds, TOO_SLOW if process.returncode == SIGXCPU_EXIT_CODE else "it needs too much memory"
+    seconds, reason = json.loads(process.stdout)
+    return float(seconds), str(reason)
 
 
 def make_matcher(vocabulary: Any, grammar: str) -> Any:
@@ -48,45 +88,21 @@ class _ByteVocabulary:
         return list(text.encode())
 
 
-@functools.lru_cache(4)
-def _get_byte_tokenizer(n: int) -> Any:
+def main() -> None:
+    """Run the worker process: compile the grammar of a JSON request from stdin and write the result as JSON to stdout."""
+    request, reason = json.load(sys.stdin), ""
+    sys.path[:] = request["path"]
     import llguidance
 
-    return llguidance.LLTokenizer(_ByteVocabulary(n))
-
-
-def handle_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Try to compile the grammar of a request and return its CPU time as "seconds", and an "error" if it cannot be used.
-
-    Args:
-        request: An object with "grammar", and with "n", the number of ids in the vocabulary.
-    """
-    vocabulary, answer = _get_byte_tokenizer(request["n"]), dict[str, Any]()
-    begin = time.process_time()
-    try:
-        make_matcher(vocabulary, request["grammar"])
-    except ValueError as error:
-        answer["error"] = str(error)
-    return answer | {"seconds": time.process_time() - begin}
-
-
-def main() -> None:
-    """Run the worker process: read requests as JSON lines from stdin and write a JSON line for each until stdin ends.
-
-    An answer has an "error" if the request failed. The first argument is the parent's sys.path as JSON. Memory is limited for the
-    process, CPU time for each request.
-    """
-    sys.path[:] = json.loads(sys.argv[1])
+    vocabulary, begin = llguidance.LLTokenizer(_ByteVocabulary(request["n"])), time.process_time()
     _set_limit("RLIMIT_AS", MAX_MEMORY_BYTES)
     _set_limit("RLIMIT_CORE", 0)
-    for line in sys.stdin:
-        request = json.loads(line)
-        _set_limit("RLIMIT_CPU", math.ceil(time.process_time() + request["seconds"]))
-        try:
-            answer = handle_request(request)
-        except BaseException as error:  # a panic of a library is not an Exception
-            answer = {"error": str(error) or type(error).__name__}
-        print(json.dumps(answer), flush=True)
+    _set_limit("RLIMIT_CPU", math.ceil(begin + request["seconds"]))
+    try:
+        make_matcher(vocabulary, request["grammar"])
+    except BaseException as error:  # a panic of a library is not an Exception
+        reason = str(error) or type(error).__name__
+    print(json.dumps([time.process_time() - begin, reason]))
 
 
 def _set_limit(name: str, limit: int) -> None:

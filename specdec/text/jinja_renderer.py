@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -33,10 +33,9 @@ from specdec.tokenizer import RenderedSegment
 MIN_JINJA_VERSION = [3, 1, 6]  # earlier sandboxes have known escapes
 MAX_CPU_S, MAX_CPU_S_PER_CHARACTER = 5.0, 2e-5  # one rendering usually takes a millisecond
 MAX_SIZE = 32 << 20  # characters of a string, items of a list
-MAX_POWER_BITS = 1 << 16
 MAX_CACHED_PREFIXES = 100_000
-CHUNK_LENGTH = 1 << 16  # characters translated at once; other threads wait meanwhile
 PLACEHOLDER_CODEPOINTS = range(0x40000, 0xE0000)  # planes 4 to 13, in which Unicode defines no character
+PLACEHOLDERS = re.compile("[\U00040000-\U000dffff]+")
 WORD = re.compile(r"[\w-]+", re.ASCII)  # a role that a template may use in a special token
 # Lengths and hashes of the rendered prefixes of conversations, by hashes of their messages.
 RenderedPrefixes = dict[int, tuple[int, int]]
@@ -46,42 +45,22 @@ class RenderingError(ValueError):
     """An error for a template that cannot render the given messages; the message is one line."""
 
 
-class PlaceholderMap:
-    """A mapping from the characters of messages to placeholders, code points that none of the given strings contain.
+class PlaceholderMap(dict[int, str]):
+    """A mapping from the code points of messages to placeholders, for str.translate; it grows with each new code point.
 
     Attributes:
-        pattern: Regex that matches a run of placeholders.
+        originals: The characters of messages, by the code points of their placeholders.
     """
 
-    def __init__(self, strings: Iterable[str]) -> None:
-        any_codepoint = re.compile(f"[{chr(PLACEHOLDER_CODEPOINTS[0])}-{chr(PLACEHOLDER_CODEPOINTS[-1])}]")
-        present = {ord(character) for text in strings for character in any_codepoint.findall(text)}
-        edges = [PLACEHOLDER_CODEPOINTS.start - 1, *sorted(present), PLACEHOLDER_CODEPOINTS.stop]
-        self._n_free, self._first = max((end - begin - 1, begin + 1) for begin, end in pairwise(edges))
-        self.pattern = re.compile(f"[{chr(self._first)}-{chr(self._first + self._n_free - 1)}]+")
-        self._originals, self._placeholders = dict[int, str](), dict[int, str]()
+    def __init__(self) -> None:
+        self.originals = dict[int, str]()
 
-    def substitute(self, text: str) -> str:
-        """Return a text with every character replaced by its placeholder; new characters are added to the mapping.
-
-        Raises:
-            RenderingError: There are too few placeholders.
-        """
-        new = set[str]().union(*split_chunks(text)).difference(map(chr, self._placeholders))
-        if len(new) > self._n_free - len(self._originals):
-            raise RenderingError(f"the messages have more than {self._n_free} different characters")
-        for code, character in enumerate(sorted(new), self._first + len(self._originals)):
-            self._originals[code], self._placeholders[ord(character)] = character, chr(code)
-        return "".join([chunk.translate(self._placeholders) for chunk in split_chunks(text)])
-
-    def restore(self, text: str) -> str:
-        """Return a text with every placeholder replaced by its original character."""
-        return "".join([chunk.translate(self._originals) for chunk in split_chunks(text)])
-
-
-def split_chunks(text: str) -> Iterator[str]:
-    """Yield a string in chunks of CHUNK_LENGTH characters, each a plain str, so that other threads can run in between."""
-    return (str.__getitem__(text, slice(i, i + CHUNK_LENGTH)) for i in range(0, len(text), CHUNK_LENGTH))
+    def __missing__(self, code: int) -> str:
+        if len(self) == len(PLACEHOLDER_CODEPOINTS):
+            raise RenderingError(f"the messages have more than {len(self)} different characters")
+        placeholder = PLACEHOLDER_CODEPOINTS[len(self)]
+        self[code], self.originals[placeholder] = chr(placeholder), chr(code)
+        return self[code]
 
 
 class _RenderState(threading.local):
@@ -102,14 +81,21 @@ STATE = _RenderState()
 
 
 def get_original(value: Any) -> Any:
-    """Return the original characters of a tracked string as a plain str; return any other value unchanged."""
+    """Return the original characters of tracked strings, which may be in a tuple; return any other value unchanged."""
+    if type(value) is tuple:
+        return tuple(map(get_original, value))
     return value._original if isinstance(value, TrackedStr) else value
 
 
 def make_tracked(text: str) -> "TrackedStr":
     """Return a tracked string of placeholders for a text of a message."""
-    assert STATE.placeholders
-    return TrackedStr(STATE.placeholders.substitute(text))
+    assert STATE.placeholders is not None
+    return TrackedStr(text.translate(STATE.placeholders))
+
+
+def has_placeholders(text: str) -> bool:
+    """Return whether a text contains placeholders."""
+    return not text.isascii() and STATE.placeholders is not None and PLACEHOLDERS.search(text) is not None
 
 
 class TrackedStr(str):
@@ -118,19 +104,42 @@ class TrackedStr(str):
     str methods that are not overridden here work on the placeholders themselves, so the rendered text is wrong and is rejected.
     """
 
+    def strip(self, characters: str | None = None) -> "TrackedStr":
+        """Return this tracked string without the given characters (default: white space) at both ends, as str.strip does."""
+        return self._strip("lstrip", characters)._strip("rstrip", characters)
+
     @functools.cached_property
     def _original(self) -> str:
-        assert STATE.placeholders
-        return STATE.placeholders.restore(self)
+        assert STATE.placeholders is not None
+        return self.translate(STATE.placeholders.originals)
 
-    def _slice_parts(self, parts: Iterable[str], gap: int = 0) -> list["TrackedStr"]:
-        """Return slices of this string for consecutive parts of the original, each `gap` characters after the previous one."""
+    def _ask_original(self, method: str, *values: Any, **named: Any) -> Any:
+        """Return the result of a str method for the original characters."""
+        return getattr(str, method)(self._original, *map(get_original, values), **named)
+
+    def _strip(self, method: str, *values: Any) -> "TrackedStr":
+        """Return what a str method leaves of this string after it removed characters at one end."""
+        n = len(self._ask_original(method, *values))
+        return self[:n] if method in ("rstrip", "removesuffix") else self[len(self) - n :]
+
+    def _split(self, method: str, *values: Any, **named: Any) -> list["TrackedStr"]:
+        """Return slices of this string for the parts into which a str method splits the original characters."""
+        separator = [*values, named.get("sep")][0]
+        gap = len(separator) if isinstance(separator, str) and "split" in method else 0
         slices, at = list[TrackedStr](), 0
-        for part in parts:
+        for part in self._ask_original(method, *values, **named):
             at = self._original.find(part, at)
             slices.append(self[at : at + len(part)])
             at += len(part) + gap
         return slices
+
+    def _change_case(self, method: str) -> "TrackedStr":
+        """Return this string in another case if that has as many characters, which is nearly always so, else unchanged."""
+        cased = self._ask_original(method)
+        if len(cased) != len(self):
+            return self
+        pairs = zip(self, cased, strict=True)
+        return TrackedStr("".join([make_tracked(new) if has_placeholders(old) else new for old, new in pairs]))
 
     def __str__(self) -> str:
         return self
@@ -138,125 +147,38 @@ class TrackedStr(str):
     def __getitem__(self, key: Any) -> "TrackedStr":
         return TrackedStr(str.__getitem__(self, key))
 
-    def __iter__(self) -> Iterator["TrackedStr"]:
-        return map(TrackedStr, str.__iter__(self))
-
     def __add__(self, other: str) -> "TrackedStr":
         return TrackedStr(str.__add__(self, other))
 
-    def __radd__(self, other: str) -> "TrackedStr":
-        return TrackedStr(str.__add__(other, self))
-
-    def join(self, parts: Iterable[str]) -> "TrackedStr":
-        """Join the parts with this string as separator, as str.join does, and return a tracked string."""
-        return TrackedStr(str.join(self, parts))
-
-    def strip(self, characters: str | None = None) -> "TrackedStr":
-        """Return this tracked string without the given characters (default: white space) at both ends, as str.strip does."""
-        return self.lstrip(characters).rstrip(characters)
-
-    def lstrip(self, characters: str | None = None) -> "TrackedStr":
-        """Return this tracked string without the given characters (default: white space) at the start, as str.lstrip does."""
-        return self[len(self) - len(self._original.lstrip(get_original(characters))) :]
-
-    def rstrip(self, characters: str | None = None) -> "TrackedStr":
-        """Return this tracked string without the given characters (default: white space) at the end, as str.rstrip does."""
-        return self[: len(self._original.rstrip(get_original(characters)))]
-
-    def removeprefix(self, prefix: str) -> "TrackedStr":
-        """Return this tracked string without a prefix of the original characters, as str.removeprefix does."""
-        return self[len(self) - len(self._original.removeprefix(get_original(prefix))) :]
-
-    def removesuffix(self, suffix: str) -> "TrackedStr":
-        """Return this tracked string without a suffix of the original characters, as str.removesuffix does."""
-        return self[: len(self._original.removesuffix(get_original(suffix)))]
-
-    def split(self, sep: str | None = None, maxsplit: Any = -1) -> list["TrackedStr"]:  # type: ignore[override]
-        """Return the tracked parts between separators in the original characters, as str.split does."""
-        return self._slice_parts(self._original.split(get_original(sep), maxsplit), len(sep or ""))
-
-    def rsplit(self, sep: str | None = None, maxsplit: Any = -1) -> list["TrackedStr"]:  # type: ignore[override]
-        """Return the tracked parts between separators in the original characters, split from the right as str.rsplit does."""
-        return self._slice_parts(self._original.rsplit(get_original(sep), maxsplit), len(sep or ""))
-
-    def splitlines(self, keepends: bool = False) -> list["TrackedStr"]:  # type: ignore[override]
-        """Return the tracked lines of the original characters, as str.splitlines does."""
-        return self._slice_parts(self._original.splitlines(keepends))
-
-    def partition(self, sep: str) -> tuple["TrackedStr", "TrackedStr", "TrackedStr"]:
-        """Return the tracked parts before, at and after the first separator, as str.partition does."""
-        first, between, last = self._slice_parts(self._original.partition(get_original(sep)))
-        return first, between, last
-
-    def rpartition(self, sep: str) -> tuple["TrackedStr", "TrackedStr", "TrackedStr"]:
-        """Return the tracked parts before, at and after the last separator, as str.rpartition does."""
-        first, between, last = self._slice_parts(self._original.rpartition(get_original(sep)))
-        return first, between, last
-
     def replace(self, old: str, new: str, count: Any = -1) -> "TrackedStr":
-        """Return a tracked string in which `new` replaces `old` wherever the original characters have it, as str.replace does."""
-        if not old:  # insert between any two characters
-            return TrackedStr(str.replace(self, "", new, count))
-        return TrackedStr(str.join(new, self.split(old, count)))
+        """Return a tracked string in which `new` replaces `old` where the original characters have it."""
+        is_insertion = not old  # between any two characters
+        return TrackedStr(str.replace(self, "", new, count) if is_insertion else str.join(new, self._split("split", old, count)))
 
 
-def _delegate_to_original(name: str) -> Callable[..., Any]:
-    """Return a method for `TrackedStr` that calls the named str method on the original characters and returns its result."""
-    method = getattr(str, name)
-
-    def delegate(self: TrackedStr, *values: Any) -> Any:
-        return method(
-            self._original,
-            *(tuple(map(get_original, value)) if type(value) is tuple else get_original(value) for value in values),
-        )
-
-    return delegate
-
-
-def _make_case_method(name: str) -> Callable[[TrackedStr], str]:
-    """Return a method for `TrackedStr` that changes the case as the named str method does.
-
-    The result is tracked if it has as many characters as the original, which is nearly always so.
-    """
-    method = getattr(str, name)
-
-    def change_case(self: TrackedStr) -> str:
-        cased = method(self._original)
-        if len(cased) != len(self):
-            return str(method(str.__str__(self)))
-        both = zip(str.__iter__(self), cased, strict=True)
-        return TrackedStr("".join([make_tracked(new) if has_placeholders(old) else new for old, new in both]))
-
-    return change_case
-
-
-DELEGATED_METHODS = (
-    "startswith", "endswith", "find", "rfind", "index", "rindex", "count", "isalnum", "isalpha", "isascii", "isdecimal",
-    "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
-    "__hash__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__",
-)  # fmt: skip
-for _name in DELEGATED_METHODS:
-    setattr(TrackedStr, _name, _delegate_to_original(_name))
-for _name in ("upper", "lower", "title", "capitalize", "casefold", "swapcase"):
-    setattr(TrackedStr, _name, _make_case_method(_name))
-
-
-def has_placeholders(text: str) -> bool:
-    """Return whether a text contains placeholders."""
-    return not text.isascii() and STATE.placeholders is not None and STATE.placeholders.pattern.search(text) is not None
+for _method, _names in (
+    (TrackedStr._strip, "lstrip rstrip removeprefix removesuffix"),
+    (TrackedStr._split, "split rsplit splitlines partition rpartition"),
+    (TrackedStr._change_case, "upper lower title capitalize casefold swapcase"),
+    (TrackedStr._ask_original, "startswith endswith find rfind index rindex count isalnum isalpha isascii isdecimal isdigit"),
+    (TrackedStr._ask_original, "isidentifier islower isnumeric isprintable isspace istitle isupper"),
+    (TrackedStr._ask_original, "__hash__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __contains__"),
+):
+    for _name in _names.split():
+        setattr(TrackedStr, _name, functools.partialmethod(_method, _name))
 
 
 def join_strings(parts: Iterable[Any]) -> str:
     """Return the concatenation of values as one string, tracked if it contains placeholders; raise RenderingError if too long."""
-    joined = limit_size("".join(map(str, parts)))
-    return TrackedStr(joined) if has_placeholders(joined) else joined
+    joined: str = check_result("".join(map(str, parts)))
+    return joined
 
 
-def limit_size(value: Any) -> Any:
-    """Return the value unchanged; raise RenderingError for a string, list or tuple with more than MAX_SIZE elements."""
+def check_result(value: Any) -> Any:
+    """Return the value, as a tracked string if it contains placeholders; raise RenderingError if it is beyond MAX_SIZE."""
     if type(value) is not int:
         check_size(get_size(value))
-    return value
+    return TrackedStr(value) if isinstance(value, str) and has_placeholders(value) else value
 
 
 def get_size(value: Any) -> int:
@@ -303,7 +225,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             check = nodes.Filter(nodes.Const(None), "check_time", [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(check).set_lineno(node.lineno))
         for node in [*tree.find_all(nodes.Assign)]:
-            node.node = nodes.Filter(node.node, "limit_size", [], [], None, None).set_lineno(node.lineno)
+            node.node = nodes.Filter(node.node, "check_result", [], [], None, None).set_lineno(node.lineno)
         for node in tree.find_all(nodes.Const):
             check_size(get_size(node.value))
         return tree
@@ -314,7 +236,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             check_size(get_size(left) * get_size(right))
         elif operator == "**":
             check_size(2 ** min(get_size(left).bit_length() * get_size(right), 64))
-        return limit_size(super().call_binop(context, operator, left, right))
+        return check_result(super().call_binop(context, operator, left, right))
 
 
 def raise_exception(message: object) -> None:
@@ -331,14 +253,13 @@ def tojson(
     characters are placeholders, too.
     """
     written = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    non_ascii, placeholders = {character for character in set(written) if not character.isascii()}, STATE.placeholders
-    escaped = {
-        each: json.dumps(placeholders.restore(each) if placeholders else each, ensure_ascii=ensure_ascii)[1:-1]
-        for each in non_ascii
-    }
-    return join_strings(
-        [written.translate({ord(each): make_tracked(new) if has_placeholders(each) else new for each, new in escaped.items()})]
-    )
+    escaped = dict[int, str]()
+    for character in set(written):
+        if not character.isascii():
+            is_tracked = has_placeholders(character)
+            new = json.dumps(TrackedStr(character)._original if is_tracked else character, ensure_ascii=ensure_ascii)[1:-1]
+            escaped[ord(character)] = make_tracked(new) if is_tracked else new
+    return join_strings([written.translate(escaped)])
 
 
 def strftime_now(form: str) -> str:
@@ -351,17 +272,11 @@ def random_item(values: Any) -> Any:
     return random.Random(0).choice(values)
 
 
-def _make_environment() -> LimitedEnvironment:
-    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, loopcontrols])
-    environment.filters |= {"tojson": tojson, "random": random_item, "limit_size": limit_size}
-    # A context filter is not evaluated at compile time.
-    environment.filters["check_time"] = jinja2.pass_context(check_time)
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    del environment.globals["lipsum"]
-    return environment
-
-
-ENVIRONMENT = _make_environment()
+ENVIRONMENT = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, loopcontrols])
+ENVIRONMENT.filters |= {"tojson": tojson, "random": random_item, "check_result": check_result}
+ENVIRONMENT.filters["check_time"] = jinja2.pass_context(check_time)  # a context filter is not evaluated at compile time
+ENVIRONMENT.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+del ENVIRONMENT.globals["lipsum"]
 
 
 @functools.lru_cache(maxsize=8)
@@ -419,8 +334,7 @@ class Rendering:
         self._now, self.segment_edges, self.prefix_ends = datetime.datetime.now(), list[int](), list[int]()
         if [int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]] < MIN_JINJA_VERSION:
             raise RenderingError(f"jinja2 {jinja2.__version__} has an unsafe sandbox; pip install 'jinja2>=3.1.6'")
-        self._message_strings = [*find_strings([messages, tools])]
-        self.n_characters = sum(map(len, self._message_strings))
+        self.n_characters = sum(map(len, find_strings([messages, tools])))
 
     @functools.cached_property
     def text(self) -> str:
@@ -443,19 +357,21 @@ class Rendering:
         Raises:
             RenderingError: The template changes a message in a way that is not supported.
         """
-        STATE.placeholders = placeholders = PlaceholderMap([self._source, *find_strings(self._variables), *self._message_strings])
-        substituted = ""
+        if PLACEHOLDERS.search("".join([self._source, *find_strings(self._variables)])):
+            raise RenderingError("the template has characters that Unicode leaves unassigned")
+        text, substituted = self.text, ""
+        STATE.placeholders = placeholders = PlaceholderMap()
         try:
             messages, tools = [substitute_message(message) for message in self._messages], substitute_strings(self._tools)
             with suppress(Exception):  # for example a function that does not accept placeholders
                 substituted = self._render(messages, tools)
         finally:
             STATE.placeholders = None
-        if placeholders.restore(substituted) != self.text:
+        if substituted.translate(placeholders.originals) != text:
             raise RenderingError(
                 "the template changes a message in a way that is not supported; expected one that inserts it unchanged"
             )
-        self.segment_edges = [edge for run in placeholders.pattern.finditer(substituted) for edge in run.span()]
+        self.segment_edges = [edge for run in PLACEHOLDERS.finditer(substituted) for edge in run.span()]
 
     def get_segments(self, begin: int, end: int) -> list[RenderedSegment]:
         """Return the rendered text from `begin` to `end` as segments, each from either a message or the template."""

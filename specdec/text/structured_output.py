@@ -11,7 +11,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from queue import LifoQueue
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,8 +18,7 @@ import numpy as np
 from specdec import argument_checks
 from specdec.loaders import optional_dependencies
 from specdec.protocols import Constraint, ConstraintState
-from specdec.text.grammar_worker import make_matcher
-from specdec.text.worker_process import Worker, WorkerFailedError, WorkerLostError
+from specdec.text.grammar_worker import WorkerLostError, make_matcher, try_grammar
 from specdec.tokenizer import TEXT_NOT_STARTED, AnyTokenizer
 from specdec.verification import Draft
 
@@ -431,16 +429,11 @@ class Grammar(NamedTuple):
 
         with timer:
             grammar = self.source if self.kind != "regex" else llguidance.LLMatcher.grammar_from_regex(self.source)
-        worker, answer = _WORKERS.get(), dict[str, Any]()
-        try:
-            answer = worker.request({"grammar": grammar, "n": self.tokenizer.vocab_size}, BUILD_TIMEOUT_S)
-        except WorkerFailedError as error:
-            raise ValueError("it takes too long to build" if error.is_timeout else "it needs too much memory") from None
-        finally:
-            _WORKERS.put(worker)
-            timer.seconds += answer.get("seconds", BUILD_TIMEOUT_S)
-        if "error" in answer:
-            raise ValueError(answer["error"])
+        with _WORKER_SLOTS:
+            seconds, reason = try_grammar(grammar, self.tokenizer.vocab_size, BUILD_TIMEOUT_S)
+        timer.seconds += seconds
+        if reason:
+            raise ValueError(reason)
         vocabulary = _get_vocabulary(self.tokenizer)  # its time is not counted: other grammars share it
         with timer:
             constraint = GrammarConstraint(vocabulary, grammar)
@@ -539,9 +532,7 @@ def _cache_value(cache: OrderedDict[Grammar, Value], grammar: Grammar, value: Va
 _CONSTRAINT_CACHE = OrderedDict[Grammar, GrammarConstraint]()  # least recently used first, as below
 _ERROR_CACHE = OrderedDict[Grammar, str]()
 _CACHE_LOCK = threading.Lock()
-_WORKERS = LifoQueue[Worker]()  # last in, first out: the last used one already runs
-for _ in range(MAX_CONCURRENT_BUILDS):
-    _WORKERS.put(Worker("grammar_worker"))
+_WORKER_SLOTS = threading.BoundedSemaphore(MAX_CONCURRENT_BUILDS)
 _VOCABULARY_LOCK = threading.Lock()
 
 

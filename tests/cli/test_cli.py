@@ -346,7 +346,6 @@ def test_race_without_terminal_prints_statistics_and_summary(run: Run, pair: Pai
     assert result["ratio"] == pytest.approx(speeds[0] / speeds[1])
     assert_rejected(run("race", "-m", pair.target, "-d", "none"), "-d")
     assert_rejected(run("race", *make_arguments(pair, "-n", 1)), "-n 1 counts the prompt")
-    assert_rejected(run(*make_arguments(pair, "--compare")), "unknown option --compare; use specdec race to compare")
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance,
 from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
 from specdec.server.tool_parsers.formats import find_tool_format
 from specdec.server.tool_parsers.json_calls import ArgumentsDelta, JsonScanner, ToolCall
+from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
-from specdec.text.worker_process import Worker, WorkerLostError
 from tests.fakes.asgi import Response, send_request
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
@@ -204,7 +204,7 @@ def test_a_killed_worker_is_a_server_error(app: Any, monkeypatch: Any) -> None:
     def raise_lost(*_: Any) -> Any:
         raise WorkerLostError("the system has ended it")
 
-    monkeypatch.setattr(Worker, "request", raise_lost)
+    monkeypatch.setattr("specdec.text.structured_output.try_grammar", raise_lost)
     response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "lost"}}}
     response = send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format})
     assert (response.status, response.error["type"], "retry-after" in response.headers) == (503, "server_error", True)

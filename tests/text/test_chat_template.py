@@ -444,7 +444,7 @@ def test_messages_with_too_many_different_characters_are_rejected(monkeypatch: p
     assert rendering.segment_edges == [17, 19]
     monkeypatch.setattr(jinja_renderer, "PLACEHOLDER_CODEPOINTS", range(0x40000, 0x40020))
     messages = [USER[0] | {"content": "".join(map(chr, range(0x40000, 0x40010))) + "0123456789abcdefg"}]
-    with pytest.raises(jinja_renderer.RenderingError, match="the messages have more than 16 different characters"):
+    with pytest.raises(jinja_renderer.RenderingError, match="the messages have more than 32 different characters"):
         jinja_renderer.Rendering(CHATML, {}, messages, None).find_segment_edges()
 
 
