@@ -15,7 +15,6 @@ from specdec.bench.race import RecordedRun
 from specdec.draft.model_bundle import NGRAM
 from specdec.draft.settings import AUTO
 from specdec.events import Event, Statistics
-from specdec.heads.head import Head
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 
@@ -202,7 +201,7 @@ def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tupl
     ngrams = SpeculativeDecoder(target, NGRAM, tokenizer)
     if pair.draft is None:
         return settings + [Setting(f"n-grams γ {g}", f"-d ngram -g {g}", ngrams, "ngram", g) for g in gammas], notes
-    is_head = isinstance(pair.draft, Head)
+    is_head = pair.draft is not None and pair.draft.is_head
     if is_head:
         notes.append(
             "the draft alone, trees and stages are left out: a head generates no text, proposes chains, and has no draft"

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
 from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
 from specdec.draft.settings import FIXED_GAMMA
-from specdec.heads.head import HeadCache
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Weights
 from specdec.model.kv_cache import KVCache
@@ -61,17 +60,17 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
     # locked in one order everywhere, so that no two threads wait for each other
     caches = [target] if not draft else [draft, target]
     models = [cache.model for cache in caches]
-    models = models if isinstance(draft, HeadCache) else sorted(models, key=id)
+    models = models if draft and draft.model.is_head else sorted(models, key=id)
 
     def seconds(key: int, cache: KVCache, tokens: list[int]) -> float:
         with ExitStack() as locks:
             for each in models:
                 locks.enter_context(each.lock)
-            if isinstance(cache, HeadCache):  # a head drafts after a pass of its target over the same sequence
+            if cache.model.is_head:  # a head drafts after a pass of its target over the same sequence
                 target.forward([0], 0)
                 if len(tokens) > cache.model.n_positions or not cache.can_draft([0, 0]):  # its proposals are empty
                     return 0.0
-            elif draft and cache is target and key != 1 and not isinstance(draft, HeadCache):
+            elif draft and cache is target and key != 1 and not draft.model.is_head:
                 for _ in range(FIXED_GAMMA):
                     draft.forward(tokens[:1], 1)
             begin = time.perf_counter()
@@ -91,7 +90,7 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
     if draft:
         # As in a round, the draft's first token comes after a pass of the target, which has evicted the draft from the caches. A
         # head computes its first token from that pass, and the next from its own output.
-        n_first, n_next = (2, 3) if isinstance(draft, HeadCache) else (1, 1)
+        n_first, n_next = (2, 3) if draft.model.is_head else (1, 1)
         needed |= {
             FIRST_DRAFT_KEY: (draft, tokens[:n_first]),
             NEXT_DRAFT_KEY: (draft, tokens[:n_next]),

@@ -10,15 +10,13 @@ from typing import Any, Literal, TypeVar, cast
 
 from specdec.argument_checks import check_ints, check_string, is_list, shorten
 from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE
-from specdec.draft.model_drafters import HeadDrafter, ModelDrafter
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.precompile_models import compile_passes
 from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quantize
 from specdec.draft.settings import AUTO
 from specdec.draft.vocab_map import VocabMappedModel
 from specdec.engine.disk_prompt_cache import PromptCache
-from specdec.heads.head import Head, HeadCache
-from specdec.heads.shared_kv_head import SharedKVHead
 from specdec.layers.architecture import Weights
 from specdec.loaders import Checkpoint, CheckpointError
 from specdec.loaders.checkpoint_heads import load_builtin_head
@@ -59,9 +57,9 @@ class DraftSource:
         return self.model_or_ngram if isinstance(self.model_or_ngram, Model) else None
 
     @property
-    def head(self) -> Head | None:
-        """The draft model if it is a draft head (`Head`), else None."""
-        return self.model_or_ngram if isinstance(self.model_or_ngram, Head) else None
+    def is_head(self) -> bool:
+        """Whether the source is a draft head."""
+        return self.model is not None and self.model.is_head
 
     @property
     def prior_acceptance(self) -> Sequence[float]:
@@ -70,9 +68,7 @@ class DraftSource:
 
     def new_cache(self, target_cache: KVCache) -> KVCache | None:
         """Return an empty KV cache of the model for the sequence of a target's cache; None without a model."""
-        if self.head:
-            return self.head.new_head_cache(target_cache)
-        return self.model.new_cache() if self.model else None
+        return self.model.new_draft_cache(target_cache) if self.model else None
 
     def make_drafter(
         self, cache: KVCache | None, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
@@ -85,8 +81,6 @@ class DraftSource:
             noise: See `ModelDrafter`.
             eos_tokens: See `ModelDrafter`.
         """
-        if isinstance(cache, HeadCache):
-            return HeadDrafter(cache, sampler, noise, eos_tokens)
         if cache:
             return ModelDrafter(cache, sampler, noise, eos_tokens)
         return NgramDrafter(eos_tokens) if self.model_or_ngram else None
@@ -138,7 +132,7 @@ class DraftResolver:
             ValueError: If the draft does not fit the target.
         """
         if isinstance(draft, DraftSource):  # from a pickled decoder, with its vocabulary
-            model = None if draft.head else draft.model
+            model = None if draft.is_head else draft.model
             return replace(draft, model_or_ngram=self._fit_to_memory(model, model.weights.n_bytes)) if model else draft
         n_target = count_known_ids(self.tokenizer, self.target.config.vocab_size)
         same_vocabulary = SharedVocabulary(n_target, n_target)
@@ -154,9 +148,9 @@ class DraftResolver:
             copy = make_self_draft(self.target, requested, self.tokenizer.encode, self.loader)
             return DraftSource(self._fit_to_memory(copy, copy.weights.n_bytes), same_vocabulary)
         rows, name = self.target.config.vocab_size, f"the {parameter}"
-        if isinstance(draft, Head):
-            if draft.target is not self.target:
-                raise ValueError(f"{name} is a head of another target; a head drafts only from the passes of its own target")
+        if isinstance(draft, Model) and not draft.can_draft_for(self.target):
+            raise ValueError(f"{name} is a head of another target; a head drafts only from the passes of its own target")
+        if isinstance(draft, Model) and draft.is_head:
             return DraftSource(draft, same_vocabulary)
         if isinstance(draft, Model):
             vocabulary = assume_shared_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
@@ -186,7 +180,7 @@ class DraftResolver:
             raise ValueError(f"{self.checkpoint.path} has no built-in head ({MTP}); {expected}")
         return head
 
-    def _load_head(self, source: Checkpoint) -> Head:
+    def _load_head(self, source: Checkpoint) -> Model:
         """Load and return the draft head in a checkpoint, with as many positions as fit into memory.
 
         Raises:
@@ -196,6 +190,9 @@ class DraftResolver:
         config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
             config, weights = self._quantize_classifier(config, weights)
+        from specdec.heads.head import Head
+        from specdec.heads.shared_kv_head import SharedKVHead
+
         loader, n_positions = self.loader, self.target.n_positions
         head_class = SharedKVHead if config.architecture == ASSISTANT else Head
         head = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
@@ -253,7 +250,7 @@ class ModelBundle:
     @property
     def models(self) -> dict[str, Model]:
         """The loaded models by name ("target", "draft" or "head", "stage"), the target first; n-grams have no model."""
-        draft = HEAD if self.draft.head else "draft"
+        draft = HEAD if self.draft.is_head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
@@ -270,12 +267,12 @@ class ModelBundle:
 
     def new_caches(self) -> SequenceCaches:
         """Return empty KV caches for a new sequence."""
-        target = self.target.new_cache(self.draft.head.target_layers if self.draft.head else ())
+        target = self.target.new_cache(self.draft.model.target_layers if self.draft.model else ())
         return SequenceCaches(target, self.draft.new_cache(target), self.stage.new_cache(target))
 
     def get_sequence_bytes(self, n_tokens: int) -> int:
         """Return the memory in bytes that the KV caches of all models take for one more sequence of n_tokens tokens."""
-        n_hidden_layers = len(self.draft.head.target_layers) if self.draft.head else 0
+        n_hidden_layers = len(self.draft.model.target_layers) if self.draft.model else 0
         return sum(
             model.get_sequence_bytes(min(n_tokens, model.n_positions), True, n_hidden_layers if model is self.target else 0)
             for model in self.models.values()
@@ -312,10 +309,8 @@ class ModelBundle:
     @property
     def shared(self) -> dict[str, int]:
         """The number of tokens shared with the target, by "draft", "head" or "stage", for each model that lacks some of them."""
-        shared = {
-            name: model.vocab_mapper.n_shared for name, model in self.models.items() if isinstance(model, VocabMappedModel | Head)
-        }
-        return {name: n for name, n in shared.items() if n < self.n_ids}
+        shared = {name: model.n_shared_tokens for name, model in self.models.items()}
+        return {name: n for name, n in shared.items() if n is not None and n < self.n_ids}
 
 
 def load_bundle(
@@ -343,7 +338,7 @@ def load_bundle(
         raise ValueError(f"the stage {stage!r} is not supported: a head drafts only for its target")
     given = {"target": target, "draft": draft, "stage": stage}
     loaded = {name: model for name, model in given.items() if isinstance(model, Model)}
-    if isinstance(target, Head):
+    if isinstance(target, Model) and target.is_head:
         raise ValueError("the target is a head, which can only draft for another model")
     for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
         if model is another:
@@ -367,7 +362,7 @@ def load_bundle(
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # drafts use the target's KV cache format
     resolver = DraftResolver(target, loaded_tokenizer, gguf_metadata, quantize_options, loader, checkpoint)
     draft_source = resolver.resolve("draft", draft)
-    if stage is not None and draft_source.head:
+    if stage is not None and draft_source.is_head:
         raise ValueError("a stage is not supported for a head, which drafts from its target's passes; leave out the stage")
     can_choose_threads = not loaded and loader.n_threads is None
     return ModelBundle(

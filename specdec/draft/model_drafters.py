@@ -1,10 +1,9 @@
-"""Drafters that propose the tokens of a smaller model or of a head, one after the other, independent of verification."""
+"""The drafter that proposes the tokens of a smaller model or of a head, one after the other."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 from specdec.argument_checks import replace_unknown_tokens
-from specdec.heads.head import HeadCache
 from specdec.model.model import Model, get_token_headroom
 from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32, ceil_div
@@ -16,9 +15,14 @@ from specdec.verification import Draft
 class DraftCache(Protocol):
     """The interface of a draft model with the KV cache of one sequence, as `KVCache` has it."""
 
+    can_slide: bool
+
     @property
     def model(self) -> Model:
         """The draft model."""
+
+    def can_draft(self, tokens: list[int]) -> bool:
+        """Return whether the model can predict the token that follows the given ones."""
 
     def forward(self, tokens: list[int], n_logits: int = 1) -> Float32:
         """Run a sequence's tokens that the cache does not hold; return logits (n_logits, V) at the sequence's last tokens."""
@@ -26,6 +30,8 @@ class DraftCache(Protocol):
 
 class ModelDrafter:
     """A drafter that generates draft tokens one by one with a smaller model, which sees a window of a longer sequence.
+
+    A head drafts from the hidden states of its target's passes, and proposes nothing where these are missing.
 
     Args:
         cache: The draft model's cache of the sequence.
@@ -47,8 +53,9 @@ class ModelDrafter:
         """Prefill the draft model with all tokens of a sequence but the last, or as many as it can see."""
         if self._logits_processor:
             self._logits_processor.update(tokens)
+        visible = self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[: self._model.n_positions]
         with self._model.lock:
-            self._cache.forward(self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[:-1], n_logits=0)
+            self._cache.forward(visible[:-1], n_logits=0)
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
         """Generate draft tokens after a sequence, and return them with their distributions, valid until the next proposal.
@@ -58,6 +65,8 @@ class ModelDrafter:
             policy: Decides how many tokens to draft.
             tail: Unverified tokens after the sequence, which a second-level drafter continues (see `staged`); else empty.
         """
+        if not self._cache.can_draft(tokens):
+            return Draft([])
         start = self._find_window_start(len(tokens) + len(tail) + min(policy.max_tokens, self._model.n_positions // 2))
         stream, seen, n = self._get_stream(len(tokens)), self._get_visible_tokens([*tokens, *tail] if tail else tokens, start), 0
         max_length = len(seen) + get_token_headroom(len(seen), self._model.n_positions, self._model.longrope_threshold)
@@ -92,29 +101,9 @@ class ModelDrafter:
     def _find_window_start(self, n_tokens: int) -> int:
         """Return the index of the first of n_tokens tokens that the draft model sees, 0 while all fit into its context.
 
-        The start moves by half of the model's positions at a time.
+        The start moves by half of the model's positions at a time. A head always sees the whole sequence.
         """
+        if not self._cache.can_slide:
+            return 0
         step = max(self._model.n_positions // 2, 1)
         return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step
-
-
-class HeadDrafter(ModelDrafter):
-    """A drafter that generates draft tokens with a draft head, which reads the hidden states of its target's passes.
-
-    It needs a sequence of two tokens or more.
-    """
-
-    _cache: HeadCache
-
-    def prepare(self, tokens: list[int]) -> None:
-        """Prefill the draft head with a sequence's tokens, which the target has run."""
-        super().prepare(tokens[: self._model.n_positions])
-
-    def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return draft tokens, or an empty `Draft` if the head cannot draft."""
-        with self._model.lock, self._cache.target_cache.model.lock:
-            return super().propose(tokens, policy, tail) if self._cache.can_draft(tokens) else Draft([])
-
-    def _find_window_start(self, n_tokens: int) -> int:
-        """Return 0, since a draft head sees the whole sequence, or a window that slides within a pass."""
-        return 0

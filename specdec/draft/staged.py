@@ -37,6 +37,8 @@ class StagedDraftCache:
         policy: Decides how many second-level tokens a pass gets; it sees the passes of the draft model as its steps.
     """
 
+    can_slide = True
+
     def __init__(self, cache: KVCache, drafter: SecondLevelDrafter, costs: CostModel, policy: LengthPolicy) -> None:
         self._cache, self._drafter, self._costs, self._policy = cache, drafter, costs, policy
         self.model = cache.model
@@ -47,6 +49,10 @@ class StagedDraftCache:
         self._pass_number = 0  # of the last pass; a later pass of the model overwrites its logits
         self._seconds = 0.0, 0.0  # of the last pass and of its second-level draft
         self._logits: Float32
+
+    def can_draft(self, tokens: list[int]) -> bool:
+        """Return True: the draft model sees any sequence."""
+        return True
 
     def start_round(self, tokens: list[int], max_tokens: int) -> None:
         """Store the tokens of the sequence, after which the next `forward` calls draft a proposal of up to max_tokens tokens."""

@@ -86,6 +86,11 @@ class VocabMappedModel(Model):
         """Number of token ids of the target."""
         return len(self._draft_ids)
 
+    @property
+    def n_shared_tokens(self) -> int:
+        """Number of the target's tokens that the draft has."""
+        return self.vocab_mapper.n_shared
+
     def with_capacity(self, n_positions: int) -> Model:
         """Return a model with the same weights and n_positions positions, and a lock of its own."""
         return VocabMappedModel(super().with_capacity(n_positions), self.target_ids, len(self._draft_ids))

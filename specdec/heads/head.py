@@ -47,6 +47,8 @@ class Head(Model):
             `Model`.
     """
 
+    is_head = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -89,7 +91,16 @@ class Head(Model):
         head.n_threads = self.n_threads
         return head
 
-    def new_head_cache(self, target_cache: KVCache) -> "HeadCache":
+    @property
+    def n_shared_tokens(self) -> int:
+        """Number of the target's tokens that the head can propose."""
+        return self.vocab_mapper.n_shared
+
+    def can_draft_for(self, target: Model) -> bool:
+        """Return whether the model is the head's own target."""
+        return target is self.target
+
+    def new_draft_cache(self, target_cache: KVCache) -> "HeadCache":
         """Return an empty cache for the sequence that target_cache holds, a cache of the target with `target_layers`."""
         return HeadCache(self, target_cache)
 
@@ -112,6 +123,8 @@ class HeadCache(KVCache):
     Raises:
         ValueError: If the cache belongs to another target or keeps the hidden states of other layers.
     """
+
+    can_slide = False
 
     def __init__(self, head: Head, target_cache: KVCache) -> None:
         if target_cache.model is not head.target or target_cache.hidden_layers != head.target_layers:

@@ -27,8 +27,8 @@ class SharedKVHead(Head):
     target's.
     """
 
-    def new_head_cache(self, target_cache: KVCache) -> "SharedKVHeadCache":
-        """Return a cache for the sequence that target_cache holds; see `Head.new_head_cache`."""
+    def new_draft_cache(self, target_cache: KVCache) -> "SharedKVHeadCache":
+        """Return a cache for the sequence that target_cache holds; see `Head.new_draft_cache`."""
         return SharedKVHeadCache(self, target_cache)
 
 

@@ -46,6 +46,8 @@ class KVCache:
         ValueError: If hidden_layers do not exist or one is given twice; TypeError likewise.
     """
 
+    can_slide = True  # whether a draft may run a sequence from a later token on, when it exceeds the positions
+
     def __init__(self, model: "Model", hidden_layers: Sequence[int] = ()) -> None:
         self.model, self.hidden_layers = model, _check_hidden_layers(model, hidden_layers)
         self._tokens: list[int] = []  # of the sequence, with keys and values in the cache
@@ -121,6 +123,10 @@ class KVCache:
             raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {n_positions} positions")
         n_logits = n_rows if n_logits is None else check_int("n_logits", n_logits, 0, n_rows)
         return self.model.run_exclusive(self.run, tokens, [*zip(nodes, parents, strict=True)], n_logits)
+
+    def can_draft(self, tokens: list[int]) -> bool:
+        """Return whether a draft model can predict the token that follows the given ones."""
+        return True
 
     def get_hidden_states(self, tokens: list[int], first: int) -> Float32:
         """Return the cached residual stream before each of `hidden_layers`, side by side, valid until the next call.

@@ -66,6 +66,8 @@ class Model:
     """
 
     lock: "threading._RLock"
+    is_head = False  # whether it drafts from its target's hidden states (heads/head.py)
+    target_layers: tuple[int, ...] = ()  # of a head: layers before which its target's caches keep hidden states
 
     def __init__(
         self,
@@ -154,6 +156,19 @@ class Model:
             ValueError: If a layer does not exist or is given twice; TypeError likewise.
         """
         return KVCache(self, hidden_layers)
+
+    def new_draft_cache(self, target_cache: KVCache) -> KVCache:
+        """Return an empty KV cache of this model as a draft, for the sequence that a target's cache holds."""
+        return self.new_cache()
+
+    def can_draft_for(self, target: "Model") -> bool:
+        """Return whether the model can draft for a target with the same vocabulary: a head can only for its own."""
+        return True
+
+    @property
+    def n_shared_tokens(self) -> int | None:
+        """Number of the target's tokens that a draft can propose; None if it is the whole vocabulary."""
+        return None
 
     def forward(self, batch: Sequence[BatchInput]) -> list[Float32]:
         """Run the tokens of several sequences that their caches do not hold, in one pass, and return the logits of each sequence.
