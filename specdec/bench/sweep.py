@@ -201,7 +201,7 @@ def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tupl
     ngrams = SpeculativeDecoder(target, NGRAM, tokenizer)
     if pair.draft is None:
         return settings + [Setting(f"n-grams γ {g}", f"-d ngram -g {g}", ngrams, "ngram", g) for g in gammas], notes
-    is_head = pair.draft is not None and pair.draft.is_head
+    is_head = pair.draft.is_head
     if is_head:
         notes.append(
             "the draft alone, trees and stages are left out: a head generates no text, proposes chains, and has no draft"
