@@ -26,12 +26,15 @@ from starlette.requests import Request
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.cli import serve
+from specdec.draft.draft_length import CostModel
+from specdec.engine import fair_share
 from specdec.engine import scheduler as scheduler_module
 from specdec.engine.metrics import Metrics, format_prometheus
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
-from specdec.server import body_limits, fair_grammar_builds
+from specdec.model.model import Model
+from specdec.server import body_limits, engine_thread, fair_grammar_builds
 from specdec.server import listener as listening
 from specdec.server.access_control import make_error_response
 from specdec.server.body_limits import BodyBuffer, read_body
@@ -40,8 +43,8 @@ from specdec.server.fair_grammar_builds import BuilderBusyError, ConstraintBuild
 from specdec.server.field_validation import APIError
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
-from tests.engine.test_kv_slots import CountingPool, random_tokens
-from tests.engine.test_scheduler import Output, assert_same, endless, make_request, make_scheduler, submit  # noqa: F401  (fixtures)
+from tests.engine.test_prefix_cache import CountingCache, random_tokens
+from tests.server.test_engine_thread import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
 from tests.server.test_listener import hello, listener, send_get
 
 ROOT = Path(__file__).parents[2]
@@ -346,16 +349,16 @@ def test_permits_alternate_between_clients() -> None:
 # Fairness, and isolation of caches
 
 
-def test_one_client_cannot_fill_the_queue_for_others(endless: Any, make_scheduler: Callable[..., Any]) -> None:
-    scheduler, greedy, other = make_scheduler(endless, max_running=2, max_waiting=3), Client("a", "a"), Client("b", "b")
+def test_one_client_cannot_fill_the_queue_for_others(endless: Any, make_engine: Callable[..., Any]) -> None:
+    engine, greedy, other = make_engine(endless, max_running=2, max_waiting=3), Client("a", "a"), Client("b", "b")
     outputs = [Output() for _ in range(5)]
-    handles = [submit(scheduler, make_request(endless, 50_000), output, greedy) for output in outputs]
+    handles = [submit(engine, make_request(endless, 50_000), output, greedy) for output in outputs]
     with pytest.raises(QueueFullError):
-        submit(scheduler, make_request(endless, 5), Output(), greedy)
+        submit(engine, make_request(endless, 5), Output(), greedy)
     output, second = Output(), Output()
     for each in (output, second):
         with contextlib.suppress(QueueFullError):
-            submit(scheduler, make_request(endless, 5), each, other)
+            submit(engine, make_request(endless, 5), each, other)
     assert_same(endless, make_request(endless, 5), output)
     assert not second.events and not any(output.finished.is_set() for output in outputs)
     for handle in handles[:2]:
@@ -366,31 +369,32 @@ def test_one_client_cannot_fill_the_queue_for_others(endless: Any, make_schedule
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the schedulers' clock: each token of a pass takes 1 ms."""
-    clock, forward = Clock(), scheduler_module.Model.forward_batch
+    clock, forward = Clock(), Model.forward
 
-    def timed_forward(inputs: list[Any]) -> Any:
-        clock.now += 0.001 * sum(model.count_uncached_tokens(tokens, n_logits) for model, tokens, n_logits, _ in inputs)
-        return forward(inputs)
+    def timed_forward(model: Model, batch: list[Any]) -> Any:
+        clock.now += 0.001 * sum(cache.count_uncached_tokens(tokens, n_logits) for cache, tokens, n_logits, _ in batch)
+        return forward(model, batch)
 
-    monkeypatch.setattr(scheduler_module.Model, "forward_batch", timed_forward)
-    monkeypatch.setattr(scheduler_module, "time", clock)
-    monkeypatch.setattr(scheduler_module.CostModel, "pass_cost", lambda self, n: 0.001 * n)
+    monkeypatch.setattr(Model, "forward", timed_forward)
+    for module in (scheduler_module, engine_thread):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(CostModel, "pass_cost", lambda self, n: 0.001 * n)
     return clock
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[Counter[str], dict[str, int]]]:
     """Record the clients of each pass: their decoding sequences and prefilled tokens."""
-    recorded, run = list[tuple[Counter[str], dict[str, int]]](), scheduler_module.Scheduler._run_batch
+    recorded, run = list[tuple[Counter[str], dict[str, int]]](), scheduler_module.Scheduler._run
 
-    def record_batch(self: Any, decode_batch: list[Any], chunks: list[tuple[Any, int]]) -> None:
+    def record_run(self: Any, chunks: list[tuple[Any, int]], decode_batch: list[Any]) -> Any:
         n_prefilled = Counter[str]()
         for sequence, n in chunks:
-            n_prefilled[sequence.handle.client.name] += n
-        recorded.append((Counter(sequence.handle.client.name for sequence in decode_batch), n_prefilled))
-        run(self, decode_batch, chunks)
+            n_prefilled[sequence.client.name] += n
+        recorded.append((Counter(sequence.client.name for sequence in decode_batch), n_prefilled))
+        return run(self, chunks, decode_batch)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_run_batch", record_batch)
+    monkeypatch.setattr(scheduler_module.Scheduler, "_run", record_run)
     return recorded
 
 
@@ -406,15 +410,15 @@ def make_long_request(endless: Any, n: int, seed: int) -> GenerationRequest:
 
 
 def test_two_sequences_of_a_client_run_next_to_many_of_another(
-    endless: Any, make_scheduler: Callable[..., Any], passes: Any
+    endless: Any, make_engine: Callable[..., Any], passes: Any
 ) -> None:
     """A client with two sequences gets half of four slots at once, and half of each pass."""
-    scheduler, outputs, others = make_scheduler(endless, max_running=4), [Output() for _ in range(12)], [Output(), Output()]
+    engine, outputs, others = make_engine(endless, max_running=4), [Output() for _ in range(12)], [Output(), Output()]
     for output in outputs:
-        submit(scheduler, make_request(endless, 50_000), output, Client("a"))
+        submit(engine, make_request(endless, 50_000), output, Client("a"))
     assert outputs[3].started.wait(60)
     for output in others:
-        submit(scheduler, make_request(endless, 50_000), output, Client("b"))
+        submit(engine, make_request(endless, 50_000), output, Client("b"))
     assert all(output.started.wait(60) for output in others) and not outputs[4].events
     n = len(passes)
     wait_until(lambda: len(passes) >= n + 20)
@@ -428,17 +432,17 @@ def test_two_sequences_of_a_client_run_next_to_many_of_another(
 
 def test_prompts_of_one_client_do_not_slow_down_another(
     endless: Any,
-    make_scheduler: Callable[..., Any],
+    make_engine: Callable[..., Any],
     passes: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They get 0.2 s (200 tokens) ahead, and then as much time as the decoding sequence."""
-    monkeypatch.setattr(scheduler_module, "MAX_FAIRNESS_GAP_S", 0.2)
-    scheduler, output, others = make_scheduler(endless, max_running=4), Output(), [Output() for _ in range(3)]
-    submit(scheduler, make_request(endless, 50_000), output, Client("b"))
+    monkeypatch.setattr(fair_share, "MAX_FAIRNESS_GAP_S", 0.2)
+    engine, output, others = make_engine(endless, max_running=4), Output(), [Output() for _ in range(3)]
+    submit(engine, make_request(endless, 50_000), output, Client("b"))
     assert output.started.wait(60)
     for i, other in enumerate(others):
-        submit(scheduler, make_long_request(endless, 300, i), other, Client("a"))
+        submit(engine, make_long_request(endless, 300, i), other, Client("a"))
     for other in others:
         other.wait()
     n_steps = n_prefilled_total = 0
@@ -447,44 +451,45 @@ def test_prompts_of_one_client_do_not_slow_down_another(
         assert n_prefilled_total <= 200 + 64 + n_steps
     assert max(n_prefilled["a"] for _, n_prefilled in passes) > 50, "in large chunks"
     n, alone = len(passes), Output()
-    submit(scheduler, make_long_request(endless, 300, 10), alone, Client("b"))
+    submit(engine, make_long_request(endless, 300, 10), alone, Client("b"))
     alone.wait()
     assert len(passes) - n < 30, "a client's own sequences may wait"
 
 
-def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_scheduler: Callable[..., Any], clock: Clock) -> None:
+def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_engine: Callable[..., Any], clock: Clock) -> None:
     """A returning client keeps its pass time, unless all others have more."""
-    scheduler = make_scheduler(endless, max_running=4)
+    engine = make_engine(endless, max_running=4)
     first, second = Output(), Output()
-    handle = submit(scheduler, make_request(endless, 50_000), first, Client("a"))
+    handles = [submit(engine, make_request(endless, 50_000), output, Client("a")) for output in (first, Output())]
     wait_until(lambda: len(first.steps) > 100)
-    submit(scheduler, make_long_request(endless, 200, 1), second, Client("b"))
+    submit(engine, make_long_request(endless, 200, 1), second, Client("b"))
     second.wait()
-    assert scheduler._client_seconds["b"] > 0.3
-    seconds = scheduler._client_seconds["b"]
+    assert engine._scheduler._shares._seconds["b"] > 0.3
+    seconds = engine._scheduler._shares._seconds["b"]
     again = Output()
-    submit(scheduler, make_request(endless, 3), again, Client("b"))
+    submit(engine, make_request(endless, 3), again, Client("b"))
     again.wait()
-    assert scheduler._client_seconds["b"] >= seconds
-    handle.cancel()
-    wait_until(lambda: not scheduler._running)
+    assert engine._scheduler._shares._seconds["b"] >= seconds
+    for handle in handles:
+        handle.cancel()
+    wait_until(lambda: not engine._scheduler.running)
     alone = Output()
-    submit(scheduler, make_request(endless, 3), alone, Client("c"))
+    submit(engine, make_request(endless, 3), alone, Client("c"))
     alone.wait()
-    assert scheduler._client_seconds.keys() == {"c"} and scheduler._client_seconds["c"] < 0.1
+    assert engine._scheduler._shares._seconds.keys() == {"c"} and engine._scheduler._shares._seconds["c"] < 0.1
 
 
 def test_prompts_of_clients_are_interleaved(
     endless: Any,
-    make_scheduler: Callable[..., Any],
+    make_engine: Callable[..., Any],
     passes: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_FAIRNESS_GAP_S", 0.2)
-    scheduler, outputs, other = make_scheduler(endless, max_running=4), [Output() for _ in range(8)], Output()
+    monkeypatch.setattr(fair_share, "MAX_FAIRNESS_GAP_S", 0.2)
+    engine, outputs, other = make_engine(endless, max_running=4), [Output() for _ in range(8)], Output()
     for i, output in enumerate(outputs):
-        submit(scheduler, make_long_request(endless, 1000, i), output, Client("a"))
-    submit(scheduler, make_long_request(endless, 2000, 99), other, Client("b"))
+        submit(engine, make_long_request(endless, 1000, i), output, Client("a"))
+    submit(engine, make_long_request(endless, 2000, 99), other, Client("b"))
     other.wait()
     first, *_, last = (i for i, (_, n_prefilled) in enumerate(passes) if n_prefilled["b"])
     n_prefilled = [n_prefilled for _, n_prefilled in passes[first : last + 1]]
@@ -493,19 +498,19 @@ def test_prompts_of_clients_are_interleaved(
 
 def test_auxiliary_tasks_take_at_most_half_of_the_time(
     endless: Any,
-    make_scheduler: Callable[..., Any],
+    make_engine: Callable[..., Any],
     passes: Any,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A task step takes as long as ten passes, so ten passes run between two of them."""
-    run = scheduler_module.Scheduler._run_batch
+    run = scheduler_module.Scheduler._run
 
-    def timed_run(self: Any, decode_batch: list[Any], chunks: list[Any]) -> None:
-        run(self, decode_batch, chunks)
+    def timed_run(self: Any, chunks: list[Any], decode_batch: list[Any]) -> Any:
+        yield from run(self, chunks, decode_batch)
         clock.now += 0.125
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_run_batch", timed_run)
+    monkeypatch.setattr(scheduler_module.Scheduler, "_run", timed_run)
     pass_counts = list[int]()
 
     def run_task(target: Any) -> Any:
@@ -514,38 +519,38 @@ def test_auxiliary_tasks_take_at_most_half_of_the_time(
             clock.now += 1.25
             yield
 
-    scheduler, output = make_scheduler(endless, max_running=4), Output()
-    submit(scheduler, make_request(endless, 50_000), output, Client("b"))
+    engine, output = make_engine(endless, max_running=4), Output()
+    submit(engine, make_request(endless, 50_000), output, Client("b"))
     assert output.started.wait(60)
-    for future in scheduler.submit_auxiliary([run_task], Client("a")):
+    for future in engine.submit_auxiliary([run_task], Client("a")):
         future.result(60)
     assert [second - first for first, second in itertools.pairwise(pass_counts)] == [10, 10, 10]
 
 
-def test_sequences_of_a_request_are_queued_all_or_none(endless: Any, make_scheduler: Callable[..., Any]) -> None:
-    scheduler = make_scheduler(endless, max_running=1, max_waiting=2)
-    submit(scheduler, make_request(endless, 50_000), Output())
+def test_sequences_of_a_request_are_queued_all_or_none(endless: Any, make_engine: Callable[..., Any]) -> None:
+    engine = make_engine(endless, max_running=1, max_waiting=2)
+    submit(engine, make_request(endless, 50_000), Output())
     with pytest.raises(QueueFullError):
-        scheduler.submit([make_request(endless, 5)] * 3, [Output()] * 3, Client())
-    assert scheduler.metrics.queued + scheduler.metrics.running == 1
-    assert scheduler_module.MAX_EXTRA_WAITING > 0
+        engine.submit([make_request(endless, 5)] * 3, [Output()] * 3, Client())
+    assert engine.metrics.queued + engine.metrics.running == 1
+    assert engine_thread.MAX_EXTRA_WAITING > 0
 
 
-def test_caches_are_not_shared_across_cache_salts(endless: Any, make_scheduler: Callable[..., Any]) -> None:
-    pool, prompt = CountingPool(endless, 100), [1, *random_tokens(60)]
-    first = pool.acquire(prompt, 90, "ann")
-    first.bundle.target.forward(prompt)
-    assert pool.acquire(prompt, 90, "bob").n_held == 0
-    pool.release(first, 61)
-    assert pool.acquire(prompt, 90, "bob").n_held == 0
-    assert pool.acquire(prompt, 90, "ann").n_held == 61
-    small_pool = CountingPool(endless, 100)
-    small_pool._max_idle = 1
-    slot = small_pool.acquire(prompt, 90, "ann")
-    slot.bundle.target.forward(prompt)
-    small_pool.release(slot, 61)
-    assert small_pool.acquire(prompt, 90, "bob").n_held == 0  # although it replaces the other slot
-    shared = make_scheduler(endless)
+def test_caches_are_not_shared_across_cache_salts(endless: Any, make_engine: Callable[..., Any]) -> None:
+    prefixes, prompt = CountingCache(endless, 100), [1, *random_tokens(60)]
+    first = prefixes.acquire(prompt, 90, "ann")
+    first.caches.target.forward(prompt)
+    assert prefixes.acquire(prompt, 90, "bob").n_held == 0
+    prefixes.release(first, 61)
+    assert prefixes.acquire(prompt, 90, "bob").n_held == 0
+    assert prefixes.acquire(prompt, 90, "ann").n_held == 61
+    small = CountingCache(endless, 100)
+    small._max_idle = 1
+    slot = small.acquire(prompt, 90, "ann")
+    slot.caches.target.forward(prompt)
+    small.release(slot, 61)
+    assert small.acquire(prompt, 90, "bob").n_held == 0  # although it replaces the other slot
+    shared = make_engine(endless)
     for client, n_cached in (("ann", 0), ("bob", 0), ("ann", 60)):
         before, output = shared.metrics.cached_tokens, Output()
         request = make_request(endless, 3, "abc " * 20)

@@ -11,12 +11,12 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
-from specdec.server.engine_thread import Scheduler, ShutdownError
+from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
 from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
 from specdec.server.openai_chat_requests import ServedModel
-from tests.engine.test_scheduler import endless  # noqa: F401
+from tests.server.test_engine_thread import endless  # noqa: F401
 from tests.server.test_openai_api import CHAT, COMPLETIONS, send_request
 
 MESSAGES = "/v1/messages"
@@ -42,7 +42,7 @@ class FakeSource:
         on_progress(0.75)
         self.loaded.append(name)
         decoder = SpeculativeDecoder(self.decoder.target, None, self.decoder.tokenizer, n_threads=1)
-        return ModelInstance(ServedModel(name, decoder, None), Scheduler(decoder, 4, 8, 10**7), 1)
+        return ModelInstance(ServedModel(name, decoder, None), EngineThread(decoder, 4, 8, 10**7), 1)
 
     def limit_caches(self, instances):
         self.limits.append([each.model.name for each in instances])
@@ -236,7 +236,7 @@ def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, mon
 def test_a_model_loaded_during_shutdown_is_closed(make_manager):
     manager, source, _, _ = make_manager()
     instance = manager.acquire("a").instance_future.result(30)
-    other = ModelInstance(instance.model, Scheduler(instance.model.decoder, 1, 1, 10**7), 1)
+    other = ModelInstance(instance.model, EngineThread(instance.model.decoder, 1, 1, 10**7), 1)
 
     def load_late(name, on_progress):
         manager.close(0.0)
