@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import Sequence, decode
-from specdec.events import Statistics, Step
+from specdec.events import Statistics
+from specdec.model.kv_cache import KVCache
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
+from specdec.speculative import DecodingState
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.decode import END_MARKS
+from tests.tools.decode import END_MARKS, decode, get_steps, get_tokens, make_model_drafter
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import (
     EMPTY_STRING,
@@ -53,12 +53,12 @@ def repeat_exactly(n, language):
 
 def generate_masked(target, language, sampling, max_tokens, eos_tokens=END_MARKS):
     """Return the masked target's own tokens, one pass per token, and the stop reason."""
-    sampler, tokens = Sampler(target.config.vocab_size, sampling), [*PROMPT]
+    cache, sampler, tokens = target.new_cache(), Sampler(target.vocab_size, sampling), [*PROMPT]
     probs = sampler.new_probs()
     for _ in range(max_tokens):
         if language == EMPTY_STRING:
             break
-        logits = target.forward(tokens)[0].copy()
+        logits = cache.forward(tokens)[0].copy()
         logits[
             [i for i in range(len(logits)) if i >= len(VOCABULARY) or not get_allowed(language, VOCABULARY, eos_tokens)[i]]
         ] = -np.inf
@@ -82,18 +82,18 @@ class ArbitraryDrafter:
 
 
 def make_drafters(target, draft, sampling, verify="coupled"):
-    noise = VERIFIERS[verify](105, sampling).get_draft_stream
-    models = {"model": draft, "self": tiny_model(0, layers=3)}
-    drafters_by_name = {name: ModelDrafter(model, Sampler(105, sampling), noise, END_MARKS) for name, model in models.items()}
+    verifier = VERIFIERS[verify](105, sampling)
+    drafters_by_name = {
+        name: make_model_drafter(model, verifier, sampling) for name, model in (("model", draft), ("self", target))
+    }
     return {"none": None, "n-grams": NgramDrafter(END_MARKS), "everything": ArbitraryDrafter(), **drafters_by_name}
 
 
 def collect(events):
-    statistics, tokens = Statistics(), []
+    statistics, events = Statistics(), [*events]
     for event in events:
         statistics.add(event)
-        tokens += event.tokens if isinstance(event, Step) else []
-    return tokens, statistics
+    return get_tokens(events), statistics
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -105,7 +105,7 @@ def test_output_equals_the_masked_targets_for_every_draft_and_gamma(language, sa
     for name, drafter in make_drafters(target, draft, sampling).items():
         for gamma in (1, 2, 3, 5, 8):
             verifier = CoupledVerifier(105, sampling)
-            events = decode(target, drafter, verifier, PROMPT, 40, FixedLength(gamma), END_MARKS, constraint)
+            events = decode(target.new_cache(), drafter, verifier, PROMPT, 40, FixedLength(gamma), constraint=constraint)
             tokens, statistics = collect(events)
             assert (tokens, statistics.stop_reason) == (expected, reason), (name, gamma)
             generated = b"".join([VOCABULARY[token] for token in tokens])
@@ -129,10 +129,12 @@ def test_a_complete_constraint_ends_the_output_of_a_model_without_eos_tokens(lan
     assert reason == "eos"
     for verify, make_verifier in VERIFIERS.items():
         noise = make_verifier(105, sampling).get_draft_stream
-        tree = TreeDrafter(tiny_model(0, layers=3), Sampler(105, sampling), noise, {})
+        tree = TreeDrafter(target.new_cache(), Sampler(105, sampling), noise, {})
         drafters_by_name = make_drafters(target, draft, sampling, verify) | ({"tree": tree} if verify != "block" else {})
         for (name, drafter), gamma in itertools.product(drafters_by_name.items(), (1, 3, 8)):
-            events = decode(target, drafter, make_verifier(105, sampling), PROMPT, 40, FixedLength(gamma), {}, constraint)
+            events = decode(
+                target.new_cache(), drafter, make_verifier(105, sampling), PROMPT, 40, FixedLength(gamma), {}, constraint
+            )
             tokens, statistics = collect(events)
             assert statistics.stop_reason == "eos", (verify, name, gamma)
             assert derive_all(ENDING[language], b"".join([VOCABULARY[token] for token in tokens])) == EMPTY_STRING
@@ -146,20 +148,18 @@ def test_logits_after_a_complete_constraint_are_not_checked(eos_tokens):
     logits[3:] = np.nan
     for language, proposed in ((literal("abc"), [3, 4, 5, 6]), (repeat_exactly(3, byte_class("abc")), [3, 3, 3, 6])):
         for make_verifier in VERIFIERS.values():
-            grown = Sequence(
+            grown = DecodingState(
                 [*PROMPT], 9, 99, None, make_verifier(105, Sampling(0)), FixedLength(4), eos_tokens, make_constraint(language)
             )
             grown.draft = Draft(proposed)
-            assert grown.verify(logits.copy()) == (proposed[:3], 3)
+            assert grown.verify(logits.copy())[:2] == (proposed[:3], 3)
 
 
 def test_padding_rows_are_never_sampled():
     target = tiny_model(0, vocab=120)
     for seed in range(20):
-        verifier = CoupledVerifier(120, Sampling(5.0, 0, 1.0, seed))
-        tokens, _ = collect(
-            decode(target, None, verifier, PROMPT, 20, FixedLength(1), END_MARKS, make_constraint(LANGUAGES["any"]))
-        )
+        verifier, constraint = CoupledVerifier(120, Sampling(5.0, 0, 1.0, seed)), make_constraint(LANGUAGES["any"])
+        tokens = get_tokens(decode(target.new_cache(), None, verifier, PROMPT, 20, FixedLength(1), constraint=constraint))
         assert all(VOCABULARY[token] for token in tokens)
 
 
@@ -171,10 +171,8 @@ def test_forced_tokens_are_accepted_without_a_draft(verify):
     for seed in range(5):
         sampling = Sampling(1.0, 0, 1.0, seed)
         verifier = VERIFIERS[verify](105, sampling)
-        events = decode(
-            tiny_model(0), None, verifier, PROMPT, 30, FixedLength(4), END_MARKS, make_constraint(language, vocabulary)
-        )
-        steps = [event for event in events if isinstance(event, Step)]
+        constraint = make_constraint(language, vocabulary)
+        steps = get_steps(decode(tiny_model(0).new_cache(), None, verifier, PROMPT, 30, FixedLength(4), constraint=constraint))
         assert steps[0].draft_tokens == [3, 4, 5, 6] and steps[0].n_accepted == 4
         assert all(step.n_accepted == len(step.draft_tokens) for step in steps)
         assert sum(step.n_accepted for step in steps) >= 6
@@ -185,43 +183,23 @@ def test_forced_tokens_are_accepted_without_a_draft(verify):
 def test_a_complete_constraint_ends_the_sequence_in_the_same_step():
     constraint = make_constraint(literal("abc"))
     for max_tokens in (3, 9):
-        tokens, statistics = collect(
-            decode(
-                tiny_model(0),
-                None,
-                CoupledVerifier(105, Sampling(seed=3)),
-                PROMPT,
-                max_tokens,
-                FixedLength(1),
-                END_MARKS,
-                constraint,
-            )
-        )
+        cache, verifier = tiny_model(0).new_cache(), CoupledVerifier(105, Sampling(seed=3))
+        tokens, statistics = collect(decode(cache, None, verifier, PROMPT, max_tokens, FixedLength(1), constraint=constraint))
         assert b"".join([VOCABULARY[token] for token in tokens]) == b"abc"
         assert statistics.stop_reason == "bos" and statistics.n_generated == len(tokens)
 
 
 def test_output_does_not_end_before_its_constraint_is_complete():
     """The target prefers an end-of-sequence token wherever one is allowed."""
-    target = tiny_model(0)
 
-    class EosTarget:
-        lock, n_positions, longrope_threshold = target.lock, target.n_positions, 0
-        experts_read = 0.0, 0
-
-        @property
-        def n_passes(self):
-            return target.n_passes
-
+    class EosCache(KVCache):
         def forward(self, tokens, n_logits=1):
-            logits = target.forward(tokens, n_logits)
-            if n_logits:
-                logits[:, 2] = 99.0
+            logits = super().forward(tokens, n_logits)
+            logits[:, 2] = 99.0
             return logits
 
-    tokens, statistics = collect(
-        decode(EosTarget(), None, CoupledVerifier(105, Sampling(0)), PROMPT, 60, FixedLength(1), END_MARKS, make_constraint(FREE))
-    )
+    cache, verifier = EosCache(tiny_model(0)), CoupledVerifier(105, Sampling(0))
+    tokens, statistics = collect(decode(cache, None, verifier, PROMPT, 60, FixedLength(1), constraint=make_constraint(FREE)))
     assert is_nullable(derive_all(FREE, b"".join([VOCABULARY[token] for token in tokens])))
     assert statistics.stop_reason == "eos"
 
@@ -255,18 +233,10 @@ def test_output_follows_the_masked_targets_distribution(verify, draft_kind):
     for seed in range(n_runs):
         sampling = Sampling(1.0, 0, 1.0, seed)
         verifier = VERIFIERS[verify](8, sampling)
-        drafter = ModelDrafter(draft, Sampler(8, sampling), verifier.get_draft_stream, END_MARKS)
-        events = decode(
-            target,
-            drafter if draft_kind == "model" else UnlikelyDrafter(),
-            verifier,
-            prompt,
-            3,
-            FixedLength(2),
-            END_MARKS,
-            constraint,
+        drafter = make_model_drafter(draft, verifier, sampling) if draft_kind == "model" else UnlikelyDrafter()
+        tokens, statistics = collect(
+            decode(target.new_cache(), drafter, verifier, prompt, 3, FixedLength(2), constraint=constraint)
         )
-        tokens, statistics = collect(events)
         counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
         n_refused += statistics.n_drafted - statistics.n_accepted
     assert n_refused > n_runs / 4
@@ -297,10 +267,11 @@ def test_trees_are_masked_along_their_paths(verify):
     verifier = VERIFIERS[verify](105, sampling)
     n_trees = 0
     for language in LANGUAGES.values():
-        drafter = TreeDrafter(draft, Sampler(105, sampling), verifier.get_draft_stream, END_MARKS)
-        events = list(decode(target, drafter, verifier, PROMPT, 40, FixedLength(6), END_MARKS, make_constraint(language)))
-        tokens, _ = collect(events)
-        n_trees += sum(event.n_nodes > len(event.draft_tokens) for event in events if isinstance(event, Step))
+        drafter = TreeDrafter(draft.new_cache(), Sampler(105, sampling), verifier.get_draft_stream, END_MARKS)
+        constraint = make_constraint(language)
+        steps = get_steps(decode(target.new_cache(), drafter, verifier, PROMPT, 40, FixedLength(6), constraint=constraint))
+        tokens = get_tokens(steps)
+        n_trees += sum(step.n_nodes > len(step.draft_tokens) for step in steps)
         generated = b"".join([VOCABULARY[token] for token in tokens])
         assert derive_all(language, generated) != ("nothing",)
         if verify == "coupled":

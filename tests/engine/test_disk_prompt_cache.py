@@ -1,6 +1,7 @@
 """The prompt cache on disk: sequences continue with the same bits after a restore, and bad files are ignored."""
 
 import errno
+import functools
 import gc
 import os
 import random
@@ -10,7 +11,6 @@ import sys
 import time
 import weakref
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 
 from specdec.engine import disk_prompt_cache
 from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import LazyTable
 from specdec.loaders import load_checkpoint
 from specdec.model import sliding_window_eviction
@@ -31,7 +32,7 @@ NAMES = ("qwen3", "gemma3", "gemma4", "phi3_long", "lfm2", "qwen35", "qwen35_odd
 THERE = [name for name in NAMES if (FIXTURES / name / "config.json").exists()]
 
 
-@cache
+@functools.cache
 def load_weights(name, kind=None):
     checkpoint = load_checkpoint(FIXTURES / name)
     n = checkpoint.config.seq_len if get_architecture(checkpoint.config).learned_positions else 2000
@@ -39,8 +40,9 @@ def load_weights(name, kind=None):
     return config, get_architecture(config).pack(config, checkpoint.tensors, kind)
 
 
-def make_model(name, kv="f16", kind=None, n_threads=1):
-    return Model(*load_weights(name, kind), n_threads, kv=kv)
+def new_cache(name, kv="f16", kind=None, n_threads=1):
+    """Return a KV cache of a new cache."""
+    return Model(*load_weights(name, kind), n_threads, kv=kv).new_cache()
 
 
 @pytest.fixture
@@ -57,35 +59,38 @@ def folder(tmp_path):
         each.flush()
 
 
-def prefill(model, tokens):
-    assert [*model.prefill(tokens)][-1:] in ([], [0])
+def prefill(cache, tokens):
+    """Prefill a prompt in chunks, as the scheduler does."""
+    while n_left := cache.count_prefill_tokens(tokens):
+        n = min(cache.count_tokens_to_snapshot(tokens), MAX_BATCH_TOKENS)
+        cache.forward(tokens[: len(tokens) - 1 - n_left + n], 0, len(tokens))
 
 
-def save_prompt(folder, model, tokens):
-    prefill(model, tokens)
-    folder.save(model, tokens)
+def save_prompt(folder, cache, tokens):
+    prefill(cache, tokens)
+    folder.save(cache, tokens)
     folder.flush()
 
 
 @pytest.mark.parametrize("kv", ["f16", "f32"])
 @pytest.mark.parametrize("name", THERE)
 def test_a_restored_prompt_continues_with_the_same_bits(folder, name, kv):
-    model = make_model(name, kv)
-    tokens = random_tokens(model.config, min(700, model.n_positions - 40))
-    save_prompt(folder(), model, tokens)
+    cache = new_cache(name, kv)
+    tokens = random_tokens(cache.model.config, min(700, cache.model.n_positions - 40))
+    save_prompt(folder(), cache, tokens)
     for n in (len(tokens), len(tokens) - 3, len(tokens) - 70, 300):
         if n < BLOCK_TOKENS + 30 or n > len(tokens):
             continue
         new = [*tokens[:n], 5, 6, 7]
-        later, plain = make_model(name, kv, n_threads=2), make_model(name, kv)
+        later, plain = new_cache(name, kv, n_threads=2), new_cache(name, kv)
         restored = folder().restore(later, new)
-        if model.has_recurrent_state:
-            ends = model.export_kv(lambda _, held, snapshots: [each.n_tokens for each in snapshots])
+        if cache.model.has_recurrent_state:
+            ends = cache.export_kv(lambda _, held, snapshots: [each.n_tokens for each in snapshots])
             assert restored == max([end for end in ends if BLOCK_TOKENS <= end <= n], default=0)
             assert n < len(tokens) - 16 or restored == len(tokens) - 1 - 16
         else:
             assert n - BLOCK_TOKENS < restored <= n
-        assert later.n_cached_tokens == restored
+        assert later.n_tokens == restored
         np.testing.assert_array_equal(later.forward(new, 3), plain.forward(new, 3))
 
 
@@ -93,16 +98,16 @@ def test_a_restored_prompt_continues_with_the_same_bits(folder, name, kv):
 def test_kv_blocks_dropped_by_a_window_are_not_written(folder, monkeypatch, ends):
     for name, number in (("MAX_REWIND_BYTES", 0), ("MIN_REWIND_TOKENS", 128), ("EVICTION_STEP_TOKENS", 64)):
         monkeypatch.setattr(sliding_window_eviction, name, number)
-    model = make_model("gemma3")
-    tokens, files = random_tokens(model.config, 700), folder()
+    cache = new_cache("gemma3")
+    tokens, files = random_tokens(cache.model.config, 700), folder()
     for end in ends:
-        model.forward(tokens[:end], 0)
-        files.save(model, tokens[:end])
+        cache.forward(tokens[:end], 0)
+        files.save(cache, tokens[:end])
         files.flush()
-    assert model.full_kv_start > (3 * BLOCK_TOKENS if sliding_window_eviction.CAN_RELEASE_PAGES else -1)
-    later = make_model("gemma3")
+    assert cache.full_kv_start > (3 * BLOCK_TOKENS if sliding_window_eviction.CAN_RELEASE_PAGES else -1)
+    later = new_cache("gemma3")
     monkeypatch.setattr(sliding_window_eviction, "MAX_REWIND_BYTES", 1 << 40)
-    plain = make_model("gemma3")
+    plain = new_cache("gemma3")
     restored = folder().restore(later, [*tokens, 5])
     if sliding_window_eviction.CAN_RELEASE_PAGES:
         assert restored == {1: 0, 2: 150, 7: 700}[len(ends)]
@@ -111,45 +116,45 @@ def test_kv_blocks_dropped_by_a_window_are_not_written(folder, monkeypatch, ends
 
 
 def test_files_of_other_models_settings_or_tokens_are_not_used(folder):
-    model = make_model("qwen3")
-    tokens = random_tokens(model.config, 400)
-    save_prompt(folder(), model, tokens)
-    assert folder().restore(make_model("qwen3"), tokens) >= 384
-    assert not folder().restore(make_model("qwen3", "f32"), tokens)
-    assert not folder().restore(make_model("qwen3", kind=INT8), tokens)
-    assert not folder(revision=3).restore(make_model("qwen3"), tokens)
-    assert not folder().restore(make_model("qwen3"), [tokens[0] + 1, *tokens[1:]])
-    assert not folder().restore(make_model("qwen3"), tokens[:BLOCK_TOKENS])
-    assert not folder().restore(make_model("qwen3"), tokens, "somebody else")
+    cache = new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 400)
+    save_prompt(folder(), cache, tokens)
+    assert folder().restore(new_cache("qwen3"), tokens) >= 384
+    assert not folder().restore(new_cache("qwen3", "f32"), tokens)
+    assert not folder().restore(new_cache("qwen3", kind=INT8), tokens)
+    assert not folder(revision=3).restore(new_cache("qwen3"), tokens)
+    assert not folder().restore(new_cache("qwen3"), [tokens[0] + 1, *tokens[1:]])
+    assert not folder().restore(new_cache("qwen3"), tokens[:BLOCK_TOKENS])
+    assert not folder().restore(new_cache("qwen3"), tokens, "somebody else")
     other = [*tokens[:200], 1, *tokens[201:]]
-    assert folder().restore(make_model("qwen3"), other) == BLOCK_TOKENS
-    twin = make_model("qwen3")
-    twin._weights = replace(twin.weights, matrices={**twin.weights.matrices, **{
-        name: replace(matrix, panels=matrix.panels.copy()) for name, matrix in twin.weights.matrices.items()}})  # fmt: skip
-    panels = next(iter(twin.weights.matrices.values())).panels.reshape(-1).view(np.uint8)
+    assert folder().restore(new_cache("qwen3"), other) == BLOCK_TOKENS
+    twin = new_cache("qwen3")
+    twin.model.weights = replace(twin.model.weights, matrices={**twin.model.weights.matrices, **{
+        name: replace(matrix, panels=matrix.panels.copy()) for name, matrix in twin.model.weights.matrices.items()}})  # fmt: skip
+    panels = next(iter(twin.model.weights.matrices.values())).panels.reshape(-1).view(np.uint8)
     panels[len(panels) // 2] ^= 1
     assert not folder().restore(twin, tokens), "one bit of the weights is another"
-    twin = make_model("qwen3")
-    name, matrix = next(iter(twin.weights.matrices.items()))
+    twin = new_cache("qwen3")
+    name, matrix = next(iter(twin.model.weights.matrices.items()))
     other = replace(matrix, weight_format=replace(matrix.weight_format, name="another"))
-    twin._weights = replace(twin.weights, matrices={**twin.weights.matrices, name: other})
+    twin.model.weights = replace(twin.model.weights, matrices={**twin.model.weights.matrices, name: other})
     assert not folder().restore(twin, tokens), "the same bytes are other numbers"
 
 
 def test_table_rows_of_a_prompt_enter_its_file_names(folder):
-    model = make_model("gemma4")
-    rows, name = model.weights.tables["input_rows"].read_rows(range(70)), next(iter(model.weights.tables))
+    cache = new_cache("gemma4")
+    rows, name = cache.model.weights.tables["input_rows"].read_rows(range(70)), next(iter(cache.model.weights.tables))
     first, tail, nowhere = 61, 62, 63
-    tokens = [*random_tokens(model.config, 200)]
+    tokens = [*random_tokens(cache.model.config, 200)]
     tokens = [first if i == 100 else tail if i == 190 else 5 if token in (first, tail, nowhere) else token
               for i, token in enumerate(tokens)]  # fmt: skip
-    save_prompt(folder(), model, tokens)
+    save_prompt(folder(), cache, tokens)
     for row, n_restored in ((nowhere, 199), (first, 0), (tail, 190)):
         other = rows.copy()
         other[row] += 1
-        twin, plain = make_model("gemma4"), make_model("gemma4")
+        twin, plain = new_cache("gemma4"), new_cache("gemma4")
         for each in (twin, plain):
-            each._weights = replace(each.weights, tables={name: LazyTable(other)})
+            each.model.weights = replace(each.model.weights, tables={name: LazyTable(other)})
         assert folder().restore(twin, [*tokens, 6]) == n_restored
         np.testing.assert_array_equal(twin.forward([*tokens, 6], 3), plain.forward([*tokens, 6], 3))
 
@@ -157,31 +162,31 @@ def test_table_rows_of_a_prompt_enter_its_file_names(folder):
 @pytest.mark.parametrize("n_flips", [1, 2, 3])
 def test_weights_with_different_signs_have_different_files(folder, n_flips):
     """A sum of words would lose every other change of their upper bits."""
-    model, twin = make_model("qwen3", "f32"), make_model("qwen3", "f32")
-    tokens = random_tokens(model.config, 200)
-    save_prompt(folder(), model, tokens)
-    vectors = {name: vector.copy() for name, vector in twin.weights.vectors.items()}
+    cache, twin = new_cache("qwen3", "f32"), new_cache("qwen3", "f32")
+    tokens = random_tokens(cache.model.config, 200)
+    save_prompt(folder(), cache, tokens)
+    vectors = {name: vector.copy() for name, vector in twin.model.weights.vectors.items()}
     max(vectors.values(), key=len)[1 : 2 * n_flips : 2] *= -1
-    twin._weights = replace(twin.weights, vectors=vectors)
+    twin.model.weights = replace(twin.model.weights, vectors=vectors)
     assert folder().restore(twin, tokens) == 0
 
 
 def test_nothing_is_restored_that_the_model_holds_already(folder):
-    model = make_model("qwen3")
-    tokens = random_tokens(model.config, 500)
-    save_prompt(folder(), model, tokens)
+    cache = new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 500)
+    save_prompt(folder(), cache, tokens)
     n = len(os.listdir(folder().folder))
-    assert folder().restore(model, tokens) == 0
-    save_prompt(folder(), model, [*tokens, *tokens[:5]])
+    assert folder().restore(cache, tokens) == 0
+    save_prompt(folder(), cache, [*tokens, *tokens[:5]])
     assert len(os.listdir(folder().folder)) == n, "the tail alone is another"
 
 
 def test_prompts_with_a_common_beginning_share_private_files(folder):
-    one, model = folder(), make_model("qwen3")
-    tokens = random_tokens(model.config, 600)
-    save_prompt(one, model, tokens)
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 600)
+    save_prompt(one, cache, tokens)
     before = {name for name in os.listdir(one.folder) if name.endswith(BLOCK_SUFFIX)}
-    save_prompt(one, model, [*tokens[:520], *tokens[:200]])
+    save_prompt(one, cache, [*tokens[:520], *tokens[:200]])
     after = {name for name in os.listdir(one.folder) if name.endswith(BLOCK_SUFFIX)}
     assert before < after and len(after - before) == 1
     assert {stat.S_IMODE((one.folder / name).stat().st_mode) for name in os.listdir(one.folder)} == {0o600}
@@ -192,12 +197,12 @@ def test_prompts_with_a_common_beginning_share_private_files(folder):
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 def test_a_damaged_file_is_ignored_and_changes_no_output(folder, name, n_damages):
     """Many damages each: flipped bits, truncation, appended bytes, swapped files, files of other prompts."""
-    rng, one, model = random.Random(name), folder(), make_model(name)
-    tokens = random_tokens(model.config, 450)
-    save_prompt(one, model, tokens)
-    expected = make_model(name).forward(tokens, 2).copy()
+    rng, one, cache = random.Random(name), folder(), new_cache(name)
+    tokens = random_tokens(cache.model.config, 450)
+    save_prompt(one, cache, tokens)
+    expected = new_cache(name).forward(tokens, 2).copy()
     sound = {file: file.read_bytes() for file in one.folder.iterdir()}
-    later, n_restored = make_model(name), set()
+    later, n_restored = new_cache(name), set()
     for i in range(n_damages):
         for file, data in sound.items():
             if not file.exists() or file.read_bytes() != data:
@@ -223,50 +228,50 @@ def test_a_damaged_file_is_ignored_and_changes_no_output(folder, name, n_damages
         later.forward(tokens[:1])
         n_restored.add(one.restore(later, tokens))
         if i % 10:
-            n = later.n_cached_tokens
+            n = later.n_tokens
             later.forward(tokens[: n + 2], 1)
         np.testing.assert_array_equal(later.forward(tokens, 2), expected)
     assert len(n_restored) > 1 and len(one.lines) == 1 and "\n" not in one.lines[0]
 
 
 def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(folder, monkeypatch):
-    one, model = folder(), make_model("qwen3")
-    tokens = random_tokens(model.config, 400)
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 400)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(disk_prompt_cache.Path, "replace", full)
-    save_prompt(one, model, tokens)
-    save_prompt(one, model, [*tokens, 1])
+    save_prompt(one, cache, tokens)
+    save_prompt(one, cache, [*tokens, 1])
     assert not os.listdir(one.folder) and len(one.lines) == 1 and "No space left" in one.lines[0]
 
 
 def test_the_least_recently_used_files_are_evicted(folder):
-    model = make_model("qwen3")
-    prompts = [random_tokens(model.config, 300)[i:] + [i] * i for i in range(4)]
+    cache = new_cache("qwen3")
+    prompts = [random_tokens(cache.model.config, 300)[i:] + [i] * i for i in range(4)]
     size = 0
     for i, tokens in enumerate(prompts):
         one = folder(n_bytes=max(int(2.5 * size), 1) if i else 10**9)
-        save_prompt(one, model, tokens)
+        save_prompt(one, cache, tokens)
         size = size or sum(file.stat().st_size for file in one.folder.iterdir())
         for file in one.folder.iterdir():
             if time.time() - file.stat().st_mtime < 100:
                 os.utime(file, (time.time() - 1000 + 10 * i, time.time() - 1000 + 10 * i))
     assert sum(file.stat().st_size for file in one.folder.iterdir()) <= 2.6 * size
-    assert folder().restore(make_model("qwen3"), prompts[-1]) and not folder().restore(make_model("qwen3"), prompts[0])
+    assert folder().restore(new_cache("qwen3"), prompts[-1]) and not folder().restore(new_cache("qwen3"), prompts[0])
 
 
 PROCESS = """
 import sys
-from tests.engine.test_disk_prompt_cache import make_model, prefill, random_tokens
+from tests.engine.test_disk_prompt_cache import new_cache, prefill, random_tokens
 from specdec.engine.disk_prompt_cache import PromptCache
-model, folder = make_model("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
+cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 for i in range(12):
-    tokens = random_tokens(model.config, 300 + 20 * i)
-    folder.restore(model, tokens)
-    prefill(model, tokens)
-    folder.save(model, tokens)
+    tokens = random_tokens(cache.model.config, 300 + 20 * i)
+    folder.restore(cache, tokens)
+    prefill(cache, tokens)
+    folder.save(cache, tokens)
 folder.flush()
 """
 
@@ -276,10 +281,10 @@ def test_two_processes_can_share_a_folder(folder):
     runs = [subprocess.Popen([sys.executable, "-c", PROCESS, str(one.folder)], stdout=subprocess.PIPE) for _ in range(2)]
     assert [run.communicate(timeout=300)[0] for run in runs] == [b"", b""] and [run.returncode for run in runs] == [0, 0]
     assert not [name for name in os.listdir(one.folder) if not name.endswith((BLOCK_SUFFIX, TAIL_SUFFIX))]
-    tokens = random_tokens(make_model("qwen3").config, 520)
-    later = make_model("qwen3")
+    tokens = random_tokens(new_cache("qwen3").model.config, 520)
+    later = new_cache("qwen3")
     assert one.restore(later, tokens) == 519 and not one.lines
-    np.testing.assert_array_equal(later.forward(tokens, 2), make_model("qwen3").forward(tokens, 2))
+    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
 
 
 def test_an_unusable_folder_is_refused(folder, tmp_path):
@@ -291,63 +296,63 @@ def test_an_unusable_folder_is_refused(folder, tmp_path):
 
 
 def test_a_model_keeps_its_kv_cache_if_the_files_hold_no_more(folder):
-    one, model = folder(), make_model("qwen3")
-    tokens = random_tokens(model.config, 700)
-    save_prompt(one, model, tokens)
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 700)
+    save_prompt(one, cache, tokens)
     for file in one.folder.iterdir():
         file.write_bytes(b"x")
-    model.forward(tokens[:300])
-    assert one.restore(model, tokens) == 0 and model.n_cached_tokens == 300
-    np.testing.assert_array_equal(model.forward(tokens, 2), make_model("qwen3").forward(tokens, 2))
+    cache.forward(tokens[:300])
+    assert one.restore(cache, tokens) == 0 and cache.n_tokens == 300
+    np.testing.assert_array_equal(cache.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 def test_a_shorter_tail_does_not_overwrite_the_kv_cache(folder, name):
     """The tail of a sequence of 150 tokens lies after the first block, and the second block is damaged."""
-    one, model = folder(), make_model(name)
-    tokens = random_tokens(model.config, 500)
+    one, cache = folder(), new_cache(name)
+    tokens = random_tokens(cache.model.config, 500)
     for n in (500, 151):
-        save_prompt(one, model, tokens[:n])
-    second = [*one._get_block_paths(model, tokens, 256, "")][1]
+        save_prompt(one, cache, tokens[:n])
+    second = [*one._get_block_paths(cache, tokens, 256, "")][1]
     second.write_bytes(second.read_bytes()[:-1])
-    prefill(model, tokens[:231])
-    assert one.restore(model, tokens) in (0, 150 - 16)
-    np.testing.assert_array_equal(model.forward(tokens, 2), make_model(name).forward(tokens, 2))
+    prefill(cache, tokens[:231])
+    assert one.restore(cache, tokens) in (0, 150 - 16)
+    np.testing.assert_array_equal(cache.forward(tokens, 2), new_cache(name).forward(tokens, 2))
 
 
 def test_a_hybrid_model_continues_from_a_state_on_disk_if_the_prompt_changed(folder):
-    model = make_model("qwen35")
-    tokens = random_tokens(model.config, 1500)
-    save_prompt(folder(), model, tokens)
-    new, later = [*tokens[:1200], 1, *tokens[1201:]], make_model("qwen35")
+    cache = new_cache("qwen35")
+    tokens = random_tokens(cache.model.config, 1500)
+    save_prompt(folder(), cache, tokens)
+    new, later = [*tokens[:1200], 1, *tokens[1201:]], new_cache("qwen35")
     restored = folder().restore(later, new)
     assert 600 < restored <= 1200
-    np.testing.assert_array_equal(later.forward(new, 2), make_model("qwen35").forward(new, 2))
+    np.testing.assert_array_equal(later.forward(new, 2), new_cache("qwen35").forward(new, 2))
 
 
 def test_a_prompt_that_exceeds_the_folder_keeps_its_beginning(folder):
     """Files that are used from memory only also count as used."""
-    model, path = make_model("qwen3"), folder().folder
-    one, two = random_tokens(model.config, 1000), random_tokens(model.config, 1000)[::-1]
-    save_prompt(folder(), model, one[: BLOCK_TOKENS + 1])
+    cache, path = new_cache("qwen3"), folder().folder
+    one, two = random_tokens(cache.model.config, 1000), random_tokens(cache.model.config, 1000)[::-1]
+    save_prompt(folder(), cache, one[: BLOCK_TOKENS + 1])
     size = max(file.stat().st_size for file in path.iterdir())
     small = folder(n_bytes=6 * size)
-    save_prompt(small, model, one)
-    assert 3 * BLOCK_TOKENS <= folder().restore(make_model("qwen3"), one) <= 6 * BLOCK_TOKENS
+    save_prompt(small, cache, one)
+    assert 3 * BLOCK_TOKENS <= folder().restore(new_cache("qwen3"), one) <= 6 * BLOCK_TOKENS
     assert sum(file.stat().st_size for file in path.iterdir()) <= 6 * size
     past = time.time() - 1000
     for file in path.iterdir():
         os.utime(file, (past, past))
-    small.save(model, one)
-    save_prompt(small, make_model("qwen3"), two[: 2 * BLOCK_TOKENS + 1])
-    assert folder().restore(make_model("qwen3"), two[: 2 * BLOCK_TOKENS + 2]) >= 2 * BLOCK_TOKENS
-    assert folder().restore(make_model("qwen3"), one) >= BLOCK_TOKENS, "the end went first"
+    small.save(cache, one)
+    save_prompt(small, new_cache("qwen3"), two[: 2 * BLOCK_TOKENS + 1])
+    assert folder().restore(new_cache("qwen3"), two[: 2 * BLOCK_TOKENS + 2]) >= 2 * BLOCK_TOKENS
+    assert folder().restore(new_cache("qwen3"), one) >= BLOCK_TOKENS, "the end went first"
 
 
 def test_eviction_deletes_only_own_files_and_handles_a_clock_that_was_set_back(folder):
-    model = make_model("qwen3")
-    tokens = random_tokens(model.config, 400)
-    save_prompt(folder(), model, tokens)
+    cache = new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 400)
+    save_prompt(folder(), cache, tokens)
     path = folder().folder
     size = sum(file.stat().st_size for file in path.iterdir())
     foreign = [path / name for name in ("a.prompt", "long.tail.jpg", f"{'g' * 40}.prompt", "notes.promptly")]
@@ -360,37 +365,37 @@ def test_eviction_deletes_only_own_files_and_handles_a_clock_that_was_set_back(f
         if file not in foreign:
             os.utime(file, (time.time() + 10**7, time.time() + 10**7))
     new = tokens[::-1]
-    save_prompt(folder(n_bytes=int(1.2 * size)), model, new)
+    save_prompt(folder(n_bytes=int(1.2 * size)), cache, new)
     assert all(map(os.path.exists, foreign)) and not half.exists()
-    assert folder().restore(make_model("qwen3"), new) >= 3 * BLOCK_TOKENS and not folder().restore(make_model("qwen3"), tokens)
+    assert folder().restore(new_cache("qwen3"), new) >= 3 * BLOCK_TOKENS and not folder().restore(new_cache("qwen3"), tokens)
 
 
-def test_a_cache_keeps_no_model_alive_and_hashes_weights_once_for_clones(folder, monkeypatch):
-    one, model = folder(), make_model("qwen3")
-    tokens = random_tokens(model.config, 300)
-    save_prompt(one, model, tokens)
+def test_the_folder_keeps_no_model_alive_and_hashes_weights_once(folder, monkeypatch):
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 300)
+    save_prompt(one, cache, tokens)
     n_sums, sums = [], disk_prompt_cache.checksum
     monkeypatch.setattr(disk_prompt_cache, "checksum", lambda arrays: n_sums.append(1) or sums(arrays))
-    clone = model.clone_for_sequence()
-    assert [*one._get_block_paths(clone, tokens, 256, "")] == [*one._get_block_paths(model, tokens, 256, "")] and not n_sums
-    other = model.clone_for_sequence(hidden_layers=[1])
-    assert not {*one._get_block_paths(other, tokens, 256, "")} & {*one._get_block_paths(model, tokens, 256, "")}
-    gone = weakref.ref(model)
-    del model, clone, other
+    twin = cache.model.new_cache()
+    assert [*one._get_block_paths(twin, tokens, 256, "")] == [*one._get_block_paths(cache, tokens, 256, "")] and not n_sums
+    other = cache.model.new_cache([1])
+    assert not {*one._get_block_paths(other, tokens, 256, "")} & {*one._get_block_paths(cache, tokens, 256, "")}
+    gone = weakref.ref(cache.model)
+    del cache, twin, other
     gc.collect()
     assert gone() is None
 
 
 def test_a_folder_that_becomes_unusable_is_reported_once_and_harms_no_sequence(folder, monkeypatch):
-    one, model = folder(), make_model("qwen3")
-    tokens = random_tokens(model.config, 400)
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 400)
     one.folder.rmdir()
     for _ in range(2):
-        save_prompt(one, model, tokens)
+        save_prompt(one, cache, tokens)
     assert len(one.lines) == 1 and "cannot keep prompts in" in one.lines[0]
     one.folder.mkdir()
-    save_prompt(one, model, tokens)
-    assert one.restore(make_model("qwen3"), tokens) >= 384, "it is there again"
+    save_prompt(one, cache, tokens)
+    assert one.restore(new_cache("qwen3"), tokens) >= 384, "it is there again"
     stat_of = os.stat
 
     def shut(path, *arguments, **named):
@@ -399,29 +404,29 @@ def test_a_folder_that_becomes_unusable_is_reported_once_and_harms_no_sequence(f
         return stat_of(path, *arguments, **named)
 
     monkeypatch.setattr(os, "stat", shut)
-    assert one.restore(make_model("qwen3"), tokens) == 0
+    assert one.restore(new_cache("qwen3"), tokens) == 0
 
 
 def test_the_writer_thread_survives_errors(folder, monkeypatch):
-    one, model = folder(), make_model("qwen3")
-    tokens = random_tokens(model.config, 400)
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 400)
     monkeypatch.setattr(PromptCache, "_write_file", lambda *_: 1 / 0)
-    save_prompt(one, model, tokens)
+    save_prompt(one, cache, tokens)
     assert len(one.lines) == 1 and "ZeroDivisionError" in one.lines[0]
     monkeypatch.undo()
-    save_prompt(one, model, [*tokens, 1])
-    assert one.restore(make_model("qwen3"), tokens) >= 384
+    save_prompt(one, cache, [*tokens, 1])
+    assert one.restore(new_cache("qwen3"), tokens) >= 384
 
 
 FULL = """
 import resource, sys
-from tests.engine.test_disk_prompt_cache import make_model, prefill, random_tokens
+from tests.engine.test_disk_prompt_cache import new_cache, prefill, random_tokens
 from specdec.engine.disk_prompt_cache import PromptCache
-model, folder = make_model("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
+cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 for n in (400, 500):
-    prefill(model, random_tokens(model.config, n))
-    folder.save(model, random_tokens(model.config, n))
+    prefill(cache, random_tokens(cache.model.config, n))
+    folder.save(cache, random_tokens(cache.model.config, n))
     folder.flush()
 """
 
@@ -440,9 +445,9 @@ def test_a_write_cut_short_by_the_system_leaves_no_file(folder):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.engine.test_disk_prompt_cache import make_model, prefill, random_tokens
+from tests.engine.test_disk_prompt_cache import new_cache, prefill, random_tokens
 from specdec.engine.disk_prompt_cache import PromptCache
-model, folder = make_model("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
+cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 n_left = int(sys.argv[2])
 
 class Dies(Path(".").__class__):
@@ -454,8 +459,8 @@ class Dies(Path(".").__class__):
         return super().replace(other)
 
 folder.folder = Dies(folder.folder)
-prefill(model, random_tokens(model.config, 700))
-folder.save(model, random_tokens(model.config, 700))
+prefill(cache, random_tokens(cache.model.config, 700))
+folder.save(cache, random_tokens(cache.model.config, 700))
 folder.flush()
 """
 
@@ -463,26 +468,25 @@ folder.flush()
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signal there")
 @pytest.mark.parametrize("n_whole", [0, 2])
 def test_complete_files_survive_a_process_killed_while_writing(folder, n_whole):
-    one, tokens = folder(), random_tokens(make_model("qwen3").config, 700)
+    one, tokens = folder(), random_tokens(new_cache("qwen3").model.config, 700)
     process = subprocess.run([sys.executable, "-c", KILLED, str(one.folder), str(n_whole)], timeout=300, check=False)
     assert process.returncode < 0
-    later = make_model("qwen3")
+    later = new_cache("qwen3")
     assert one.restore(later, tokens) == n_whole * BLOCK_TOKENS and not one.lines
-    np.testing.assert_array_equal(later.forward(tokens, 2), make_model("qwen3").forward(tokens, 2))
+    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
     save_prompt(one, later, tokens)
-    assert folder().restore(make_model("qwen3"), tokens) == 699
+    assert folder().restore(new_cache("qwen3"), tokens) == 699
 
 
 def test_q8_caches_and_hidden_states_are_restored(folder):
     """With kv="q8", and with a target that keeps hidden states for a head."""
-    model = make_model("qwen3", "q8")
-    tokens = random_tokens(model.config, 500)
-    save_prompt(folder(), model, tokens)
-    later = make_model("qwen3", "q8")
-    assert folder().restore(later, tokens) == 499 and not folder().restore(make_model("qwen3"), tokens)
-    np.testing.assert_array_equal(later.forward(tokens, 2), make_model("qwen3", "q8").forward(tokens, 2))
-    model, later = make_model("qwen3"), make_model("qwen3")
-    model.hidden_layers = later.hidden_layers = (0, 2)
-    save_prompt(folder(), model, tokens)
+    cache = new_cache("qwen3", "q8")
+    tokens = random_tokens(cache.model.config, 500)
+    save_prompt(folder(), cache, tokens)
+    later = new_cache("qwen3", "q8")
+    assert folder().restore(later, tokens) == 499 and not folder().restore(new_cache("qwen3"), tokens)
+    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3", "q8").forward(tokens, 2))
+    cache, later = (new_cache("qwen3").model.new_cache((0, 2)) for _ in range(2))
+    save_prompt(folder(), cache, tokens)
     assert folder().restore(later, tokens) == 499
-    np.testing.assert_array_equal(later.get_hidden_states(tokens, 0), model.get_hidden_states(tokens, 0))
+    np.testing.assert_array_equal(later.get_hidden_states(tokens, 0), cache.get_hidden_states(tokens, 0))
