@@ -116,14 +116,15 @@ class SpeculativeDecoder:
     ) -> None:
         self._settings = SpeculativeSettings(gamma, verify, tree)
         loader = Loader(n_threads, kv, progress, pack)
-        self.bundle = bundle = replace(load_bundle(target, draft, stage, tokenizer, quantize, loader), prompt_cache=prompt_cache)
+        self.bundle = bundle = load_bundle(target, draft, stage, tokenizer, quantize, loader)
         if tree == "on" and bundle.tree_incompatibility:
             raise ValueError(bundle.tree_incompatibility)
         self.target, self.tokenizer = bundle.target, bundle.tokenizer
         self.draft, self.stage = bundle.draft.model, bundle.stage.model
         self.has_draft, self.has_stage = bundle.draft.model_or_ngram is not None, bundle.stage.model_or_ngram is not None
         self._template, self.autotuner = template, Autotuner(bundle)
-        self._warm_up, self._prefix_cache = WarmUp(self.autotuner), PrefixCache(bundle, max_idle=1)
+        self.prompt_cache, self._prefix_cache = prompt_cache, PrefixCache(bundle, 1, prompt_cache)
+        self._warm_up = WarmUp(self.autotuner)
         self._lock: RLock
         create_fork_safe_lock(self, "_lock")
 

@@ -16,7 +16,6 @@ from specdec.draft.precompile_models import compile_passes
 from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quantize
 from specdec.draft.settings import AUTO
 from specdec.draft.vocab_map import VocabMappedModel
-from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.layers.architecture import Weights
 from specdec.loaders import Checkpoint, CheckpointError
 from specdec.loaders.checkpoint_heads import load_builtin_head
@@ -235,7 +234,6 @@ class ModelBundle:
         checkpoint: The target's file, without its tensors, if the target was named.
         can_choose_threads: Whether the autotuner may choose the number of threads.
         compile_processes: Processes that compile the code of forward passes.
-        prompt_cache: Stores the target's prefilled prompts; None for none.
     """
 
     target: Model
@@ -245,7 +243,6 @@ class ModelBundle:
     checkpoint: Checkpoint | None = None
     can_choose_threads: bool = False
     compile_processes: Sequence[Popen[bytes]] = ()
-    prompt_cache: PromptCache | None = None
 
     @property
     def models(self) -> dict[str, Model]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from specdec.argument_checks import replace_unknown_tokens
 from specdec.draft.model_bundle import ModelBundle, SequenceCaches
+from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.runtime.parallel_region import create_fork_safe_lock
 from specdec.runtime.simd import round_up
 
@@ -70,12 +71,15 @@ class PrefixCache:
 
     Args:
         bundle: The models.
+        disk_cache: Keeps prefilled prompts of the target for later processes; None for none.
         max_bytes: Memory limit of all slots, in bytes; infinite by default.
         max_idle: Most idle slots; beyond it, the one that is idle longest serves the next conversation.
     """
 
-    def __init__(self, bundle: ModelBundle, max_idle: int, max_bytes: float = math.inf) -> None:
-        self._bundle, self._max_bytes, self._max_idle = bundle, max_bytes, max_idle
+    def __init__(
+        self, bundle: ModelBundle, max_idle: int, disk_cache: PromptCache | None = None, max_bytes: float = math.inf
+    ) -> None:
+        self._bundle, self._disk_cache, self._max_bytes, self._max_idle = bundle, disk_cache, max_bytes, max_idle
         self._lock: threading.RLock
         create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
@@ -114,8 +118,8 @@ class PrefixCache:
             del self._idle[0]
         if source and source is not slot:
             slot.copy_from(source, prompt)
-        if self._bundle.prompt_cache and len(prompt) <= self._bundle.target.n_positions:
-            self._bundle.prompt_cache.restore(slot.caches.target, prompt, cache_salt)
+        if self._disk_cache and len(prompt) <= self._bundle.target.n_positions:
+            self._disk_cache.restore(slot.caches.target, prompt, cache_salt)
         self._in_use.append(slot)
         return slot
 
@@ -143,8 +147,8 @@ class PrefixCache:
             tokens: Tokens of the sequence.
             is_prefilled: Whether the prefill of the tokens is complete.
         """
-        if self._bundle.prompt_cache:
-            self._bundle.prompt_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
+        if self._disk_cache:
+            self._disk_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
 
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
         """Take a slot for a prompt from the idle slots, or make a new one, and return it.

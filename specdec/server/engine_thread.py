@@ -82,7 +82,7 @@ class EngineThread:
 
     def __init__(self, decoder: SpeculativeDecoder, max_running: int, max_waiting: int, cache_bytes: int) -> None:
         self._decoder, self._max_running, self._max_waiting = decoder, max_running, max_waiting
-        self._prefix_cache = PrefixCache(decoder.bundle, IDLE_SLOTS_PER_SEQUENCE * max_running, cache_bytes)
+        self._prefix_cache = PrefixCache(decoder.bundle, IDLE_SLOTS_PER_SEQUENCE * max_running, decoder.prompt_cache, cache_bytes)
         self._scheduler: Scheduler | None = None  # once the models are warmed up
         self._handles = dict[Sequence, RequestHandle]()  # of all unfinished requests
         self._incoming = deque[Sequence]()  # not known to the scheduler yet
