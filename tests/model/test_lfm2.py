@@ -9,8 +9,6 @@ from specdec import SpeculativeDecoder
 from specdec.bench.sweep import make_settings
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
@@ -21,7 +19,7 @@ from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS, Draft
 from tests.model.test_architectures import random_tensors
 from tests.tools.configs import make_config, replace_config
-from tests.tools.decode import generate_tokens
+from tests.tools.decode import decode, generate_tokens, get_tokens
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, interrupt_after, random_model, random_tokens
 
 CONFIG = make_config(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=((0, 1, 3), ShortConvConfig(4, True)))
@@ -41,6 +39,10 @@ def make_model(n_threads=1, weight_format=FP32):
     return Model(CONFIG, get_architecture(CONFIG).pack(CONFIG, random_tensors(CONFIG), weight_format), n_threads)
 
 
+def make_cache(n_threads=1):
+    return make_model(n_threads).new_cache()
+
+
 @pytest.mark.parametrize(("changes", "words"), INVALID_CONFIGS, ids=str)
 def test_invalid_layers_are_rejected(changes, words):
     with pytest.raises(ValueError, match=words):
@@ -50,17 +52,17 @@ def test_invalid_layers_are_rejected(changes, words):
 def test_rewind_within_a_pass_is_free_and_beyond_reruns():
     """Measured from the greatest length so far; bits match those of a fresh model, for all thread counts."""
     rng, tokens = np.random.default_rng(1), random_tokens(CONFIG, 150)
-    models, fresh = [make_model(n_threads) for n_threads in THREAD_COUNTS], make_model()
-    for model in models:
-        model.forward(tokens)
+    caches, fresh = [make_cache(n_threads) for n_threads in THREAD_COUNTS], make_cache()
+    for cache in caches:
+        cache.forward(tokens)
     farthest, n_free = len(tokens), 0
     for back in (0, 1, 2, 3, MAX_BATCH_TOKENS - 1, MAX_BATCH_TOKENS, 17, 5, MAX_BATCH_TOKENS + 1, 1, 90, 4, 63, 64, 0, 30):
         kept = tokens[: farthest - back]
         tokens = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 70))).tolist()]
         is_free = farthest - len(kept) <= MAX_BATCH_TOKENS
         n_free += is_free
-        assert {model.count_prefill_tokens(tokens) + 1 for model in models} == {len(tokens) - is_free * len(kept)}
-        logits = [model.forward(tokens, 1).copy() for model in models]
+        assert {cache.count_prefill_tokens(tokens) + 1 for cache in caches} == {len(tokens) - is_free * len(kept)}
+        logits = [cache.forward(tokens, 1).copy() for cache in caches]
         fresh.forward([], 0)
         for each in logits:
             np.testing.assert_array_equal(each, fresh.forward(tokens, 1))
@@ -86,12 +88,11 @@ class PartlyWrongDrafter:
 
 @pytest.mark.parametrize("gamma", [3, 63])
 def test_output_equals_plain_output_for_any_rejections(gamma):
-    prompt, model = random_tokens(CONFIG, 5), make_model()
+    prompt, cache = random_tokens(CONFIG, 5), make_cache()
     verifier = VERIFIERS["coupled"](CONFIG.vocab_size, Sampling(1.0, seed=4))
 
     def generate(drafter):
-        events = decode(model, drafter, verifier, prompt, 400, FixedLength(gamma), {})
-        return [*prompt, *(token for event in events if isinstance(event, Step) for token in event.tokens)]
+        return [*prompt, *get_tokens(decode(cache, drafter, verifier, prompt, 400, FixedLength(gamma), {}))]
 
     plain = generate(None)
     drafter = PartlyWrongDrafter(plain)
@@ -101,21 +102,21 @@ def test_output_equals_plain_output_for_any_rejections(gamma):
 
 
 def test_interrupted_pass_keeps_convolution_inputs():
-    tokens, wrong, model = random_tokens(CONFIG, 200), random_tokens(CONFIG, 200, seed=8), make_model()
-    expected = make_model().forward(tokens, 64).copy()
-    model.forward(tokens[:100])
+    tokens, wrong, cache = random_tokens(CONFIG, 200), random_tokens(CONFIG, 200, seed=8), make_cache()
+    expected = make_cache().forward(tokens, 64).copy()
+    cache.forward(tokens[:100])
     for n in (1, 2, 64, 3, 40):
-        with interrupt_after(model):
-            model.forward([*tokens[:100], *wrong[:n]])
-        assert model.n_cached_tokens == 100 and model.count_prefill_tokens(tokens) == 99
-    np.testing.assert_array_equal(model.forward(tokens, 64), expected)
+        with interrupt_after(cache):
+            cache.forward([*tokens[:100], *wrong[:n]])
+        assert cache.n_tokens == 100 and cache.count_prefill_tokens(tokens) == 99
+    np.testing.assert_array_equal(cache.forward(tokens, 64), expected)
 
 
-def test_sequences_alternate_on_one_model():
-    one, other, model = random_tokens(CONFIG, 150), random_tokens(CONFIG, 90, seed=8), make_model()
-    expected = {len(sequence): make_model().forward(sequence, 3).copy() for sequence in (one, other)}
+def test_sequences_alternate_in_one_cache():
+    one, other, cache = random_tokens(CONFIG, 150), random_tokens(CONFIG, 90, seed=8), make_cache()
+    expected = {len(sequence): make_cache().forward(sequence, 3).copy() for sequence in (one, other)}
     for sequence in (one, other, one, [*one[:20], *other[20:]], other, one):
-        logits = model.forward(sequence, 3)
+        logits = cache.forward(sequence, 3)
         if sequence in (one, other):
             np.testing.assert_array_equal(logits, expected[len(sequence)])
 
@@ -123,7 +124,7 @@ def test_sequences_alternate_on_one_model():
 def test_trees_are_rejected_and_other_families_can_draft():
     target, sampling = make_model(), Sampling(0.8, seed=3)
     with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
-        target.forward_tree([1, 2], [3], [-1])
+        target.new_cache().forward_tree([1, 2], [3], [-1])
     plain, _ = generate_tokens(target, None, sampling, max_tokens=60)
     for draft in (random_model(CONFIGS["odd"]), make_model(weight_format=INT8)):
         assert generate_tokens(target, draft, sampling, gamma=7, max_tokens=60)[0] == plain
@@ -147,15 +148,14 @@ def test_decoder_rejects_trees_or_omits_them(tokenizer_path):
 @pytest.mark.parametrize("n_threads", THREAD_COUNTS)
 def test_batched_sequences_have_own_convolution_inputs(n_threads):
     """Each is truncated by a length of its own."""
-    rng, clones = np.random.default_rng(3), [make_model(n_threads)]
-    clones += [clones[0].clone_for_sequence() for _ in range(2)]
-    sequences, fresh = [random_tokens(CONFIG, 20 + i, seed=i) for i in range(3)], make_model()
+    rng, model, fresh = np.random.default_rng(3), make_model(n_threads), make_cache()
+    caches, sequences = [model.new_cache() for _ in range(3)], [random_tokens(CONFIG, 20 + i, seed=i) for i in range(3)]
     for _ in range(25):
         jobs = []
         for i in rng.permutation(3)[: int(rng.integers(1, 4))]:
             kept = sequences[i][: max(len(sequences[i]) - int(rng.integers(0, 12)), 1)]
             sequences[i] = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
-            jobs.append((clones[i], sequences[i], int(rng.integers(1, 6))))
-        for (_, sequence, n_logits), logits in zip(jobs, Model.forward_batch(jobs), strict=True):
+            jobs.append((caches[i], sequences[i], int(rng.integers(1, 6))))
+        for (_, sequence, n_logits), logits in zip(jobs, model.forward(jobs), strict=True):
             fresh.forward([], 0)
             np.testing.assert_array_equal(logits, fresh.forward(sequence, n_logits))

@@ -1,14 +1,12 @@
 """Qwen3.5's delta net: the same bits for any batch, truncation, interruption and draft."""
 
-from functools import cache
+import functools
 
 import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Step
 from specdec.layers.recurrent_ops import TIP
 from specdec.loaders import load_checkpoint
 from specdec.model.kv_cache import INITIAL_CAPACITY
@@ -18,8 +16,7 @@ from specdec.quant import INT8
 from specdec.runtime import op_program
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
-from tests.tools import random_models
-from tests.tools.decode import generate_tokens
+from tests.tools.decode import decode, generate_tokens, get_tokens
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
@@ -28,7 +25,7 @@ N_POSITIONS = 700
 PROMPT = [1, 7, 9]
 
 
-@cache
+@functools.cache
 def load_weights(name, weight_format=None):
     checkpoint = load_checkpoint(FIXTURES / name)
     return checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, weight_format)
@@ -38,31 +35,35 @@ def make_model(name="qwen35", n_threads=1, weight_format=None):
     return Model(*load_weights(name, weight_format), n_threads, N_POSITIONS)
 
 
+def make_cache(name="qwen35", n_threads=1):
+    return make_model(name, n_threads).new_cache()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_batch_threads_or_n_logits(name):
     tokens = random_tokens(load_weights(name)[0], 150)
     alone = run_in_blocks(make_model(name), tokens, 1)
     for n_threads in THREAD_COUNTS:
-        model = make_model(name, n_threads)
+        cache = make_cache(name, n_threads)
         for block in (2, 9, 64):
-            np.testing.assert_array_equal(run_in_blocks(model, tokens, block), alone)
-            model.forward([], 0)
+            np.testing.assert_array_equal(run_in_blocks(cache, tokens, block), alone)
+            cache.forward([], 0)
             for end in range(block, len(tokens) + 1, block):
-                np.testing.assert_array_equal(model.forward(tokens[:end], 1)[0], alone[end - 1])
+                np.testing.assert_array_equal(cache.forward(tokens[:end], 1)[0], alone[end - 1])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rewind_within_a_pass_is_free_and_beyond_reruns(name):
     rng, config = np.random.default_rng(1), load_weights(name)[0]
-    model, fresh, tokens = make_model(name), make_model(name), random_tokens(config, 120)
+    cache, fresh, tokens = make_cache(name), make_cache(name), random_tokens(config, 120)
     n_run = []
-    model.forward(tokens)
+    cache.forward(tokens)
     for back in (0, 1, 5, 64, 3, 65, 1, 63, 110, 2, 64, 30, 1):
         kept = tokens[: len(tokens) - back]
         tokens = [*kept, *rng.integers(0, config.vocab_size, int(rng.integers(1, 70))).tolist()]
-        n_run.append(model.count_prefill_tokens(tokens) + 1 - (len(tokens) - len(kept)))
+        n_run.append(cache.count_prefill_tokens(tokens) + 1 - (len(tokens) - len(kept)))
         n_logits = int(rng.integers(1, min(len(tokens), 64) + 1))
-        logits = model.forward(tokens, n_logits).copy()
+        logits = cache.forward(tokens, n_logits).copy()
         fresh.forward([], 0)
         np.testing.assert_array_equal(logits, fresh.forward(tokens, n_logits))
     assert [n > 0 for n in n_run] == [back > 64 for back in (0, 1, 5, 64, 3, 65, 1, 63, 110, 2, 64, 30, 1)]
@@ -70,13 +71,13 @@ def test_rewind_within_a_pass_is_free_and_beyond_reruns(name):
 
 def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch):
     """Some layers have advanced their state, others have not."""
-    tokens, model = random_tokens(load_weights("qwen35")[0], 300), make_model()
-    model.forward(tokens)  # and the buffers are large enough
+    tokens, cache = random_tokens(load_weights("qwen35")[0], 300), make_cache()
+    cache.forward(tokens)  # and the buffers are large enough
     tokens = tokens[:231]
-    expected = make_model().forward(tokens, 60).copy()
+    expected = make_cache().forward(tokens, 60).copy()
     run = op_program.run_on_threads
-    model.forward(tokens[:70])
-    n_rows = model._executor._ops[:, op_program.N_OPS_WORD]
+    cache.forward(tokens[:70])
+    n_rows = cache._executor._ops[:, op_program.N_OPS_WORD]
     ends = np.cumsum(n_rows[n_rows > 0])
     for n_cached, end in zip(range(71, 231, 8), np.random.default_rng(2).permutation(ends), strict=False):
 
@@ -87,44 +88,42 @@ def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch):
         with monkeypatch.context() as context:
             context.setattr(op_program, "run_on_threads", run_and_interrupt)
             with pytest.raises(KeyboardInterrupt):
-                model.forward([*tokens[: n_cached - 8], *tokens[:64]], 1 + n_cached % 40)
-        model.forward(tokens[:n_cached], n_cached % 8 + 1)
-        assert model.n_cached_tokens == n_cached
-    np.testing.assert_array_equal(model.forward(tokens, 60), expected)
+                cache.forward([*tokens[: n_cached - 8], *tokens[:64]], 1 + n_cached % 40)
+        cache.forward(tokens[:n_cached], n_cached % 8 + 1)
+        assert cache.n_tokens == n_cached
+    np.testing.assert_array_equal(cache.forward(tokens, 60), expected)
 
 
 def test_state_survives_buffer_growth():
     tokens = random_tokens(load_weights("qwen35")[0], INITIAL_CAPACITY + 40)
-    grown, at_once = make_model(), make_model()
+    grown, at_once = make_cache(), make_cache()
     for end in (INITIAL_CAPACITY - 1, INITIAL_CAPACITY + 1, len(tokens)):
         logits = grown.forward(tokens[:end])
     np.testing.assert_array_equal(at_once.forward(tokens), logits)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_change_no_token_and_trees_are_rejected(name, monkeypatch):
-    monkeypatch.setattr(random_models, "END_MARKS", {})
+def test_drafts_change_no_token_and_trees_are_rejected(name):
     target, sampling = make_model(name), Sampling(0.8, seed=3)
-    plain, _ = generate_tokens(target, None, sampling, prompt=PROMPT, max_tokens=90)
+    plain, _ = generate_tokens(target, None, sampling, prompt=PROMPT, max_tokens=90, eos_tokens={})
     for gamma in (1, 4, 12):
         draft = make_model(name, weight_format=INT8)
-        drafted, statistics = generate_tokens(target, draft, sampling, gamma, prompt=PROMPT, max_tokens=90)
+        drafted, statistics = generate_tokens(target, draft, sampling, gamma, prompt=PROMPT, max_tokens=90, eos_tokens={})
         assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
     verifier = VERIFIERS["coupled"](target.config.vocab_size, sampling)
-    events = decode(target, NgramDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})
-    assert [token for event in events if isinstance(event, Step) for token in event.tokens] == plain
+    assert get_tokens(decode(target.new_cache(), NgramDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})) == plain
     with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
-        target.forward_tree([1, 2], [3], [-1])
+        target.new_cache().forward_tree([1, 2], [3], [-1])
 
 
 def test_batched_sequences_have_own_states_and_rewind_limits():
     config = load_weights("qwen35")[0]
-    first, alone = make_model(n_threads=THREAD_COUNTS[-1]), [make_model(), make_model()]
-    clones, sequences = [first.clone_for_sequence(), first], [random_tokens(config, 160, seed) for seed in (1, 2)]
+    model, alone = make_model(n_threads=THREAD_COUNTS[-1]), [make_cache(), make_cache()]
+    caches, sequences = [model.new_cache(), model.new_cache()], [random_tokens(config, 160, seed) for seed in (1, 2)]
     for ends, n_logits in (((20, 30), (1, 1)), ((24, 34), (4, 3)), ((22, 38), (1, 5)), ((60, 42), (30, 1)), ((57, 70), (9, 20))):
         jobs = [(sequence[:end], n) for sequence, end, n in zip(sequences, ends, n_logits, strict=True)]
-        batched = Model.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
-        for logits, model, job in zip(batched, alone, jobs, strict=True):
-            np.testing.assert_array_equal(logits, model.forward(*job))
-        for clone, end, n in zip(clones, ends, n_logits, strict=True):
-            assert (clone._buffers.lengths[..., TIP] == end - n + 1).all()
+        batched = model.forward([(cache, *job) for cache, job in zip(caches, jobs, strict=True)])
+        for logits, single, job in zip(batched, alone, jobs, strict=True):
+            np.testing.assert_array_equal(logits, single.forward(*job))
+        for each, end, n in zip(caches, ends, n_logits, strict=True):
+            assert (each._buffers.lengths[..., TIP] == end - n + 1).all()

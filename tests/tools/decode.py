@@ -1,7 +1,7 @@
 """The decoding loop of one sequence, without a scheduler, and helpers over it."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec.draft.draft_length import FixedLength
@@ -62,10 +62,12 @@ def get_tokens(events: Iterable[Event]) -> list[int]:
     return [token for step in get_steps(events) for token in step.tokens]
 
 
-def make_model_drafter(draft: Any, verifier: Verifier | type[Verifier], sampling: Sampling) -> ModelDrafter:
+def make_model_drafter(
+    draft: Any, verifier: Verifier | type[Verifier], sampling: Sampling, eos_tokens: Container[int] = END_MARKS
+) -> ModelDrafter:
     """Return a drafter with a draft model, or with a cache of one."""
     cache = get_cache(draft)
-    return ModelDrafter(cache, Sampler(cache.model.vocab_size, sampling), verifier.get_draft_stream, END_MARKS)
+    return ModelDrafter(cache, Sampler(cache.model.vocab_size, sampling), verifier.get_draft_stream, eos_tokens)
 
 
 def get_cache(model: Any) -> Any:
@@ -73,12 +75,13 @@ def get_cache(model: Any) -> Any:
     return model.new_cache() if isinstance(model, Model) else model
 
 
-def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
+def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, eos_tokens=END_MARKS):
     """Return the tokens that models, or caches of them, generate, and the statistics."""
     target = get_cache(target)
     verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
-    drafter = make_model_drafter(draft, verifier, sampling) if draft else None
-    statistics, events = Statistics(), [*decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma))]
+    drafter = make_model_drafter(draft, verifier, sampling, eos_tokens) if draft else None
+    events = [*decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma), eos_tokens)]
+    statistics = Statistics()
     for event in events:
         statistics.add(event)
     return get_tokens(events), statistics

@@ -45,6 +45,11 @@ def random_model(
     return Model(config, LLAMA.pack(config, random_tensors(config, seed, scale), weight_format), n_threads, n_positions)
 
 
+def random_cache(config: ModelConfig, weight_format: WeightFormat = FP32, n_threads: int = 1) -> KVCache:
+    """Return an empty cache of a random model."""
+    return random_model(config, weight_format, n_threads).new_cache()
+
+
 def int8_model(
     config: ModelConfig, n_threads: int = 1, weight_format: WeightFormat = INT8, n_positions: int | None = None
 ) -> Model:
