@@ -303,11 +303,13 @@ class Scheduler:
             self.metrics.record_step(step)
             if not had_output and sequence.first_token_seconds is not None:
                 self.metrics.time_to_first_token.observe(sequence.first_token_seconds)
+            events.append((sequence, step))
             if sequence.is_finished:
                 self._remove(sequence)
             elif self._recompute_lengths and self._has_crossed_length(sequence, len(step.tokens)):
                 sequence.begin_prefill()
-            events.append((sequence, step))
+                if progress := sequence.prefill_progress:
+                    events.append((sequence, progress))
         if not has_chunks and n_verified == len(decode_batch):
             self._autotuner.record_step(
                 n_tokens, sum(step.draft_seconds for _, step in events if isinstance(step, Step)) + seconds
