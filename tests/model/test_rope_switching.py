@@ -1,15 +1,14 @@
 """LongRoPE: logits match those of the sequence alone, it is prefilled again once, and the progress is reported."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
-from specdec.draft.model_bundle import ModelBundle
 from specdec.events import Event, PrefillProgress
+from specdec.model.kv_cache import KVCache
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model, get_token_headroom
 from specdec.quant import FP32, INT8
@@ -29,71 +28,62 @@ def make_model(weight_format: Any = FP32, **changes: Any) -> Model:
     return Model(config, LLAMA.pack(config, random_tensors(config), weight_format), 1)
 
 
+def make_cache() -> KVCache:
+    return make_model().new_cache()
+
+
 class RopeSwitchCounter:
-    """Counts how often each model switched to long RoPE factors, by its id."""
+    """Counts how often each KV cache switched to long RoPE factors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts: dict[int, int] = {}
-        switch = Model._switch_rope
+        self.counts: dict[KVCache, int] = {}
+        switch = KVCache._switch_rope
 
-        def counted(model: Model, is_long: bool) -> None:
-            self.counts[id(model)] = self.counts.get(id(model), 0) + (is_long > model.has_long_rope)
-            switch(model, is_long)
+        def counted(cache: KVCache, is_long: bool) -> None:
+            self.counts[cache] = self.counts.get(cache, 0) + (is_long > cache.has_long_rope)
+            switch(cache, is_long)
 
-        monkeypatch.setattr(Model, "_switch_rope", counted)
+        monkeypatch.setattr(KVCache, "_switch_rope", counted)
 
 
-def test_logits_do_not_depend_on_cached_tokens() -> None:
+def test_logits_do_not_depend_on_tokens() -> None:
     tokens = random_tokens(CONFIG, 40)
-    alone = [make_model().forward(tokens[:n])[0].copy() for n in range(1, 41)]
-    model = make_model()
+    alone = [make_cache().forward(tokens[:n])[0].copy() for n in range(1, 41)]
+    cache = make_cache()
     for n, n_logits in (
-        (15, 3),
-        (19, 1),
-        (22, 5),
-        (20, 4),
-        (40, 40),
-        (21, 1),
-        (20, 1),
-        (21, 2),
-        (33, 0),
-        (33, 13),
-        (33, 14),
-        (4, 2),
-    ):
-        got = model.forward(tokens[:n], n_logits)
+        (15, 3), (19, 1), (22, 5), (20, 4), (40, 40), (21, 1), (20, 1), (21, 2), (33, 0), (33, 13), (33, 14), (4, 2),
+    ):  # fmt: skip
+        got = cache.forward(tokens[:n], n_logits)
         np.testing.assert_array_equal(got, np.array(alone[n - n_logits : n]).reshape(got.shape), str((n, n_logits)))
-    model = make_model()
-    assert [*model.prefill(tokens)][-1] == 0
-    assert (model.n_cached_tokens, model.count_prefill_tokens(tokens), model.count_prefill_tokens(tokens[:N_SHORT])) == (
-        39,
-        0,
-        N_SHORT - 1,
-    )
-    np.testing.assert_array_equal(model.forward(tokens)[0], alone[-1])
+    cache = make_cache()
+    cache.forward(tokens[:-1], 0, len(tokens))
+    n_left = [cache.count_prefill_tokens(each) for each in (tokens, tokens[:N_SHORT])]
+    assert (cache.n_tokens, n_left) == (39, [0, N_SHORT - 1])
+    np.testing.assert_array_equal(cache.forward(tokens)[0], alone[-1])
 
 
 def test_batched_sequences_switch_rope_separately() -> None:
     sequences = [random_tokens(CONFIG, n, seed=n) for n in (N_SHORT - 2, N_SHORT, N_SHORT + 9)]
-    alone = [make_model().forward(sequence, 2).copy() for sequence in sequences]
+    alone = [make_cache().forward(sequence, 2).copy() for sequence in sequences]
     model = make_model()
-    clones = [model.clone_for_sequence() for _ in sequences]
-    for clone, sequence in zip(clones, sequences, strict=True):
-        [*clone.prefill(sequence[:-1])]
-        assert clone.count_uncached_tokens(sequence, 2) == 2
-    batched = Model.forward_batch([(clone, sequence, 2) for clone, sequence in zip(clones, sequences, strict=True)])
+    caches = [model.new_cache() for _ in sequences]
+    for cache, sequence in zip(caches, sequences, strict=True):
+        cache.forward(sequence[:-2], 0, len(sequence))
+        assert cache.count_uncached_tokens(sequence, 2) == 2
+    batched = model.forward([(cache, sequence, 2) for cache, sequence in zip(caches, sequences, strict=True)])
     np.testing.assert_array_equal(np.array(batched), np.array(alone))
-    assert clones[1].count_uncached_tokens([*sequences[1], 5], 1) == N_SHORT + 1
+    assert caches[1].count_uncached_tokens([*sequences[1], 5], 1) == N_SHORT + 1
     with pytest.raises(ValueError, match="gets longer than 20 tokens"):
-        Model.forward_batch([(clones[1], [*sequences[1], 5], 2), (clones[0], [*sequences[0], 5], 1)])
+        model.forward([(caches[1], [*sequences[1], 5], 2), (caches[0], [*sequences[0], 5], 1)])
 
 
 def test_prompt_is_prefilled_once_with_final_rope_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    switches, model = RopeSwitchCounter(monkeypatch), make_model()
+    switches, cache = RopeSwitchCounter(monkeypatch), make_cache()
     for n in (N_SHORT - 1, N_SHORT, N_SHORT + 1, 40):
-        [*model.prefill(random_tokens(CONFIG, n, seed=n))]
-        assert (model.n_cached_tokens, model.has_long_rope) == (n - 1, n > N_SHORT)
-    assert switches.counts == {id(model): 1}
+        for end in (10, n - 1):
+            cache.forward(random_tokens(CONFIG, n, seed=n)[:end], 0, n)
+        assert (cache.n_tokens, cache.has_long_rope) == (n - 1, n > N_SHORT)
+    assert switches.counts == {cache: 1}
 
 
 def test_token_headroom_ends_at_longrope_threshold() -> None:
@@ -147,11 +137,12 @@ def test_sampled_output_does_not_depend_on_previous_sequence(tokenizer: Tokenize
 def test_head_proposals_do_not_depend_on_when_sequence_got_long() -> None:
     tokens, logits = random_tokens(CONFIG, 300), []  # the head's buffers grow after the switch
     for starts in ((300,), (10, 18, 30, 300)):
-        target = make_model()
-        head = make_head(target)
+        head = make_head(make_model())
+        target_cache = head.target.new_cache(head.target_layers)
+        head_cache = head.new_draft_cache(target_cache)
         for n in starts:
-            target.forward(tokens[: n - 1], 0)
-            got = head.forward(tokens[:n])[0].copy()
+            target_cache.forward(tokens[: n - 1], 0)
+            got = head_cache.forward(tokens[:n])[0].copy()
         logits.append(got)
     np.testing.assert_array_equal(*logits)
 
@@ -161,15 +152,14 @@ def test_second_prefill_reports_progress(tokenizer: Tokenizer, monkeypatch: pyte
     decoder.warm_up()
     plain = decoder.generate([1, 7, 9], 40, temperature=0.0).tokens
     clock = [0.0]
-    prefill = ModelBundle.prefill
+    forward = Model.forward
 
-    def slow(bundle: ModelBundle, tokens: list[int]) -> Iterator[float]:
-        for fraction in prefill(bundle, tokens):
-            clock[0] += 100.0
-            yield fraction
+    def slow(model: Model, batch: Any) -> Any:
+        clock[0] += 100.0 * (batch[0][2] == 0)
+        return forward(model, batch)
 
-    monkeypatch.setattr(ModelBundle, "prefill", slow)
-    monkeypatch.setattr("specdec.engine.decode_loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Model, "forward", slow)
+    monkeypatch.setattr("specdec.engine.sequence.time.perf_counter", lambda: clock[0])
     events = [*decoder.read_and_stream([1, 7, 9], 40, Sampling(temperature=0.0))]
     types = [type(event) for event in events]
     first = next(i for i, type_ in enumerate(types) if type_ is PrefillProgress and Step in types[:i])
