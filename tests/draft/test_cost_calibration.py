@@ -51,16 +51,15 @@ def test_stored_costs_and_acceptance_are_read_again(folder):
 def test_expert_costs_are_stored(folder):
     target = load_model(FIXTURES / "qwen3_moe")
     experts = target.config.experts
-    curve = CostCurve({1: 1.0, 64: 3.0}, 0.0, 0.0, ExpertCosts(experts.n_experts, experts.n_experts_used, 0.25, 0.5, lambda: 3.0))
+    curve = CostCurve({1: 1.0, 64: 3.0}, 0.0, 0.0, ExpertCosts(experts.n_experts, experts.n_experts_used, 0.25, 0.5))
     CalibrationFile([target], "ngram").write(curve, Acceptance())
     known, _ = CalibrationFile([target], "ngram").read()
     assert (known.experts.seconds, known.experts.repeat_probability) == (0.25, 0.5) and known.pass_seconds == pytest.approx(
         curve.pass_seconds
     )
-    target.forward([1, 2, 3], 1)
-    assert known.experts.compute_extra_seconds(known.experts.get_n_read()) == 0.25 * (
-        target.experts_read[0] / target.experts_read[1] - 1
-    )
+    target.new_cache().forward([1, 2, 3], 1)
+    n_read, n_used = target.experts_read
+    assert known.experts.compute_extra_seconds(n_read) == 0.25 * (n_read / n_used - 1)
 
 
 def test_other_weights_threads_and_drafts_use_other_files(folder, monkeypatch):
@@ -157,7 +156,7 @@ def test_output_does_not_depend_on_stored_measurements_and_updates_them(folder, 
         events = [*decoder.stream("abc", 60)]
         return [token for event in events if isinstance(event, Step) for token in event.tokens]
 
-    monkeypatch.setattr("specdec.draft.autotuner.MIN_STEPS", 1)  # their number depends on measured times
+    monkeypatch.setattr("specdec.engine.autotuner.MIN_STEPS", 1)  # their number depends on measured times
     first = write()
     [path] = folder.glob("*.known")
     known = json.loads(path.read_bytes()[32:])
@@ -173,5 +172,5 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
     file = CalibrationFile([decoder.target, decoder.draft], "")
     file.write(CostCurve({1: 1e-9, 64: 1e-9}, seconds), Acceptance())
     decoder.warm_up()
-    assert decoder.autotuner.curve.pass_seconds[1] == 1e-9
-    assert decoder.autotuner.curve.draft_token < 1
+    assert decoder.autotuner._curve.pass_seconds[1] == 1e-9
+    assert decoder.autotuner._curve.draft_token < 1

@@ -33,9 +33,26 @@ def interpolate_seconds(passes, n):
     return float(np.interp(n, points, [passes[x] for x in points]))
 
 
+class SinglePolicy(DraftLengthPolicy):
+    """The policy of a sequence that is alone in its batch: each of its rounds is a pass."""
+
+    def __init__(self, costs, acceptance, is_free, machine=None):
+        super().__init__(costs, acceptance, is_free)
+        self.machine = machine
+
+    def start(self, token_budget):
+        self.costs.begin_pass()
+        return super().start(token_budget)
+
+    def update(self, n_drafted, n_accepted, pass_seconds, draft_seconds):
+        super().update(n_drafted, n_accepted, pass_seconds, draft_seconds)
+        n_read = self.machine.n_read if self.machine else 0.0
+        self.costs.end_pass(1 + n_drafted, 1 + n_accepted, pass_seconds, n_experts_read=n_read)
+
+
 def make_policy(passes, draft, acceptance=None):
     acceptance = acceptance or Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE)
-    return DraftLengthPolicy(CostModel(CostCurve(passes, draft)), acceptance, is_free=not draft)
+    return SinglePolicy(CostModel(CostCurve(passes, draft)), acceptance, is_free=not draft)
 
 
 def play(policy, machine, pair, seed, stall=lambda rng, seconds: seconds, n_tokens=TOKENS):
@@ -272,7 +289,7 @@ def test_a_draft_that_looked_too_expensive_on_a_busy_machine_is_tried_again(draf
     busy = make_policy({n: machine.passes[n] * (500 if n > 1 else 1) for n in (1, 2, 4, 8, 16)}, 500 * draft)
     pool = busy.acceptance
     measured_again = busy.costs.curve.merge(CostCurve({n: machine.passes[n] for n in (1, 2, 4, 8, 16)}, draft))
-    machine.policy = lambda: DraftLengthPolicy(CostModel(measured_again), pool.for_sequence(), not draft)
+    machine.policy = lambda: SinglePolicy(CostModel(measured_again), pool.for_sequence(), not draft)
     assert machine.play(1) > 2
 
 
@@ -358,7 +375,7 @@ def make_batch(machine, n_sequences, draft, errors):
     }
     costs = CostModel(CostCurve(passes, draft * draft_error))
     pool = Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE)
-    return costs, [DraftLengthPolicy(costs, pool.for_sequence(), not draft, is_alone=False) for _ in range(n_sequences)]
+    return costs, [DraftLengthPolicy(costs, pool.for_sequence(), not draft) for _ in range(n_sequences)]
 
 
 @cache
@@ -428,7 +445,7 @@ def test_drafts_get_shorter_with_more_sequences(draft):
         costs = CostModel(CostCurve({1: 1.0, 8: 1.14, 64: 2.26}, draft))
         costs.begin_pass(n_sequences)
         acceptance = Acceptance([0.9] * N_BUCKETS, n_accepted=8.0)
-        policy, n = DraftLengthPolicy(costs, acceptance, not draft, is_alone=False), 0
+        policy, n = DraftLengthPolicy(costs, acceptance, not draft), 0
         if policy.start(60) and draft:
             n = 1
             while policy.should_continue(4.0):
@@ -470,7 +487,7 @@ class MixtureMachine:
 
     def curve(self, draft=0.0):
         passes = {n: TOKEN * (1 + ANOTHER * (n - 1)) for n in (1, 8, 64)}
-        return CostCurve(passes, draft, 0.0, ExpertCosts(self.n, self.k, TOKEN * self.share, 0.0, lambda: self.n_read))
+        return CostCurve(passes, draft, 0.0, ExpertCosts(self.n, self.k, TOKEN * self.share, 0.0))
 
 
 def write(policy, machine, right, draft, repeats=None):
@@ -497,9 +514,8 @@ def write(policy, machine, right, draft, repeats=None):
 
 
 def auto(machine, draft=0.0):
-    return DraftLengthPolicy(
-        CostModel(machine.curve(draft)), Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE), not draft
-    )
+    acceptance = Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE)
+    return SinglePolicy(CostModel(machine.curve(draft)), acceptance, not draft, machine)
 
 
 def speed(new, mixture, routing, right, draft):
@@ -532,27 +548,27 @@ def test_a_draft_that_is_mostly_right_is_profitable_even_with_random_routing():
 def test_repeat_probability_follows_from_the_number_of_experts_read():
     for n, k in ((128, 8), (32, 4), (8, 8)):
         for repeats in (0.0, 0.3, 0.9, 1.0):
-            experts = ExpertCosts(n, k, 1.0, repeats, lambda: 0.0)
+            experts = ExpertCosts(n, k, 1.0, repeats)
             for n_tokens in (2, 5, 16):
                 n_read = k * (1 + experts.extra_seconds[n_tokens])
                 assert k <= n_read <= n + 1e-9
                 if n > k:
                     assert experts.solve_repeat_probability(n_tokens, n_read) == pytest.approx(repeats, abs=1e-6)
-    independent = ExpertCosts(128, 8, 1.0, 0.0, lambda: 0.0)
+    independent = ExpertCosts(128, 8, 1.0, 0.0)
     assert 1 + independent.extra_seconds[4] == pytest.approx(16 * (1 - (1 - 1 / 16) ** 4))
 
 
 def test_sequences_that_choose_different_experts_get_shorter_drafts():
     lengths = []
     for n_read in (8.0, 40.0):
-        costs = CostModel(CostCurve({1: 1.0, 64: 1.5}, 0.0, 0.0, ExpertCosts(64, 8, 0.5, 0.5, lambda n_read=n_read: n_read)))
+        costs = CostModel(CostCurve({1: 1.0, 64: 1.5}, 0.0, 0.0, ExpertCosts(64, 8, 0.5, 0.5)))
         for _ in range(30):
             costs.begin_pass(4)
-            costs.end_pass(12, 8, 1.0 + 0.5 * 11 / 63 + 0.5 * (n_read / 8 - 1))
-        policy = DraftLengthPolicy(costs, Acceptance(NGRAM_ACCEPTANCE, n_accepted=8.0), True, is_alone=False)
+            costs.end_pass(12, 8, 1.0 + 0.5 * 11 / 63 + 0.5 * (n_read / 8 - 1), n_experts_read=n_read)
+        policy = DraftLengthPolicy(costs, Acceptance(NGRAM_ACCEPTANCE, n_accepted=8.0), True)
         costs.begin_pass(4)
         while not policy.start(30):
-            costs.end_pass(4, 4, 1.0)
+            costs.end_pass(4, 4, 1.0, n_experts_read=n_read)
             costs.begin_pass(4)
         lengths.append(policy.choose([4.0] * 20))
     assert lengths[0] > lengths[1]
