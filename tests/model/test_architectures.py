@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specdec.draft.model_drafters import ModelDrafter
 from specdec.layers.rope import compute_positions_per_radian, fill_cos_sin
-from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.model_config import (
@@ -21,11 +20,11 @@ from specdec.model_config import (
 from specdec.quant import FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES
-from specdec.sampling import Sampler, Sampling
+from specdec.sampling import Sampling
 from specdec.verification import CoupledVerifier
 from tests.tools import reference
 from tests.tools.configs import make_config, replace_config
-from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.decode import generate_tokens, make_model_drafter
 from tests.tools.hf_folders import make_gemma4_fields, override_full_layers
 from tests.tools.random_models import THREAD_COUNTS, make_started_policy, random_tokens, run_in_blocks
 
@@ -111,6 +110,10 @@ def make_model(config: ModelConfig, n_threads: int = 1, weight_format=FP32, n_po
     return Model(config, weights, n_threads, n_positions)
 
 
+def make_cache(config: ModelConfig, n_threads: int = 1, weight_format=FP32) -> KVCache:
+    return make_model(config, n_threads, weight_format).new_cache()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_match_oracle(name: str) -> None:
     config = FAMILIES[name]
@@ -141,16 +144,16 @@ def test_logits_do_not_depend_on_batch_or_threads(name: str, weight_format) -> N
     tokens = random_tokens(config, 60)
     alone = run_in_blocks(make_model(config, weight_format=weight_format), tokens, 1)
     for n_threads in THREAD_COUNTS:
-        model = make_model(config, n_threads, weight_format)
+        cache = make_cache(config, n_threads, weight_format)
         for block in (2, 5, 8, 17, 60):
-            np.testing.assert_array_equal(run_in_blocks(model, tokens, block).view(np.int32), alone.view(np.int32))
+            np.testing.assert_array_equal(run_in_blocks(cache, tokens, block).view(np.int32), alone.view(np.int32))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_survive_buffer_growth(name: str) -> None:
     config = FAMILIES[name]
     tokens = random_tokens(config, INITIAL_CAPACITY + 40)
-    grown, at_once = make_model(config), make_model(config)
+    grown, at_once = make_cache(config), make_cache(config)
     for end in (1, INITIAL_CAPACITY - 1, INITIAL_CAPACITY, INITIAL_CAPACITY + 1, len(tokens)):
         logits = grown.forward(tokens[:end], 1).copy()
     np.testing.assert_array_equal(at_once.forward(tokens, 1), logits)
@@ -164,21 +167,17 @@ def test_output_equals_target_output_with_any_draft(name: str) -> None:
     drafted, statistics = generate_tokens(target, draft, sampling, max_tokens=40)
     assert drafted == plain
     assert statistics.n_accepted > 0
-    assert (
-        ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), CoupledVerifier.get_draft_stream, END_MARKS)
-        .propose([1, 5], make_started_policy(3))
-        .tokens
-    )
+    assert make_model_drafter(draft, CoupledVerifier, sampling).propose([1, 5], make_started_policy(3)).tokens
 
 
 @pytest.mark.parametrize("name", ["everything", "gemma", "gpt2", "gpt-oss", "all norms of the whole"])
 def test_batch_gives_logits_of_single_passes(name: str) -> None:
     config = FAMILIES[name]
-    first, alone = make_model(config, max(THREAD_COUNTS)), make_model(config)
-    clones, sequences = [first, first.clone_for_sequence()], [random_tokens(config, n, n) for n in (70, 40)]
+    model, alone = make_model(config, max(THREAD_COUNTS)), make_cache(config)
+    caches, sequences = [model.new_cache(), model.new_cache()], [random_tokens(config, n, n) for n in (70, 40)]
     for ends in ((30, 10), (33, 40), (70, 41)):
-        jobs = [(clone, sequence[:end], 3) for clone, sequence, end in zip(clones, sequences, ends, strict=True)]
-        for logits, (_, tokens, n_logits) in zip(Model.forward_batch(jobs), jobs, strict=True):
+        jobs = [(cache, sequence[:end], 3) for cache, sequence, end in zip(caches, sequences, ends, strict=True)]
+        for logits, (_, tokens, n_logits) in zip(model.forward(jobs), jobs, strict=True):
             np.testing.assert_array_equal(logits, alone.forward(tokens, n_logits))
 
 
@@ -196,11 +195,11 @@ def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
         tensors = sound | {tensor: sound[tensor].copy()}
         row = POISON if tensor in ("tok_emb", "pos_emb", "wcls") else 0
         tensors[tensor].reshape(-1, sound[tensor].shape[-1])[row, -1] = value
-        model = Model(config, get_architecture(config).pack(config, tensors), 1)
+        cache = Model(config, get_architecture(config).pack(config, tensors), 1).new_cache()
         with np.errstate(all="ignore"):
             lost = ~np.isfinite(reference.forward(config, tensors, sequence))
         assert lost.any() or "experts" in tensor or "router" in tensor, tensor
-        assert not np.isfinite(model.forward(sequence, len(sequence))[lost]).any(), tensor
+        assert not np.isfinite(cache.forward(sequence, len(sequence))[lost]).any(), tensor
 
 
 @pytest.mark.parametrize(
@@ -210,15 +209,15 @@ def test_non_finite_token_does_not_affect_later_sequences(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
     tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
-    model = Model(config, get_architecture(config).pack(config, tensors), 1)
+    cache = Model(config, get_architecture(config).pack(config, tensors), 1).new_cache()
     sequence = [token for token in random_tokens(config, 30) if token != POISON]
-    expected = model.forward(sequence, len(sequence)).copy()
+    expected = cache.forward(sequence, len(sequence)).copy()
     assert np.isfinite(expected).all()
-    assert not np.isfinite(model.forward([*sequence[:5], POISON], 1)).any()
-    logits = model.forward([*sequence[:12], POISON, *sequence[12:14]], 4)
+    assert not np.isfinite(cache.forward([*sequence[:5], POISON], 1)).any()
+    logits = cache.forward([*sequence[:12], POISON, *sequence[12:14]], 4)
     np.testing.assert_array_equal(logits[0], expected[11])
     assert not np.isfinite(logits[1:]).any()
-    np.testing.assert_array_equal(model.forward(sequence, len(sequence)), expected)
+    np.testing.assert_array_equal(cache.forward(sequence, len(sequence)), expected)
 
 
 # Positions
@@ -257,17 +256,17 @@ def test_learned_positions_limit_n_positions() -> None:
     config = replace(FAMILIES["gpt2"], seq_len=50)
     model = make_model(config, n_positions=400)
     assert model.n_positions == 50
-    tokens = random_tokens(config, 51)
-    model.forward(tokens[:50])
+    tokens, cache = random_tokens(config, 51), model.new_cache()
+    cache.forward(tokens[:50])
     with pytest.raises(ValueError, match="51 tokens do not fit 50 positions"):
-        model.forward(tokens)
+        cache.forward(tokens)
 
 
 def test_unused_context_takes_no_memory() -> None:
     config = replace(FAMILIES["llama 3"], seq_len=131_072)
     model, short = make_model(config), make_model(replace(config, seq_len=INITIAL_CAPACITY))
     assert model.n_positions == 131_072
-    taken, needed = (sum(getattr(array, "nbytes", 0) for array in vars(m._buffers).values()) for m in (model, short))
+    taken, needed = (sum(getattr(array, "nbytes", 0) for array in vars(m.new_cache()._buffers).values()) for m in (model, short))
     assert taken == needed
     assert model.get_sequence_bytes(131_072) > 131_072 * 2 * 4 * config.n_layers * config.kv_dim
 

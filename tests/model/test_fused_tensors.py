@@ -66,14 +66,14 @@ def test_logits_do_not_depend_on_batch_or_threads(
     fake_three_threads(monkeypatch)
     model = make_model(tmp_path / "model.gguf", types)
     tokens = np.random.default_rng(2).integers(0, 40, 50).tolist()
-    model.n_threads = 1
-    alone = np.concatenate([model.forward(tokens[: n + 1]).copy() for n in range(50)])
+    model.n_threads, cache = 1, model.new_cache()
+    alone = np.concatenate([cache.forward(tokens[: n + 1]).copy() for n in range(50)])
     for run in (run_sequentially((2, 0)), scatter_phases(1)):
         with monkeypatch.context() as context:
             context.setattr("specdec.runtime.op_program.run_on_threads", run)
             model.n_threads = 3
-            model.forward([], 0)
-            np.testing.assert_array_equal(model.forward(tokens, 50), alone)
+            cache.forward([], 0)
+            np.testing.assert_array_equal(cache.forward(tokens, 50), alone)
 
 
 def test_converted_weights_keep_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_converted_weights_keep_shards(tmp_path: Path, monkeypatch: pytest.Monke
     model = make_model(tmp_path / "model.gguf", ("Q8_0", "Q8_0", "Q6_K"))
     copy = model.weights.convert(INT4)
     assert [(shard.first_panel, shard.n_total_panels) for shard in copy.get_shards("1.qkv")] == [(0, 16), (12, 16)]
-    assert Model(model.config, copy, 1).forward([1, 2, 3], 3).shape == (3, 40)
+    assert Model(model.config, copy, 1).new_cache().forward([1, 2, 3], 3).shape == (3, 40)
 
 
 def test_fuse_tensors_follows_shapes_and_fused_names():

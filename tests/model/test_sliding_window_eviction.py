@@ -13,6 +13,7 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model import sliding_window_eviction
+from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
@@ -32,8 +33,8 @@ def make_model(name: str, n_threads: int = 1, kv: KVFormatName = "auto", **chang
     return Model(config, get_architecture(config).pack(config, random_tensors(config)), n_threads, kv=kv)
 
 
-def make_fresh_copy(model: Model) -> Model:
-    return Model(model.config, model.weights, 1, kv=model.kv)
+def make_cache(name: str, n_threads: int = 1, kv: KVFormatName = "auto") -> KVCache:
+    return make_model(name, n_threads, kv).new_cache()
 
 
 def overwrite(runs: np.ndarray, first: int, last: int) -> None:
@@ -58,9 +59,9 @@ def plain_logits(name: str, tokens: list[int], **settings: Any) -> np.ndarray:
     """Return the logits of a model without eviction."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sliding_window_eviction, "MAX_REWIND_BYTES", 1 << 40)
-        model = make_model(name, **settings)
-        logits = run_in_blocks(model, tokens, 64)
-        assert model.full_kv_start == 0
+        cache = make_cache(name, **settings)
+        logits = run_in_blocks(cache, tokens, 64)
+        assert cache.full_kv_start == 0
         return logits
 
 
@@ -72,97 +73,94 @@ def test_long_sequence_has_same_bits_without_eviction(eviction: None, name: str,
     tokens = random_tokens(config, n)
     expected = plain_logits(name, tokens, kv=kv)
     for n_threads in THREAD_COUNTS:
-        model = make_model(name, n_threads, kv)
+        cache = make_cache(name, n_threads, kv)
         for block in (64, 1, 3, 9)[: 4 if kv == "f16" else 1]:
-            np.testing.assert_array_equal(run_in_blocks(model, tokens, block), expected)
-            assert n - SLACK - STEP - MAX_BATCH_TOKENS <= model.full_kv_start <= n - SLACK
+            np.testing.assert_array_equal(run_in_blocks(cache, tokens, block), expected)
+            assert n - SLACK - STEP - MAX_BATCH_TOKENS <= cache.full_kv_start <= n - SLACK
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rewind_within_limit_is_free_and_beyond_reruns(eviction: None, name: str) -> None:
     config = replace(FAMILIES[name], seq_len=3000)
     tokens = random_tokens(config, 600)
-    expected, model = plain_logits(name, tokens), make_model(name)
+    expected, cache = plain_logits(name, tokens), make_cache(name)
     for end in (300, 470, 600):
-        model.forward(tokens[:end], 0)
-        shortest = model.full_kv_start
+        cache.forward(tokens[:end], 0)
+        shortest = cache.full_kv_start
         assert shortest > 0
         for n, is_there in ((end - 63, True), (shortest + 1, True), (shortest + 1, True), (shortest - 40, False), (end, True)):
-            assert (model.count_uncached_tokens(tokens[:n], 1) < n) == is_there
-            np.testing.assert_array_equal(model.forward(tokens[:n], 1), expected[n - 1 : n])
-        model.forward(tokens[:end], 0)
-    model.forward(tokens, 0)
-    assert model.count_prefill_tokens(tokens[: model.full_kv_start]) == model.full_kv_start - 1
+            assert (cache.count_uncached_tokens(tokens[:n], 1) < n) == is_there
+            np.testing.assert_array_equal(cache.forward(tokens[:n], 1), expected[n - 1 : n])
+        cache.forward(tokens[:end], 0)
+    cache.forward(tokens, 0)
+    assert cache.count_prefill_tokens(tokens[: cache.full_kv_start]) == cache.full_kv_start - 1
     other = [*tokens[:10], *random_tokens(config, 500, seed=7)]
-    np.testing.assert_array_equal(run_in_blocks(model, other, 64), plain_logits(name, other))
+    np.testing.assert_array_equal(run_in_blocks(cache, other, 64), plain_logits(name, other))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_behind_long_sequences_match_chains(eviction: None, name: str) -> None:
     config = replace(FAMILIES[name], seq_len=3000)
-    tokens, model, rng = random_tokens(config, 500), make_model(name), np.random.default_rng(3)
+    tokens, cache, rng = random_tokens(config, 500), make_cache(name), np.random.default_rng(3)
     chain = plain_logits(name, tokens)
-    model.forward(tokens[:400], 0)
+    cache.forward(tokens[:400], 0)
     at = 400
     while at < 470:
         n_path = int(rng.integers(1, 20))
         path = tokens[at : at + n_path]
         nodes, parents = [5, *path, 7], [-1, -1, *range(1, n_path), n_path - 1]  # the sequence's own path between two others
-        logits = model.forward_tree(tokens[:at], nodes, parents)
+        logits = cache.forward_tree(tokens[:at], nodes, parents)
         np.testing.assert_array_equal(logits[0], chain[at - 1])
         np.testing.assert_array_equal(logits[2 : 2 + n_path], chain[at : at + n_path])
         at += n_path
-    np.testing.assert_array_equal(model.forward(tokens[:480], 5), chain[475:480])
-    assert model.full_kv_start > 0
+    np.testing.assert_array_equal(cache.forward(tokens[:480], 5), chain[475:480])
+    assert cache.full_kv_start > 0
 
 
 def test_interrupted_pass_keeps_cache_valid(eviction: None) -> None:
     for name in NAMES:
         config = replace(FAMILIES[name], seq_len=3000)
-        tokens, model = random_tokens(config, 500), make_model(name)
+        tokens, cache = random_tokens(config, 500), make_cache(name)
         expected = plain_logits(name, tokens)
-        model.forward(tokens[:400], 0)
-        with interrupt_after(model):
-            model.forward([*tokens[:400], *tokens[100:160]], 3)
-        np.testing.assert_array_equal(model.forward(tokens, 64), expected[-64:])
-        with interrupt_after(model, "_window_evictor.evict"):
-            model.forward([*tokens, *tokens[:200]], 1)
-        with interrupt_after(model):
-            model.forward([*tokens, *tokens[:64]], 1)
-        np.testing.assert_array_equal(model.forward(tokens[:490], 9), expected[481:490])
+        cache.forward(tokens[:400], 0)
+        with interrupt_after(cache):
+            cache.forward([*tokens[:400], *tokens[100:160]], 3)
+        np.testing.assert_array_equal(cache.forward(tokens, 64), expected[-64:])
+        with interrupt_after(cache, "model.window_evictor.evict"):
+            cache.forward([*tokens, *tokens[:200]], 1)
+        with interrupt_after(cache):
+            cache.forward([*tokens, *tokens[:64]], 1)
+        np.testing.assert_array_equal(cache.forward(tokens[:490], 9), expected[481:490])
 
 
 def test_batched_sequences_evict_separately(eviction: None) -> None:
     for name in NAMES:
         config = replace(FAMILIES[name], seq_len=3000)
         model = make_model(name)
-        clones, sequences = (
-            [model, model.clone_for_sequence(), model.clone_for_sequence()],
-            [random_tokens(config, n, seed=n) for n in (400, 500, 90)],
-        )
+        caches, sequences = [model.new_cache() for _ in range(3)], [random_tokens(config, n, seed=n) for n in (400, 500, 90)]
         expected = [plain_logits(name, sequence) for sequence in sequences]
         for at in range(20, 501, 20):
-            jobs = [(clone, sequence[:at], 2) for clone, sequence in zip(clones, sequences, strict=True) if at <= len(sequence)]
-            for got, job in zip(Model.forward_batch(jobs), jobs, strict=True):
-                np.testing.assert_array_equal(got, expected[clones.index(job[0])][at - 2 : at])
-        assert clones[0].full_kv_start and clones[1].full_kv_start and not clones[2].full_kv_start
+            jobs = [(cache, sequence[:at], 2) for cache, sequence in zip(caches, sequences, strict=True) if at <= len(sequence)]
+            for got, job in zip(model.forward(jobs), jobs, strict=True):
+                np.testing.assert_array_equal(got, expected[caches.index(job[0])][at - 2 : at])
+        assert [cache.full_kv_start > 0 for cache in caches] == [True, True, False]
 
 
 def test_copied_cache_continues_and_rewinds_like_the_original(eviction: None) -> None:
     for name in NAMES:
         config = replace(FAMILIES[name], seq_len=3000)
-        tokens, model = random_tokens(config, 600), make_model(name)
-        expected, other = plain_logits(name, tokens), model.clone_for_sequence()
+        tokens, cache = random_tokens(config, 600), make_cache(name)
+        expected, other = plain_logits(name, tokens), cache.model.new_cache()
         other.forward(random_tokens(config, 300, seed=9), 0)
-        model.forward(tokens[:500], 0)
-        other.copy_kv(model, tokens[:501])
-        assert (other.n_cached_tokens, other.full_kv_start) == (500, model.full_kv_start)
+        cache.forward(tokens[:500], 0)
+        other.copy_from(cache, tokens[:501])
+        assert (other.n_tokens, other.full_kv_start) == (500, cache.full_kv_start)
         np.testing.assert_array_equal(other.forward(tokens[:490], 20), expected[470:490])
         np.testing.assert_array_equal(other.forward(tokens, 30), expected[570:])
-        other.copy_kv(model, tokens[:50])
-        assert (other.n_cached_tokens, other.full_kv_start) == (0, 0)
-        twin = pickle.loads(pickle.dumps(model))
-        np.testing.assert_array_equal(twin.forward(tokens, 3), expected[-3:])
+        other.copy_from(cache, tokens[:50])
+        assert (other.n_tokens, other.full_kv_start) == (0, 0)
+        twin = pickle.loads(pickle.dumps(cache.model))
+        np.testing.assert_array_equal(twin.new_cache().forward(tokens, 3), expected[-3:])
 
 
 def read_lazy_bytes() -> int:
@@ -180,22 +178,22 @@ def test_memory_stays_low_after_growth_and_copies(no_slack: None) -> None:
     config = replace(FAMILIES["mistral"], seq_len=20000, head_dim=64)
     tokens, weights = random_tokens(config, 4100), get_architecture(config).pack(config, random_tensors(config))
     before, per_position = read_lazy_bytes(), 2 * 2 * 2 * 64 * 4
-    model = Model(config, weights, 1, 9000)
-    model.forward(tokens[:300], 0)
+    cache = Model(config, weights, 1, 9000).new_cache()
+    cache.forward(tokens[:300], 0)
     if read_lazy_bytes() == before:
         pytest.skip("the system has no large pages to ask for small ones")
-    model.forward(tokens, 0)
+    cache.forward(tokens, 0)
     held, n_kept = read_lazy_bytes() - before, config.attention.window + SLACK + STEP + 3 * MAX_BATCH_TOKENS
     limit = n_kept * per_position + 24 * 2 * mmap.PAGESIZE
-    assert model._capacity > 4096 and model.full_kv_start > 3800
+    assert cache._capacity > 4096 and cache.full_kv_start > 3800
     assert held < limit < 0.25 * len(tokens) * per_position
-    model._reserve(8000)
+    cache._reserve(8000)
     assert read_lazy_bytes() - before < limit
-    clone = model.clone_for_sequence()
-    clone.copy_kv(model, tokens)
-    assert clone.n_cached_tokens == 4099 and read_lazy_bytes() - before < 2 * limit
-    del clone
-    model.forward(tokens[:9], 0)
+    other = cache.model.new_cache()
+    other.copy_from(cache, tokens)
+    assert other.n_tokens == 4099 and read_lazy_bytes() - before < 2 * limit
+    del other
+    cache.forward(tokens[:9], 0)
     assert read_lazy_bytes() - before < 24 * 3 * mmap.PAGESIZE, "a new sequence must release the memory of the old one"
 
 
@@ -206,7 +204,7 @@ def test_memory_estimates_include_eviction(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sliding_window_eviction, "MAX_REWIND_BYTES", 0)
     monkeypatch.setattr(sliding_window_eviction, "MIN_REWIND_TOKENS", SLACK)
     monkeypatch.setattr(sliding_window_eviction, "EVICTION_STEP_TOKENS", STEP)
-    small = make_fresh_copy(model)
+    small = model.with_capacity(model.n_positions)
     saved = before - small.get_sequence_bytes(n)
     per_position = 2 * 2 * (8 + 32) * 4
     assert (n - 16 - SLACK - STEP - 4 * MAX_BATCH_TOKENS) * per_position - 20 * 4096 * 2 < saved < (n - SLACK) * per_position
@@ -214,14 +212,14 @@ def test_memory_estimates_include_eviction(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nothing_is_evicted_for_small_sequences_or_other_architectures() -> None:
-    model = make_model("mistral")
-    model.forward(random_tokens(model.config, 2000), 0)
-    assert model.full_kv_start == 0
+    cache = make_cache("mistral")
+    cache.forward(random_tokens(cache.model.config, 2000), 0)
+    assert cache.full_kv_start == 0
     for name in ("gpt2", "lfm2", "qwen3"):
         config = replace(FAMILIES[name], seq_len=400)
         architecture = get_architecture(config)
         own = SlidingWindowEvictor(
-            architecture, config, architecture.pack(config, random_tensors(config)), model._buffers.kv, 400
+            architecture, config, architecture.pack(config, random_tensors(config)), cache._buffers.kv, 400
         )
         assert own.get_min_rewind(10**9) == 0 and own.saved_bytes(10**6) == 0
 
@@ -229,12 +227,12 @@ def test_nothing_is_evicted_for_small_sequences_or_other_architectures() -> None
 def test_evicting_a_layer_keeps_other_layers(no_slack: None) -> None:
     """Also for a sequence with less capacity than another one of its batch."""
     model = make_model("gemma")
-    model.forward(random_tokens(model.config, 1500), 0)
-    clone = model.clone_for_sequence()
-    arrays = {name: array for name, array in vars(clone._buffers).items() if name.startswith(("keys", "values"))}
+    model.new_cache().forward(random_tokens(model.config, 1500), 0)
+    buffers = model.new_cache()._buffers
+    arrays = {name: array for name, array in vars(buffers).items() if name.startswith(("keys", "values"))}
     for array in arrays.values():
         array[...] = 1.0
-    clone._window_evictor.evict_all(clone._buffers)
+    model.window_evictor.evict_all(buffers)
     for array in arrays.values():
         assert (array[2] == 1).all() and [(array[i] == 0).any() for i in (0, 1, 3)] == [True] * 3
 

@@ -1,11 +1,12 @@
 """Snapshots of recurrent states: a truncated sequence continues from the nearest one with unchanged bits."""
 
+import functools
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
 from specdec.model import state_snapshots
 from specdec.model.model import Model
@@ -13,12 +14,13 @@ from specdec.model.registry import get_architecture
 from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens
+from tests.tools.random_models import CONFIGS as PLAIN_CONFIGS
+from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_cache, random_tokens
 
 NAMES = ("lfm2", "lfm2_odd", "qwen35", "qwen35_odd")
 
 
-@cache
+@functools.cache
 def load_weights(name, weight_format=None):
     checkpoint = load_checkpoint(FIXTURES / name)
     return replace(checkpoint.config, seq_len=3000), get_architecture(checkpoint.config).pack(
@@ -28,41 +30,41 @@ def load_weights(name, weight_format=None):
 
 @pytest.fixture(params=NAMES)
 def model(request):
-    return make_model(request.param)
+    return Model(*load_weights(request.param), 1)
 
 
-def make_model(name, n_threads=1, weight_format=None):
-    return Model(*load_weights(name, weight_format), n_threads)
+def make_cache(name, n_threads=1, weight_format=None):
+    return Model(*load_weights(name, weight_format), n_threads).new_cache()
 
 
-def make_fresh_copy(model):
-    return Model(model.config, model.weights, 1)
-
-
-def read(model, tokens):
-    n = model.count_prefill_tokens(tokens)
-    assert [*model.prefill(tokens)][-1:] in ([], [0]) and model.count_prefill_tokens(tokens) == 0
+def read(cache, tokens):
+    """Prefill a prompt in chunks, as the scheduler does, and return the number of tokens that had to run."""
+    n = cache.count_prefill_tokens(tokens)
+    while n_left := cache.count_prefill_tokens(tokens):
+        n_chunk = min(cache.count_tokens_to_snapshot(tokens), MAX_BATCH_TOKENS)
+        cache.forward(tokens[: len(tokens) - 1 - n_left + n_chunk], 0, len(tokens))
     return n
 
 
 def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
     """Run twenty turns in which each prompt differs from where the reasoning began, or a few tokens before."""
-    rng, fresh = np.random.default_rng(1), make_fresh_copy(model)
+    rng, cache, fresh = np.random.default_rng(1), model.new_cache(), model.new_cache()
     draw = lambda n: rng.integers(0, model.config.vocab_size, n).tolist()  # noqa: E731
     prompt, n_read, n_new = draw(90), 0, 0
-    n_read += read(model, prompt)
+    n_read += read(cache, prompt)
     n_new += len(prompt) - 1
     for turn in range(20):
-        logits = model.forward(prompt, 1)
+        logits = cache.forward(prompt, 1)
         if turn % 5 == 0:
-            fresh.forward(prompt[:1])
-            np.testing.assert_array_equal(logits.copy(), fresh.forward(prompt, 1))
+            logits = logits.copy()
+            fresh.forward([], 0)
+            np.testing.assert_array_equal(logits, fresh.forward(prompt, 1))
         thought = [*prompt, *draw(120)]
         for n in range(len(prompt) + 1, len(thought), 7):
-            model.forward(thought[:n], 1)
+            cache.forward(thought[:n], 1)
         new = draw(130)  # the answer without its reasoning, and a question
         prompt = [*prompt[: len(prompt) - int(rng.integers(0, 8))], *new]
-        n_read += read(model, prompt)
+        n_read += read(cache, prompt)
         n_new += len(new)
     assert n_read < 1.2 * n_new, (n_read, n_new)
 
@@ -71,59 +73,54 @@ def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_after_restore_match_fresh_model(name, weight_format):
     rng, config = np.random.default_rng(2), load_weights(name)[0]
-    models = [make_model(name, n_threads, weight_format) for n_threads in THREAD_COUNTS]
+    caches = [make_cache(name, n_threads, weight_format) for n_threads in THREAD_COUNTS]
     sequence, n_saved = random_tokens(config, 1500), 0
-    for model in models:
-        read(model, sequence)
+    for cache in caches:
+        read(cache, sequence)
     for n in (1400, 1100, 1490, 700, 30, 1300, 513, 1480):
         other = [*sequence[:n], *rng.integers(0, config.vocab_size, 120).tolist()]
-        fresh = make_model(name, 1, weight_format)
-        expected = fresh.forward(other, 30)
-        for model in models:
-            unread = model.count_prefill_tokens(other)
+        expected = make_cache(name, 1, weight_format).forward(other, 30)
+        for cache in caches:
+            unread = cache.count_prefill_tokens(other)
             n_saved += len(other) - 1 - unread > 0
-            with interrupt_after(model):
-                model.forward(other)
-            read(model, other)
-            np.testing.assert_array_equal(model.forward(other, 30), expected)
-            read(model, sequence)
-    assert n_saved > 3 * len(models)
+            with interrupt_after(cache):
+                cache.forward(other)
+            read(cache, other)
+            np.testing.assert_array_equal(cache.forward(other, 30), expected)
+            read(cache, sequence)
+    assert n_saved > 3 * len(caches)
 
 
-def test_copy_kv_copies_snapshots(model):
-    tokens = random_tokens(model.config, 900)
-    read(model, tokens)
-    model.forward([*tokens, 5, 6, 7], 3)
-    model.prefill([*tokens, *tokens[:300]])
+def test_copied_cache_has_snapshots(model):
+    tokens, cache = random_tokens(model.config, 900), model.new_cache()
+    read(cache, tokens)
+    cache.forward([*tokens, 5, 6, 7], 3)
     for n in (880, 700, 600):
         other = [*tokens[:n], *tokens[::-1]][: n + 200]
-        clone = model.clone_for_sequence()
-        clone.copy_kv(model, other)
-        assert 512 <= clone.n_cached_tokens <= n and model.count_prefill_tokens(other) == len(other) - 1 - clone.n_cached_tokens
-        logits = clone.forward(other, 20).copy()
-        np.testing.assert_array_equal(logits, make_fresh_copy(model).forward(other, 20))
+        copy = model.new_cache()
+        copy.copy_from(cache, other)
+        assert 512 <= copy.n_tokens <= n and cache.count_prefill_tokens(other) == len(other) - 1 - copy.n_tokens
+        logits = copy.forward(other, 20).copy()
+        np.testing.assert_array_equal(logits, model.new_cache().forward(other, 20))
         again = [*other[: len(other) - 150], 1, 2, 3]
-        np.testing.assert_array_equal(clone.forward(again, 2).copy(), make_fresh_copy(model).forward(again, 2))
+        np.testing.assert_array_equal(copy.forward(again, 2).copy(), model.new_cache().forward(again, 2))
 
 
 def test_batched_prompts_take_snapshots(model):
     one, two = random_tokens(model.config, 700), random_tokens(model.config, 690)[::-1]
-    clones = [model.clone_for_sequence(), model.clone_for_sequence()]
+    caches = [model.new_cache(), model.new_cache()]
     for n in range(20, 640, 20):
-        Model.forward_batch([(clones[0], one[:n], 0, 700), (clones[1], two[:n], 0, 690)])
-    for clone, tokens in zip(clones, (one, two), strict=True):
+        model.forward([(caches[0], one[:n], 0, 700), (caches[1], two[:n], 0, 690)])
+    for cache, tokens in zip(caches, (one, two), strict=True):
         other = [*tokens[:600], 9, 9, 9]
-        assert clone.count_prefill_tokens(other) <= 95
-        np.testing.assert_array_equal(clone.forward(other, 2).copy(), make_fresh_copy(model).forward(other, 2))
+        assert cache.count_prefill_tokens(other) <= 95
+        np.testing.assert_array_equal(cache.forward(other, 2).copy(), model.new_cache().forward(other, 2))
 
 
 def test_model_without_recurrent_state_takes_no_snapshots():
-    from tests.tools.random_models import CONFIGS as PLAIN
-    from tests.tools.random_models import random_model
-
-    model = random_model(PLAIN["gqa"])
-    tokens = random_tokens(model.config, 90)
-    assert read(model, tokens) == 89 and model.count_tokens_to_snapshot([*tokens, 1]) == 1 and not [*model._snapshots]
+    config = PLAIN_CONFIGS["gqa"]
+    cache, tokens = random_cache(config), random_tokens(config, 90)
+    assert read(cache, tokens) == 89 and cache.count_tokens_to_snapshot([*tokens, 1]) == 1 and not [*cache._snapshots]
 
 
 def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
@@ -145,11 +142,12 @@ def test_sequence_bytes_include_snapshots(model):
     plain = sum(
         buffer.n_bytes
         for buffer in get_architecture(model.config)
-        .get_buffer_specs(model.config, model.weights, model._get_buffer_sizes(1024, 0))
+        .get_buffer_specs(model.config, model.weights, model.get_buffer_sizes(1024, 0))
         .values()
         if buffer.is_per_sequence
     )
-    read(model, random_tokens(model.config, 2900))
-    held = sum(each.n_bytes for each in model._snapshots)
+    cache = model.new_cache()
+    read(cache, random_tokens(model.config, 2900))
+    held = sum(each.n_bytes for each in cache._snapshots)
     assert 0 < held <= model.get_sequence_bytes(1024 - 64, True) - plain
     assert PROMPT_END_OFFSET_TOKENS < 64

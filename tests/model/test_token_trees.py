@@ -10,15 +10,15 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers import architecture
-from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
-from tests.model.test_architectures import FAMILIES, POISON, make_model, random_tensors
+from tests.model.test_architectures import FAMILIES, POISON, make_cache, random_tensors
 from tests.tools.configs import make_config, replace_config
-from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
 ALL = (
@@ -56,19 +56,19 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return path[::-1]
 
 
-def compute_chain_logits(model: Model, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
+def compute_chain_logits(cache: KVCache, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
     """Return the logits at the last token and at each node, each run as a chain."""
     paths = [[], *(path_to(node, parents) for node in range(len(nodes)))]
-    return np.concatenate([model.forward(tokens + [nodes[node] for node in path]).copy() for path in paths])
+    return np.concatenate([cache.forward(tokens + [nodes[node] for node in path]).copy() for path in paths])
 
 
 def assert_same_bits(got: Float32, expected: Float32) -> None:
     np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
 
 
-def bf16_model(config: ModelConfig, n_threads: int = 1) -> Model:
+def bf16_cache(config: ModelConfig, n_threads: int = 1) -> KVCache:
     tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in random_tensors(config).items()}
-    return Model(config, get_architecture(config).pack(config, tensors), n_threads)
+    return Model(config, get_architecture(config).pack(config, tensors), n_threads).new_cache()
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_node_logits_equal_logits_of_its_path(name: str, weight_format: WeightFo
     """Trees of every shape, behind sequences of lengths around a vector, a panel and a pass."""
     config = replace(SHAPES[name], seq_len=400)
     chains, *trees = (
-        bf16_model(config, n) if weight_format is BF16 else make_model(config, n, weight_format) for n in (1, *THREAD_COUNTS)
+        bf16_cache(config, n) if weight_format is BF16 else make_cache(config, n, weight_format) for n in (1, *THREAD_COUNTS)
     )
     shapes = [(1, make_star), (9, make_chain), (8, make_star), (7, make_comb), (30, lambda n: random_parents(n, 7))]
     for n, (n_nodes, parents_of) in zip((1, 15, 16, 31, 33), shapes, strict=True):
         tokens, nodes, parents = random_tokens(config, n), random_tokens(config, n_nodes, n), parents_of(n_nodes)
         expected = compute_chain_logits(chains, tokens, nodes, parents)
-        for model in trees:
-            assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
+        for cache in trees:
+            assert_same_bits(cache.forward_tree(tokens, nodes, parents), expected)
 
 
 @pytest.mark.parametrize(("name", "window"), [*(("mistral", window) for window in (1, 2, 5, 16, 33)), ("gemma", 5)])
@@ -96,8 +96,8 @@ def test_window_counts_positions_not_slots(name: str, window: int) -> None:
     config = replace_config(FAMILIES[name], window=window)
     for n, parents in itertools.product((1, 17, 40), (make_chain(20), make_comb(30), random_parents(50, window), make_star(10))):
         tokens, nodes = random_tokens(config, n), random_tokens(config, len(parents), 5)
-        expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
-        assert_same_bits(make_model(config, max(THREAD_COUNTS)).forward_tree(tokens, nodes, parents), expected)
+        expected = compute_chain_logits(make_cache(config), tokens, nodes, parents)
+        assert_same_bits(make_cache(config, max(THREAD_COUNTS)).forward_tree(tokens, nodes, parents), expected)
 
 
 @pytest.mark.parametrize("name", ["gqa", "mistral", "gpt2"])
@@ -105,11 +105,11 @@ def test_window_counts_positions_not_slots(name: str, window: int) -> None:
 def test_tree_can_outgrow_buffers(name: str, n: int) -> None:
     config = replace(SHAPES[name], seq_len=1000)
     tokens, nodes, parents = random_tokens(config, n), random_tokens(config, 63, 5), random_parents(63, n)
-    expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
-    model = make_model(config)
-    model.forward(tokens)
+    expected = compute_chain_logits(make_cache(config), tokens, nodes, parents)
+    cache = make_cache(config)
+    cache.forward(tokens)
     for end in (2, 10, 40, 63):  # level by level: rows of nodes move to the larger buffers
-        got = model.forward_tree(tokens, nodes[:end], parents[:end], end).copy()
+        got = cache.forward_tree(tokens, nodes[:end], parents[:end], end).copy()
         assert_same_bits(got, expected[1 : end + 1])
 
 
@@ -119,24 +119,24 @@ def test_tree_can_use_last_position(name: str) -> None:
     config = replace(SHAPES[name], seq_len=40)
     tokens, nodes = random_tokens(config, 38), random_tokens(config, 63, 5)
     parents = [-1] * 30 + [*range(30)] + [0, 1, 2]
-    expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
-    model = make_model(config)
-    assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
+    expected = compute_chain_logits(make_cache(config), tokens, nodes, parents)
+    cache = make_cache(config)
+    assert_same_bits(cache.forward_tree(tokens, nodes, parents), expected)
     with pytest.raises(ValueError, match="39 tokens and a tree of depth 2 do not fit 40 positions"):
-        model.forward_tree([*tokens, nodes[0]], nodes, parents)
-    assert_same_bits(model.forward([*tokens, nodes[0], nodes[30]]), expected[31:32])
+        cache.forward_tree([*tokens, nodes[0]], nodes, parents)
+    assert_same_bits(cache.forward([*tokens, nodes[0], nodes[30]]), expected[31:32])
 
 
-def count_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_tokens(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of tokens of each pass from now on."""
     counts: list[int] = []
-    executor = model._executor
+    executor = cache._executor
 
     def run(n_tokens: int, *rest: int) -> None:
         counts.append(n_tokens)
         executor(n_tokens, *rest)
 
-    monkeypatch.setattr(model, "_executor", run)
+    monkeypatch.setattr(cache, "_executor", run)
     return counts
 
 
@@ -144,25 +144,25 @@ def count_tokens(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_growing_tree_runs_only_new_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES[name]
     tokens, nodes, parents = random_tokens(config, 45), random_tokens(config, 40, 5), random_parents(40, 3)
-    at_once = make_model(config).forward_tree(tokens, nodes, parents).copy()
-    assert_same_bits(at_once, compute_chain_logits(make_model(config), tokens, nodes, parents))
-    model = make_model(config)
-    counts = count_tokens(model, monkeypatch)
-    assert_same_bits(model.forward(tokens), at_once[:1])
+    at_once = make_cache(config).forward_tree(tokens, nodes, parents).copy()
+    assert_same_bits(at_once, compute_chain_logits(make_cache(config), tokens, nodes, parents))
+    cache = make_cache(config)
+    counts = count_tokens(cache, monkeypatch)
+    assert_same_bits(cache.forward(tokens), at_once[:1])
     for begin, end in itertools.pairwise((0, 1, 4, 5, 20, 40)):
-        got = model.forward_tree(tokens, nodes[:end], parents[:end], end - begin)
+        got = cache.forward_tree(tokens, nodes[:end], parents[:end], end - begin)
         assert_same_bits(got, at_once[begin + 1 : end + 1])
     assert counts == [45, 1, 3, 1, 15, 20]
     del counts[:]
-    assert model.forward_tree(tokens, nodes, parents, 0).shape == (0, config.vocab_size)
-    assert_same_bits(model.forward_tree(tokens, nodes, parents, 7), at_once[-7:])
+    assert cache.forward_tree(tokens, nodes, parents, 0).shape == (0, config.vocab_size)
+    assert_same_bits(cache.forward_tree(tokens, nodes, parents, 7), at_once[-7:])
     other = [*nodes[:10], (nodes[10] + 1) % config.vocab_size, *nodes[11:]]
-    model.forward_tree(tokens, other, parents, 1)
-    assert_same_bits(model.forward_tree(tokens, nodes, parents), at_once)
+    cache.forward_tree(tokens, other, parents, 1)
+    assert_same_bits(cache.forward_tree(tokens, nodes, parents), at_once)
     assert_same_bits(
-        model.forward_tree(tokens[:20], nodes, parents, 1), make_model(config).forward_tree(tokens[:20], nodes, parents, 1)
+        cache.forward_tree(tokens[:20], nodes, parents, 1), make_cache(config).forward_tree(tokens[:20], nodes, parents, 1)
     )
-    assert_same_bits(model.forward_tree(tokens, nodes, parents, 1), at_once[-1:])
+    assert_same_bits(cache.forward_tree(tokens, nodes, parents, 1), at_once[-1:])
     assert counts == [7, 30, 41, 40, 1, 64]
 
 
@@ -171,8 +171,8 @@ def test_long_sequence_runs_in_chunks_with_tree_in_the_last() -> None:
     nodes, parents = random_tokens(config, 63, 5), random_parents(63, 4)
     for n in (2, 64, 65, 150):
         tokens = random_tokens(config, n)
-        expected = compute_chain_logits(make_model(config), tokens, nodes, parents)
-        assert_same_bits(make_model(config, max(THREAD_COUNTS)).forward_tree(tokens, nodes, parents), expected)
+        expected = compute_chain_logits(make_cache(config), tokens, nodes, parents)
+        assert_same_bits(make_cache(config, max(THREAD_COUNTS)).forward_tree(tokens, nodes, parents), expected)
 
 
 # Committed paths
@@ -183,54 +183,54 @@ def test_long_sequence_runs_in_chunks_with_tree_in_the_last() -> None:
 def test_committed_path_becomes_part_of_sequence(name: str, is_explicit: bool, monkeypatch) -> None:
     """Committed explicitly, or found when the sequence continues that way."""
     config = replace(SHAPES[name], seq_len=400)
-    model, tokens, parents = make_model(config, max(THREAD_COUNTS)), random_tokens(config, 29), random_parents(40, 11)
-    model.forward(tokens)
-    counts = count_tokens(model, monkeypatch)
+    cache, tokens, parents = make_cache(config, max(THREAD_COUNTS)), random_tokens(config, 29), random_parents(40, 11)
+    cache.forward(tokens)
+    counts = count_tokens(cache, monkeypatch)
     for round in range(6):
         nodes = random_tokens(config, 40, 100 + round)
-        model.forward_tree(tokens, nodes, parents)
+        cache.forward_tree(tokens, nodes, parents)
         path = path_to([39, 0, 25, 30, 38, 12][round], parents)
         if is_explicit:
-            model.commit_path(path)
-            assert model.n_cached_tokens == len(tokens) + len(path)
+            cache.commit_path(path)
+            assert cache.n_tokens == len(tokens) + len(path)
         tokens = [*tokens, *(nodes[node] for node in path), 5 + round]
         del counts[:]
-        assert_same_bits(model.forward(tokens), make_model(config).forward(tokens))
+        assert_same_bits(cache.forward(tokens), make_cache(config).forward(tokens))
         assert counts == [1]
-        assert model.n_cached_tokens == len(tokens)
+        assert cache.n_tokens == len(tokens)
 
 
 def test_uncommitted_nodes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["gqa"]
-    model, fresh = random_model(config), random_model(config)
+    cache, fresh = random_cache(config), random_cache(config)
     tokens, nodes, parents = random_tokens(config, 20), random_tokens(config, 20, 5), random_parents(20, 1)
-    counts = count_tokens(model, monkeypatch)
+    counts = count_tokens(cache, monkeypatch)
     expected = fresh.forward_tree(tokens, nodes, parents).copy()
     for other in ([*tokens, 9, 9, 9], tokens, tokens[:10], [7]):
-        assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)
-        assert_same_bits(model.forward(other), fresh.forward(other))
+        assert_same_bits(cache.forward_tree(tokens, nodes, parents), expected)
+        assert_same_bits(cache.forward(other), fresh.forward(other))
         with pytest.raises(ValueError, match="path"):
-            model.commit_path([0])
-    model.forward_tree(tokens, nodes, parents)
-    model.commit_path([])
+            cache.commit_path([0])
+    cache.forward_tree(tokens, nodes, parents)
+    cache.commit_path([])
     with pytest.raises(ValueError, match="path"):
-        model.commit_path([0])
+        cache.commit_path([0])
     del counts[:]
-    model.forward_tree(tokens, nodes, parents, 1)
+    cache.forward_tree(tokens, nodes, parents, 1)
     assert counts == [20]
 
 
 @pytest.mark.parametrize("path", [[1], [0, 3], [0, 1, 1], [4], [-1], [0, 10**30]])
 def test_invalid_path_is_rejected_and_keeps_tree(path: list[int]) -> None:
     config = CONFIGS["gqa"]
-    model, tokens, nodes, parents = random_model(config), random_tokens(config, 9), [5, 6, 7, 8], [-1, 0, 0, 2]
-    expected = model.forward_tree(tokens, nodes, parents).copy()
+    cache, tokens, nodes, parents = random_cache(config), random_tokens(config, 9), [5, 6, 7, 8], [-1, 0, 0, 2]
+    expected = cache.forward_tree(tokens, nodes, parents).copy()
     with pytest.raises(ValueError, match="path is"):
-        model.commit_path(path)
+        cache.commit_path(path)
     with pytest.raises(TypeError, match="path are"):
-        model.commit_path([0.0])  # type: ignore[list-item]
-    model.commit_path([0, 2])
-    assert_same_bits(model.forward([*tokens, 5, 7, 8]), expected[4:])
+        cache.commit_path([0.0])  # type: ignore[list-item]
+    cache.commit_path([0, 2])
+    assert_same_bits(cache.forward([*tokens, 5, 7, 8]), expected[4:])
 
 
 # Errors
@@ -257,20 +257,20 @@ def test_invalid_path_is_rejected_and_keeps_tree(path: list[int]) -> None:
     ],
 )
 def test_invalid_tree_is_rejected_and_changes_nothing(given: tuple, words: str) -> None:
-    model, tokens = random_model(CONFIGS["gqa"]), [1, 2, 3]
-    expected = random_model(CONFIGS["gqa"]).forward_tree(tokens, [5, 6], [-1, 0]).copy()
-    model.forward_tree(tokens, [5], [-1])
+    cache, tokens = random_cache(CONFIGS["gqa"]), [1, 2, 3]
+    expected = random_cache(CONFIGS["gqa"]).forward_tree(tokens, [5, 6], [-1, 0]).copy()
+    cache.forward_tree(tokens, [5], [-1])
     with pytest.raises(ValueError, match=words):
-        model.forward_tree(*given)
-    assert_same_bits(model.forward_tree(tokens, [5, 6], [-1, 0], 1), expected[2:])
-    assert_same_bits(model.forward_tree(tokens, [], []), expected[:1])
+        cache.forward_tree(*given)
+    assert_same_bits(cache.forward_tree(tokens, [5, 6], [-1, 0], 1), expected[2:])
+    assert_same_bits(cache.forward_tree(tokens, [], []), expected[:1])
 
 
 def test_non_integer_trees_are_rejected() -> None:
-    model = random_model(CONFIGS["gqa"])
+    cache = random_cache(CONFIGS["gqa"])
     for given in (([1.0], [], []), ([1], [5.0], [-1]), ([1], [5], [None]), ([1], 5, [-1]), ([1], [5], [-1], "1")):
         with pytest.raises(TypeError, match=r"^(tokens|nodes|parents|n_logits) (are|is) .*expected (a )?whole number"):
-            model.forward_tree(*given)
+            cache.forward_tree(*given)
 
 
 @pytest.mark.parametrize("name", ["gpt2, odd", "llama with biases", "mistral"])
@@ -278,7 +278,7 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
     tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
-    model, fresh = (Model(config, get_architecture(config).pack(config, tensors), 1) for _ in range(2))
+    cache, fresh = (Model(config, get_architecture(config).pack(config, tensors), 1).new_cache() for _ in range(2))
     parents = random_parents(30, 2)
     nodes = [token if token != POISON else 1 for token in random_tokens(config, 30, 5)]
     sick = {3, 8, 14}
@@ -286,11 +286,11 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
     tokens = [1, *(8 + token % 50 for token in random_tokens(config, 20))]
     expected = fresh.forward_tree(tokens, nodes, parents).copy()
     assert np.isfinite(expected).all() and any(non_finite) and not all(non_finite)
-    got = model.forward_tree(tokens, [POISON if node in sick else token for node, token in enumerate(nodes)], parents).copy()
+    got = cache.forward_tree(tokens, [POISON if node in sick else token for node, token in enumerate(nodes)], parents).copy()
     non_finite = [False, *non_finite]
     assert not np.isfinite(got[non_finite]).any()
     assert_same_bits(got[np.invert(non_finite)], expected[np.invert(non_finite)])
-    assert_same_bits(model.forward_tree(tokens, nodes, parents), expected)  # in the slots that held them
+    assert_same_bits(cache.forward_tree(tokens, nodes, parents), expected)  # in the slots that held them
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
@@ -298,9 +298,9 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
 def test_failed_growth_keeps_tree_usable(monkeypatch: pytest.MonkeyPatch, module, where: str, error) -> None:
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens, nodes, parents = random_tokens(config, 250), random_tokens(config, 20, 5), random_parents(20, 6)
-    expected = random_model(config).forward_tree(tokens, nodes, parents).copy()
-    model = random_model(config)
-    model.forward_tree(tokens, nodes[:5], parents[:5])
+    expected = random_cache(config).forward_tree(tokens, nodes, parents).copy()
+    cache = random_cache(config)
+    cache.forward_tree(tokens, nodes[:5], parents[:5])
 
     def fails(*_):
         raise error
@@ -308,23 +308,23 @@ def test_failed_growth_keeps_tree_usable(monkeypatch: pytest.MonkeyPatch, module
     with monkeypatch.context() as context:
         context.setattr(module, where, fails)
         with pytest.raises(error):
-            model.forward_tree(tokens, nodes, parents, 15)
-    assert_same_bits(model.forward_tree(tokens, nodes, parents, 15), expected[6:])
+            cache.forward_tree(tokens, nodes, parents, 15)
+    assert_same_bits(cache.forward_tree(tokens, nodes, parents, 15), expected[6:])
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signal.setitimer")
 def test_interrupted_pass_or_commit_keeps_cache_consistent() -> None:
     """Timers interrupt 200 rounds of trees at random moments, mostly before a round is done."""
     config = make_config(64, 172, 2, 8, 4, 512, 400)
-    model, fresh = random_model(config), random_model(config)
+    cache, fresh = random_cache(config), random_cache(config)
     rng, n_interrupts = np.random.default_rng(0), 0
 
     def one_round(sequence: list[int], nodes: list[int], parents: list[int], path: list[int]) -> list[int]:
-        model.forward_tree(sequence, nodes[:6], parents[:6])
-        model.forward_tree(sequence, nodes, parents, 6)
-        model.commit_path(path)
+        cache.forward_tree(sequence, nodes[:6], parents[:6])
+        cache.forward_tree(sequence, nodes, parents, 6)
+        cache.commit_path(path)
         sequence = [*sequence, *(nodes[node] for node in path)]
-        model.forward(sequence, 0)
+        cache.forward(sequence, 0)
         return sequence
 
     def interrupt(*_) -> None:
@@ -348,7 +348,7 @@ def test_interrupted_pass_or_commit_keeps_cache_consistent() -> None:
             except KeyboardInterrupt:
                 n_interrupts += 1
             sequence = [*tokens, *(nodes[node] for node in path)]
-            assert_same_bits(model.forward_tree(sequence, [5, 6], [-1, -1]), fresh.forward_tree(sequence, [5, 6], [-1, -1]))
+            assert_same_bits(cache.forward_tree(sequence, [5, 6], [-1, -1]), fresh.forward_tree(sequence, [5, 6], [-1, -1]))
             tokens = sequence if len(sequence) < 100 else random_tokens(config, 10, round)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

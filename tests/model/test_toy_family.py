@@ -110,8 +110,12 @@ def make_tensors(config):
     return tensors | {"decay": np.float32(0.9) - np.abs(tensors["decay"])}
 
 
-def make_model(n_threads=1, weight_format=FP32, layers=()):
-    return Model(CONFIG, TOY.pack(CONFIG, make_tensors(CONFIG), weight_format), n_threads, hidden_layers=layers)
+def make_model(n_threads=1, weight_format=FP32):
+    return Model(CONFIG, TOY.pack(CONFIG, make_tensors(CONFIG), weight_format), n_threads)
+
+
+def make_cache(n_threads=1, weight_format=FP32, layers=()):
+    return make_model(n_threads, weight_format).new_cache(layers)
 
 
 def oracle(config, tensors, tokens):
@@ -147,14 +151,14 @@ def test_logits_and_hidden_states_match_oracle_for_any_batch_and_threads():
     alone = run_in_blocks(make_model(), tokens, 1)
     assert_near(alone, expected)
     for n_threads in THREAD_COUNTS:
-        model = make_model(n_threads, layers=layers)
+        cache = make_cache(n_threads, layers=layers)
         for block in (1, 2, 6, 7, 8, 9, 64):
-            model.forward([], 0)
+            cache.forward([], 0)
             for begin in range(0, len(tokens), block):
                 part = slice(begin, min(begin + block, len(tokens)))
-                logits = model.forward(tokens[: part.stop], part.stop - part.start)
+                logits = cache.forward(tokens[: part.stop], part.stop - part.start)
                 np.testing.assert_array_equal(logits, alone[part])
-            states = model.get_hidden_states(tokens, 5)
+            states = cache.get_hidden_states(tokens, 5)
             assert_near(states, np.concatenate([hidden[layer][5:] for layer in layers], axis=1))
 
 
@@ -170,13 +174,13 @@ def test_every_tensor_changes_oracle_logits():
 def test_state_rewinds_by_any_length(weight_format):
     """Up to N_STATES - 1 tokens the state is there; beyond, the sequence runs again."""
     rng, tokens = np.random.default_rng(1), random_tokens(CONFIG, 90)
-    model, fresh = make_model(weight_format=weight_format), make_model(weight_format=weight_format)
+    cache, fresh = make_cache(weight_format=weight_format), make_cache(weight_format=weight_format)
     n_run = []
     for back in (0, 1, 2, N_STATES - 1, N_STATES, 3, 1, 40, N_STATES - 1, 1, 5, 89):
         kept = tokens[: len(tokens) - back]
         tokens = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
-        n_run.append(model.count_prefill_tokens(tokens) + 1 - (len(tokens) - len(kept)))
-        logits = model.forward(tokens).copy()
+        n_run.append(cache.count_prefill_tokens(tokens) + 1 - (len(tokens) - len(kept)))
+        logits = cache.forward(tokens).copy()
         fresh.forward([], 0)
         np.testing.assert_array_equal(logits, fresh.forward(tokens))
     assert n_run.count(0) >= 5 and max(n_run) > 60
@@ -184,16 +188,16 @@ def test_state_rewinds_by_any_length(weight_format):
 
 def test_interrupted_pass_leaves_no_state():
     tokens = random_tokens(CONFIG, 60)
-    model, expected = make_model(), make_model().forward(tokens).copy()
-    model.forward(tokens[:30])
-    with interrupt_after(model):
-        model.forward([*tokens[:30], *tokens[:20]])
-    np.testing.assert_array_equal(model.forward(tokens), expected)
+    cache, expected = make_cache(), make_cache().forward(tokens).copy()
+    cache.forward(tokens[:30])
+    with interrupt_after(cache):
+        cache.forward([*tokens[:30], *tokens[:20]])
+    np.testing.assert_array_equal(cache.forward(tokens), expected)
 
 
 def test_state_survives_buffer_growth():
     tokens = random_tokens(CONFIG, INITIAL_CAPACITY + 40)
-    grown, at_once = make_model(layers=(2,)), make_model(layers=(2,))
+    grown, at_once = make_cache(layers=(2,)), make_cache(layers=(2,))
     for end in (INITIAL_CAPACITY - 1, INITIAL_CAPACITY + 1, len(tokens)):
         logits = grown.forward(tokens[:end])
     np.testing.assert_array_equal(at_once.forward(tokens), logits)
@@ -208,7 +212,7 @@ def test_drafts_change_no_token_and_trees_are_rejected():
     drafted, statistics = generate_tokens(target, draft, sampling, gamma=4, max_tokens=40)
     assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
     with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
-        target.forward_tree([1, 2], [3], [-1])
+        target.new_cache().forward_tree([1, 2], [3], [-1])
 
 
 def test_sequence_bytes_include_buffers_of_family():
@@ -220,10 +224,10 @@ def test_sequence_bytes_include_buffers_of_family():
 
 
 def test_batched_sequences_have_own_states():
-    first, alone = make_model(2), [make_model(), make_model()]
-    clones, sequences = [first.clone_for_sequence(), first], [random_tokens(CONFIG, 60, seed) for seed in (1, 2)]
+    model, alone = make_model(2), [make_cache(), make_cache()]
+    caches, sequences = [model.new_cache(), model.new_cache()], [random_tokens(CONFIG, 60, seed) for seed in (1, 2)]
     for ends in ((20, 30), (21, 34), (25, 33), (60, 41)):
         jobs = [(sequence[:end], 1) for sequence, end in zip(sequences, ends, strict=True)]
-        batched = Model.forward_batch([(clone, *job) for clone, job in zip(clones, jobs, strict=True)])
-        for logits, model, job in zip(batched, alone, jobs, strict=True):
-            np.testing.assert_array_equal(logits, model.forward(*job))
+        batched = model.forward([(cache, *job) for cache, job in zip(caches, jobs, strict=True)])
+        for logits, single, job in zip(batched, alone, jobs, strict=True):
+            np.testing.assert_array_equal(logits, single.forward(*job))

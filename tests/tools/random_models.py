@@ -1,6 +1,7 @@
 """Random models for the tests, and helpers that run them."""
 
 import ctypes
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence as GenericSequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=N
 def interrupt_after(cache, work="_executor"):
     """Raise KeyboardInterrupt at the end of a method of the cache, after it has written its results; expect it to propagate."""
     *owners, work = work.split(".")
-    owner = getattr(cache, *owners) if owners else cache
+    owner = functools.reduce(getattr, owners, cache)
     original = getattr(owner, work)
 
     def run(*numbers):
