@@ -4,35 +4,30 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Step
 from specdec.runtime.memory import zeros
 from specdec.sampling import Sampler, Sampling, compute_block_acceptance, draw_residual
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, BlockVerifier, Draft
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, verify_proposal
+from tests.tools.decode import END_MARKS, decode, get_cache, get_tokens, make_model_drafter, verify_proposal
 from tests.tools.random_models import make_started_policy, tiny_model
 
 PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
 
 
 class Table:
-    """A model of a few tokens in which the next token depends only on the last one."""
+    """A model of a few tokens, and its cache, in which the next token depends only on the last one."""
 
-    lock, n_passes, n_positions, longrope_threshold = contextlib.nullcontext(), 0, 100, 0
-    experts_read = 0.0, 0
+    lock, n_positions, longrope_threshold, can_slide = contextlib.nullcontext(), 100, 0, True
 
     def __init__(self, probs):
-        self.probs = np.array(probs)
-        self.config = SimpleNamespace(vocab_size=len(self.probs))
+        self.probs, self.model = np.array(probs), self
+        self.vocab_size = len(self.probs)
 
     def forward(self, tokens, n_logits=1):
         return np.log(self.probs[tokens[len(tokens) - n_logits :]]).astype(np.float32)
@@ -99,9 +94,8 @@ def generate_with_seeds(target, draft, verify, n_runs, n_tokens, gamma, prompt):
     for seed in range(n_runs):
         sampling = Sampling(*PLAIN, seed)
         verifier = VERIFIERS[verify](len(target.probs), sampling)
-        drafter = ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.get_draft_stream, {})
-        events = decode(target, drafter, verifier, prompt, n_tokens, FixedLength(gamma), {})
-        yield tuple(token for event in events if isinstance(event, Step) for token in event.tokens)
+        drafter = make_model_drafter(draft, verifier, sampling, eos_tokens={})
+        yield tuple(get_tokens(decode(target, drafter, verifier, prompt, n_tokens, FixedLength(gamma), {})))
 
 
 @pytest.mark.campaign
@@ -123,13 +117,13 @@ def test_rounds_do_not_reuse_noise_of_earlier_verifications(verify):
 
 def count_accepted_of_same_drafts(target, draft, prompts, gamma, n_rounds):
     """Return how many tokens of n_rounds drafts each verifier accepts, by round: (2, n_rounds)."""
-    vocab_size, accepted = draft.config.vocab_size, []
+    target, draft, accepted = get_cache(target), get_cache(draft), []
     for seed in range(n_rounds):
         sampling, prompt = Sampling(*PLAIN, seed), prompts[seed % len(prompts)]
-        sampler = Sampler(draft.config.vocab_size, sampling)
-        proposal = ModelDrafter(draft, sampler, BlockVerifier.get_draft_stream, {}).propose(prompt, make_started_policy(gamma))
+        drafter = make_model_drafter(draft, BlockVerifier, sampling, eos_tokens={})
+        proposal = drafter.propose(prompt, make_started_policy(gamma))
         logits = target.forward(prompt + proposal.tokens, gamma + 1)
-        verifiers = [VERIFIERS[verify](vocab_size, sampling) for verify in ("rejection", "block")]
+        verifiers = [VERIFIERS[verify](target.model.vocab_size, sampling) for verify in ("rejection", "block")]
         accepted.append([verify_proposal(logits, proposal, verifier, len(prompt), {})[1] for verifier in verifiers])
     return np.array(accepted).T
 

@@ -7,6 +7,13 @@ import pytest
 
 from specdec.draft.model_bundle import NGRAM, DraftResolver, DraftSource, ModelBundle, load_bundle
 from specdec.draft.self_copy import parse_quantize
+from specdec.draft.settings import SpeculativeSettings
+from specdec.engine.autotuner import Autotuner
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import GenerationRequest
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.sequence import Sequence
+from specdec.events import PrefillProgress
 from specdec.loaders.model_loader import Loader, compute_max_positions, load_model
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
@@ -86,7 +93,7 @@ def test_a_draft_draws_no_id_that_the_target_does_not_have(pair: Pair) -> None:
     source = make_resolver(pair).resolve("draft", pair.draft)
     assert source.model
     sampler = Sampler(source.vocabulary.n_target, Sampling(), source.vocabulary.n_common)
-    logits = source.model.forward([1])[0].copy()
+    logits = source.model.new_cache().forward([1])[0].copy()
     logits[:] = 0
     assert all(sampler.draw(sampler.new_probs(), logits, 0, i) < source.vocabulary.n_common for i in range(50))
 
@@ -104,14 +111,23 @@ def test_a_loader_reports_progress(pair: Pair) -> None:
 
 
 def test_prefill_progress_is_weighted_by_bytes_of_models_that_can_hold_the_prompt(pair: Pair) -> None:
-    large, small = ModelConfig(64, 172, 4, 8, 4, 512, 300), ModelConfig(64, 172, 1, 8, 4, 500, 300)
+    large, small = ModelConfig(64, 172, 4, 8, 4, 300, 300), ModelConfig(64, 172, 1, 8, 4, 290, 300)
     models = [random_model(large), random_model(small), random_model(replace(small, seq_len=10))]
-    tokens, vocabulary = [*range(412, 512)], SharedVocabulary(512, 512)
+    tokens, vocabulary = [*range(200, 300)], SharedVocabulary(300, 300)
     tokenizer = load_bundle(pair.target, None, None, pair.tokenizer, "draft", Loader(1)).tokenizer
     bundle = ModelBundle(models[0], DraftSource(models[1], vocabulary), DraftSource(models[2], vocabulary), tokenizer)
-    fractions = [*bundle.prefill(tokens)]
+    autotuner, prefixes = Autotuner(bundle), PrefixCache(bundle, 1)
+
+    def prefill() -> tuple[Sequence, list[float]]:
+        """Run the prefill of a sequence; return the sequence, and the fractions that its events report."""
+        request = GenerationRequest(tokens, 0, Sampling())
+        sequence = Sequence(request, request.make_detokenizer(tokenizer))
+        events = Scheduler(autotuner, SpeculativeSettings(4), prefixes).stream(sequence)
+        return sequence, [event.fraction for event in events if isinstance(event, PrefillProgress)]
+
+    sequence, fractions = prefill()
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
-    assert [model.n_cached_tokens for model in models] == [99, 99, 0]
+    assert [cache.n_tokens for cache in sequence.slot.caches.all] == [99, 99, 0]
     first_part = models[0].weights.n_bytes / (models[0].weights.n_bytes + models[1].weights.n_bytes)
     assert any(abs(fraction - first_part) < 1e-9 for fraction in fractions)
-    assert [*bundle.prefill(tokens)] == []
+    assert prefill()[1] == []

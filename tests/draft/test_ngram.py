@@ -12,14 +12,12 @@ from specdec import SpeculativeDecoder
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
-from specdec.engine.decode_loop import decode
-from specdec.events import Statistics, Step
 from specdec.sampling import Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS
 from tests.test_block_verification import Table
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_steps, get_tokens
 from tests.tools.random_models import make_started_policy, tiny_model
 
 
@@ -124,11 +122,9 @@ def test_output_equals_plain_output(temperature):
         prompt = [BOS, *[7, 9, 10, 11] * (seed % 3)]
         plain, _ = generate_tokens(target, None, sampling, prompt=prompt, max_tokens=100)
         for gamma in (1, 4, 9):
-            statistics, tokens = Statistics(len(prompt)), []
-            verifier = VERIFIERS["coupled"](12, sampling)
-            for event in decode(target, NgramDrafter(END_MARKS), verifier, prompt, 100, FixedLength(gamma), END_MARKS):
-                statistics.add(event)
-                tokens += event.tokens if isinstance(event, Step) else []
+            drafter, verifier = NgramDrafter(END_MARKS), VERIFIERS["coupled"](12, sampling)
+            events = decode(target.new_cache(), drafter, verifier, prompt, 100, FixedLength(gamma))
+            tokens, statistics = collect(events)
             assert tokens == plain
             drafted += statistics.n_drafted
             accepted += statistics.n_accepted
@@ -144,10 +140,8 @@ def test_distribution_equals_the_targets(verify):
     counts, drafted = Counter(), 0
     for seed in range(20_000):
         verifier = VERIFIERS[verify](2, Sampling(1.0, 0, 0.0, seed))
-        steps = [
-            step for step in decode(target, NgramDrafter({}), verifier, prompt, 4, FixedLength(3), {}) if isinstance(step, Step)
-        ]
-        counts[tuple(token for step in steps for token in step.tokens)] += 1
+        steps = get_steps(decode(target, NgramDrafter({}), verifier, prompt, 4, FixedLength(3), {}))
+        counts[tuple(get_tokens(steps))] += 1
         drafted += sum(len(step.draft_tokens) for step in steps)
     assert drafted > 20_000
     chi = 0.0
@@ -175,6 +169,6 @@ def test_ngrams_are_not_searched_if_a_pass_is_as_fast_as_the_search(pair, monkey
     for seconds in (1e-6, 1e-2):
         decoder = SpeculativeDecoder(pair.target, "ngram")
         curve = CostCurve({1: seconds, 8: seconds})
-        monkeypatch.setattr("specdec.draft.autotuner.measure", lambda *_, curve=curve: curve)
+        monkeypatch.setattr("specdec.engine.autotuner.measure", lambda *_, curve=curve: curve)
         drafted.append(decoder.generate(prompt, 40, temperature=0.0).statistics.n_drafted)
     assert drafted[0] == 0 < drafted[1]

@@ -23,12 +23,10 @@ from specdec.draft.draft_length import (
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
 from specdec.draft.staged import StagedDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Statistics, Step
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS, Draft
-from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, make_model_drafter
 from tests.tools.random_models import make_started_policy, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
@@ -53,15 +51,18 @@ class RandomDrafter:
 def run_staged(
     draft, make_second_level, sampling, verify="coupled", gamma=4, target=None, prompt=(BOS, 7, 9), n=60, models=(), max_guesses=9
 ):
-    """Return the tokens and statistics of a target with a staged draft; `make_second_level` takes the RNG stream."""
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
-    noise = verifier.get_draft_stream
-    drafter = StagedDrafter([draft, *models], make_second_level(noise), FixedLength(max_guesses), sampler, noise, END_MARKS)
-    statistics, tokens = Statistics(len(prompt)), []
-    for event in decode(target, drafter, verifier, list(prompt), n, FixedLength(gamma), END_MARKS):
-        statistics.add(event)
-        tokens += event.tokens if isinstance(event, Step) else []
+    """Return the tokens and counts of a target with a staged draft; `make_second_level` takes the verifier.
+
+    The second level has the last of `models`, or no model.
+    """
+    verifier = VERIFIERS[verify](target.vocab_size, sampling)
+    sampler = Sampler(target.vocab_size, sampling, draft.vocab_size)
+    caches = [model.new_cache() for model in (draft, *models)]
+    second_level = make_second_level(verifier, *caches[1:])
+    drafter = StagedDrafter(
+        caches, second_level, CostModel(CostCurve(LARGE)), FixedLength(max_guesses), sampler, verifier.get_draft_stream, END_MARKS
+    )
+    tokens, statistics = collect(decode(target.new_cache(), drafter, verifier, prompt, n, FixedLength(gamma)))
     return tokens, get_counts(statistics)
 
 
@@ -69,14 +70,8 @@ def get_counts(statistics):
     return statistics.accepted_histogram, statistics.drafted_histogram, statistics.stop_reason
 
 
-def run_unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9), n=60):
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
-    drafter = ModelDrafter(draft, sampler, verifier.get_draft_stream, END_MARKS)
-    statistics, tokens = Statistics(len(prompt)), []
-    for event in decode(target, drafter, verifier, list(prompt), n, FixedLength(gamma), END_MARKS):
-        statistics.add(event)
-        tokens += event.tokens if isinstance(event, Step) else []
+def run_unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9)):
+    tokens, statistics = generate_tokens(target, draft, sampling, gamma, verify, prompt)
     return tokens, get_counts(statistics)
 
 
@@ -90,8 +85,8 @@ def test_output_and_acceptance_equal_those_without_a_stage(verify, sampling):
         target, draft = tiny_model(seed, layers=3, scale=0.3), tiny_model(seed, vocab, seq_len, 128, scale=0.3)
         smaller, random_drafter = tiny_model(seed, 50, 24, 128, layers=1, scale=0.3), RandomDrafter(105)
 
-        def small(noise, smaller=smaller, sampling=sampling):
-            return ModelDrafter(smaller, Sampler(105, sampling, 50), noise, END_MARKS)
+        def small(verifier, cache, sampling=sampling):
+            return make_model_drafter(cache, verifier, sampling, 105)
 
         for gamma in (1, 2, 5, 9):
             expected = run_unstaged(target, draft, sampling, verify, gamma, prompt)
@@ -111,12 +106,12 @@ def test_output_and_acceptance_equal_those_without_a_stage(verify, sampling):
 
 
 class LoopingModel:
-    """A model that repeats 3, 4, ... 9 by position; a pass takes a second on the clock, one over several tokens 1.05."""
+    """A model, and its cache, that repeats 3, 4, ... 9 by position; a pass takes a second, one over several tokens 1.05."""
 
-    config, n_positions, longrope_threshold, lock = tiny_model(0, 12).config, 9000, 0, threading.RLock()
+    vocab_size, n_positions, longrope_threshold, can_slide, lock = 12, 9000, 0, True, threading.RLock()
 
     def __init__(self, clock=None):
-        self.n_passes, self._clock = 0, clock
+        self.n_passes, self._clock, self.model = 0, clock, self
 
     def forward(self, tokens, n_logits=1):
         self.n_passes += 1
@@ -137,7 +132,8 @@ def test_the_draft_runs_fewer_passes_on_a_repetitive_sequence():
     """One pass per proposal once the loop is known; logits of the last pass are used again."""
     models, sampler = (LoopingModel(), LoopingModel()), Sampler(12, Sampling(0.0))
     alone = ModelDrafter(models[0], sampler, lambda _: 0, {})
-    together = StagedDrafter([models[1]], NgramDrafter(()), FixedLength(9), sampler, lambda _: 0, {})
+    costs = CostModel(CostCurve(LARGE))
+    together = StagedDrafter([models[1]], NgramDrafter(()), costs, FixedLength(9), sampler, lambda _: 0, {})
     assert take_proposals(alone, 40) == take_proposals(together, 40) == [3 + n % 7 for n in range(200)]
     assert models[0].n_passes == 200
     assert models[1].n_passes < 60
@@ -167,11 +163,9 @@ class Clock:
 def test_an_unprofitable_second_level_is_not_used_but_tried_again(monkeypatch, seconds, pays):
     clock = Clock()
     monkeypatch.setattr("specdec.draft.staged.time.perf_counter", lambda: clock.now)
-    policy, second_level = (
-        DraftLengthPolicy(CostModel(CostCurve(LARGE)), Acceptance(NGRAM_ACCEPTANCE), is_free=True),
-        SometimesRightDrafter(clock, seconds),
-    )
-    drafter = StagedDrafter([LoopingModel(clock)], second_level, policy, Sampler(12, Sampling(0.0)), lambda _: 0, {})
+    costs, second_level = CostModel(CostCurve(LARGE)), SometimesRightDrafter(clock, seconds)
+    policy = DraftLengthPolicy(costs, Acceptance(NGRAM_ACCEPTANCE), is_free=True)
+    drafter = StagedDrafter([LoopingModel(clock)], second_level, costs, policy, Sampler(12, Sampling(0.0)), lambda _: 0, {})
     assert take_proposals(drafter, 200) == [3 + n % 7 for n in range(1000)]
     if pays:
         assert second_level.n_calls > 500

@@ -10,29 +10,25 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import MAX_GAMMA, FixedLength
 from specdec.draft.tree import CANDIDATE_ACCEPTANCE, N_NODES, TreeDrafter, build_tree
-from specdec.engine.decode_loop import decode
-from specdec.events import Proposal, Statistics, Step
+from specdec.events import Proposal, Statistics
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import N_CANDIDATES, Sampler, Sampling, draw_gumbel_top_k
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.test_block_verification import Table, row
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, generate_tokens, verify_proposal
+from tests.tools.decode import END_MARKS, decode, generate_tokens, get_cache, get_tokens, verify_proposal
 from tests.tools.random_models import tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, eos_tokens=END_MARKS):
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    sampler = Sampler(target.config.vocab_size, sampling, draft.config.vocab_size)
+    target, draft = get_cache(target), get_cache(draft)
+    verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
+    sampler = Sampler(target.model.vocab_size, sampling, draft.model.vocab_size)
     drafter = TreeDrafter(draft, sampler, verifier.get_draft_stream, eos_tokens)
     return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), eos_tokens))
-
-
-def tokens_of(events):
-    return [token for event in events if isinstance(event, Step) for token in event.tokens]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -43,7 +39,7 @@ def test_output_of_trees_equals_plain_output(sampling, seeds):
     plain, statistics = generate_tokens(target, None, sampling)
     for gamma in (1, 2, 3, 5, 9, MAX_GAMMA):
         events = events_of(target, draft, sampling, gamma)
-        assert tokens_of(events) == plain
+        assert get_tokens(events) == plain
         assert events[-1].stop_reason == statistics.stop_reason
 
 
@@ -57,7 +53,7 @@ def test_output_equals_plain_output_at_the_ends_of_contexts(sampling, draft_posi
             plain, statistics = generate_tokens(target, None, sampling, max_tokens=max_tokens)
             for gamma in (4, 9):
                 events = events_of(target, draft, sampling, gamma, max_tokens=max_tokens)
-                assert tokens_of(events) == plain
+                assert get_tokens(events) == plain
                 assert events[-1].stop_reason == statistics.stop_reason
 
 
@@ -65,7 +61,7 @@ def test_a_draft_may_have_fewer_tokens():
     for sampling in SAMPLINGS:
         target, draft = tiny_model(0), tiny_model(1, vocab=60)
         plain, _ = generate_tokens(target, None, sampling)
-        assert tokens_of(events_of(target, draft, sampling, 3)) == plain
+        assert get_tokens(events_of(target, draft, sampling, 3)) == plain
 
 
 def test_embedded_pair_generates_plain_output_with_every_tree():
@@ -143,7 +139,7 @@ def test_candidates_are_draws_without_replacement_in_distribution():
 
 
 class TreeTable(Table):
-    """A model of a few tokens, with trees, in which the next token depends only on the last one."""
+    """A `Table` with trees, in which the next token depends only on the last one."""
 
     def forward_tree(self, tokens, nodes, parents, n_logits=None):
         rows = self.forward([tokens[-1], *nodes], len(nodes) + 1)
@@ -154,7 +150,7 @@ def count_sequences(target, draft, n_runs, n_tokens, gamma, temperature=1.0):
     counts = Counter()
     for seed in range(n_runs):
         sampling = Sampling(temperature, 0, 0.0, seed)
-        counts[tuple(tokens_of(events_of(target, draft, sampling, gamma, "rejection", [0], n_tokens, {})))] += 1
+        counts[tuple(get_tokens(events_of(target, draft, sampling, gamma, "rejection", [0], n_tokens, {})))] += 1
     return counts
 
 
@@ -195,7 +191,7 @@ def test_siblings_raise_tokens_per_pass_and_greedy_output_is_plain():
         )
     assert tree.tokens_per_pass > 1.2 * chain.tokens_per_pass
     plain, _ = generate_tokens(target, None, Sampling(0.0))
-    assert tokens_of(events_of(target, draft, Sampling(0.0), 3, "rejection")) == plain
+    assert get_tokens(events_of(target, draft, Sampling(0.0), 3, "rejection")) == plain
 
 
 def test_rejection_with_trees_is_deterministic_for_a_seed():
@@ -236,11 +232,11 @@ def test_built_tree_reaches_the_maximum_depth_and_size(depth):
 
 
 def test_first_choices_come_first_and_no_node_follows_an_eos_token():
-    model, n_eos = tiny_model(0, vocab=31, scale=0.1), 0
+    cache, n_eos = tiny_model(0, vocab=31, scale=0.1).new_cache(), 0
     for seed in range(40):
         sampling = Sampling(1.0, seed=seed)
         eos_tokens = {3: "one", 4: "another", 5: "a third"}
-        drafter = TreeDrafter(model, Sampler(31, sampling), lambda _: 0, eos_tokens)
+        drafter = TreeDrafter(cache, Sampler(31, sampling), lambda _: 0, eos_tokens)
         policy = FixedLength(4)
         policy.start(10)
         draft = drafter.propose([BOS, 7, 9], policy)

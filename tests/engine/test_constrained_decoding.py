@@ -9,14 +9,13 @@ import pytest
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.events import Statistics
 from specdec.model.kv_cache import KVCache
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.speculative import DecodingState
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.decode import END_MARKS, decode, get_steps, get_tokens, make_model_drafter
+from tests.tools.decode import END_MARKS, collect, decode, get_steps, get_tokens, make_model_drafter
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import (
     EMPTY_STRING,
@@ -87,13 +86,6 @@ def make_drafters(target, draft, sampling, verify="coupled"):
         name: make_model_drafter(model, verifier, sampling) for name, model in (("model", draft), ("self", target))
     }
     return {"none": None, "n-grams": NgramDrafter(END_MARKS), "everything": ArbitraryDrafter(), **drafters_by_name}
-
-
-def collect(events):
-    statistics, events = Statistics(), [*events]
-    for event in events:
-        statistics.add(event)
-    return get_tokens(events), statistics
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)

@@ -1,7 +1,7 @@
 """The decoding loop of one sequence, without a scheduler, and helpers over it."""
 
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec.draft.draft_length import FixedLength
@@ -10,7 +10,7 @@ from specdec.events import Event, Prompt, Statistics, Step
 from specdec.model.model import Model
 from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.runtime.simd import Float32
-from specdec.sampling import Sampler, Sampling
+from specdec.sampling import Sampler
 from specdec.speculative import DecodingState
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, Verifier
@@ -62,12 +62,19 @@ def get_tokens(events: Iterable[Event]) -> list[int]:
     return [token for step in get_steps(events) for token in step.tokens]
 
 
-def make_model_drafter(
-    draft: Any, verifier: Verifier | type[Verifier], sampling: Sampling, eos_tokens: Container[int] = END_MARKS
-) -> ModelDrafter:
-    """Return a drafter with a draft model, or with a cache of one."""
+def collect(events: Iterable[Event]) -> tuple[list[int], Statistics]:
+    """Return all generated tokens, and the statistics."""
+    statistics, events = Statistics(), [*events]
+    for event in events:
+        statistics.add(event)
+    return get_tokens(events), statistics
+
+
+def make_model_drafter(draft, verifier, sampling, n_ids=None, eos_tokens=END_MARKS):
+    """Return a drafter with a draft model, or with a cache of one, for a target of n_ids tokens, by default the draft's."""
     cache = get_cache(draft)
-    return ModelDrafter(cache, Sampler(cache.model.vocab_size, sampling), verifier.get_draft_stream, eos_tokens)
+    vocab_size = cache.model.vocab_size
+    return ModelDrafter(cache, Sampler(n_ids or vocab_size, sampling, vocab_size), verifier.get_draft_stream, eos_tokens)
 
 
 def get_cache(model: Any) -> Any:
@@ -79,12 +86,8 @@ def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(
     """Return the tokens that models, or caches of them, generate, and the statistics."""
     target = get_cache(target)
     verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
-    drafter = make_model_drafter(draft, verifier, sampling, eos_tokens) if draft else None
-    events = [*decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma), eos_tokens)]
-    statistics = Statistics()
-    for event in events:
-        statistics.add(event)
-    return get_tokens(events), statistics
+    drafter = make_model_drafter(draft, verifier, sampling, target.model.vocab_size) if draft else None
+    return collect(decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma)))
 
 
 def verify_proposal(logits, draft, verifier, position, end_marks):
