@@ -23,7 +23,7 @@ class VocabMapper:
     """
 
     def __init__(self, target_ids: Sequence[int] | Int64, n_ids: int) -> None:
-        of_rows = np.asarray(target_ids, np.int64)
+        of_rows = np.array(target_ids, np.int64)
         self._rows = np.flatnonzero(of_rows >= 0)
         self._ids = of_rows[self._rows]
         self._has_all_rows = len(self._rows) == len(of_rows)
