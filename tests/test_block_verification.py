@@ -1,6 +1,5 @@
 """Block verification (Sun et al. 2024): the target's distribution, exactly and over rounds, and never fewer accepted tokens."""
 
-import contextlib
 import itertools
 import math
 from collections import Counter
@@ -14,19 +13,17 @@ from specdec.sampling import Sampler, Sampling, compute_block_acceptance, draw_r
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, BlockVerifier, Draft
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, decode, get_cache, get_tokens, make_model_drafter, verify_proposal
+from tests.tools.decode import END_MARKS, FakeCache, decode, get_cache, get_tokens, make_model_drafter, verify_proposal
 from tests.tools.random_models import make_started_policy, tiny_model
 
 PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
 
 
-class Table:
+class Table(FakeCache):
     """A model of a few tokens, and its cache, in which the next token depends only on the last one."""
 
-    lock, n_positions, longrope_threshold, can_slide = contextlib.nullcontext(), 100, 0, True
-
     def __init__(self, probs):
-        self.probs, self.model = np.array(probs), self
+        self.probs = np.array(probs)
         self.vocab_size = len(self.probs)
 
     def forward(self, tokens, n_logits=1):

@@ -26,7 +26,16 @@ from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import SHARED, random_tensors
-from tests.tools.decode import END_MARKS, decode, generate_tokens, get_steps, get_tokens, make_model_drafter, run_target
+from tests.tools.decode import (
+    END_MARKS,
+    FakeCache,
+    decode,
+    generate_tokens,
+    get_steps,
+    get_tokens,
+    make_model_drafter,
+    run_target,
+)
 from tests.tools.random_models import tiny_model
 
 real = pytest.mark.skipif(not SHARED.exists(), reason="needs the real pair in ../shared")
@@ -67,13 +76,11 @@ class HostileDrafter:
         return Draft([self.wrong] * min(policy.max_tokens, next(self.lengths)))
 
 
-class ScriptedTarget:
+class ScriptedTarget(FakeCache):
     """A KV cache of a target that generates a given sequence with certainty, without a model."""
 
-    longrope_threshold = 0
-
     def __init__(self, script, vocab_size=20, n_positions=100):
-        self.text, self.vocab_size, self.n_positions, self.passes, self.model = script, vocab_size, n_positions, [], self
+        self.text, self.vocab_size, self.n_positions, self.passes = script, vocab_size, n_positions, []
 
     def forward(self, tokens, n_logits=1):
         self.passes.append((list(tokens), n_logits))

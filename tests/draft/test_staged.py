@@ -26,7 +26,7 @@ from specdec.draft.staged import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS, Draft
-from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, make_model_drafter
+from tests.tools.decode import END_MARKS, FakeCache, collect, decode, generate_tokens, make_model_drafter
 from tests.tools.random_models import make_started_policy, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
@@ -105,13 +105,13 @@ def test_output_and_acceptance_equal_those_without_a_stage(verify, sampling):
     assert n_tokens > 40
 
 
-class LoopingModel:
+class LoopingModel(FakeCache):
     """A model, and its cache, that repeats 3, 4, ... 9 by position; a pass takes a second, one over several tokens 1.05."""
 
-    vocab_size, n_positions, longrope_threshold, can_slide, lock = 12, 9000, 0, True, threading.RLock()
+    vocab_size, n_positions = 12, 9000
 
     def __init__(self, clock=None):
-        self.n_passes, self._clock, self.model = 0, clock, self
+        self.n_passes, self._clock = 0, clock
 
     def forward(self, tokens, n_logits=1):
         self.n_passes += 1

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from specdec.draft.draft_length import FixedLength
@@ -16,6 +17,19 @@ from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, Verifier
 
 END_MARKS = {BOS: "bos", EOS: "eos"}
+
+
+class FakeCache:
+    """A KV cache, and its model, for drafters and `decode`; a test adds `forward` and `vocab_size`."""
+
+    lock, n_positions, longrope_threshold, can_slide = nullcontext(), 100, 0, True
+
+    @property
+    def model(self):
+        return self
+
+    def can_draft(self, tokens):
+        return True
 
 
 def decode(
