@@ -16,14 +16,13 @@ from models.stories import Stories, encode_stories, pack_rows
 from specdec.bench.sweep import Setting, SweepCase, measure
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.runtime.simd import Float32, Int64
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
+from specdec.speculative import DecodingState
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.tokenizer import FIRST_BYTE, Tokenizer
 from specdec.verification import CoupledVerifier
@@ -34,10 +33,10 @@ GAMMA = 4  # affects the speed alone: coupled verification gives the same output
 
 def compute_logits(model: Model, tokens: list[int]) -> Float32:
     """Return the logits (T, V) after every token."""
-    logits = np.empty((len(tokens), model.config.vocab_size), np.float32)
+    logits, cache = np.empty((len(tokens), model.vocab_size), np.float32), model.new_cache()
     for start in range(0, len(tokens), MAX_BATCH_TOKENS):
         block = logits[start : start + MAX_BATCH_TOKENS]
-        block[:] = model.forward(tokens[: start + len(block)], n_logits=len(block))
+        block[:] = cache.forward(tokens[: start + len(block)], n_logits=len(block))
     return logits
 
 
@@ -58,16 +57,16 @@ def generate_tokens(
     end_marks: Mapping[int, str],
 ) -> list[int]:
     """Return the target's continuation of up to n_tokens, with the end token if it comes; a draft only makes it faster."""
-    verifier = CoupledVerifier(target.config.vocab_size, sampling)
-    drafter = (
-        ModelDrafter(draft, Sampler(draft.config.vocab_size, sampling), verifier.get_draft_stream, end_marks) if draft else None
-    )
-    tokens: list[int] = []
-    for event in decode(target, drafter, verifier, prompt, n_tokens, FixedLength(GAMMA), end_marks):
-        if isinstance(event, Step):
-            tokens += event.tokens
-            tokens += [token for token, name in end_marks.items() if name == event.stop_reason]
-    return tokens
+    cache, verifier, drafter = target.new_cache(), CoupledVerifier(target.vocab_size, sampling), None
+    if draft:
+        sampler = Sampler(draft.vocab_size, sampling)
+        drafter = ModelDrafter(draft.new_cache(), sampler, verifier.get_draft_stream, end_marks)
+    state = DecodingState([*prompt], n_tokens, target.n_positions, drafter, verifier, FixedLength(GAMMA), end_marks)
+    while not state.is_finished:
+        proposal = state.propose().tokens
+        logits = cache.forward(state.tokens + proposal, len(proposal) + 1)
+        state.commit(state.verify(logits), 0.0)
+    return state.tokens[len(prompt) :] + [token for token, name in end_marks.items() if name == state.stop_reason]
 
 
 # -------------------------------------------------------------------------------------------------------------- losses

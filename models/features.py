@@ -14,7 +14,7 @@ from models import evaluate
 from models.questions import HELD_OUT_TOPICS, TOPICS, questions
 from models.stories import Tokens, write_rows
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model.model import Model
+from specdec.model.kv_cache import KVCache
 from specdec.model_config import HeadConfig
 from specdec.runtime.simd import Float32
 from specdec.sampling import Sampling
@@ -95,15 +95,15 @@ class TeacherOutputs:
     log_probs: npt.NDArray[np.float16]
 
 
-def compute_teacher_outputs(target: Model, tokens: list[int]) -> TeacherOutputs:
-    """Return the teacher outputs of a text; `target.hidden_layers` must be those of a feature."""
-    n, n_top = len(tokens), min(N_TEACHER_TOKENS, target.config.vocab_size)
-    states = np.empty((n, len(target.hidden_layers) * target.config.dim), np.float16)
+def compute_teacher_outputs(cache: KVCache, tokens: list[int]) -> TeacherOutputs:
+    """Return the teacher outputs of a text; the cache of the target must keep the hidden states of a feature."""
+    n, n_top = len(tokens), min(N_TEACHER_TOKENS, cache.model.vocab_size)
+    states = np.empty((n, len(cache.hidden_layers) * cache.model.config.dim), np.float16)
     ids, log_probs = np.empty((n, n_top), np.int32), np.empty((n, n_top), np.float16)
     for start in range(0, n, MAX_BATCH_TOKENS):
         stop = min(start + MAX_BATCH_TOKENS, n)
-        logits = target.forward(tokens[:stop], n_logits=stop - start)
-        states[start:stop] = target.get_hidden_states(tokens[:stop], start)
+        logits = cache.forward(tokens[:stop], n_logits=stop - start)
+        states[start:stop] = cache.get_hidden_states(tokens[:stop], start)
         ids[start:stop], log_probs[start:stop] = get_top_log_probs(logits, n_top)
     return TeacherOutputs(states, ids, log_probs)
 
@@ -128,7 +128,7 @@ class Features(TeacherOutputs):
     rows: Tokens
 
     @classmethod
-    def load_or_compute(cls, target: Model, rows: Tokens, folder: Path) -> "Features":
+    def load_or_compute(cls, cache: KVCache, rows: Tokens, folder: Path) -> "Features":
         """Return the features of rows (N, T + 1) without the held-out ones.
 
         They are computed if the folder has none, or older ones than its written.npy. Raises ValueError if all rows are held out.
@@ -138,5 +138,5 @@ class Features(TeacherOutputs):
         rows, paths = rows[:-HELD_OUT_ROWS], [folder / f"{name}.npy" for name in ("states", "ids", "log_probs")]
         written = (folder / "written.npy").stat().st_mtime
         if not all(path.exists() and path.stat().st_mtime >= written for path in paths):
-            write_rows(paths, len(rows), (vars(compute_teacher_outputs(target, row[:-1].tolist())).values() for row in rows))
+            write_rows(paths, len(rows), (vars(compute_teacher_outputs(cache, row[:-1].tolist())).values() for row in rows))
         return cls(*[np.load(path, mmap_mode="r") for path in paths], rows)

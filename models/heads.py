@@ -27,7 +27,7 @@ from models.stories import Tokens
 from models.training import make_rope_table, rms_norm, rotate
 from specdec.heads.eagle3 import EAGLE3
 from specdec.loaders import Checkpoint
-from specdec.model.model import Model
+from specdec.model.kv_cache import KVCache
 from specdec.model_config import HeadConfig, ModelConfig
 
 DEPTH_WEIGHT = 0.8  # weight of a depth's loss relative to the previous depth, as in EAGLE-3
@@ -173,18 +173,18 @@ def sample_windows(features: Features, length: int, batch: int, step: int, seed:
 
 
 @torch.no_grad()
-def measure_acceptance(head: Head, target: Model, texts: Iterable[tuple[list[int], int]]) -> list[tuple[float, float]]:
+def measure_acceptance(head: Head, cache: KVCache, texts: Iterable[tuple[list[int], int]]) -> list[tuple[float, float]]:
     """Return for depths 1 to EVAL_DEPTHS the share of starts accepted with all depths before, and that share given those before.
 
     Args:
         head: The head.
-        target: Its target.
+        cache: A cache of its target that keeps the hidden states of a feature.
         texts: Texts that the target generated at temperature 0, each with its number of prompt tokens.
     """
     accepted = []
     for text, n_prompt in texts:
         tokens = torch.tensor(text)
-        states = torch.from_numpy(compute_teacher_outputs(target, text).states)[None]
+        states = torch.from_numpy(compute_teacher_outputs(cache, text).states)[None]
         proposals = [head.target_ids[logits[0].argmax(-1)] for logits in head(states[:, :-1], tokens[None], EVAL_DEPTHS)]
         n = len(proposals[0])
         agree = torch.stack([ids == tokens[2 + depth : 2 + depth + n] for depth, ids in enumerate(proposals)])

@@ -356,8 +356,8 @@ def head_command(args: argparse.Namespace) -> None:
         np.save(path, generate_rows(decoder, args.rows, args.row_tokens + 1, args.seed))
         print(f"wrote {args.rows} rows, {time.process_time():.0f} CPU seconds", flush=True)
     rows = np.load(path)
-    decoder.target.hidden_layers = default_layers(checkpoint.config.n_layers)
-    features = Features.load_or_compute(decoder.target, rows, args.out)
+    cache = decoder.target.new_cache(default_layers(checkpoint.config.n_layers))
+    features = Features.load_or_compute(cache, rows, args.out)
     torch.manual_seed(args.seed)
     ids = heads.find_frequent_ids(rows, checkpoint.config.vocab_size, args.draft_vocab)
     head = heads.make_head(checkpoint, ids, args.length, args.dim, args.hidden_dim)
@@ -369,7 +369,7 @@ def head_command(args: argparse.Namespace) -> None:
 
     trainer.train(heads.sample_windows(features, args.length, args.batch, trainer.step, args.seed), losses)
     texts = generate_held_out(decoder, rows, args.held_out, args.held_out_tokens)
-    for depth, (accepted_with_all, accepted) in enumerate(heads.measure_acceptance(head, decoder.target, texts), 1):
+    for depth, (accepted_with_all, accepted) in enumerate(heads.measure_acceptance(head, cache, texts), 1):
         print(
             f"depth {depth}: {accepted:.3f} of the tokens are the target's own, {accepted_with_all:.3f} with all before them",
             flush=True,
@@ -420,7 +420,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--tv", type=float, default=1.0, help="weight of the total variation relative to the KL")
     sub = command("evaluate", evaluate.run_command, "held-out losses, acceptance, speed")
     evaluate.add_options(sub)
-    sub = command("head", head_command, "train a head that drafts for a target", of_stories=False)
+    sub = command("head", head_command, "train a head that drafts for a target", needs_stories=False)
     schedule(sub, steps=4000, decay_steps=2000, lr=1e-3, batch=16)
     sub.add_argument("--target", type=Path, required=True, help="folder or file of the target")
     sub.add_argument("--rows", type=int, default=2048, help="rows to generate if OUT has no written.npy")

@@ -71,9 +71,9 @@ def test_logits_with_compact_kv_do_not_depend_on_batch_or_threads(name, weight_f
     weights = get_architecture(config).pack(config, tensors, None if weight_format is BF16 else weight_format)
     expected = run_in_blocks(Model(config, weights, 1, kv=kv), tokens, 1)
     for n_threads in THREAD_COUNTS:
-        model = Model(config, weights, n_threads, kv=kv)
+        cache = Model(config, weights, n_threads, kv=kv).new_cache()
         for block in (2, 3, 8, 9, 64):
-            np.testing.assert_array_equal(run_in_blocks(model, tokens, block), expected)
+            np.testing.assert_array_equal(run_in_blocks(cache, tokens, block), expected)
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8"])
@@ -82,17 +82,17 @@ def test_only_keys_and_values_are_rounded(name, kv):
     """The oracle that rounds them is far nearer than the one that does not. Trees keep what chains keep."""
     config = FAMILIES[name]
     tensors, sequence = family_tensors(config), random_tokens(config, 40)
-    model = Model(config, get_architecture(config).pack(config, tensors), 1, kv=kv)
-    got = run_in_blocks(model, sequence, 7)
+    cache = Model(config, get_architecture(config).pack(config, tensors), 1, kv=kv).new_cache()
+    got = run_in_blocks(cache, sequence, 7)
     rounding = {"f16": np.float16, "q8": reference.round_to_q8}[kv]
     rounded, exact = (reference.forward(config, tensors, sequence, round_kv=kept) for kept in (rounding, np.float64))
     assert np.median(np.abs(got - rounded)) < np.median(np.abs(got - exact)) / 10
     nodes, parents = [4, 5, 6, 7, 8], [-1, 0, -1, 2, 2]
-    logits = model.forward_tree(sequence[:20], nodes, parents).copy()
-    model.commit_path([2, 4])
-    np.testing.assert_array_equal(model.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
-    model.forward([], 0)
-    np.testing.assert_array_equal(model.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
+    logits = cache.forward_tree(sequence[:20], nodes, parents).copy()
+    cache.commit_path([2, 4])
+    np.testing.assert_array_equal(cache.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
+    cache.forward([], 0)
+    np.testing.assert_array_equal(cache.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
 
 
 def test_key_or_value_beyond_fp16_range_becomes_nan():
@@ -101,8 +101,8 @@ def test_key_or_value_beyond_fp16_range_becomes_nan():
         tensors = random_tensors(config, 1)
         tensors[name] *= 1e6
         weights = get_architecture(config).pack(config, tensors)
-        assert np.isfinite(Model(config, weights, 1).forward([1, 2], 1)).all()
-        f16 = Model(config, weights, 1, kv="f16")
+        assert np.isfinite(Model(config, weights, 1).new_cache().forward([1, 2], 1)).all()
+        f16 = Model(config, weights, 1, kv="f16").new_cache()
         assert np.isnan(f16.forward([1, 2], 1)).all()
         with pytest.raises(ValueError, match=r"not finite: .* too large for f16 \(kv='f32' holds them\)$"):
             generate_tokens(f16, None, Sampling(0))
@@ -117,8 +117,8 @@ def test_q8_keeps_non_finite_values_and_zeros():
                 changed = tensors | {name: np.where(tensors[name] == tensors[name].flat[0], np.float32(factor), tensors[name])}
             if np.isfinite(factor):
                 changed = tensors | {name: tensors[name] * np.float32(factor)}
-            model = Model(config, get_architecture(config).pack(config, changed), 1, kv="q8")
-            assert np.isfinite(model.forward([1, 2], 1)).all() == is_finite
+            cache = Model(config, get_architecture(config).pack(config, changed), 1, kv="q8").new_cache()
+            assert np.isfinite(cache.forward([1, 2], 1)).all() == is_finite
 
 
 def test_auto_kv_follows_weights_and_f16_halves_the_cache():
@@ -128,9 +128,9 @@ def test_auto_kv_follows_weights_and_f16_halves_the_cache():
     f16 = Model(config, f32.weights, 1, kv="f16")
     cached = 2 * 4 * config.n_layers * config.n_kv_heads * (config.head_dim + 32) // 2 * 4096  # values fill panels of 32
     assert cached / 2 <= f32.get_sequence_bytes(4096) - f16.get_sequence_bytes(4096) < cached / 2 * 1.05
-    assert f16._buffers.keys.nbytes * 2 == f32._buffers.keys.nbytes
     q8 = Model(config, f32.weights, 1, kv="q8")
-    assert q8._buffers.keys.nbytes * 4 == f32._buffers.keys.nbytes
+    n_bytes = [model.new_cache()._buffers.keys.nbytes for model in (f32, f16, q8)]
+    assert n_bytes[0] == 2 * n_bytes[1] == 4 * n_bytes[2]
     scales = 2 * 4 * config.n_layers * config.n_kv_heads * 4096
     assert cached / 4 - scales < f16.get_sequence_bytes(4096) - q8.get_sequence_bytes(4096) < cached / 4
 
@@ -142,8 +142,10 @@ def test_pickled_and_grown_models_keep_kv_format():
         model = Model(config, random_model(config).weights, 1, kv=kv)
         again = pickle.loads(pickle.dumps(model))
         assert again.kv == kv
-        grown = model.forward(sequence[:300]) is not None and model.forward(sequence).copy()
-        np.testing.assert_array_equal(again.forward(sequence), grown)
+        cache = model.new_cache()
+        cache.forward(sequence[:300])
+        grown = cache.forward(sequence).copy()
+        np.testing.assert_array_equal(again.new_cache().forward(sequence), grown)
 
 
 @pytest.mark.parametrize(

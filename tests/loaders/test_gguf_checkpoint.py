@@ -127,7 +127,7 @@ MODEL_NAMES = [
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     """llama3 has frequency factors in the file instead of a formula."""
     expected, model = hf_folders.load_expected(name), load_fp32_kv_model(write_fixture(tmp_path, name))
-    difference = np.abs(model.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
+    difference = np.abs(model.new_cache().forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
     assert (difference / np.abs(expected.logits).max(1)).max() < 3e-5
 
 
@@ -601,7 +601,8 @@ def test_a_dense_granite_4_of_the_real_converter_has_the_expected_logits() -> No
     path = FIXTURES / "gguf" / "granite4.gguf"
     assert GGUFFile(path).metadata["granite.attention.head_count_kv"] == [2, 2]
     expected, model = np.load(FIXTURES / "gguf" / "granite4.npz"), load_model(path)
-    logits = np.stack([model.forward(expected["tokens"][: i + 1].tolist())[0].copy() for i in range(len(expected["tokens"]))])
+    cache = model.new_cache()
+    logits = np.stack([cache.forward(expected["tokens"][: i + 1].tolist())[0].copy() for i in range(len(expected["tokens"]))])
     np.testing.assert_allclose(logits[:, : model.config.vocab_size], expected["logits"], atol=0.02)
 
 
@@ -609,7 +610,9 @@ def test_a_dense_granite_4_of_the_real_converter_has_the_expected_logits() -> No
 def test_logits_of_converted_files_equal_those_of_the_folder(name: str) -> None:
     """Bit by bit: matrices keep their format, and vectors are widened to fp32."""
     tokens = hf_folders.load_expected(name).tokens
-    logits = [load_model(path).forward(tokens, 60).copy() for path in (FIXTURES / name, FIXTURES / "gguf" / f"{name}.gguf")]
+    logits = [
+        load_model(path).new_cache().forward(tokens, 60).copy() for path in (FIXTURES / name, FIXTURES / "gguf" / f"{name}.gguf")
+    ]
     np.testing.assert_array_equal(*logits)
 
 

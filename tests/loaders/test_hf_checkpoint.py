@@ -15,6 +15,7 @@ from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.loaders.checkpoint import DerivedTensor
 from specdec.loaders.model_loader import load_model
+from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.model_config import DeltaNetConfig, ExpertsConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
@@ -288,27 +289,27 @@ def test_configs_match_config_json(name: str) -> None:
 # Logits
 
 
-def make_model(name: str, **changes: Any) -> Model:
-    """Return a fixture's model with changes to its config, and an fp32 KV cache as in transformers."""
+def make_cache(name: str, **changes: Any) -> KVCache:
+    """Return a cache in fp32, as in transformers, of a fixture's model with changes to its config."""
     checkpoint = load_checkpoint(FIXTURES / name)
     config = replace_config(checkpoint.config, **changes)
-    return Model(config, get_architecture(config).pack(config, checkpoint.tensors), kv="f32")
+    return Model(config, get_architecture(config).pack(config, checkpoint.tensors), kv="f32").new_cache()
 
 
-def compute_error(model: Model, expected: hf_folders.Expected) -> float:
+def compute_error(cache: KVCache, expected: hf_folders.Expected) -> float:
     """Return the largest difference of a logit from transformers', relative to the largest logit at its position."""
-    difference = np.abs(model.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
+    difference = np.abs(cache.forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
     return float((difference / np.abs(expected.logits).max(1)).max())
 
 
 @pytest.mark.parametrize("name", hf_folders.NAMES)
 def test_logits_and_greedy_output_equal_those_of_transformers(name: str) -> None:
     """At each of 60 positions; the largest error of 39 random models was 1.3e-5."""
-    model, expected = make_model(name), hf_folders.load_expected(name)
-    assert compute_error(model, expected) < 3e-5
+    cache, expected = make_cache(name), hf_folders.load_expected(name)
+    assert compute_error(cache, expected) < 3e-5
     tokens = expected.tokens[:5]
     for _ in expected.continuation:
-        tokens.append(int(model.forward(tokens)[0].argmax()))
+        tokens.append(int(cache.forward(tokens)[0].argmax()))
     assert tokens[5:] == expected.continuation
 
 
@@ -365,7 +366,7 @@ def test_mxfp4_logits_equal_those_of_transformers() -> None:
         for name, tensors in checkpoint.tensors.items()
     }
     model = Model(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, numbers), kv="f32")
-    assert compute_error(model, expected) < 3e-5
+    assert compute_error(model.new_cache(), expected) < 3e-5
     assert load_model(FIXTURES / MXFP4_FIXTURE).weights.format_names == "MXFP4 and bf16", "4 bits stay 4 bits"
 
 
@@ -395,7 +396,7 @@ def test_damaged_mxfp4_blocks_are_rejected_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "changes"), FEATURES, ids=str)
 def test_fixtures_detect_a_missing_feature(name: str, changes: dict[str, Any]) -> None:
-    assert compute_error(make_model(name, **changes), hf_folders.load_expected(name)) > 1e-2
+    assert compute_error(make_cache(name, **changes), hf_folders.load_expected(name)) > 1e-2
 
 
 # Folders

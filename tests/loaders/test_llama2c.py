@@ -213,13 +213,13 @@ def test_a_large_seq_len_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
     """RoPE tables for 30,000,000 positions of a small model would take 8.8 GB."""
     config = ModelConfig(64, 64, 1, 2, 2, 64, 30_000_000)
     tensors = random_tensors(config, 0)
-    Model(config, LLAMA.pack(config, tensors), 1).forward([1])  # compiled
+    Model(config, LLAMA.pack(config, tensors), 1).new_cache().forward([1])  # compiled
     path = write_checkpoint(tmp_path / "model.bin", config, tensors, 1)
     tracemalloc.start()
     try:
         checkpoint = load_checkpoint(path)
         model = Model(checkpoint.config, LLAMA.pack(checkpoint.config, checkpoint.tensors), 1)
-        model.forward([1, 2, 3])
+        model.new_cache().forward([1, 2, 3])
         assert tracemalloc.get_traced_memory()[1] < 10e6
     finally:
         tracemalloc.stop()

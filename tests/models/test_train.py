@@ -65,7 +65,10 @@ def test_batches_resume_at_any_step():
 def test_logits_of_long_text_equal_those_of_single_tokens():
     model = make_small_model()
     tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_BATCH_TOKENS - 5).tolist()
-    alone = [make_small_model().forward(tokens[:n])[0].copy() for n in (1, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS + 1, len(tokens))]
+    alone = [
+        make_small_model().new_cache().forward(tokens[:n])[0].copy()
+        for n in (1, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS + 1, len(tokens))
+    ]
     logits = evaluate.compute_logits(model, tokens)
     np.testing.assert_array_equal(logits[[0, MAX_BATCH_TOKENS - 1, MAX_BATCH_TOKENS, -1]], alone)
 
@@ -113,13 +116,11 @@ def test_questions_cover_all_tasks_and_topics_but_held_out_ones():
 
 def test_teacher_outputs_are_target_states_and_top_tokens():
     model, layers = make_small_model(), (0, 2)
-    model.hidden_layers = layers
     tokens = np.random.default_rng(3).integers(3, 300, 2 * MAX_BATCH_TOKENS - 5).tolist()
-    lesson = features.compute_teacher_outputs(model, tokens)
+    lesson = features.compute_teacher_outputs(model.new_cache(layers), tokens)
     assert lesson.states.shape == (len(tokens), len(layers) * 32)
     for n in (1, MAX_BATCH_TOKENS, MAX_BATCH_TOKENS + 1, len(tokens)):
-        alone = make_small_model()
-        alone.hidden_layers = layers
+        alone = model.new_cache(layers)
         log_probs = evaluate.compute_log_probs(make_small_model(), tokens[:n])[-1]
         alone.forward(tokens[:n])
         np.testing.assert_array_equal(lesson.states[n - 1], alone.get_hidden_states(tokens[:n], n - 1)[0].astype(np.float16))
@@ -331,13 +332,15 @@ def test_library_head_logits_equal_training_logits(train_head, train, tmp_path, 
     trained = train.module.heads.make_head(load_checkpoint(tmp_path / "target.bin"), torch.from_numpy(ids), 24, dim)
     parameters = torch.load(tmp_path / "head.pt")["model"]
     trained.load_state_dict({name: tensor.bfloat16().float() for name, tensor in parameters.items()})
-    target.forward(tokens[:8])  # context; the rest are draft tokens
-    states = torch.from_numpy(target.get_hidden_states(tokens[:8], 0).copy())
+    target_cache = target.new_cache(head.target_layers)
+    target_cache.forward(tokens[:8])  # context; the rest are draft tokens
+    states = torch.from_numpy(target_cache.get_hidden_states(tokens[:8], 0).copy())
     states = torch.cat([states, torch.zeros(4, states.shape[1])])[None]
     with torch.no_grad():
         depth_logits = trained(states, torch.tensor([tokens]), 4)
+    head_cache = head.new_draft_cache(target_cache)
     for depth in range(4):
-        logits = head.forward(tokens[: 9 + depth])[0]
+        logits = head_cache.forward(tokens[: 9 + depth])[0]
         expected = depth_logits[depth][0, 7].numpy()
         np.testing.assert_allclose(logits[ids], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert np.isinf(np.delete(logits, ids)).all()

@@ -273,7 +273,7 @@ def test_unpickled_int4_model_is_equal():
     model = random_model(CONFIGS["gqa"], INT4)
     unpickled = pickle.loads(pickle.dumps(model))
     assert unpickled.weights.format_names == "int4 and int8"
-    np.testing.assert_array_equal(unpickled.forward([1, 2, 3], 3), model.forward([1, 2, 3], 3))
+    np.testing.assert_array_equal(run_in_blocks(unpickled, [1, 2, 3], 3), run_in_blocks(model, [1, 2, 3], 3))
 
 
 def test_parse_quantize_returns_the_format_of_each_model():
@@ -330,7 +330,8 @@ def test_estimated_acceptance_is_that_of_rejection_sampling():
     decoder = SpeculativeDecoder(DEFAULT_TARGET, DEFAULT_DRAFT)
     tokens = decoder.encode("Once upon a time there was a little girl who")
     ps, qs = (
-        [reference.softmax(row.astype(float)) for row in m.forward(tokens, len(tokens))] for m in (decoder.target, decoder.draft)
+        [reference.softmax(row.astype(float)) for row in run_in_blocks(model, tokens, len(tokens))]
+        for model in (decoder.target, decoder.draft)
     )
     rng, n = np.random.default_rng(5), 40_000 // len(tokens)
     accepted = 0

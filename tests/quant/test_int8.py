@@ -192,7 +192,7 @@ from specdec.runtime.simd import CPU_FEATURES
 from specdec.quant.int8 import choose_dot4
 from tests.tools.random_models import CONFIGS, int8_model, random_tokens
 config = CONFIGS["gqa"]
-print(choose_dot4(CPU_FEATURES), int8_model(config).forward(random_tokens(config, 20), 20).tobytes().hex())
+print(choose_dot4(CPU_FEATURES), int8_model(config).new_cache().forward(random_tokens(config, 20), 20).tobytes().hex())
 """
 
 
@@ -351,11 +351,11 @@ from specdec.loaders.model_loader import load_model
 def load(path):
     return load_model(Path(path), int8=True, n_threads=1)
 small, big = sys.argv[1:]
-load(small).forward([1])
+load(small).new_cache().forward([1])
 status = lambda name: int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
 before = status("VmRSS")
-model = load(big)
-model.forward([1] * 8)
+cache = load(big).new_cache()
+cache.forward([1] * 8)
 print(status("VmRSS") - before, status("VmHWM") - before)
 """
 

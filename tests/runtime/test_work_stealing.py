@@ -10,6 +10,7 @@ import pytest
 
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
+from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.quant import INT8
@@ -111,9 +112,9 @@ def test_chunks_are_stolen_within_a_numa_node_first() -> None:
 NAMES = ["llama", "gpt2", "gemma3", "qwen35", "lfm2", "qwen3_moe", "qwen35_moe", "granitemoe_shared", "gpt_oss", "lfm2_moe"]
 
 
-def split_phases(model: object, work: int = MAX_WORK) -> None:
-    """Split every phase of a model's program into the maximum number of chunks."""
-    ops = model._executor._ops  # type: ignore[attr-defined]
+def split_phases(cache: KVCache, work: int = MAX_WORK) -> None:
+    """Split every phase of a cache's program into the maximum number of chunks."""
+    ops = cache._executor._ops
     ops[ops[:, N_OPS_WORD] > 0, TOKEN_BYTES_WORD] = work
 
 
@@ -123,15 +124,15 @@ def test_missing_threads_are_not_waited_for(name: str, monkeypatch: pytest.Monke
     tokens = load_expected(name).tokens
     checkpoint = load_checkpoint(FIXTURES / name)
     weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
-    alone = Model(checkpoint.config, weights, n_threads=1)
+    alone = Model(checkpoint.config, weights, n_threads=1).new_cache()
     fake_three_threads(monkeypatch)
-    model = Model(checkpoint.config, weights, n_threads=3)
+    cache = Model(checkpoint.config, weights, n_threads=3).new_cache()
     for threads in ((0,), (2,), (1, 0, 2)):
         with monkeypatch.context() as context:
             context.setattr(programs, "run_on_threads", run_sequentially(threads))
-            model.forward([], 0)
+            cache.forward([], 0)
             for n in (40, 41, 60):
-                np.testing.assert_array_equal(model.forward(tokens[:n], 1), alone.forward(tokens[:n], 1))
+                np.testing.assert_array_equal(cache.forward(tokens[:n], 1), alone.forward(tokens[:n], 1))
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["stored format", "int8"])
@@ -141,26 +142,25 @@ def test_phases_do_not_depend_on_which_thread_ran_earlier_ones(name: str, int8: 
     tokens, checkpoint = load_expected(name).tokens, load_checkpoint(FIXTURES / name)
     weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, INT8 if int8 else None)
     fake_three_threads(monkeypatch)
-    alone, model = (Model(checkpoint.config, weights, n_threads) for n_threads in (1, 3))
+    alone, cache = (Model(checkpoint.config, weights, n_threads).new_cache() for n_threads in (1, 3))
     logits = [alone.forward(tokens[:n], 1).copy() for n in (1, 30, 37, 60)]
     monkeypatch.setattr(programs, "run_on_threads", scatter_phases(len(name)))
     for n, each in zip((1, 30, 37, 60), logits, strict=True):
-        np.testing.assert_array_equal(model.forward(tokens[:n], 1), each)
+        np.testing.assert_array_equal(cache.forward(tokens[:n], 1), each)
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["stored format", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_one_thread_for_any_number_of_chunks(name: str, int8: bool) -> None:
     tokens = load_expected(name).tokens
-    alone = load_model(FIXTURES / name, int8, n_threads=1)
-    model = load_model(FIXTURES / name, int8, n_threads=2)
-    model.forward(tokens[:1])
+    alone, cache = (load_model(FIXTURES / name, int8, n_threads=n_threads).new_cache() for n_threads in (1, 2))
+    cache.forward(tokens[:1])
     for work in (MAX_WORK, 1 << 20):
         for n in (60, 1, 7):
-            split_phases(model, work)
-            model.forward([], 0)
-            np.testing.assert_array_equal(model.forward(tokens[:n], n), alone.forward(tokens[:n], n))
-            np.testing.assert_array_equal(model.forward(tokens[: n + 1]), alone.forward(tokens[: n + 1]))
+            split_phases(cache, work)
+            cache.forward([], 0)
+            np.testing.assert_array_equal(cache.forward(tokens[:n], n), alone.forward(tokens[:n], n))
+            np.testing.assert_array_equal(cache.forward(tokens[: n + 1]), alone.forward(tokens[: n + 1]))
 
 
 def test_logits_are_the_same_on_more_threads_than_there_are_cores() -> None:
@@ -172,11 +172,11 @@ def test_logits_are_the_same_on_more_threads_than_there_are_cores() -> None:
             tokens = load_expected(name).tokens
             bits = set()
             for n_threads in (1, 3, 5):
-                model = load_model(FIXTURES / name, n_threads=n_threads)
-                model.forward(tokens[:1])
+                cache = load_model(FIXTURES / name, n_threads=n_threads).new_cache()
+                cache.forward(tokens[:1])
                 if n_threads > 1:
-                    split_phases(model)
-                bits.add(model.forward(tokens, 60).tobytes() + model.forward(tokens + tokens[:1]).tobytes())
+                    split_phases(cache)
+                bits.add(cache.forward(tokens, 60).tobytes() + cache.forward(tokens + tokens[:1]).tobytes())
             print(len(bits))
     """
     process = subprocess.run(

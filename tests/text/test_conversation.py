@@ -86,7 +86,7 @@ def test_a_turn_runs_only_its_new_tokens(make_conversation: Callable[..., Conver
         (conversation.regenerate, N_TOKENS),
         (lambda: (conversation.clear(), conversation.ask(QUESTION))[1], None),
     ):
-        cached = conversation._decoder.target._cached_tokens[:]
+        cached = conversation._decoder._prefix_cache._idle[0].caches.target._tokens[:]
         counts.clear()
         events = list(start())
         prompt = next(event.tokens for event in events if isinstance(event, Prompt))
@@ -210,7 +210,7 @@ def test_an_answer_wraps_at_the_width_of_a_resized_terminal(model: Path) -> None
     with view:
         for i, token in enumerate(tokenizer.encode(text)):
             width = 40 if i < 30 else 17
-            view.show(detokenizer.detokenize(Step([token], [], 0, 0.0, 0.0)))
+            view.show(detokenizer.add_text(Step([token], [], 0, 0.0, 0.0)))
     rows = out.getvalue().split("\n")
     assert out.getvalue().split() == text.split() and max(map(len, rows)) == 30 and max(map(len, rows[-12:])) <= 17
 

@@ -16,15 +16,16 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.engine.decode_loop import Sequence, decode
 from specdec.events import Step
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
 from specdec.sampling import Sampling
+from specdec.speculative import DecodingState
 from specdec.text import grammar_worker, structured_output
 from specdec.text.hf_tokenizer import HFTokenizer
 from specdec.tokenizer import AnyTokenizer, SentencePieceVocab, Tokenizer
 from specdec.verification import CoupledVerifier, Draft
+from tests.tools.decode import decode, get_tokens
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import (
     EMPTY_LANGUAGE,
@@ -363,7 +364,7 @@ def test_a_draft_with_no_continuation_does_not_fail_the_sequence() -> None:
     assert isinstance(state.error, ValueError)
     assert state.get_forced_tokens(3) == [] and state.count_allowed([a, a]) == 2
     for sequence in (
-        Sequence([*PROMPT], 5, 99, None, CoupledVerifier(310, Sampling(0)), FixedLength(1), {}, constraint) for _ in range(2)
+        DecodingState([*PROMPT], 5, 99, None, CoupledVerifier(310, Sampling(0)), FixedLength(1), {}, constraint) for _ in range(2)
     ):
         for first, message in ((a, ""), (b, "has no token for the byte 122, which the shape requires")):
             sequence.draft, logits = Draft([b]), np.zeros((2, tokenizer.vocab_size), np.float32)
@@ -372,7 +373,7 @@ def test_a_draft_with_no_continuation_does_not_fail_the_sequence() -> None:
                 with pytest.raises(ValueError, match=message):
                     sequence.verify(logits)
             else:
-                assert sequence.verify(logits) == ([a], 0)
+                assert sequence.verify(logits) == ([a], 0, None)
     state.commit([a])
     assert state.get_allowed()[[a, b]].all()
 
@@ -385,7 +386,7 @@ def test_damaged_weights_are_reported_masked_or_not(temperature: float, wrong: f
     constraint, a = structured_output.regex(tokenizer, "[ab]+"), tokenizer.pieces.index(b"a")
     rows = tokenizer.vocab_size + 2
     for token, is_damaged in ((a, True), (tokenizer.pieces.index(b"c"), True), (a, False)):
-        sequence = Sequence(
+        sequence = DecodingState(
             [*PROMPT], 5, 99, None, CoupledVerifier(rows, Sampling(temperature)), FixedLength(1), {1: "bos"}, constraint
         )
         logits = np.full((1, rows), -1e30, np.float32)
@@ -426,9 +427,8 @@ def test_without_eos_tokens_output_ends_when_the_constraint_is_complete(drafter:
     model, prompt = tiny_model(0, vocab=tokenizer.vocab_size), [259, 260] * 8  # a and b
     for pattern, constraint in constraints.items():
         verifier = CoupledVerifier(tokenizer.vocab_size, Sampling(0))
-        steps = [*decode(model, drafter, verifier, prompt, 30, FixedLength(6), {}, constraint)]
-        tokens = [token for step in steps if isinstance(step, Step) for token in step.tokens]
-        text = b"".join([tokenizer.token_to_bytes(token) or b"" for token in tokens]).decode()
+        steps = [*decode(model.new_cache(), drafter, verifier, prompt, 30, FixedLength(6), {}, constraint)]
+        text = b"".join([tokenizer.token_to_bytes(token) or b"" for token in get_tokens(steps)]).decode()
         assert re.fullmatch(pattern, text) and isinstance(steps[-1], Step) and steps[-1].stop_reason == "eos"
 
 
