@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec import Sampling, SpeculativeDecoder, Step
+from specdec import Sampling, SpeculativeDecoder
 from specdec.cli import installed_models
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model_drafters import HeadDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Statistics
+from specdec.events import Event, Statistics
 from specdec.families import gemma4_assistant
-from specdec.heads.shared_kv_head import SharedKVHead
+from specdec.heads.shared_kv_head import SharedKVHead, SharedKVHeadCache
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checks import check_compatibility
 from specdec.loaders.model_loader import Loader
@@ -27,10 +25,9 @@ from specdec.model.model import Model
 from specdec.quant import INT4, INT8, WeightFormat
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
-from specdec.sampling import Sampler
 from specdec.verification import VERIFIERS
 from tests.tools.checkpoint_files import write_tokenizer
-from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.decode import decode, generate_tokens, get_tokens, make_model_drafter
 from tests.tools.hf_folders import FIXTURES, edit_tensors, read_all_tensors
 from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, scatter_phases
 
@@ -47,15 +44,20 @@ def make_target(n_threads: int = 1, kv: Any = "f32") -> Model:
     return Model(checkpoint.config, Loader().pack(checkpoint, None), n_threads, N_POSITIONS, kv)
 
 
-def make_assistant(target: Model, name: str, n_threads: int = 1, weight_format: WeightFormat | None = None) -> SharedKVHead:
+def make_assistant(target: Model, name: str, n_threads: int = 1, weight_format: WeightFormat | None = None) -> SharedKVHeadCache:
+    """Return a cache of an assistant over a new cache of its target."""
     checkpoint = load_checkpoint(PLACE / name)
     weights = Loader().pack(checkpoint, weight_format)
-    return SharedKVHead(checkpoint.config, weights, target, checkpoint.target_ids, n_threads, N_POSITIONS)
+    return new_cache(SharedKVHead(checkpoint.config, weights, target, checkpoint.target_ids, n_threads, N_POSITIONS))
 
 
-def chain_logits(assistant: SharedKVHead, tokens: list[int], n: int = 4) -> np.ndarray:
+def new_cache(assistant: SharedKVHead) -> SharedKVHeadCache:
+    return assistant.new_draft_cache(assistant.target.new_cache(assistant.target_layers))
+
+
+def chain_logits(assistant: SharedKVHeadCache, tokens: list[int], n: int = 4) -> np.ndarray:
     """Return the logits of a chain of greedy draft tokens; the target runs all tokens but the last."""
-    assistant.target.forward(tokens[:-1], 0)
+    assistant.target_cache.forward(tokens[:-1], 0)
     rows = list[np.ndarray]()
     for _ in range(n):
         rows.append(assistant.forward([*tokens, *(int(row.argmax()) for row in rows)])[0].copy())
@@ -87,20 +89,20 @@ def test_logits_depend_only_on_the_sequence(name: str, monkeypatch: pytest.Monke
         if n_threads == 3:
             monkeypatch.setattr(op_program, "run_on_threads", scatter_phases(7))
         for n in (60, 2, 17, 60):
-            assistant.target.forward([*TOKENS[:n], 7, 7, 7], 3)
+            assistant.target_cache.forward([*TOKENS[:n], 7, 7, 7], 3)
             assistant.forward([*TOKENS[:n], 7, 9, 11])
             np.testing.assert_array_equal(chain_logits(assistant, TOKENS[:n]), expected[n])
-        target.forward([5] * (INITIAL_CAPACITY + 40), 0)
+        assistant.target_cache.forward([5] * (INITIAL_CAPACITY + 40), 0)
         np.testing.assert_array_equal(chain_logits(assistant, TOKENS[:17]), expected[17])
-        other = pickle.loads(pickle.dumps(assistant))
-        np.testing.assert_array_equal(chain_logits(other, TOKENS[:17]), expected[17])
+        other = pickle.loads(pickle.dumps(assistant.head))
+        np.testing.assert_array_equal(chain_logits(new_cache(other), TOKENS[:17]), expected[17])
 
 
 def test_several_logits_equal_those_of_each_prefix() -> None:
     """Compute each draft token from the target's state of the token before; without a token there is none."""
     assistant = make_assistant(make_target(), "plain")
     alone = [chain_logits(assistant, TOKENS[:n], 1)[0] for n in range(2, 12)]
-    assistant.target.forward(TOKENS[:30], 0)
+    assistant.target_cache.forward(TOKENS[:30], 0)
     np.testing.assert_array_equal(assistant.forward(TOKENS[:11], 10), alone)
     assert assistant.can_draft(TOKENS[:31]) and not assistant.can_draft(TOKENS[:32]) and not assistant.can_draft(TOKENS[:1])
     with pytest.raises(ValueError, match="holds no hidden states"):
@@ -115,11 +117,11 @@ def check_output(kv: Any, name: str, weight_format: WeightFormat | None, verify:
     for sampling in (Sampling(0.0, seed=1), Sampling(0.8, seed=2), Sampling(1.2, 20, 0.95, seed=3)):
         verifier = VERIFIERS[verify](192, sampling)
         plain, _ = generate_tokens(target, None, sampling, prompt=prompt, max_tokens=60)
-        drafter = HeadDrafter(assistant, Sampler(192, sampling), verifier.get_draft_stream, END_MARKS)
-        tokens = list[int]()
-        for event in decode(target, drafter, verifier, [*prompt], 60, FixedLength(3), END_MARKS):
+        drafter, events = make_model_drafter(assistant, verifier, sampling), list[Event]()
+        for event in decode(assistant.target_cache, drafter, verifier, [*prompt], 60, FixedLength(3)):
             statistics.add(event)
-            tokens += event.tokens if isinstance(event, Step) else []
+            events.append(event)
+        tokens = get_tokens(events)
         assert verify != "coupled" or tokens == plain
     return statistics
 
@@ -236,7 +238,7 @@ def test_a_file_converted_by_llama_cpp_equals_the_folder_in_fp16() -> None:
     for name, tensor in read_all_tensors(file).items():
         np.testing.assert_allclose(to_float32(tensor), to_float32(expected[name]), rtol=1e-3, atol=1e-4)
     target = make_target()
-    with_file = SharedKVHead(file.config, Loader().pack(file, None), target, None, 1, N_POSITIONS)
+    with_file = new_cache(SharedKVHead(file.config, Loader().pack(file, None), target, None, 1, N_POSITIONS))
     logits = chain_logits(make_assistant(target, "plain"), TOKENS[:20])
     np.testing.assert_allclose(chain_logits(with_file, TOKENS[:20]), logits, rtol=0, atol=0.03)
 
@@ -250,13 +252,12 @@ def test_a_gguf_assistant_drafts(tmp_path: Path) -> None:
         check_compatibility(load_checkpoint(draft), load_checkpoint(FIXTURES / "gemma4").config)
 
 
-def test_a_clone_reads_the_kv_cache_of_its_own_target() -> None:
-    """Clone target and assistant for sequences that share passes, like the server."""
+def test_each_sequence_reads_the_kv_cache_of_its_own_target() -> None:
+    """The sequences share passes, like those of the server."""
     target = make_target()
     assistant = make_assistant(target, "ordered")
     expected = {n: chain_logits(assistant, TOKENS[:n]) for n in (12, 40)}
-    clone = target.clone_for_sequence()
-    other = assistant.with_target(clone)
-    Model.forward_batch([(target, TOKENS[:11], 0), (clone, TOKENS[:39], 1)])
+    other = new_cache(assistant.head)
+    target.forward([(assistant.target_cache, TOKENS[:11], 0), (other.target_cache, TOKENS[:39], 1)])
     np.testing.assert_array_equal(chain_logits(other, TOKENS[:40]), expected[40])
     np.testing.assert_array_equal(chain_logits(assistant, TOKENS[:12]), expected[12])

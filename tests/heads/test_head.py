@@ -23,7 +23,7 @@ from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.random_heads import compute_oracle_logits, make_head, random_head
+from tests.tools.random_heads import compute_oracle_logits, make_head, new_head_cache, random_head
 from tests.tools.random_models import (
     CONFIGS,
     THREAD_COUNTS,
@@ -39,7 +39,7 @@ REFERENCE = sorted(path.stem for path in FIXTURES.glob("heads/*.npz"))
 
 
 def load_reference_head(name):
-    """Return a target of the fixtures, its head, and speculators' results for it; see make_heads.py."""
+    """Return a target cache of the fixtures, its head's, and speculators' results for it; see make_heads.py."""
     target_numbers = load_checkpoint(FIXTURES / name)
     weights = get_architecture(target_numbers.config).pack(target_numbers.config, target_numbers.tensors)
     target = Model(target_numbers.config, weights, 1, kv="f32")
@@ -49,7 +49,8 @@ def load_reference_head(name):
     numbers |= {"draft_vocab_size": numbers.pop("n_rows"), "target_layers": (*numbers.pop("layers"),)}
     config, tensors, _ = random_head(target.config, **numbers, own_classifier=True)
     weights = EAGLE3.pack(config, {name: reference[name] for name in tensors})
-    return target, Head(config, weights, target, reference["ids"], 1, kv="f32"), reference
+    head = new_head_cache(Head(config, weights, target, reference["ids"], 1, kv="f32"))
+    return head.target_cache, head, reference
 
 
 def assert_near(got, expected):
@@ -63,10 +64,10 @@ def test_features_and_logits_equal_those_of_speculators_after_any_rejection(name
     target, head, reference = load_reference_head(name)
     tokens, logits, rng = reference["tokens"].tolist(), reference["logits"], np.random.default_rng(0)
     n = len(tokens) - 1
-    others = np.delete(np.arange(target.config.vocab_size), reference["ids"])
+    others = np.delete(np.arange(target.model.vocab_size), reference["ids"])
     for i in range(n):
         target.forward(tokens[: i + 1])
-        bad = rng.integers(0, target.config.vocab_size, N_GUESSED).tolist()
+        bad = rng.integers(0, target.model.vocab_size, N_GUESSED).tolist()
         head.forward([*tokens[: i + 1 + i % 2], *bad[i % 4 :]])
         for g in range(min(N_GUESSED + 1, n - i)):
             got = head.forward(tokens[: i + g + 2])[0]
@@ -76,7 +77,7 @@ def test_features_and_logits_equal_those_of_speculators_after_any_rejection(name
     assert_near(target.get_hidden_states(tokens[:-1], 0), reference["states"])
     assert_near(head.forward(tokens, n)[:, reference["ids"]], logits[0])
     assert head._compute_features(tokens, 0, n) == n
-    assert_near(head._buffers.x[0, :n, : head.config.dim], reference["features"])
+    assert_near(head._buffers.x[0, :n, : head.model.config.dim], reference["features"])
 
 
 # Compared with the oracle: sizes that speculators does not support, the target's embedding or classifier, windows
@@ -107,12 +108,13 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_the_oracles_for_each_shape_and_beyond_the_window(name):
     target_numbers, numbers = SHAPES[name]
-    target = random_model(CONFIGS[target_numbers])
-    config, tensors, ids = random_head(target.config, **numbers)
-    head = Head(config, EAGLE3.pack(config, tensors), target, ids, 1, 80)
+    model = random_model(CONFIGS[target_numbers])
+    config, tensors, ids = random_head(model.config, **numbers)
+    head = new_head_cache(Head(config, EAGLE3.pack(config, tensors), model, ids, 1, 80))
+    target = head.target_cache
     head_parts = random_tensors(CONFIGS[target_numbers], 0, 0.3)
     tables = {"tok_emb": head_parts["tok_emb"], "wcls": head_parts.get("wcls", head_parts["tok_emb"])}
-    tokens, n_true = random_tokens(target.config, 45), 36
+    tokens, n_true = random_tokens(model.config, 45), 36
     target.forward(tokens[:n_true])
     expected = compute_oracle_logits(config, tables | tensors, target.get_hidden_states(tokens, 0), tokens)
     rows = slice(None) if ids is None else ids
@@ -124,18 +126,20 @@ def test_logits_equal_the_oracles_for_each_shape_and_beyond_the_window(name):
 def test_quantized_weights_give_similar_logits_that_do_not_depend_on_the_batch(name):
     """Unrelated logits differ by 1.4; the target's tables are borrowed as they are."""
     target_numbers, numbers = SHAPES[name]
-    target = random_model(CONFIGS[target_numbers], INT8)
-    config, tensors, ids = random_head(target.config, **numbers)
-    tokens = random_tokens(target.config, 45)
+    model = random_model(CONFIGS[target_numbers], INT8)
+    config, tensors, ids = random_head(model.config, **numbers)
+    tokens = random_tokens(model.config, 45)
     exact, *heads = (
-        Head(config, EAGLE3.pack(config, tensors, weight_format), target, ids, 1, 80) for weight_format in (FP32, INT8, INT4)
+        new_head_cache(Head(config, EAGLE3.pack(config, tensors, weight_format), model, ids, 1, 80))
+        for weight_format in (FP32, INT8, INT4)
     )
-    target.forward(tokens[:40])
+    for head in (exact, *heads):
+        head.target_cache.forward(tokens[:40])
     rows = slice(None) if ids is None else ids
     expected = exact.forward(tokens, 44)[:, rows]
     for head, most in zip(heads, (0.1, 0.6), strict=True):
         for table in ("embedding", "classifier")[config.head.own_embedding : 2 - config.head.own_classifier]:
-            assert head.weights.matrices[table].panels is target.weights.matrices[table].panels
+            assert head.model.weights.matrices[table].panels is model.weights.matrices[table].panels
         alone = np.concatenate([head.forward(tokens[:n])[:, rows].copy() for n in range(2, len(tokens) + 1)])
         np.testing.assert_array_equal(head.forward(tokens, 44)[:, rows], alone)
         assert 0 < np.linalg.norm(alone - expected) / np.linalg.norm(expected) < most
@@ -149,12 +153,13 @@ def test_16_bit_weights_give_the_same_logits_as_their_values_in_fp32(dtype):
     if dtype is np.uint16:  # the bits of bf16
         halves = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in tensors.items()}
     heads = [
-        Head(config, EAGLE3.pack(config, given), target, kv="f32")
+        new_head_cache(Head(config, EAGLE3.pack(config, given), target, kv="f32"))
         for given in (halves, {name: to_float32(tensor) for name, tensor in halves.items()})
     ]
-    assert heads[0].weights.format_names == {np.float16: "fp16", np.uint16: "bf16"}[dtype]
+    assert heads[0].model.weights.format_names == {np.float16: "fp16", np.uint16: "bf16"}[dtype]
     tokens = random_tokens(target.config, 30)
-    target.forward(tokens[:-5])
+    for head in heads:
+        head.target_cache.forward(tokens[:-5])
     np.testing.assert_array_equal(*(head.forward(tokens, 20) for head in heads))
 
 
@@ -164,17 +169,18 @@ def test_logits_do_not_depend_on_batch_threads_or_order():
         {"draft_vocab_size": 50, "fc_norm": "each", "norm_output": True, "norm_before_residual": True},
     )
     tokens, n_true = random_tokens(config, 78), 70
-    target = random_model(config)
-    head = make_head(target, **numbers)
-    target.forward(tokens[:n_true])
+    model = random_model(config)
+    head = new_head_cache(make_head(model, **numbers))
+    head.target_cache.forward(tokens[:n_true])
     alone = np.concatenate([head.forward(tokens[:n]).copy() for n in range(2, len(tokens) + 1)])
     for n_threads in THREAD_COUNTS:
-        head = make_head(target, n_threads=n_threads, **numbers)
+        head = new_head_cache(make_head(model, n_threads=n_threads, **numbers), head.target_cache)
         np.testing.assert_array_equal(head.forward(tokens, 60), alone[-60:])
         np.testing.assert_array_equal(head.forward(tokens, 60), alone[-60:])
-        head.n_threads = 1
+        head.model.n_threads = 1
         head.forward([], 0)
-        assert [*head.prefill(tokens[:50])][-1] == 0 and head.n_cached_tokens == 49
+        head.forward(tokens[:49], 0)
+        assert head.count_prefill_tokens(tokens[:50]) == 0 and head.n_tokens == 49
         np.testing.assert_array_equal(head.forward(tokens[:75], 3), alone[71:74])
         np.testing.assert_array_equal(head.forward(tokens[:9], 8), alone[:8])
 
@@ -186,8 +192,8 @@ def test_phases_do_not_depend_on_thread_assignment(monkeypatch, flags):
     target = random_model(CONFIGS["odd"])
     fake_three_threads(monkeypatch)
     for n_threads in (1, 3):
-        head = make_head(target, n_threads=n_threads, **numbers)
-        target.forward(tokens[:30])
+        head = new_head_cache(make_head(target, n_threads=n_threads, **numbers))
+        head.target_cache.forward(tokens[:30])
         with monkeypatch.context() as context:
             if n_threads > 1:
                 context.setattr(op_program, "run_on_threads", scatter_phases(3))
@@ -197,10 +203,11 @@ def test_phases_do_not_depend_on_thread_assignment(monkeypatch, flags):
 
 
 def test_pairs_are_kept_when_buffers_grow():
-    target = random_model(CONFIGS["odd"], n_positions=700)
-    tokens = random_tokens(target.config, 2 * INITIAL_CAPACITY + 40)
+    model = random_model(CONFIGS["odd"], n_positions=700)
+    tokens = random_tokens(model.config, 2 * INITIAL_CAPACITY + 40)
     numbers = {"draft_vocab_size": 50, "fc_norm": "whole", "norm_output": True}
-    grown, at_once = make_head(target, **numbers), make_head(target, **numbers)
+    grown = new_head_cache(make_head(model, **numbers))
+    target, at_once = grown.target_cache, new_head_cache(make_head(model, **numbers), grown.target_cache)
     for end in (INITIAL_CAPACITY - 1, INITIAL_CAPACITY + 2, len(tokens) - 3):
         target.forward(tokens[:end])
         grown.forward(tokens[: end + 2])
@@ -208,6 +215,12 @@ def test_pairs_are_kept_when_buffers_grow():
 
 
 # Pairs with and without states of the target
+
+
+def make_caches(config):
+    """Return a cache of a random target, and a cache of a random head over it."""
+    head = new_head_cache(make_head(random_model(config)))
+    return head.target_cache, head
 
 
 class PassRecorder:
@@ -229,8 +242,8 @@ class PassRecorder:
 
 
 def test_a_pair_runs_once_without_and_once_with_target_states_of_its_own_sequence(monkeypatch):
-    target = random_model(CONFIGS["gqa"])
-    head, tokens = make_head(target), random_tokens(target.config, 90)
+    target, head = make_caches(CONFIGS["gqa"])
+    tokens = random_tokens(CONFIGS["gqa"], 90)
     passes = PassRecorder(head, monkeypatch)
     assert not head.can_draft(tokens[:1]) and not head.can_draft(tokens[:11])
     target.forward(tokens[:10])
@@ -252,7 +265,7 @@ def test_a_pair_runs_once_without_and_once_with_target_states_of_its_own_sequenc
     assert head.can_draft(tokens[:12]) and head.can_draft(other[:41])
     assert not head.can_draft(tokens[:13])  # the pair ran with states that are gone, and must run again for its logits
     head.forward(tokens[:40], n_logits=0)
-    assert passes.new() == [] and head.n_cached_tokens == 14
+    assert passes.new() == [] and head.n_tokens == 14
     head.forward(other[:41])
     assert passes.new() == [(10, 30)]
     with pytest.raises(
@@ -260,15 +273,16 @@ def test_a_pair_runs_once_without_and_once_with_target_states_of_its_own_sequenc
     ):
         head.forward([3, *tokens[:49]])
     target.forward(tokens)
-    assert head.count_prefill_tokens(tokens) == 88 and [*head.prefill(tokens)][-1] == 0 and head.count_prefill_tokens(tokens) == 0
+    assert head.count_prefill_tokens(tokens) == 88
+    head.forward(tokens[:-1], 0)
+    assert head.count_prefill_tokens(tokens) == 0
     assert [pair for first, n in passes.new() for pair in range(first, first + n)] == [*range(88)]
 
 
 def test_a_head_follows_a_tree_of_its_target_and_more_tokens_than_a_pass():
-    target, alone = random_model(CONFIGS["gqa"]), random_model(CONFIGS["gqa"])
-    tokens = random_tokens(target.config, 96)
+    (target, head), (alone, alone_head) = make_caches(CONFIGS["gqa"]), make_caches(CONFIGS["gqa"])
+    tokens = random_tokens(CONFIGS["gqa"], 96)
     assert len(tokens) > MAX_BATCH_TOKENS
-    alone_head, head = make_head(alone), make_head(target)
     alone.forward(tokens[:-1])
     expected = alone_head.forward(tokens, 5)
     target.forward_tree(tokens[:91], [5, tokens[91], 7, *tokens[92:94], 9, tokens[94]], [-1, -1, 0, 1, 3, 4, 4])
@@ -277,8 +291,8 @@ def test_a_head_follows_a_tree_of_its_target_and_more_tokens_than_a_pass():
 
 
 def test_an_interrupted_pass_leaves_no_wrong_pairs():
-    target = random_model(CONFIGS["gqa"])
-    head, tokens = make_head(target), random_tokens(target.config, 90)
+    target, head = make_caches(CONFIGS["gqa"])
+    tokens = random_tokens(CONFIGS["gqa"], 90)
     target.forward(tokens[:89])
     expected = head.forward(tokens, 64).copy()
     head.forward(tokens[:30])
@@ -290,12 +304,12 @@ def test_an_interrupted_pass_leaves_no_wrong_pairs():
 
 def test_a_target_pass_in_a_signal_handler_changes_no_logits(monkeypatch):
     """At the worst moment, between the lookup of the target's states and their copy."""
-    target = random_model(CONFIGS["gqa"])
-    head, tokens = make_head(target), random_tokens(target.config, 60)
+    target, head = make_caches(CONFIGS["gqa"])
+    tokens = random_tokens(CONFIGS["gqa"], 60)
     target.forward(tokens[:59])
     expected = head.forward(tokens, 20).copy()
     head.forward([], 0)
-    hidden, interrupts = target.get_hidden_states, [tokens[:59], random_tokens(target.config, 70, seed=2)]
+    hidden, interrupts = target.get_hidden_states, [tokens[:59], random_tokens(CONFIGS["gqa"], 70, seed=2)]
 
     def interrupted(*arguments):
         states = hidden(*arguments)
@@ -309,20 +323,20 @@ def test_a_target_pass_in_a_signal_handler_changes_no_logits(monkeypatch):
 
 
 def test_threads_that_take_turns_get_the_logits_of_their_own_sequences():
-    target = random_model(CONFIGS["gqa"])
-    head = make_head(target)
-    sequences = [random_tokens(target.config, 40, seed) for seed in range(3)]
-    expected = []
-    for tokens in sequences:
-        target.forward(tokens[:-3])
-        expected.append(head.forward(tokens, 10).copy())
-    bad = []
+    head = make_head(random_model(CONFIGS["gqa"]))
+    sequences = [random_tokens(CONFIGS["gqa"], 40, seed) for seed in range(3)]
+    expected, caches, bad = [], [new_head_cache(head) for _ in sequences], []
+    for tokens, cache in zip(sequences, caches, strict=True):
+        cache.target_cache.forward(tokens[:-3])
+        expected.append(cache.forward(tokens, 10).copy())
 
     def work(i):
         for _ in range(20):
-            with head.lock, target.lock:
-                target.forward(sequences[i][:-3])
-                if not np.array_equal(head.forward(sequences[i], 10), expected[i]):
+            caches[i].target_cache.forward([], 0)
+            caches[i].target_cache.forward(sequences[i][:-3])
+            with head.lock:
+                caches[i].forward([], 0)
+                if not np.array_equal(caches[i].forward(sequences[i], 10), expected[i]):
                     bad.append(i)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
@@ -336,14 +350,16 @@ def test_threads_that_take_turns_get_the_logits_of_their_own_sequences():
 def test_a_pickled_head_keeps_its_target():
     target = random_model(CONFIGS["head_dim_48"])
     head, tokens = make_head(target, draft_vocab_size=41), random_tokens(target.config, 30)
-    target.forward(tokens[:29])
-    expected = head.forward(tokens, 10).copy()
+    cache = new_head_cache(head)
+    cache.target_cache.forward(tokens[:29])
+    expected = cache.forward(tokens, 10).copy()
     twin_target, twin = pickle.loads(pickle.dumps((target, head)))
     assert twin.target is twin_target and copy.copy(head).target is target
     assert twin.weights.matrices["embedding"].panels is twin_target.weights.matrices["embedding"].panels
-    assert not twin.can_draft(tokens)
-    twin_target.forward(tokens[:29])
-    np.testing.assert_array_equal(twin.forward(tokens, 10), expected)
+    cache = new_head_cache(twin)
+    assert not cache.can_draft(tokens)
+    cache.target_cache.forward(tokens[:29])
+    np.testing.assert_array_equal(cache.forward(tokens, 10), expected)
     np.testing.assert_array_equal(twin.target_ids, head.target_ids)
     assert (twin.n_positions, twin.kv, twin.config) == (head.n_positions, head.kv, head.config)
 
@@ -366,14 +382,15 @@ def test_a_head_that_does_not_fit_the_target_is_refused():
     for bad_ids in (ids[:-1], np.append(ids[:-1], ids[0]), np.append(ids[:-1], 512), np.append(ids[:-1], -1)):
         refused("^target_ids must be 50 different ids from 0 to 511$", ids=bad_ids)
     refused("classifier", weights=EAGLE3.pack(*random_head(target.config)[:2]))
-    head = Head(config, weights, target, ids)
-    other, tensors, _ = random_head(target.config, target_layers=(0, 1))
-    message = r"^the target keeps the hidden states before layers \(0, 1, 2\), not \(0, 1\)$"
-    refused(message, other, EAGLE3.pack(other, tensors), ids=None)
+    message = r"^the head needs a cache of its target with the hidden states before layers \(0, 1, 2\)$"
+    for cache in (target.new_cache((0, 1)), target.new_cache(), random_model(CONFIGS["gqa"]).new_cache((0, 1, 2))):
+        with pytest.raises(ValueError, match=message):
+            Head(config, weights, target, ids).new_draft_cache(cache)
+    head = new_head_cache(Head(config, weights, target, ids))
     for n in (0, 1):
         with pytest.raises(ValueError, match=f"^n_logits is {n + 1}; |n_logits is 1"):
             head.forward([5] * n, 1)
-    target.forward([5, 6])
+    head.target_cache.forward([5, 6])
     with pytest.raises(ValueError, match=r"^tokens hold 512; expected 0 to 511$"):
         head.forward([5, 6, 512])
     with pytest.raises(ValueError, match="token trees are not supported"):
@@ -411,8 +428,8 @@ def test_only_a_head_has_a_head_configuration():
 
 def test_features_use_the_unscaled_residual_stream_of_a_target_that_scales_it():
     config = replace(CONFIGS["gqa"], residual_scale=0.22, embedding_scale=12.0)
-    target, tokens = random_model(config), random_tokens(config, 20)
-    head = make_head(target)
+    target, head = make_caches(config)
+    tokens = random_tokens(config, 20)
     target.forward(tokens)
     head._compute_features(tokens, 0, 19)
     embeddings = np.float32(12) * random_tensors(config, 0, 0.3)["tok_emb"][tokens[:19]]

@@ -14,8 +14,6 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.draft.cost_calibration import measure
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model_drafters import HeadDrafter
-from specdec.engine.decode_loop import decode
 from specdec.events import Statistics
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError
@@ -28,26 +26,20 @@ from specdec.verification import VERIFIERS
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, generate_tokens
+from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_tokens, make_model_drafter
 from tests.tools.head_files import DIALECTS, write_folder, write_gguf
-from tests.tools.random_heads import make_head, random_head
+from tests.tools.random_heads import make_head, new_head_cache, random_head
 from tests.tools.random_models import make_started_policy, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
-def make_drafter(head, sampling, verify="coupled"):
-    return HeadDrafter(head, Sampler(105, sampling), VERIFIERS[verify](105, sampling).get_draft_stream, END_MARKS)
-
-
-def run_events(target, head, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60):
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
-    policy = FixedLength(gamma)
-    return decode(target, make_drafter(head, sampling, verify), verifier, list(prompt), max_tokens, policy, END_MARKS)
-
-
-def get_tokens(events):
-    return [token for event in events if isinstance(event, Step) for token in event.tokens]
+def run_events(head, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, eos_tokens=END_MARKS):
+    """Return the events of a target with its head, given by the head or by a cache of it."""
+    cache = new_head_cache(head) if isinstance(head, Head) else head
+    verifier = VERIFIERS[verify](cache.model.vocab_size, sampling)
+    drafter = make_model_drafter(cache, verifier, sampling, eos_tokens=eos_tokens)
+    return decode(cache.target_cache, drafter, verifier, prompt, max_tokens, FixedLength(gamma), eos_tokens)
 
 
 def check_random_heads(n_pairs, first=0):
@@ -64,7 +56,7 @@ def check_random_heads(n_pairs, first=0):
         prompt = rng.integers(3, 105, int(rng.choice([1, 2, 5, 100]))).tolist()
         plain, _ = generate_tokens(target, None, sampling, prompt=prompt, max_tokens=200)
         gamma = int(rng.choice([1, 2, 4, 63], p=[0.4, 0.3, 0.25, 0.05]))
-        for event in run_events(target, head, sampling, gamma, prompt=prompt, max_tokens=200):
+        for event in run_events(head, sampling, gamma, prompt=prompt, max_tokens=200):
             statistics.add(event)
             if isinstance(event, Step):
                 assert event.tokens == plain[: len(event.tokens)]
@@ -91,33 +83,26 @@ def test_a_head_changes_none_of_100_000_tokens():
 def test_a_head_prefills_a_long_prompt_and_drafts_to_the_last_position():
     target, sampling = tiny_model(2, seq_len=400, layers=3), Sampling(1.0, 0, 0.0, 9)
     head, prompt = make_head(target, draft_vocab_size=80, seq_len=64), np.random.default_rng(1).integers(3, 105, 300).tolist()
-    plain, statistics = [], Statistics()
-    for event in decode(target, None, VERIFIERS["coupled"](105, sampling), prompt, 200, FixedLength(1), {}):
-        plain += event.tokens if isinstance(event, Step) else []
     verifier = VERIFIERS["coupled"](105, sampling)
-    drafter = HeadDrafter(head, Sampler(105, sampling), verifier.get_draft_stream, {})
-    for event in decode(target, drafter, verifier, prompt, 200, FixedLength(5), {}):
-        statistics.add(event)
-        if isinstance(event, Step):
-            assert event.tokens == plain[: len(event.tokens)]
-            del plain[: len(event.tokens)]
-    assert not plain and statistics.stop_reason == "seq_len" and statistics.n_generated == 101 and statistics.n_drafted > 300
+    plain = get_tokens(decode(target.new_cache(), None, verifier, prompt, 200, FixedLength(1), {}))
+    tokens, statistics = collect(run_events(head, sampling, 5, prompt=prompt, max_tokens=200, eos_tokens={}))
+    assert tokens == plain and statistics.stop_reason == "seq_len"
+    assert statistics.n_generated == 101 and statistics.n_drafted > 300
 
 
 def test_draft_tokens_are_drawn_with_the_targets_noise():
-    target = tiny_model(0, layers=3)
-    head, sampling = make_head(target, draft_vocab_size=50), SAMPLINGS[1]
-    prompt = [BOS, 7, 9, 20, 33]
-    target.forward(prompt[:-1])
-    proposed = make_drafter(head, sampling).propose(prompt, make_started_policy(5)).tokens
+    head, sampling = new_head_cache(make_head(tiny_model(0, layers=3), draft_vocab_size=50)), SAMPLINGS[1]
+    prompt, drafter = [BOS, 7, 9, 20, 33], make_model_drafter(head, VERIFIERS["coupled"], sampling)
+    head.target_cache.forward(prompt[:-1])
+    proposed = drafter.propose(prompt, make_started_policy(5)).tokens
     sampler, tokens = Sampler(105, sampling), prompt
     for token in proposed:
-        assert token == sampler.draw(sampler.new_probs(), head.forward(tokens)[0], 0, len(tokens)) and token in head.target_ids
+        assert token == sampler.draw(sampler.new_probs(), head.forward(tokens)[0], 0, len(tokens))
+        assert token in head.head.target_ids
         tokens = [*tokens, token]
     assert len(proposed) == 5 or proposed[-1] in END_MARKS
-    assert make_drafter(head, sampling).propose([BOS], make_started_policy(5)).tokens == []
-    target.hidden_layers = (1,)  # another sequence may overwrite the states
-    assert make_drafter(head, sampling).propose([8, *prompt], make_started_policy(5)).tokens == []
+    assert drafter.propose([BOS], make_started_policy(5)).tokens == []
+    assert drafter.propose([8, *prompt], make_started_policy(5)).tokens == []  # the target holds no states of that sequence
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
@@ -125,23 +110,24 @@ def test_sequences_that_take_turns_equal_those_alone(verify):
     target, sampling = tiny_model(5, layers=3), Sampling(1.0, 0, 0.0, 7)
     heads = [make_head(target, draft_vocab_size=60), make_head(target, seed=1, draft_vocab_size=90)]
     requests = [(head, [BOS, *range(3, 3 + n)]) for head, n in ((heads[0], 0), (heads[0], 20), (heads[1], 2), (heads[1], 41))]
-    alone = [get_tokens(run_events(target, head, sampling, verify=verify, prompt=prompt)) for head, prompt in requests]
-    streams = [run_events(target, head, sampling, verify=verify, prompt=prompt) for head, prompt in requests]
+    alone = [get_tokens(run_events(head, sampling, verify=verify, prompt=prompt)) for head, prompt in requests]
+    streams = [run_events(head, sampling, verify=verify, prompt=prompt) for head, prompt in requests]
     rounds = [*itertools.zip_longest(*streams)]
     assert [get_tokens(filter(None, events)) for events in zip(*rounds, strict=True)] == alone
-    heads[0].forward([1, 2]), target.forward([], 0), target.forward([8, 9])  # passes of another sequence
-    assert get_tokens(run_events(target, *requests[1][:1], sampling, verify=verify, prompt=requests[1][1])) == alone[1]
+    cache = new_head_cache(heads[0])  # which has run another sequence
+    cache.target_cache.forward([8, 9]), cache.forward([8, 9])
+    assert get_tokens(run_events(cache, sampling, verify=verify, prompt=requests[1][1])) == alone[1]
 
 
 def test_threads_that_share_a_head_generate_the_same_as_alone():
     target, sampling = tiny_model(6, layers=3), Sampling(1.0, 0, 0.0, 7)
     head = make_head(target, draft_vocab_size=60)
     prompts = [[BOS, *range(3, 3 + n)] for n in (1, 9, 30)]
-    alone = [get_tokens(run_events(target, head, sampling, prompt=prompt, max_tokens=90)) for prompt in prompts]
+    alone = [get_tokens(run_events(head, sampling, prompt=prompt, max_tokens=90)) for prompt in prompts]
     found = {}
 
     def write(i):
-        found[i] = [get_tokens(run_events(target, head, sampling, prompt=prompts[i], max_tokens=90)) for _ in range(4)]
+        found[i] = [get_tokens(run_events(head, sampling, prompt=prompts[i], max_tokens=90)) for _ in range(4)]
 
     threads = [threading.Thread(target=write, args=(i,)) for i in range(3)]
     for thread in threads:
@@ -159,7 +145,7 @@ def test_a_head_with_some_of_the_ids_keeps_the_targets_distribution(verify, n_ru
     head, prompt = make_head(target, draft_vocab_size=7), [3, 4, 5]
 
     def softmax(tokens):
-        powers = np.exp(target.forward(tokens)[0].astype(np.float64))
+        powers = np.exp(target.new_cache().forward(tokens)[0].astype(np.float64))
         return powers / powers.sum()
 
     first = softmax(prompt)
@@ -167,9 +153,7 @@ def test_a_head_with_some_of_the_ids_keeps_the_targets_distribution(verify, n_ru
     counts = Counter()
     for seed in range(n_runs):
         sampling = Sampling(1.0, 0, 0.0, seed)
-        verifier = VERIFIERS[verify](12, sampling)
-        drafter = HeadDrafter(head, Sampler(12, sampling), verifier.get_draft_stream, {})
-        counts[tuple(get_tokens(decode(target, drafter, verifier, prompt, 2, FixedLength(3), {})))] += 1
+        counts[tuple(get_tokens(run_events(head, sampling, 3, verify, prompt, 2, {})))] += 1
     seen = np.array([counts[a, b] for a in range(12) for b in range(12)])
     large = expected >= 5
     cells = [(seen[i], expected[i]) for i in np.flatnonzero(large)] + [(seen[~large].sum(), expected[~large].sum())]
@@ -208,7 +192,7 @@ def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
 def test_the_costs_of_a_head_are_measured(pair: Pair, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
     decoder.warm_up()
-    curve = decoder.autotuner.curve
+    curve = decoder.autotuner._curve
     assert curve and curve.draft_token > 0 and curve.pass_seconds[1] > 0
 
 
@@ -217,7 +201,8 @@ def test_the_target_prefills_before_the_head(pair: Pair, tmp_path: Path) -> None
     prompt = [1, *[260, 261] * 50]
     fractions = [*decoder.read(prompt)]
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
-    assert decoder.target.count_prefill_tokens(prompt) == 0 and decoder.draft and decoder.draft.count_prefill_tokens(prompt) == 0
+    [slot] = decoder._prefix_cache._idle
+    assert [cache.count_prefill_tokens(prompt) for cache in slot.caches.all] == [0, 0]
     assert [*decoder.read(prompt)] == []
 
 
@@ -285,11 +270,11 @@ def test_the_command_line_accepts_a_head_as_a_draft(run: Run, pair: Pair, tmp_pa
 
 def test_a_head_can_be_timed_while_another_sequence_uses_its_target(monkeypatch):
     target = tiny_model(8, layers=3)
-    head, clock = make_head(target), time.perf_counter
+    head, other, clock = new_head_cache(make_head(target)), target.new_cache(), time.perf_counter
 
     def run_other_sequence():
         if target.lock.acquire(blocking=False):
-            target.forward([7, 8, 9])
+            other.forward([7, 8, 9])
             target.lock.release()
 
     def busy():
@@ -299,7 +284,7 @@ def test_a_head_can_be_timed_while_another_sequence_uses_its_target(monkeypatch)
         return clock()
 
     monkeypatch.setattr("specdec.draft.cost_calibration.time.perf_counter", busy)
-    assert measure(target, head, SharedVocabulary(105, 105)).draft_cost(1) > 0
+    assert measure(head.target_cache, head, SharedVocabulary(105, 105)).draft_cost(1) > 0
 
 
 @pytest.mark.parametrize("n_positions", [1, 2, 3])
@@ -309,11 +294,3 @@ def test_a_head_drafts_for_a_target_with_few_positions(pair: Pair, n_positions):
     for draft in (load_model(pair.draft), make_head(target)):
         decoder = SpeculativeDecoder(target, draft, tokenizer=pair.tokenizer)
         assert decoder.generate("", n_positions, seed=4).tokens == plain.tokens
-
-
-def test_a_head_proposes_nothing_if_the_target_keeps_no_states(pair: Pair):
-    target = load_model(pair.target)
-    plain = SpeculativeDecoder(target, None, tokenizer=pair.tokenizer).generate("", 20, seed=4)
-    decoder = SpeculativeDecoder(target, make_head(target), tokenizer=pair.tokenizer)
-    target.hidden_layers = ()
-    assert decoder.generate("", 20, seed=4).tokens == plain.tokens

@@ -7,9 +7,6 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.model_drafters import HeadDrafter
-from specdec.engine.decode_loop import decode
-from specdec.events import Statistics, Step
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.mtp import load_mtp_head
@@ -18,13 +15,13 @@ from specdec.model.registry import get_architecture
 from specdec.quant import BF16, INT8
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
-from specdec.sampling import Sampler, Sampling
+from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
-from tests.tools import random_models
 from tests.tools.checkpoint_files import write_tokenizer
-from tests.tools.decode import generate_tokens
+from tests.tools.decode import collect, decode, get_tokens, make_model_drafter
 from tests.tools.gguf_files import gguf_bytes, make_model_with_head
 from tests.tools.hf_folders import FIXTURES, copy_fixture, edit_tensors, read_all_tensors
+from tests.tools.random_heads import new_head_cache
 from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, interrupt_after, random_tokens, scatter_phases
 
 NAMES = ("qwen35", "qwen35_images", "qwen35_moe", "qwen3_next")
@@ -33,13 +30,14 @@ PROMPT = [1, 7, 9]
 
 
 def make_pair(name="qwen35", n_threads=1, weight_format=None):
-    """Return a target of the fixtures and its head in a weight format."""
+    """Return KV caches of a target of the fixtures, and of its head in a weight format."""
     source = load_checkpoint(FIXTURES / name)
     weights = get_architecture(source.config).pack(source.config, source.tensors)
     target = Model(source.config, weights, n_threads, N_POSITIONS, kv="f32")
     head_tensors = load_mtp_head(source)
     head = get_architecture(head_tensors.config).pack(head_tensors.config, head_tensors.tensors, weight_format)
-    return target, Head(head_tensors.config, head, target, None, n_threads, N_POSITIONS, kv="f32")
+    cache = new_head_cache(Head(head_tensors.config, head, target, None, n_threads, N_POSITIONS, kv="f32"))
+    return cache.target_cache, cache
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +50,7 @@ def test_logits_equal_those_of_transformers_after_any_rejection(name):
     rng, largest = np.random.default_rng(0), np.abs(logits).max()
     for i in range(n):
         target.forward(tokens[: i + 1])
-        head.forward([*tokens[: i + 1 + i % 2], *rng.integers(0, target.config.vocab_size, 3 + i % 2).tolist()])
+        head.forward([*tokens[: i + 1 + i % 2], *rng.integers(0, target.model.vocab_size, 3 + i % 2).tolist()])
         for g in range(min(n_drafted, n - i)):
             got = head.forward(tokens[: i + g + 2])[0]
             assert np.abs(got - logits[g, i]).max() < 3e-5 * largest
@@ -61,7 +59,7 @@ def test_logits_equal_those_of_transformers_after_any_rejection(name):
 
 
 def test_logits_do_not_depend_on_batch_threads_or_an_interrupted_pass():
-    tokens = random_tokens(make_pair()[0].config, 120)
+    tokens = random_tokens(make_pair()[0].model.config, 120)
     target, head = make_pair()
     target.forward(tokens)
     alone = np.concatenate([head.forward(tokens[:end]).copy() for end in range(2, len(tokens) + 1)])
@@ -78,7 +76,7 @@ def test_logits_do_not_depend_on_batch_threads_or_an_interrupted_pass():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_phases_do_not_depend_on_thread_assignment(name, monkeypatch):
-    tokens = random_tokens(make_pair(name)[0].config, 40)
+    tokens = random_tokens(make_pair(name)[0].model.config, 40)
     fake_three_threads(monkeypatch)
     logits = []
     for n_threads in (1, 3):
@@ -147,7 +145,7 @@ def test_a_missing_or_damaged_head_is_reported_only_if_it_is_requested(tmp_path)
     with pytest.raises(ValueError, match=r"qwen35_odd has no built-in head \(mtp\)"):
         SpeculativeDecoder(FIXTURES / "qwen35_odd", "mtp", small)
     with pytest.raises(ValueError, match="name the target by its file"):
-        SpeculativeDecoder(make_pair()[0], "mtp", characters)
+        SpeculativeDecoder(make_pair()[0].model, "mtp", characters)
     folder = edit_tensors(copy_fixture(tmp_path / "damaged", "qwen35"), lambda tensors: tensors.pop("mtp.norm.weight"))
     message = r"has no tensor mtp\.norm\.weight"
     with pytest.raises(CheckpointError, match=message):
@@ -166,21 +164,17 @@ def test_a_missing_or_damaged_head_is_reported_only_if_it_is_requested(tmp_path)
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_output_is_plain_and_draft_tokens_are_accepted(verify, monkeypatch):
-    monkeypatch.setattr(random_models, "END_MARKS", {})
+def test_output_is_plain_and_draft_tokens_are_accepted(verify):
     n_accepted = 0
     for name in NAMES:
         for sampling in (Sampling(0.0, seed=1), Sampling(0.9, seed=2)):
-            plain, _ = generate_tokens(make_pair(name)[0], None, sampling, prompt=PROMPT, max_tokens=60)
+            target, head = make_pair(name, weight_format=INT8)
+            verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
+            plain = get_tokens(decode(target, None, verifier, PROMPT, 60, FixedLength(1), {}))
             for gamma in (1, 3, 7):
-                target, head = make_pair(name, weight_format=INT8)
-                size = target.config.vocab_size
-                verifier = VERIFIERS[verify](size, sampling)
-                drafter = HeadDrafter(head, Sampler(size, sampling), verifier.get_draft_stream, {})
-                statistics, tokens = Statistics(len(PROMPT)), []
-                for event in decode(target, drafter, verifier, PROMPT, 60, FixedLength(gamma), {}):
-                    statistics.add(event)
-                    tokens += event.tokens if isinstance(event, Step) else []
+                drafter = make_model_drafter(new_head_cache(head.head), verifier, sampling, eos_tokens={})
+                cache = drafter._cache.target_cache
+                tokens, statistics = collect(decode(cache, drafter, verifier, PROMPT, 60, FixedLength(gamma), {}))
                 assert statistics.n_drafted > 40
                 n_accepted += statistics.n_accepted
                 assert tokens == plain or verify == "rejection"

@@ -55,7 +55,8 @@ def decode(
         if state.propose().tokens:
             yield state.proposal
         begin = time.perf_counter()
-        verified = state.verify(run_target(cache, state))
+        with model.lock:  # another thread's pass would overwrite the logits
+            verified = state.verify(run_target(cache, state))
         yield state.commit(verified, time.perf_counter() - begin)
 
 

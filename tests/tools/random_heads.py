@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from specdec.heads.eagle3 import EAGLE3, shapes
-from specdec.heads.head import Head
+from specdec.heads.head import Head, HeadCache
+from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.quant import FP32, WeightFormat
@@ -47,6 +48,11 @@ def make_head(target: Model, weight_format: WeightFormat = FP32, n_threads: int 
     """Return a random head for a target."""
     config, tensors, ids = random_head(target.config, **fields)
     return Head(config, EAGLE3.pack(config, tensors, weight_format), target, ids, n_threads, target.n_positions)
+
+
+def new_head_cache(head: Head, target_cache: KVCache | None = None) -> HeadCache:
+    """Return a new cache of a head, over a new cache of its target if none is given."""
+    return head.new_draft_cache(target_cache or head.target.new_cache(head.target_layers))
 
 
 def compute_oracle_logits(config: ModelConfig, tensors: dict[str, Any], states: Any, tokens: list[int]) -> Any:
