@@ -117,8 +117,7 @@ def test_padding_rows_are_never_sampled(tmp_path: Path) -> None:
     """Although their logits are the largest: their embeddings are those of the others, many times as long."""
     target, draft = make_folder(tmp_path / "target", padding=40), make_folder(tmp_path / "draft", padding=64)
     n = HFTokenizer(target).vocab_size
-    model = load_model(target)
-    logits = model.forward([1, 2, 3], 3)
+    logits = load_model(target).new_cache().forward([1, 2, 3], 3)
     assert logits.shape[1] == n + 40
     for verify in ("coupled", "rejection"):
         decoder = SpeculativeDecoder(target, draft, verify=verify)  # type: ignore[arg-type]
@@ -174,7 +173,7 @@ def test_a_draft_with_another_tokenizer_does_not_change_the_output(tmp_path: Pat
     """With GPT-2's vocabulary, mostly the target's in another order; also as a stage, and pickled."""
     target, draft = make_folder(tmp_path / "target"), make_folder(tmp_path / "draft", tokenizer="gpt2", padding=5)
     other = SpeculativeDecoder(target, draft, verify=verify, gamma=4)  # type: ignore[arg-type]
-    assert 380 < other.shared["draft"] < other.n_ids and other.draft and other.draft.config.vocab_size == other.n_ids
+    assert 380 < other.shared["draft"] < other.n_ids and other.draft and other.draft.vocab_size == other.n_ids
     assert f"draft int8 ({other.shared['draft']} of {other.n_ids} tokens)" in other.weights
     outputs = [generate_tokens(other, sampling) for sampling in SAMPLINGS]
     assert max(map(max, outputs)) < other.n_ids

@@ -13,10 +13,11 @@ import pytest
 import specdec
 from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Step, TemplateError, argument_checks
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.text.detokenizer import EventDetokenizer, StopStringFilter, detokenize_events
+from specdec.text.detokenizer import EventDetokenizer, StopStringFilter
 from specdec.tokenizer import FIRST_BYTE
 from tests.test_end_to_end import make_folder
 from tests.test_type_checking import documented_examples
+from tests.tools.decode import add_text
 from tests.tools.hf_folders import FIXTURES
 
 PROMPT = "Once upon a time"
@@ -79,13 +80,8 @@ def test_step_texts_join_to_the_output_in_whole_characters(decoder, byte_decoder
 def test_a_character_split_across_steps_belongs_to_the_last_of_them(tokenizer):
     first, second = (FIRST_BYTE + byte for byte in "é".encode())
     steps = [Step([token], [], 0, 0.0, 0.0) for token in (first, second)] + [Step([first], [], 0, 0.0, 0.0, "max_tokens")]
-    events = iter([Prompt(tokenizer.encode("the"), 0.0), *steps])
-    assert get_texts(detokenize_events(events, EventDetokenizer(tokenizer))) == [
-        "the",
-        "",
-        "é",
-        "\ufffd",
-    ]
+    events, detokenizer = [Prompt(tokenizer.encode("the"), 0.0), *steps], EventDetokenizer(tokenizer)
+    assert get_texts([add_text(event, detokenizer) for event in events]) == ["the", "", "é", "\ufffd"]
 
 
 def test_a_generation_has_tokens_and_continuation(decoder):
@@ -229,16 +225,9 @@ def test_a_decoder_has_no_other_public_names(decoder):
     calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "stream", "warm_up"}
     calls |= {"json_object", "json_schema", "regex"}
     models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
-    for_scheduler = {"bundle", "make_sequence", "autotuner"}  # for the server's scheduler
-    assert names == calls | models | for_scheduler | {
-        "gamma",
-        "verify",
-        "tree",
-        "n_ids",
-        "n_positions",
-        "shared",
-        "weights",
-    }
+    for_scheduler = {"bundle", "make_scheduler", "autotuner", "prompt_cache"}  # for the server
+    properties = {"gamma", "verify", "tree", "n_ids", "n_positions", "shared", "weights"}
+    assert names == calls | models | for_scheduler | properties
 
 
 def test_objects_have_a_meaningful_repr(decoder):

@@ -23,6 +23,7 @@ from specdec.ui.text_layout import row_width
 from tests.conftest import Pair
 from tests.fakes.terminal import PROMPT, Screen, ShellJob, make_arguments
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.decode import add_text
 from tests.ui.test_panel import Clock, Keys, has_grown
 
 SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
@@ -31,10 +32,10 @@ SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
 def make_run(tokenizer: Tokenizer, tokens: list[int], n_a_step: int, seconds: float) -> RecordedRun:
     """Return a run of steps of equal duration, with all tokens but the last of each accepted."""
     lane, wording = RecordedRun(), EventDetokenizer(tokenizer)
-    lane.add(wording.detokenize(Prompt(tokenizer.encode("the"), 1.0)))
+    lane.add(add_text(Prompt(tokenizer.encode("the"), 1.0), wording))
     for start in range(0, len(tokens), n_a_step):
         some = tokens[start : start + n_a_step]
-        lane.add(wording.detokenize(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens")))
+        lane.add(add_text(Step(some, some[:-1], len(some) - 1, seconds, 0.0, "max_tokens"), wording))
     return lane
 
 

@@ -426,7 +426,7 @@ def test_ngrams_get_all_gammas_without_draft(pair: Pair) -> None:
 
 
 def test_draft_with_fewer_positions_is_not_measured_alone(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(decoder.draft), "n_positions", property(lambda model: 64 if model is decoder.draft else 128))
+    monkeypatch.setattr(decoder.draft, "n_positions", 64)
     settings, notes = sweep.make_settings(decoder, [2])
     assert [s.kind for s in settings] == ["alone", "ngram", "pair"]
     assert notes == ["the draft alone is left out: it has room for 64 tokens, the target for 128"]
@@ -505,7 +505,7 @@ def test_differing_outputs_exit_with_code_1(
 ) -> None:
     """A verifier that accepts everything: 7 follows each proposal."""
     monkeypatch.setattr(
-        "specdec.engine.decode_loop.CoupledVerifier.verify",
+        "specdec.verification.CoupledVerifier.verify",
         lambda _, logits, draft, position: ([*draft.tokens, 7][: len(logits)], len(draft.tokens)),
     )
     code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts))

@@ -818,7 +818,7 @@ def test_generated_control_characters_cannot_move_cursor(run: Run, tmp_path: Pat
 
 def test_slow_draft_prints_advice(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake clock makes the draft a hundred times as expensive as its target."""
-    monkeypatch.setattr("specdec.draft.autotuner.measure", lambda *_: CostCurve({1: 1e-6, 8: 2e-6}, 1e-4))
+    monkeypatch.setattr("specdec.engine.autotuner.measure", lambda *_: CostCurve({1: 1e-6, 8: 2e-6}, 1e-4))
     monkeypatch.setattr(CostModel, "end_pass", lambda *_: None)
     arguments = ("-m", pair.endless, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 100, "--plain")
     _, _, summary = run(*arguments)

@@ -7,12 +7,13 @@ from typing import Any
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.events import Event, Prompt, Statistics, Step
+from specdec.events import Event, Prompt, Proposal, Statistics, Step
 from specdec.model.model import Model
 from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.runtime.simd import Float32
 from specdec.sampling import Sampler
 from specdec.speculative import DecodingState
+from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, Verifier
 
@@ -75,6 +76,13 @@ def get_steps(events: Iterable[Event]) -> list[Step]:
 def get_tokens(events: Iterable[Event]) -> list[int]:
     """Return all generated tokens."""
     return [token for step in get_steps(events) for token in step.tokens]
+
+
+def add_text(event: Event, detokenizer: EventDetokenizer) -> Event:
+    """Return an event of a sequence with its text."""
+    if isinstance(event, Step):
+        return detokenizer.add_text(event)
+    return detokenizer.add_draft_text(event) if isinstance(event, Proposal) else detokenizer.add_prompt_text(event)
 
 
 def collect(events: Iterable[Event]) -> tuple[list[int], Statistics]:

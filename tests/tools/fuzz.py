@@ -37,7 +37,6 @@ from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.staged import StagedDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.engine.decode_loop import decode
 from specdec.events import Proposal, Step
 from specdec.families.gguf_common import INTERLEAVED_ROPE_TENSORS
 from specdec.loaders import CheckpointError, load_checkpoint
@@ -61,7 +60,7 @@ from tests.tools import checkpoint_files as made
 from tests.tools import gguf_files as made_gguf
 from tests.tools import hf_folders as huggingface
 from tests.tools import reference
-from tests.tools.decode import END_MARKS
+from tests.tools.decode import END_MARKS, decode, get_cache
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.fuzz_heads import fuzz_head
 
@@ -164,7 +163,7 @@ def compile_checkpoint_kernels():
     for data in (made.checkpoint_bytes(config, tensors, 1), quantized):
         path.write_bytes(data)
         for int8 in (False, True):
-            load_model(path, int8, n_threads=1).forward([1, 2, 3], 3)
+            load_model(path, int8, n_threads=1).new_cache().forward([1, 2, 3], 3)
 
 
 def fuzz_checkpoint(rng):
@@ -183,9 +182,9 @@ def fuzz_checkpoint(rng):
     tracemalloc.start()
     try:
         model = load_model(path, int8, n_threads=1)
-        tokens = [rng.randrange(model.config.vocab_size) for _ in range(min(n, model.n_positions))]
-        assert model.forward(tokens, len(tokens)).shape == (len(tokens), model.config.vocab_size)
-        mapped = model._buffers.keys.nbytes + model._buffers.values.nbytes
+        tokens, cache = [rng.randrange(model.vocab_size) for _ in range(min(n, model.n_positions))], model.new_cache()
+        assert cache.forward(tokens, len(tokens)).shape == (len(tokens), model.vocab_size)
+        mapped = cache._buffers.keys.nbytes + cache._buffers.values.nbytes
         outcome = FINE
     except CheckpointError as error:
         outcome, mapped = check_one_line(error, str(path)), 0
@@ -297,14 +296,14 @@ def fuzz_weight_formats(rng):
     kind = rng.choice([None, INT8, INT4])
     weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, kind)
     model = Model(checkpoint.config, weights, 1, kv="f32")  # half precision would hide errors of products
-    tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))]
-    expected = np.concatenate([model.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
+    tokens, cache = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))], model.new_cache()
+    expected = np.concatenate([cache.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
     oracle = reference.forward(checkpoint.config, get_oracle_tensors(checkpoint, weights, kind), tokens)
     error = np.abs(expected - oracle).max() / np.abs(oracle).max()
     # 1e-7 if all activations are rounded alike; one that float64 has on the other side of a rounding boundary makes 0.02
     assert error < 0.05, f"logits are off by {error:.4f} of the largest"
     for _ in range(3):
-        other = clone_model(rng, model)
+        other = clone_model(rng, model).new_cache()
         end = rng.randint(1, len(tokens))
         other.forward(tokens[: rng.randint(0, end)], 0)
         n_logits = rng.randint(0, end)
@@ -434,14 +433,16 @@ def random_policy(rng):
 
 def generate_tokens(target, draft, sampling, verify, prompt, n, policy, use_tree=False):
     """Return the tokens up to the end or an error, and the error's message; use_tree makes proposals trees."""
-    verifier = VERIFIERS[verify](target.config.vocab_size, sampling)
+    target = get_cache(target)
+    n_ids = target.model.vocab_size
+    verifier = VERIFIERS[verify](n_ids, sampling)
     drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
     if draft and not drafter:
-        args = draft, Sampler(target.config.vocab_size, sampling, draft.config.vocab_size), verifier.get_draft_stream, END_MARKS
+        args = draft, Sampler(n_ids, sampling, draft.model.vocab_size), verifier.get_draft_stream, END_MARKS
         drafter = (TreeDrafter if use_tree else ModelDrafter)(*args)
     tokens = []
     try:
-        for event in decode(target, drafter, verifier, prompt, n, policy, END_MARKS):
+        for event in decode(target, drafter, verifier, prompt, n, policy):
             tokens += event.tokens if isinstance(event, Step) else []
     except ValueError as error:
         check_one_line(error, "not finite")
@@ -458,11 +459,11 @@ def fuzz_decoding(rng):
     prompt = [BOS, *rng.choices(range(config.vocab_size), k=n_prompt - 1)]
     sampling, n = random_sampling(rng), rng.choice([0, 1, 2, 40])
     plain, plain_error = generate_tokens(first, None, sampling, "coupled", prompt, n, FixedLength(1))
-    target = clone_model(rng, first)
-    draft = clone_model(rng, first)
+    target, draft = clone_model(rng, first).new_cache(), clone_model(rng, first).new_cache()
     if rng.random() < 0.6:
         draft_config = random_config(rng, config.vocab_size)
-        draft = clone_model(rng, random_model(rng, draft_config, None, loud and rng.random() < 0.5), first.n_positions)
+        other = random_model(rng, draft_config, None, loud and rng.random() < 0.5)
+        draft = clone_model(rng, other, first.n_positions).new_cache()
     chain = FixedLength(rng.choice([1, 2, 3, 4, 7, 8, 9, 63]))
     for drafter, *policy in (
         (draft, chain),
@@ -479,8 +480,8 @@ def fuzz_decoding(rng):
         assert sampling.temperature or tokens == plain[: len(tokens)]
     # the logits of one token per pass, by a model that ran nothing else
     sequence = (prompt + plain)[: first.n_positions]
-    fresh_model = clone_model(rng, first)
-    expected = np.concatenate([fresh_model.forward(sequence[: i + 1]).copy() for i in range(len(sequence))])
+    fresh = clone_model(rng, first).new_cache()
+    expected = np.concatenate([fresh.forward(sequence[: i + 1]).copy() for i in range(len(sequence))])
     if not loud and config.seq_len >= len(sequence) and first.weights.format_names == FP32.name:
         assert np.isfinite(expected).all()
     for token, row in zip([*plain, None], expected[len(prompt) - 1 :], strict=False):
@@ -502,11 +503,10 @@ def fuzz_staged_drafts(rng):
     """Compare the proposals of a draft that has a draft of its own, at any costs, with those that it makes alone."""
     config = random_config(rng)
     first = random_model(rng, config, None, rng.random() < 0.2)
+    vocab_sizes = [rng.choice([config.vocab_size, rng.randint(3, config.vocab_size)]) for _ in range(2)]
     draft, smaller = (
-        clone_model(
-            rng, random_model(rng, random_config(rng, rng.choice([config.vocab_size, rng.randint(3, config.vocab_size)]))), n
-        )
-        for n in (first.n_positions, rng.randint(1, 200))
+        clone_model(rng, random_model(rng, random_config(rng, vocab_size)), n).new_cache()
+        for vocab_size, n in zip(vocab_sizes, (first.n_positions, rng.randint(1, 200)), strict=True)
     )
     prompt = [BOS, *rng.choices(range(config.vocab_size), k=rng.randint(0, first.n_positions - 1))]
     if rng.random() < 0.5:
@@ -516,21 +516,22 @@ def fuzz_staged_drafts(rng):
         results = []
         for second in (None, NgramDrafter(END_MARKS), smaller):
             verifier = VERIFIERS[verify](config.vocab_size, sampling)
-            sampler = Sampler(config.vocab_size, sampling, draft.config.vocab_size)
+            sampler = Sampler(config.vocab_size, sampling, draft.model.vocab_size)
             arguments = (verifier.get_draft_stream, END_MARKS)
-            drafter, models = ModelDrafter(draft, sampler, *arguments), [draft]
+            drafter, caches = ModelDrafter(draft, sampler, *arguments), [draft]
             if second:
                 passes, token = {1: 10.0 ** rng.uniform(-7, 0), 8: 10.0 ** rng.uniform(-7, 0)}, 0.0
                 if second is smaller:
-                    models.append(smaller)
+                    caches.append(smaller)
                     token = 10.0 ** rng.uniform(-7, -1)
-                    second = ModelDrafter(smaller, Sampler(config.vocab_size, sampling, smaller.config.vocab_size), *arguments)
+                    second = ModelDrafter(smaller, Sampler(config.vocab_size, sampling, smaller.model.vocab_size), *arguments)
                 acceptance = Acceptance(MARGIN_ACCEPTANCE if token else NGRAM_ACCEPTANCE)
-                policy = DraftLengthPolicy(CostModel(CostCurve(passes, token)), acceptance, not token)
-                drafter = StagedDrafter(models, second, policy, sampler, *arguments)
-            target, steps = clone_model(rng, first), []
+                costs = CostModel(CostCurve(passes, token))
+                policy = DraftLengthPolicy(costs, acceptance, not token)
+                drafter = StagedDrafter(caches, second, costs, policy, sampler, *arguments)
+            target, steps = clone_model(rng, first).new_cache(), []
             try:
-                for event in decode(target, drafter, verifier, list(prompt), 30, FixedLength(gamma), END_MARKS):
+                for event in decode(target, drafter, verifier, prompt, 30, FixedLength(gamma)):
                     if isinstance(event, Step):
                         steps.append((event.tokens, event.draft_tokens, event.n_accepted, event.stop_reason))
             except ValueError as error:
@@ -558,14 +559,15 @@ def fuzz_tree(rng):
     """Run, grow and commit token trees: each node's logits are those of the chain of its ancestors."""
     config = random_config(rng)
     first = random_model(rng, config, None, rng.random() < 0.2, rng.choice([None, config.seq_len + rng.randint(0, 400)]))
-    model, chain_model, n_positions = clone_model(rng, first), clone_model(rng, first), first.n_positions
+    cache, chain = (clone_model(rng, first).new_cache() for _ in range(2))
+    n_positions = first.n_positions
     sequence = rng.choices(
         range(config.vocab_size), k=rng.randint(1, n_positions) if rng.random() < 0.5 else min(n_positions, rng.randint(1, 20))
     )
     nodes, parents, refused = [], [], False
 
     def expected(ends):
-        return np.concatenate([chain_model.forward(sequence + [nodes[i] for i in get_path(end, parents)]).copy() for end in ends])
+        return np.concatenate([chain.forward(sequence + [nodes[i] for i in get_path(end, parents)]).copy() for end in ends])
 
     for _ in range(rng.randint(3, 12)):
         match rng.randrange(6):
@@ -577,21 +579,21 @@ def fuzz_tree(rng):
                 nodes += new_nodes
             case 2 | 3 if nodes:  # a path joins the sequence, whether it is committed, found or run again
                 path = get_path(rng.randrange(len(nodes)), parents)
-                if model._tree_nodes == [*zip(nodes, parents, strict=True)] and rng.random() < 0.6:
-                    model.commit_path(path)
+                if cache._tree_nodes == [*zip(nodes, parents, strict=True)] and rng.random() < 0.6:
+                    cache.commit_path(path)
                 sequence, nodes, parents = sequence + [nodes[node] for node in path], [], []
                 sequence += rng.choices(range(config.vocab_size), k=rng.choice([0, 1, 1, 3]))
                 sequence = sequence[:n_positions]
             case 4:
                 n_logits = rng.randint(0, min(len(sequence), 64))
-                assert_same_bits(model.forward(sequence, n_logits), chain_model.forward(sequence, n_logits))
+                assert_same_bits(cache.forward(sequence, n_logits), chain.forward(sequence, n_logits))
             case 5:
                 sequence, nodes, parents = sequence[: rng.randint(1, len(sequence))], [], []
         ends = rng.sample(range(-1, len(nodes)), 1 + len(nodes))
         n_logits = rng.choice([len(nodes) + 1, rng.randint(0, len(nodes) + 1)])
         depth = max((len(get_path(end, parents)) for end in ends), default=0)
         try:
-            logits = model.forward_tree(sequence, nodes, parents, n_logits).copy()
+            logits = cache.forward_tree(sequence, nodes, parents, n_logits).copy()
             assert len(sequence) + depth <= n_positions
         except ValueError as error:
             assert len(sequence) + depth > n_positions
@@ -723,7 +725,7 @@ def fuzz_streams(rng):
     def run_plan(plan):
         for i, is_generate, n_threads in plan:
             model = models[i % 2]
-            model.n_threads = min(n_threads, model._max_threads)
+            model.n_threads = min(n_threads, model.max_threads)
             got = run_generate(*jobs[i]) if is_generate else run_stream(*jobs[i], nest) if n_threads > 1 else run_stream(*jobs[i])
             assert got == alone[i][is_generate], f"{got} in a thread, alone {alone[i][is_generate]}"
 
@@ -768,6 +770,12 @@ def make_small_decoder():
     return decoder
 
 
+def commit_path(cache, path):
+    """Commit a path of a tree of two nodes."""
+    cache.forward_tree([1], [5, 6], [-1, 0])
+    cache.commit_path(path)
+
+
 REQUEST = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed")
 FILES = ("target", "draft", "tokenizer")
 CALLS = (
@@ -778,13 +786,19 @@ CALLS = (
         (*FILES, "gamma", "verify", "tree", "n_threads", "quantize", "kv"),
         lambda d, args: SpeculativeDecoder(**({"target": FOLDER / "0.bin", "tokenizer": d.tokenizer} | args)).generate("ab", 2),
     ),
-    (("n_threads", "n_positions", "kv"), lambda d, args: Model(d.target.config, d.target.weights, **args).forward([1])),
-    (("tokens", "n_logits"), lambda d, args: d.target.forward(**({"tokens": [1, 2, 3]} | args))),
+    (
+        ("n_threads", "n_positions", "kv"),
+        lambda d, args: Model(d.target.config, d.target.weights, **args).new_cache().forward([1]),
+    ),
+    (("tokens", "n_logits"), lambda d, args: d.target.new_cache().forward(**({"tokens": [1, 2, 3]} | args))),
     (
         ("nodes", "parents", "n_logits"),
-        lambda d, args: d.target.forward_tree(**({"tokens": [1, 2, 3], "nodes": [5, 6, 7], "parents": [-1, 0, 0]} | args)),
+        lambda d, args: d.target.new_cache().forward_tree(
+            **({"tokens": [1, 2, 3], "nodes": [5, 6, 7], "parents": [-1, 0, 0]} | args)
+        ),
     ),
-    (("path",), lambda d, args: (d.target.forward_tree([1], [5, 6], [-1, 0]), d.target.commit_path(**args))),
+    (("path",), lambda d, args: commit_path(d.target.new_cache(), **args)),
+    (("hidden_layers",), lambda d, args: d.target.new_cache(**args)),
     (("gamma", "verify", "tree"), lambda d, args: [setattr(d, name, value) for name, value in args.items()]),
     (("n_threads",), lambda d, args: setattr(d.target, *args.popitem())),
 )

@@ -76,7 +76,7 @@ def make_chat_decoder(name, draft):
 def generate_uncached(name, messages, max_tokens, sampling):
     """Return the tokens and the text of an answer, computed without draft and KV cache."""
     decoder = make_chat_decoder(name, None)
-    decoder.target._cached_tokens.clear()
+    decoder._prefix_cache._idle.clear()
     steps = [event for event in decoder.chat(messages, max_tokens, sampling) if isinstance(event, Step)]
     return [token for step in steps for token in step.tokens], "".join(step.text for step in steps)
 
@@ -87,13 +87,18 @@ def random_words(rng):
     return "".join(rng.choices(WORDS, k=rng.choice([0, 1, 2, rng.randint(1, 12)])))
 
 
+def get_slots(decoder):
+    """Return the slots with the KV caches of a decoder's sequences."""
+    return [*decoder._prefix_cache._idle, *decoder._prefix_cache._in_use]
+
+
 @contextlib.contextmanager
-def count_run_tokens(model):
-    """Yield a list that receives the number of tokens of each forward pass of a model."""
+def count_run_tokens(decoder):
+    """Yield a list that receives the number of tokens of each forward pass of a decoder's target."""
     counts, run = [], Executor.__call__
 
     def count(self, n_tokens, *args):
-        if self is model._executor:
+        if any(self is slot.caches.target._executor for slot in get_slots(decoder)):
             counts.append(n_tokens)
         return run(self, n_tokens, *args)
 
@@ -107,11 +112,11 @@ def check_answer(rng, name, conversation, events, attempt):
     A prompt must run only its new tokens, and old messages must be dropped only if the context is full.
     """
     decoder, n_dropped = conversation._decoder, conversation.n_dropped
-    model, cached = decoder.target, decoder.target._cached_tokens[:]
+    cached = [slot.caches.target._tokens[:] for slot in get_slots(decoder)]
     stop = rng.choice([None, None, None, rng.randint(1, 6)])
     tokens, text, prompt = [], "", None
     try:
-        with count_run_tokens(model) as counts:
+        with count_run_tokens(decoder) as counts:
             for event in events:
                 if isinstance(event, Prompt):
                     prompt, n_run = event.tokens, sum(counts)
@@ -128,7 +133,7 @@ def check_answer(rng, name, conversation, events, attempt):
         (visible[:-1], visible[-1]) if prompt is not None and visible[-1]["role"] == "assistant" else (visible, None)
     )
     assert prompt == decoder.encode_chat(visible)
-    common = count_common_prefix(cached, prompt, len(prompt) - 1)
+    common = max((count_common_prefix(tokens, prompt, len(prompt) - 1) for tokens in cached), default=0)
     assert n_run <= len(prompt) - common, f"{n_run} prompt tokens run, {len(prompt) - common} are new"
     max_tokens = min(conversation.settings.max_tokens, POSITIONS + 1 - len(prompt))
     expected, expected_text = generate_uncached(name, visible, max_tokens, conversation.settings.make_sampling(attempt))

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
-from specdec.text.detokenizer import EventDetokenizer, detokenize_events
+from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
 from specdec.ui.keyboard import KEY_ACTIONS, Keyboard
 from specdec.ui.panel import MIN_SHOW_S, MIN_SHOW_TOKENS, PANEL_DELAY_S, LivePanel, buffer_events, make_bins
@@ -32,6 +32,7 @@ from specdec.ui.plain_views import (
 from specdec.ui.terminal_window import STYLES, STYLES_NO_COLOR, Window, fit_items
 from specdec.ui.text_layout import Row, StyledText, row_width
 from tests.fakes.terminal import Screen
+from tests.tools.decode import add_text
 
 SIZES = [(40, 10), (60, 12), (80, 24), (120, 40)]
 OTHER_SIZES = [(20, 8), (63, 10), (64, 10), (80, 8), (200, 60)]
@@ -100,7 +101,7 @@ class Stage:
         self.panel.__exit__(None, None, None)
 
     def show(self, event: Event | PrefillProgress) -> None:
-        self.panel.show(self._wording.detokenize(event))
+        self.panel.show(add_text(event, self._wording))
 
     def token(self, piece: str) -> int:
         return self.tokenizer.pieces.index(piece.encode())
@@ -888,19 +889,16 @@ def test_plain_output_streams_whole_characters(tokenizer: Tokenizer) -> None:
     out = io.StringIO()
     first, second = "é".encode()
     with PlainView(out) as view:
-        events = iter(
-            [
-                Prompt(tokenizer.encode("the"), 0.0),
-                Proposal([FIRST_BYTE + 65]),
-                Step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1, 0.0, 0.0),
-                Step([FIRST_BYTE + second, FIRST_BYTE + 33], [], 0, 0.0, 0.0),
-                Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0, "eos"),
-            ]
-        )
-        for event, so_far in zip(
-            detokenize_events(events, EventDetokenizer(tokenizer)), ("the", "the", "the", "theé!", "theé!\ufffd"), strict=True
-        ):
-            view.show(event)
+        detokenizer, texts = EventDetokenizer(tokenizer), ("the", "the", "the", "theé!", "theé!\ufffd")
+        events = [
+            Prompt(tokenizer.encode("the"), 0.0),
+            Proposal([FIRST_BYTE + 65]),
+            Step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1, 0.0, 0.0),
+            Step([FIRST_BYTE + second, FIRST_BYTE + 33], [], 0, 0.0, 0.0),
+            Step([FIRST_BYTE + 27, FIRST_BYTE + 91, FIRST_BYTE + first], [], 0, 0.0, 0.0, "eos"),
+        ]
+        for event, so_far in zip(events, texts, strict=True):
+            view.show(add_text(event, detokenizer))
             assert out.getvalue() == so_far
     assert out.getvalue() == "theé!\ufffd\n"
 
