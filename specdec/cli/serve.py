@@ -227,8 +227,8 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
     Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
     """
     from specdec.engine.scheduler import Scheduler
+    from specdec.server.generation_fields import ServedModel
     from specdec.server.model_manager import ModelInstance
-    from specdec.server.openai_chat_requests import ServedModel
 
     template = None
     try:

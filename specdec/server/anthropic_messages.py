@@ -1,9 +1,7 @@
 """Anthropic's Messages API, translated to and from chat requests. Knows no server."""
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_string, shorten
@@ -18,39 +16,39 @@ from specdec.server.field_validation import (
     check_object,
     iter_objects,
     join_text_parts,
-    make_range_check,
 )
+from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
+from specdec.server.json_values import parse_json
 from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
-from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
-from specdec.server.tool_parsers.json_calls import Reasoning, ToolCall, parse_json
+from specdec.server.openai_chat_requests import ParsedRequest, parse_chat_request
 
 IGNORED_FIELDS = ("metadata", "context_management", "diagnostics")  # accepted objects without effect
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-CONTENT_BLOCKS: Mapping[type, tuple[dict[str, Any], str, str]] = {
-    str: ({"type": "text", "text": ""}, "text_delta", "text"),
-    Reasoning: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
-    ToolCall: ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
+CONTENT_BLOCKS: Mapping[str, tuple[dict[str, Any], str, str]] = {
+    "text": ({"type": "text", "text": ""}, "text_delta", "text"),
+    "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    "tool_call": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
 }
 
 
 def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of Anthropic's /v1/messages into a ParsedRequest.
+    """Parse a body of Anthropic's /v1/messages into requests to the engine.
 
     Raises:
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    if not (max_tokens := fields.take("max_tokens", make_range_check(1), 0)):
+    if not (max_tokens := fields.take_int("max_tokens", 0, 1)):
         raise APIError(
             "max_tokens is missing; expected the maximum number of tokens to generate", "max_tokens", "missing_parameter"
         )
-    request = _parse_request(fields, model, max_tokens)
+    parsed = parse_chat_request(_make_chat(fields, max_tokens), model)
     if body["messages"][-1]["role"] == "assistant":
         raise APIError(
             "continuing an assistant message is not supported; the last message must be the user's", "messages", UNSUPPORTED
         )
-    return request
+    return parsed
 
 
 def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
@@ -60,12 +58,14 @@ def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    fields.take("max_tokens", make_range_check(1), 1)
-    return {"input_tokens": len(_parse_request(fields, model, 1).generation_requests[0].prompt)}
+    fields.take_int("max_tokens", 1, 1)
+    (request,), _ = parse_chat_request(_make_chat(fields, 1), model)
+    return {"input_tokens": len(request.prompt)}
 
 
-def _parse_request(fields: Fields, model: ServedModel, max_tokens: int) -> ParsedRequest:
-    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in COMMON_FIELDS}
+def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
+    """Convert the fields of a request into the body of a chat request."""
+    chat = {name: fields.pop(name) for name in COMMON_FIELDS}
     system = fields.take("system", _join_paragraphs, "")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
     if system:
@@ -73,7 +73,7 @@ def _parse_request(fields: Fields, model: ServedModel, max_tokens: int) -> Parse
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     chat |= {"messages": messages or None, "max_tokens": max_tokens, "tools": tools or None}
     chat |= fields.take("tool_choice", _parse_tool_choice, EMPTY_OBJECT)
-    chat["stop"] = fields.take("stop_sequences", lambda _, value: value or None, None)
+    chat["stop"] = fields.pop("stop_sequences") or None
     is_thinking = fields.take("thinking", _parse_thinking, None)
     if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
@@ -81,7 +81,7 @@ def _parse_request(fields: Fields, model: ServedModel, max_tokens: int) -> Parse
     for name in IGNORED_FIELDS:
         fields.take(name, check_object, EMPTY_OBJECT)
     fields.reject_remaining({})
-    return replace(parse_chat_request(chat, model), make_formatter=MessagesFormatter)
+    return chat
 
 
 def _join_paragraphs(name: str, value: Any) -> str:
@@ -179,16 +179,12 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
 class MessagesFormatter(PartsFormatter):
     """A formatter of responses in the format of Anthropic's Messages API, as server-sent events or as one message."""
 
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
-        super().__init__(request, model, fingerprint)
-        self._id = f"msg_{secrets.token_hex(12)}"
-
     def format_start(self) -> bytes:
         """Return the server-sent event that starts a message, without content yet."""
         return _format_event({"type": "message_start", "message": self._make_message([], None)})
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
-        block, delta_type, key = CONTENT_BLOCKS[part.part_type]
+        block, delta_type, key = CONTENT_BLOCKS[part.kind]
         if change == "start":
             return _format_event(
                 {"type": "content_block_start", "index": part.index, "content_block": block | _format_tool_use(part)}
@@ -210,8 +206,8 @@ class MessagesFormatter(PartsFormatter):
         return self._make_message([self._format_block(part) for part in self._parts], self._format_stop())
 
     def _format_block(self, part: OutputPart) -> dict[str, Any]:
-        block, _, key = CONTENT_BLOCKS[part.part_type]
-        if part.part_type is not ToolCall:
+        block, _, key = CONTENT_BLOCKS[part.kind]
+        if part.kind != "tool_call":
             return block | {key: part.text}
         try:
             arguments = parse_json(part.text or "{}")
@@ -233,12 +229,12 @@ class MessagesFormatter(PartsFormatter):
             "cache_read_input_tokens": 0,
             "output_tokens": self.n_generated,
         }
-        header = {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name}
+        header = {"id": f"msg_{self.random_id}", "type": "message", "role": "assistant", "model": self.model.name}
         return {**header, "content": [*content], **(stop or {"stop_reason": None, "stop_sequence": None}), "usage": usage}
 
 
 def _format_tool_use(part: OutputPart) -> dict[str, Any]:
-    return {"id": f"toolu_{part.id}", "name": part.name} if part.part_type is ToolCall else {}
+    return {"id": f"toolu_{part.id}", "name": part.name} if part.kind == "tool_call" else {}
 
 
 def _format_event(value: Mapping[str, Any]) -> bytes:

@@ -4,9 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,31 @@ from starlette.routing import Route, Router
 
 from specdec.engine.metrics import format_prometheus
 from specdec.server.access_control import App, Receive, Scope, Send
-from specdec.server.anthropic_messages import count_tokens, parse_messages_request
+from specdec.server.anthropic_messages import MessagesFormatter, count_tokens, parse_messages_request
 from specdec.server.body_limits import SMALL_BODY_BYTES, BodyBuffer, read_body
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.fair_grammar_builds import FairSemaphore
 from specdec.server.field_validation import APIError, parse_body
-from specdec.server.generation_response import ResponseStreamer, ServerState, acquire_model, encode_json, wait_unless_disconnected
-from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, parse_chat_request, parse_completion_request
-from specdec.server.openai_responses_api import parse_response_request
+from specdec.server.generation_response import (
+    RequestParser,
+    ResponseStreamer,
+    ServerState,
+    acquire_model,
+    encode_json,
+    wait_unless_disconnected,
+)
+from specdec.server.openai_chat_outputs import CompletionFormatter, ResponseFormatter
+from specdec.server.openai_chat_requests import parse_chat_request, parse_completion_request
+from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
 from specdec.server.tokenize import detokenize, tokenize
 
 PAGE_PATH = Path(__file__).with_name("page.html")
-GENERATION_PARSERS = {
-    "/v1/chat/completions": parse_chat_request,
-    "/v1/completions": parse_completion_request,
-    "/v1/messages": parse_messages_request,
-    "/v1/responses": parse_response_request,
+# by path: the parser of the body, and the class of the response
+INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
+    "/v1/chat/completions": (parse_chat_request, CompletionFormatter),
+    "/v1/completions": (parse_completion_request, CompletionFormatter),
+    "/v1/messages": (parse_messages_request, MessagesFormatter),
+    "/v1/responses": (parse_response_request, ResponsesFormatter),
 }
 QUERY_HANDLERS = {"/v1/messages/count_tokens": count_tokens, "/tokenize": tokenize, "/detokenize": detokenize}
 ROUTING_ERRORS = {
@@ -51,8 +58,8 @@ def make_app(state: ServerState) -> App:
         Route("/metrics", endpoints.metrics),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
-        *(Route(path, partial(endpoints.generate, handler), methods=["POST"]) for path, handler in GENERATION_PARSERS.items()),
-        *(Route(path, partial(endpoints.query, handler), methods=["POST"]) for path, handler in QUERY_HANDLERS.items()),
+        *(Route(path, endpoints.generate, methods=["POST"]) for path in INTERFACES),
+        *(Route(path, endpoints.query, methods=["POST"]) for path in QUERY_HANDLERS),
         Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
     ]
     router = Router(routes)
@@ -133,12 +140,13 @@ class Endpoints:
             async with make_permit():
                 return await asyncio.to_thread(parse_body, data), make_permit()
 
-    async def generate(self, parse: Callable[[Mapping[str, Any], ServedModel], ParsedRequest], request: Request) -> Any:
-        """Return the response to a request that generates tokens; `parse` turns its body into a ParsedRequest."""
-        return ResponseStreamer(self._state, parse, *await self._read_body(request))
+    async def generate(self, request: Request) -> Any:
+        """Return the response to a request that generates tokens."""
+        return ResponseStreamer(self._state, INTERFACES[request.scope["path"]], *await self._read_body(request))
 
-    async def query(self, handle: Callable[[Mapping[str, Any], ServedModel], Any], request: Request) -> Response:
-        """Return the JSON response to a request that generates nothing, from a handler that gets its body and the model."""
+    async def query(self, request: Request) -> Response:
+        """Return the JSON response to a request that generates nothing."""
+        handle = QUERY_HANDLERS[request.scope["path"]]
         body, permit = await self._read_body(request)
         async with acquire_model(self._model_manager, body, request.receive) as (instance, _), permit:
             return JSONResponse(await asyncio.to_thread(handle, body, instance.model))

@@ -13,8 +13,8 @@ from specdec.engine.auxiliary_tasks import AuxiliaryTask
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.transformer import Transformer
 from specdec.runtime.simd import Float32
-from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list, make_range_check
-from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
+from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 Pooling = Literal["mean", "last", "cls"]
@@ -66,14 +66,14 @@ def parse_embedding_request(body: Mapping[str, Any], model: ServedModel) -> Embe
     if not (inputs := fields.take("input", _parse_inputs, list[str | list[int]]())):
         raise APIError("input is missing; expected a string, token ids, or a list of them", "input", "missing_parameter")
     encoding = fields.take("encoding_format", lambda name, value: check_choice(name, value, ["float", "base64"]), "float")
-    dimensions = fields.take("dimensions", make_range_check(1, decoder.target.config.dim), None)
+    dimensions = fields.take_int("dimensions", None, 1, decoder.target.config.dim)
     for name in IGNORED_FIELDS:
         fields.take(name, check_string, "")
     fields.reject_remaining({})
     with wrap_encoding_errors(model, "input"):
-        max_chars = decoder.n_positions * getattr(decoder.tokenizer, "max_token_length", 1)
         tokenized = [
-            decoder.tokenizer.encode(each[: max_chars + 1]) if isinstance(each, str) else decoder.encode(each) for each in inputs
+            decoder.tokenizer.encode(each[: model.max_chars + 1]) if isinstance(each, str) else decoder.encode(each)
+            for each in inputs
         ]
     if (n_max := max(map(len, tokenized))) > decoder.n_positions:
         raise APIError(f"input has {n_max} tokens; the context holds {decoder.n_positions}", "input", TOO_LONG)

@@ -16,7 +16,7 @@ from specdec.argument_checks import shorten
 from specdec.engine.metrics import Metrics, merge_metrics
 from specdec.engine.scheduler import Scheduler, ShutdownError
 from specdec.server.field_validation import APIError
-from specdec.server.openai_chat_requests import ServedModel
+from specdec.server.generation_fields import ServedModel
 
 MAX_WEIGHTS_SHARE = 0.75  # of the memory, for the weights of all models if there are several
 # the directories of a local path, which are hidden from clients; their names may contain spaces

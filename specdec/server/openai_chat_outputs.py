@@ -4,14 +4,16 @@ import itertools
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdec.engine.decode_loop import Event, Statistics, Step, TokenLogprob
+from specdec.engine.decode_loop import Event, GenerationRequest, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
-from specdec.server.openai_chat_requests import ParsedRequest, ServedModel
-from specdec.server.tool_parsers.json_calls import SPECIAL_TOKEN_MARK, ArgumentsDelta, Delta, Reasoning, ToolCall, parse_json
+from specdec.server.generation_fields import ResponseOptions, ServedModel
+from specdec.server.json_values import parse_json
+from specdec.server.tool_parsers.base import SPECIAL_TOKEN_MARK, Delta
 
 # stop reasons that mean a truncated output
 TRUNCATING_STOP_REASONS = ("max_tokens", "seq_len", "interrupted")
@@ -38,20 +40,9 @@ class ChoiceDelta:
     def __bool__(self) -> bool:
         return bool(self.deltas or self.logprobs or self.finish_reason or self.details)
 
-    @property
-    def text(self) -> str:
-        """The new text, without reasoning and tool calls."""
-        return "".join([each for each in self.deltas if isinstance(each, str)])
-
-    @property
-    def reasoning(self) -> str:
-        """The new text of the model's reasoning."""
-        return "".join([each.text for each in self.deltas if isinstance(each, Reasoning)])
-
-    @property
-    def tool_calls(self) -> list[ToolCall | ArgumentsDelta]:
-        """The new tool calls, and the new pieces of arguments of earlier tool calls."""
-        return [each for each in self.deltas if isinstance(each, ToolCall | ArgumentsDelta)]
+    def get_text(self, kind: str) -> str:
+        """Return the new text of one kind, which is text or reasoning."""
+        return "".join([each.text for each in self.deltas if each.kind == kind])
 
     def add(self, other: "ChoiceDelta") -> None:
         """Append the next delta of the same choice to this one."""
@@ -62,13 +53,8 @@ class ChoiceDelta:
 
     def append(self, delta: Delta) -> None:
         """Append a piece of output; a piece that continues the last one is merged with it."""
-        last = self.deltas[-1] if self.deltas else None
-        if isinstance(delta, ArgumentsDelta) and isinstance(last, ToolCall | ArgumentsDelta):
-            self.deltas[-1] = replace(last, arguments=last.arguments + delta.arguments)
-        elif isinstance(delta, str) and isinstance(last, str):
-            self.deltas[-1] = last + delta
-        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
-            self.deltas[-1] = Reasoning(last.text + delta.text)
+        if self.deltas and delta.continues(self.deltas[-1]):
+            self.deltas[-1] = replace(self.deltas[-1], text=self.deltas[-1].text + delta.text)
         else:
             self.deltas.append(delta)
 
@@ -76,12 +62,9 @@ class ChoiceDelta:
 class Choice:
     """One of the outputs of a response, which turns the events of its generation into deltas."""
 
-    def __init__(self, request: ParsedRequest) -> None:
-        self._tool_parser, self._is_single_call, self._has_details = (
-            request.make_tool_parser and request.make_tool_parser(),
-            request.is_single_call,
-            request.has_details,
-        )
+    def __init__(self, request: GenerationRequest, options: ResponseOptions) -> None:
+        self._options = options
+        self._tool_parser = options.tool_parser(options.tools, request.visible_tokens) if options.tool_parser else None
         self.statistics, self.n_calls = Statistics(), 0
         self._arguments = list[str]()  # of the last call that was returned
         self.stop_string: str | None = None  # the one that ended the output
@@ -95,25 +78,26 @@ class Choice:
         if not isinstance(event, Step):
             return ChoiceDelta()
         self.stop_string = event.stop_string
-        deltas: list[Delta] = [event.text] if event.text else []
+        deltas = [Delta("text", event.text)] if event.text else []
         if self._tool_parser:
             deltas = self._tool_parser.push(event.text)
             if event.stop_reason:
                 deltas += self._tool_parser.end()
         delta = ChoiceDelta(logprobs=list(event.logprobs or ()))
         for piece in deltas:
-            self.n_calls += isinstance(piece, ToolCall)
-            if isinstance(piece, str | Reasoning) or not self._is_single_call or self.n_calls == 1:
-                delta.append(piece)
-                if isinstance(piece, ToolCall):
+            self.n_calls += piece.name is not None
+            if piece.kind == "tool_call" and self._options.is_single_call and self.n_calls > 1:
+                continue
+            delta.append(piece)
+            if piece.kind == "tool_call":
+                if piece.name is not None:
                     self._arguments.clear()
-                if isinstance(piece, ToolCall | ArgumentsDelta):
-                    self._arguments.append(piece.arguments)
+                self._arguments.append(piece.text)
         if event.stop_reason:
             delta.finish_reason = (
                 "length" if event.stop_reason in TRUNCATING_STOP_REASONS else "tool_calls" if self._has_complete_call else "stop"
             )
-        if self._has_details:
+        if self._options.has_details:
             delta.details = format_draft_details(event)
             if event.stop_reason:
                 delta.details |= format_statistics(self.statistics)
@@ -158,24 +142,35 @@ def format_draft_details(step: Step) -> dict[str, Any]:
     return {"runs": merged, "wrong": "".join(step.wrong).replace(SPECIAL_TOKEN_MARK, "")}
 
 
+@dataclass
 class ResponseFormatter:
     """Base class of formatters that turn the outputs of a request into the response of an API.
 
     Subclasses for other APIs than OpenAI's are in files of their own.
 
     Attributes:
+        body: The body of the request.
+        requests: The requests to the engine, one per output.
+        options: What the response contains.
+        model: The model that answers.
+        fingerprint: Identifier of everything that responses depend on apart from the model.
         choices: The outputs. Formats for a single output use the first one.
     """
 
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
-        self.request, self.model, self.fingerprint = request, model, fingerprint
-        self.created = int(time.time())
-        self.choices = [Choice(request) for _ in request.generation_requests]
+    body: Mapping[str, Any]
+    requests: Sequence[GenerationRequest]
+    options: ResponseOptions
+    model: ServedModel
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        self.created, self.random_id = int(time.time()), secrets.token_hex(12)
+        self.choices = [Choice(request, self.options) for request in self.requests]
 
     @property
     def n_prompt(self) -> int:
         """Number of tokens of all prompts; a prompt that several outputs share counts once."""
-        return sum({id(request.prompt): len(request.prompt) for request in self.request.generation_requests}.values())
+        return sum({id(request.prompt): len(request.prompt) for request in self.requests}.values())
 
     @property
     def n_generated(self) -> int:
@@ -217,26 +212,26 @@ class OutputPart:
     """A part of a response: reasoning, text or a tool call.
 
     Attributes:
-        part_type: Type of its deltas: str, Reasoning or ToolCall.
+        kind: Kind of its deltas: reasoning, text or tool_call.
         index: Position among the parts.
         id: Random id.
         name: Name of the called tool.
         text: The text or arguments so far.
     """
 
-    part_type: type
+    kind: str
     index: int
     id: str
     name: str = ""
     text: str = ""
 
 
+@dataclass
 class PartsFormatter(ResponseFormatter):
     """Base class of formatters for a response with a single output, which consists of parts in a row."""
 
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
-        super().__init__(request, model, fingerprint)
-        self._parts, self._finish_reason = list[OutputPart](), "stop"
+    _parts: list[OutputPart] = field(default_factory=list, init=False)
+    _finish_reason: str = field(default="stop", init=False)
 
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
         """Add a delta to the parts of the output, and return the server-sent events for it."""
@@ -252,17 +247,13 @@ class PartsFormatter(ResponseFormatter):
     def _update_parts(self, delta: ChoiceDelta) -> Iterator[tuple[str, OutputPart, str]]:
         """Add a delta to the parts of the output, and yield each change as arguments of `_format_part`."""
         for piece in delta.deltas:
-            part_type = ToolCall if isinstance(piece, ArgumentsDelta) else type(piece)
-            if not self._parts or self._parts[-1].part_type is not part_type or isinstance(piece, ToolCall):
+            if not self._parts or self._parts[-1].kind != piece.kind or piece.name is not None:
                 yield from (("end", part, "") for part in self._parts[-1:])
-                self._parts.append(
-                    OutputPart(part_type, len(self._parts), make_id(), piece.name if isinstance(piece, ToolCall) else "")
-                )
+                self._parts.append(OutputPart(piece.kind, len(self._parts), make_id(), piece.name or ""))
                 yield "start", self._parts[-1], ""
-            text = piece if isinstance(piece, str) else piece.text if isinstance(piece, Reasoning) else piece.arguments
-            self._parts[-1].text += text
-            if text:
-                yield "delta", self._parts[-1], text
+            self._parts[-1].text += piece.text
+            if piece.text:
+                yield "delta", self._parts[-1], piece.text
         self._finish_reason = delta.finish_reason or self._finish_reason
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
@@ -283,18 +274,16 @@ def make_id() -> str:
     return secrets.token_hex(5)[:9]
 
 
+@dataclass
 class CompletionFormatter(ResponseFormatter):
     """A formatter of responses in the format of OpenAI's chat and completion APIs, as chunks or as a whole."""
 
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
-        super().__init__(request, model, fingerprint)
-        self._id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._n_calls = [0] * len(self.choices)
-        self._offsets = [0] * len(self.choices)
+    _n_calls: Counter[int] = field(default_factory=Counter, init=False)  # by choice
+    _offsets: Counter[int] = field(default_factory=Counter, init=False)  # of the text, by choice
 
     def format_start(self) -> bytes:
         """Return a chunk with the assistant's role for each choice of a chat; empty for a completion."""
-        n_roles = len(self.choices) * self.request.is_chat
+        n_roles = len(self.choices) * self.options.is_chat
         first_delta = {"role": "assistant", "content": ""}
         return b"".join(
             format_sse_event(
@@ -309,7 +298,7 @@ class CompletionFormatter(ResponseFormatter):
 
     def format_end(self) -> bytes:
         """Return the last chunk with the token counts, if the request asks for them, and the end mark of the stream."""
-        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.request.include_usage else b"") + SSE_DONE
+        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.options.include_usage else b"") + SSE_DONE
 
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         """Return the complete response as a JSON object, from the merged deltas of each choice."""
@@ -323,21 +312,21 @@ class CompletionFormatter(ResponseFormatter):
         The names of fields are those that most clients know.
         """
         finish = {"logprobs": self._format_logprobs(index, delta), "finish_reason": delta.finish_reason}
-        if not self.request.is_chat:
-            return {"index": index, "text": delta.text, **finish}
+        if not self.options.is_chat:
+            return {"index": index, "text": delta.get_text("text"), **finish}
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
-        message |= {name: text for name, text in (("reasoning_content", delta.reasoning), ("content", delta.text)) if text}
-        if calls := [self._format_call(index, call, is_complete) for call in delta.tool_calls]:
-            message |= ({"content": delta.text or None} if is_complete else {}) | {"tool_calls": calls}
+        texts = {"reasoning_content": delta.get_text("reasoning"), "content": delta.get_text("text")}
+        message |= {name: text for name, text in texts.items() if text}
+        if calls := [self._format_call(index, piece, is_complete) for piece in delta.deltas if piece.kind == "tool_call"]:
+            message |= ({"content": texts["content"] or None} if is_complete else {}) | {"tool_calls": calls}
         return {"index": index, "message" if is_complete else "delta": message, **finish}
 
-    def _format_call(self, index: int, call: ToolCall | ArgumentsDelta, is_complete: bool) -> dict[str, Any]:
-        if isinstance(call, ToolCall):
-            self._n_calls[index] += 1
+    def _format_call(self, index: int, call: Delta, is_complete: bool) -> dict[str, Any]:
+        self._n_calls[index] += call.name is not None
         position = {} if is_complete else {"index": self._n_calls[index] - 1}
-        if isinstance(call, ArgumentsDelta):
-            return position | {"function": {"arguments": call.arguments}}
-        return position | {"id": make_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        if call.name is None:
+            return position | {"function": {"arguments": call.text}}
+        return position | {"id": make_id(), "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -359,14 +348,14 @@ class CompletionFormatter(ResponseFormatter):
     ) -> dict[str, Any]:
         """Return a JSON object with the given choices: a chunk, or the complete response if `object_suffix` is empty."""
         chunk = {
-            "id": self._id,
-            "object": f"chat.completion{object_suffix}" if self.request.is_chat else "text_completion",
+            "id": f"{'chatcmpl' if self.options.is_chat else 'cmpl'}-{self.random_id}",
+            "object": f"chat.completion{object_suffix}" if self.options.is_chat else "text_completion",
             "created": self.created,
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-        chunk |= {"usage": usage} if usage or self.request.include_usage else {}
+        chunk |= {"usage": usage} if usage or self.options.include_usage else {}
         return chunk | ({"specdec": details} if details else {})
 
     def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
@@ -376,7 +365,7 @@ class CompletionFormatter(ResponseFormatter):
         """
         if not delta.logprobs:
             return None
-        if self.request.is_chat:
+        if self.options.is_chat:
             content = [
                 self._format_logprob(entry.token, entry.logprob)
                 | {"top_logprobs": [self._format_logprob(*top) for top in entry.top]}

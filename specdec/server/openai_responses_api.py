@@ -1,9 +1,7 @@
 """OpenAI's Responses API, translated to and from chat requests. Knows no server."""
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_string, shorten
@@ -18,11 +16,10 @@ from specdec.server.field_validation import (
     check_object,
     iter_objects,
     join_text_parts,
-    make_range_check,
 )
+from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
 from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
-from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
-from specdec.server.tool_parsers.json_calls import Reasoning, ToolCall
+from specdec.server.openai_chat_requests import ParsedRequest, parse_chat_request
 
 # fields that mean the same in a chat request
 CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
@@ -40,7 +37,7 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoni
 
 
 def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of OpenAI's /v1/responses into a ParsedRequest.
+    """Parse a body of OpenAI's /v1/responses into requests to the engine.
 
     Raises:
         APIError: The body is invalid, or uses something that is not supported.
@@ -53,24 +50,23 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
             )
     if isinstance(include := body.get("include"), list) and LOGPROBS_INCLUDE in include:
         raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
-    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
+    chat = {name: fields.pop(name) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
     messages = fields.take("input", _parse_input, list[dict[str, Any]]())
     if instructions := fields.take("instructions", check_string, ""):
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = _merge_system_messages(messages) or None
     chat["tools"] = fields.take("tools", _parse_tools, list[dict[str, Any]]()) or None
     chat["tool_choice"] = fields.take("tool_choice", _parse_tool_choice, None)
-    chat["max_tokens"] = fields.take("max_output_tokens", make_range_check(1), None)
+    chat["max_tokens"] = fields.take_int("max_output_tokens", None, 1)
     chat |= fields.take("text", _parse_text_format, EMPTY_OBJECT)
     chat |= fields.take("reasoning", _parse_reasoning, EMPTY_OBJECT)
     fields.take("store", check_bool, False)
     fields.take("background", check_false, False)
     fields.take("truncation", lambda name, value: check_choice(name, value, ["disabled", "auto"]), "disabled")
     for name in IGNORED_FIELDS:
-        fields.take(name, lambda _, value: value, None)
+        fields.pop(name)
     fields.reject_remaining({"top_logprobs": (0,)})
-    echoed = {name: body[name] for name in ECHOED_FIELDS if body.get(name) is not None} | {"instructions": instructions or None}
-    return replace(parse_chat_request(chat, model), make_formatter=partial(ResponsesFormatter, echoed=echoed))
+    return parse_chat_request(chat, model)
 
 
 def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,19 +159,11 @@ def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
     return {"reasoning_effort": effort} if effort else {}
 
 
+@dataclass
 class ResponsesFormatter(PartsFormatter):
-    """A formatter of responses in the format of OpenAI's Responses API, as server-sent events or as one object.
+    """A formatter of responses in the format of OpenAI's Responses API, as server-sent events or as one object."""
 
-    Args:
-        request: The request.
-        model: The model that answers.
-        fingerprint: Identifier of everything that responses depend on apart from the model.
-        echoed: Fields of the request that the response repeats.
-    """
-
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str, echoed: Mapping[str, Any]) -> None:
-        super().__init__(request, model, fingerprint)
-        self._echoed, self._n_events, self._id = echoed, 0, f"resp_{secrets.token_hex(12)}"
+    _n_events: int = field(default=0, init=False)
 
     def format_start(self) -> bytes:
         """Return the server-sent events that start a response, without output yet."""
@@ -202,9 +190,9 @@ class ResponsesFormatter(PartsFormatter):
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
         position = {"item_id": _format_id(part), "output_index": part.index}
         content_position = position | {"content_index": 0}
-        is_call, content_type = part.part_type is ToolCall, "output_text" if part.part_type is str else "reasoning_text"
+        is_call, content_type = part.kind == "tool_call", "output_text" if part.kind == "text" else "reasoning_text"
         event_type = "response.function_call_arguments" if is_call else f"response.{content_type}"
-        logprobs: dict[str, Any] = {"logprobs": []} if part.part_type is str else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
         if change == "start":
             start = self._format_event(
                 "response.output_item.added", output_index=part.index, item=_make_item(part, "in_progress")
@@ -237,7 +225,7 @@ class ResponsesFormatter(PartsFormatter):
         return format_sse_event({"type": event_type, "sequence_number": self._n_events - 1, **fields}, event_type)
 
     def _make_response_object(self, status: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        sampling = self.request.generation_requests[0].sampling
+        sampling = self.requests[0].sampling
         usage = {
             "input_tokens": self.n_prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -246,7 +234,7 @@ class ResponsesFormatter(PartsFormatter):
             "total_tokens": self.n_prompt + self.n_generated,
         }
         return {
-            "id": self._id,
+            "id": f"resp_{self.random_id}",
             "object": "response",
             "created_at": self.created,
             "status": status,
@@ -254,7 +242,7 @@ class ResponsesFormatter(PartsFormatter):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model.name,
             "output": [*items],
-            "parallel_tool_calls": not self.request.is_single_call,
+            "parallel_tool_calls": not self.options.is_single_call,
             "previous_response_id": None,
             "store": False,
             "temperature": sampling.temperature,
@@ -265,26 +253,27 @@ class ResponsesFormatter(PartsFormatter):
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": usage if status != "in_progress" else None,
-            **self._echoed,
+            **{name: self.body[name] for name in ECHOED_FIELDS if self.body.get(name) is not None},
+            "instructions": self.body.get("instructions") or None,
         }
 
 
 def _format_id(part: OutputPart) -> str:
-    return f"{'fc' if part.part_type is ToolCall else 'rs' if part.part_type is Reasoning else 'msg'}_{part.id}"
+    return f"{'fc' if part.kind == 'tool_call' else 'rs' if part.kind == 'reasoning' else 'msg'}_{part.id}"
 
 
 def _format_content(part: OutputPart, content: str) -> dict[str, Any]:
-    if part.part_type is str:
+    if part.kind == "text":
         return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
     return {"type": "reasoning_text", "text": content}
 
 
 def _make_item(part: OutputPart, status: str) -> dict[str, Any]:
     """Return a part of the output as an output item of the Responses API, with the given status."""
-    if part.part_type is ToolCall:
+    if part.kind == "tool_call":
         call = {"call_id": part.id, "name": part.name, "arguments": part.text}
         return {"id": _format_id(part), "type": "function_call", "status": status, **call}
     content = [_format_content(part, part.text)] if part.text else []
-    if part.part_type is str:
+    if part.kind == "text":
         return {"id": _format_id(part), "type": "message", "status": status, "role": "assistant", "content": content}
     return {"id": _format_id(part), "type": "reasoning", "status": status, "summary": [], "content": content}

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec.argument_checks import check_ints, check_string, shorten
 from specdec.server.field_validation import Fields, check_bool
-from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 
 
 def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:

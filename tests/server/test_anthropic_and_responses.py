@@ -18,9 +18,9 @@ from specdec.engine.scheduler import Client, QueueFullError, ShutdownError
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
-from specdec.server.openai_chat_requests import ServedModel
-from specdec.server.tool_parsers.formats import find_tool_format
-from specdec.server.tool_parsers.json_calls import MAX_JSON_DEPTH, parse_json
+from specdec.server.generation_fields import ServedModel
+from specdec.server.json_values import MAX_JSON_DEPTH, parse_json
+from specdec.server.tool_parsers import find_tool_parser
 from specdec.text.structured_output import ConstraintError
 from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
     CHAT,
@@ -241,7 +241,7 @@ SPECIAL_TOKEN_CASES = [  # special tokens are enclosed in ^
 def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, monkeypatch, template, text, expected, city):
     """Take only special token ids for marks, in strings of calls and in text."""
     monkeypatch.setattr(decoder.chat_template, "source", template + "{% if tools %}{% endif %}{{ messages[0].content }}")
-    specials = {name: 390 + i for i, name in enumerate(find_tool_format(template).visible_marks)}
+    specials = {name: 390 + i for i, name in enumerate(find_tool_parser(template).get_marks())}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
     parts = [[specials[part]] if i % 2 else decoder.encode(part) if part else [] for i, part in enumerate(text.split("^"))]
     tokens = [token for part in parts for token in part]
@@ -258,7 +258,7 @@ def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, 
 def test_stop_strings_may_contain_special_tokens(make_test_app, decoder, monkeypatch):
     marks = "{# <|channel|><|message|> #}"
     monkeypatch.setattr(decoder.chat_template, "source", marks + "{{ messages[0].content }}")
-    specials = {name: 390 + i for i, name in enumerate(find_tool_format(marks).visible_marks)}
+    specials = {name: 390 + i for i, name in enumerate(find_tool_parser(marks).get_marks())}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
     parts = ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "assistant"]
     tokens = [token for part in parts for token in ([specials[part]] if part in specials else decoder.encode(part))]

@@ -25,10 +25,10 @@ from specdec.server import listener as listener_module
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
 from specdec.server.field_validation import APIError
+from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
 from specdec.server.listener import Listener, bind_socket
 from specdec.server.model_manager import ModelInstance, make_single_model_manager
-from specdec.server.openai_chat_requests import ServedModel
 from tests.conftest import Pair
 from tests.fakes.terminal import TIMEOUT_S, run_process
 

@@ -13,9 +13,9 @@ from specdec.engine.scheduler import Scheduler, ShutdownError
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
 from specdec.server.field_validation import APIError
+from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
-from specdec.server.openai_chat_requests import ServedModel
 from tests.engine.test_scheduler import endless  # noqa: F401
 from tests.server.test_openai_api import CHAT, COMPLETIONS, send_request
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +25,12 @@ from specdec.server import app as server
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import make_app
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.generation_response import ServerState
+from specdec.server.json_values import JsonScanner
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager
-from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
-from specdec.server.tool_parsers.formats import find_tool_format
-from specdec.server.tool_parsers.json_calls import ArgumentsDelta, JsonScanner, ToolCall
+from specdec.server.tool_parsers import find_tool_parser
+from specdec.server.tool_parsers.base import Delta
 from specdec.text.structured_output import ConstraintError
 from specdec.text.worker_process import Worker, WorkerLostError
 from tests.fakes.asgi import Response, send_request
@@ -72,8 +72,8 @@ def make_state(model: ServedModel, scheduler: Any) -> ServerState:
 
 
 def make_parser(template: str) -> Any:
-    tool_format = find_tool_format(template)
-    return tool_format and tool_format.parser_factory({"weather": {}})
+    parser = find_tool_parser(template)
+    return parser and parser({"weather": {}})
 
 
 def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:
@@ -670,18 +670,22 @@ def test_template_errors_hide_local_paths(app: Any, decoder: SpeculativeDecoder,
 
 
 TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-WEATHER_CALL = ToolCall("weather", '{"city": "Oslo"}')
+WEATHER_CALL = ("weather", '{"city": "Oslo"}')
 NAME_LAST_CALL, CALL_WITHOUT_ARGUMENTS = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
 
 
-def merge_deltas(deltas: list[Any]) -> list[Any]:
+def merge_deltas(deltas: list[Delta]) -> list[Any]:
+    """Return texts, and names of calls with their arguments; deltas that continue the last one are merged with it."""
     merged = list[Any]()
     for delta in deltas:
-        if merged and isinstance(delta, str) and isinstance(merged[-1], str):
-            delta = merged.pop() + delta
-        elif isinstance(delta, ArgumentsDelta):
-            delta = replace(merged[-1], arguments=merged.pop().arguments + delta.arguments)
-        merged.append(delta)
+        if merged and delta.kind == "text" and isinstance(merged[-1], str):
+            merged[-1] += delta.text
+        elif delta.kind == "text":
+            merged.append(delta.text)
+        elif delta.name is None:
+            merged[-1] = (merged[-1][0], merged[-1][1] + delta.text)
+        else:
+            merged.append((delta.name, delta.text))
     return merged
 
 
@@ -695,11 +699,11 @@ def merge_deltas(deltas: list[Any]) -> list[Any]:
         ("<tool_call>{broken}</tool_call> x", ["<tool_call>{broken}</tool_call> x"]),
         (TAGGED_CALL.replace("weather", "rain"), [TAGGED_CALL.replace("weather", "rain")]),
         (TAGGED_CALL.removesuffix("</tool_call>"), [WEATHER_CALL]),
-        (TAGGED_CALL.replace("Oslo", "</tool_call>\\\""), [ToolCall("weather", '{"city": "</tool_call>\\""}')]),
+        (TAGGED_CALL.replace("Oslo", "</tool_call>\\\""), [("weather", '{"city": "</tool_call>\\""}')]),
         (TAGGED_CALL.replace("}}", "}} and more"), [WEATHER_CALL, "and more\n</tool_call>"]),
-        (TAGGED_CALL[:50], [ToolCall("weather", '{"cit')]),
+        (TAGGED_CALL[:50], [("weather", '{"cit')]),
         (f"<tool_call>{NAME_LAST_CALL}</tool_call>", [WEATHER_CALL]),
-        (f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [ToolCall("weather", "{}")]),
+        (f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [("weather", "{}")]),
         ("<tool_call>{", ["<tool_call>{"]),
         ("<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
         (" plain \n", [" plain \n"]),
@@ -719,24 +723,24 @@ def test_bare_calls_are_found_and_other_text_is_kept() -> None:
     for text, expected in (
         (' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER_CALL]),
         (f"{NAME_LAST_CALL} \n", [WEATHER_CALL]),
-        ('{"name": "weather", "parameters": {"city": NaN}}', [ToolCall("weather", '{"city": NaN}}')]),
+        ('{"name": "weather", "parameters": {"city": NaN}}', [("weather", '{"city": NaN}}')]),
         ('{"name": "weather", "parameters": [1]}', ['{"name": "weather", "parameters": [1]}']),
         ('{"a": 1}', ['{"a": 1}']),
         ("No, {}", ["No, {}"]),
-        (f"{CALL_WITHOUT_ARGUMENTS}?", [ToolCall("weather", "{}"), "?"]),
+        (f"{CALL_WITHOUT_ARGUMENTS}?", [("weather", "{}"), "?"]),
         ("", []),
     ):
         parser = make_parser("<|python_tag|>")
         assert parser and merge_deltas([each for char in text for each in parser.push(char)] + parser.end()) == expected
-    assert find_tool_format("{{ messages }}") is None
+    assert find_tool_parser("{{ messages }}") is None
 
 
 @pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
 def test_arguments_and_text_are_emitted_as_early_as_possible(template: str, tag: str) -> None:
     parser = make_parser(template)
     assert parser and not parser.push(tag + '{"name": "weather", "arguments": ')
-    assert merge_deltas(parser.push('{"city": "Os')) == [ToolCall("weather", '{"city": "Os')]
-    assert parser.push("l") == [ArgumentsDelta("l")]
+    assert merge_deltas(parser.push('{"city": "Os')) == [("weather", '{"city": "Os')]
+    assert parser.push("l") == [Delta("tool_call", "l")]
     for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
         parser = make_parser(template)
         assert parser and merge_deltas(parser.push(tag + prefix)) == [tag + prefix], prefix
@@ -768,11 +772,13 @@ def test_tool_calls_are_returned_in_responses_and_streams(make_test_app: Callabl
     app, body = make_test_app(fake), {"messages": CONVERSATION, "tools": [TOOL]}
     choice = send_request(app, CHAT, body).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(WEATHER_CALL)] * 2
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+        {"name": WEATHER_CALL[0], "arguments": WEATHER_CALL[1]}
+    ] * 2
     events = [event["choices"][0] for event in send_request(app, CHAT, body | {"stream": True}).events]
     calls = [call for event in events for call in event["delta"].get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 0, 1] and len({call["id"] for call in calls if "id" in call}) == 2
-    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL.arguments
+    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL[1]
     assert events[-1]["finish_reason"] == "tool_calls"
     one = send_request(app, CHAT, body | {"parallel_tool_calls": False}).json["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1
