@@ -132,13 +132,10 @@ class Endpoints:
         The permit is a context manager. Large bodies wait for their permits, so that they do not delay small ones.
         """
         async with read_body(request, self._body_buffer) as data:
-            is_large = len(data) > SMALL_BODY_BYTES
-
-            def make_permit() -> AbstractAsyncContextManager[None]:
-                return self._large_bodies.hold(request.scope["api_client"].name) if is_large else nullcontext()
-
-            async with make_permit():
-                return await asyncio.to_thread(parse_body, data), make_permit()
+            is_large, client = len(data) > SMALL_BODY_BYTES, request.scope["api_client"].name
+            parsing, tokenizing = (self._large_bodies.hold(client) if is_large else nullcontext() for _ in range(2))
+            async with parsing:
+                return await asyncio.to_thread(parse_body, data), tokenizing
 
     async def generate(self, request: Request) -> Any:
         """Return the response to a request that generates tokens."""

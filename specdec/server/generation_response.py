@@ -114,12 +114,14 @@ async def _wait_until_loaded(
         APIError: The model cannot be loaded.
         ConnectionResetError: The client has disconnected.
     """
-    if instance := entry.instance:
-        return instance
     try:
-        return await wait_unless_disconnected(disconnected, asyncio.shield(asyncio.wrap_future(entry.instance_future)), on_wait)
-    except APIError as error:
+        if not entry.instance:
+            loading = asyncio.shield(asyncio.wrap_future(entry.loading))
+            await wait_unless_disconnected(disconnected, loading, on_wait)
+    except APIError as error:  # all requests that wait for the model have the same exception
         raise APIError(str(error), error.param, error.code, error.status) from None
+    assert entry.instance
+    return entry.instance
 
 
 class ResponseStreamer:

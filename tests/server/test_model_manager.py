@@ -175,7 +175,7 @@ def test_idle_models_are_unloaded_for_others_and_after_keep_alive(make_manager):
     assert manager.get_instance("c") is None and manager.get_instance("b"), "it is in use"
     source.memory_bytes = 1.5 * size / 0.75
     with pytest.raises(APIError, match="not enough memory for a next to b"):
-        manager.acquire("a").instance_future.result(60)
+        manager.acquire("a").loading.result(60)
     manager.release(entry)
     assert get_text(send_request(app, COMPLETIONS, BODY | {"model": "a"})) and manager.get_instance("b") is None
     assert "specdec_requests_done_total 4" in send_request(app, "/metrics").body.decode(), "metrics outlive models"
@@ -235,7 +235,9 @@ def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, mon
 
 def test_a_model_loaded_during_shutdown_is_closed(make_manager):
     manager, source, _, _ = make_manager()
-    instance = manager.acquire("a").instance_future.result(30)
+    entry = manager.acquire("a")
+    entry.loading.result(30)
+    instance = entry.instance
     other = ModelInstance(instance.model, Scheduler(instance.model.decoder, 1, 1, 10**7), 1)
 
     def load_late(name, on_progress):
@@ -244,6 +246,6 @@ def test_a_model_loaded_during_shutdown_is_closed(make_manager):
 
     source.load = load_late
     with pytest.raises(ShutdownError):
-        manager.acquire("b").instance_future.result(30)
+        manager.acquire("b").loading.result(30)
     manager._loader.shutdown()
     assert not other.scheduler._thread.is_alive()
