@@ -40,14 +40,12 @@ def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> Parse
     """
     fields = Fields(body)
     if not (max_tokens := fields.take_int("max_tokens", 0, 1)):
-        raise APIError(
-            "max_tokens is missing; expected the maximum number of tokens to generate", "max_tokens", "missing_parameter"
-        )
+        message = "max_tokens is missing; expected the maximum number of tokens to generate"
+        raise APIError(message, "max_tokens", "missing_parameter")
     parsed = parse_chat_request(_make_chat(fields, max_tokens), model)
     if body["messages"][-1]["role"] == "assistant":
-        raise APIError(
-            "continuing an assistant message is not supported; the last message must be the user's", "messages", UNSUPPORTED
-        )
+        message = "continuing an assistant message is not supported; the last message must be the user's"
+        raise APIError(message, "messages", UNSUPPORTED)
     return parsed
 
 
@@ -130,18 +128,16 @@ def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, 
             case _:
                 text_blocks.append(block)
     message["content"] = _join_paragraphs(f"content of {name}", text_blocks)
-    return [
-        message | ({"tool_calls": tool_calls} if tool_calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
-    ]
+    others = {"tool_calls": tool_calls, "reasoning_content": reasoning}
+    return [message | {key: value for key, value in others.items() if value}]
 
 
 def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     tools = list[dict[str, Any]]()
     for label, tool in iter_objects(name, value):
         if (tool_type := tool.get("type") or "custom") != "custom":
-            raise APIError(
-                f"{label} has the type {shorten(tool_type, repr)}, which is not supported; expected custom", name, UNSUPPORTED
-            )
+            message = f"{label} has the type {shorten(tool_type, repr)}, which is not supported; expected custom"
+            raise APIError(message, name, UNSUPPORTED)
         function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": tool.get("input_schema")}
         tools.append({"type": "function", "function": function})
     return tools
@@ -151,17 +147,14 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
     choice_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["tool", *TOOL_CHOICES])
     is_single_call = check_bool(f"disable_parallel_tool_use of {name}", value.get("disable_parallel_tool_use") or False)
     function = {"type": "function", "function": {"name": value.get("name")}}
-    return {
-        "tool_choice": function if choice_type == "tool" else TOOL_CHOICES[str(choice_type)],
-        "parallel_tool_calls": not is_single_call,
-    }
+    choice = function if choice_type == "tool" else TOOL_CHOICES[str(choice_type)]
+    return {"tool_choice": choice, "parallel_tool_calls": not is_single_call}
 
 
 def _parse_thinking(name: str, value: Any) -> bool:
     """Return whether the field `thinking` switches the model's thinking on; the field's token budget is ignored."""
-    return (
-        check_choice(f"type of {name}", check_object(name, value).get("type"), ["enabled", "adaptive", "disabled"]) != "disabled"
-    )
+    types = ["enabled", "adaptive", "disabled"]
+    return check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
 
 
 def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
@@ -186,9 +179,8 @@ class MessagesFormatter(PartsFormatter):
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
         block, delta_type, key = CONTENT_BLOCKS[part.kind]
         if change == "start":
-            return _format_event(
-                {"type": "content_block_start", "index": part.index, "content_block": block | _format_tool_use(part)}
-            )
+            block = block | _format_tool_use(part)  # a copy
+            return _format_event({"type": "content_block_start", "index": part.index, "content_block": block})
         if change == "delta":
             return _format_event({"type": "content_block_delta", "index": part.index, "delta": {"type": delta_type, key: text}})
         return _format_event({"type": "content_block_stop", "index": part.index})
@@ -217,10 +209,8 @@ class MessagesFormatter(PartsFormatter):
 
     def _format_stop(self) -> dict[str, Any]:
         string = self.choices[0].stop_string
-        return {
-            "stop_reason": "stop_sequence" if string is not None else STOP_REASONS[self._finish_reason],
-            "stop_sequence": string,
-        }
+        reason = "stop_sequence" if string is not None else STOP_REASONS[self._finish_reason]
+        return {"stop_reason": reason, "stop_sequence": string}
 
     def _make_message(self, content: Sequence[Mapping[str, Any]], stop: Mapping[str, Any] | None) -> dict[str, Any]:
         usage = {

@@ -66,7 +66,11 @@ async def acquire_model(
     entry = await asyncio.to_thread(model_manager.acquire, name if isinstance(name, str) else "")
     disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        yield await _wait_until_loaded(entry, disconnected, partial(on_loading, entry) if on_loading else None), disconnected
+        if not entry.instance:
+            loading = asyncio.shield(asyncio.wrap_future(entry.loading))
+            await wait_unless_disconnected(disconnected, loading, partial(on_loading, entry) if on_loading else None)
+        assert entry.instance
+        yield entry.instance, disconnected
     finally:
         disconnected.cancel()
         model_manager.release(entry)
@@ -103,25 +107,6 @@ async def wait_unless_disconnected(
         task.cancel()
         # mark an error as retrieved: nobody waits for the result once the client has left
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-async def _wait_until_loaded(
-    entry: ModelEntry, disconnected: "asyncio.Future[Any]", on_wait: Callable[[], Awaitable[None]] | None = None
-) -> ModelInstance:
-    """Wait until a model is loaded, and return it.
-
-    Raises:
-        APIError: The model cannot be loaded.
-        ConnectionResetError: The client has disconnected.
-    """
-    try:
-        if not entry.instance:
-            loading = asyncio.shield(asyncio.wrap_future(entry.loading))
-            await wait_unless_disconnected(disconnected, loading, on_wait)
-    except APIError as error:  # all requests that wait for the model have the same exception
-        raise APIError(str(error), error.param, error.code, error.status) from None
-    assert entry.instance
-    return entry.instance
 
 
 class ResponseStreamer:

@@ -4,7 +4,7 @@ import itertools
 import json
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,9 +94,8 @@ class Choice:
                     self._arguments.clear()
                 self._arguments.append(piece.text)
         if event.stop_reason:
-            delta.finish_reason = (
-                "length" if event.stop_reason in TRUNCATING_STOP_REASONS else "tool_calls" if self._has_complete_call else "stop"
-            )
+            is_truncated = event.stop_reason in TRUNCATING_STOP_REASONS
+            delta.finish_reason = "length" if is_truncated else "tool_calls" if self._has_complete_call else "stop"
         if self._options.has_details:
             delta.details = format_draft_details(event)
             if event.stop_reason:
@@ -110,9 +109,8 @@ class Choice:
         An end-of-sequence token or a stop string may cut the arguments off.
         """
         try:
-            return self.n_calls > 0 and isinstance(
-                parse_json("".join(self._arguments) or ("" if self.stop_string else "{}")), dict
-            )
+            arguments = parse_json("".join(self._arguments) or ("" if self.stop_string else "{}"))
+            return self.n_calls > 0 and isinstance(arguments, dict)
         except ValueError:
             return False
 
@@ -240,8 +238,7 @@ class PartsFormatter(ResponseFormatter):
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         """Add the deltas to the parts of the output, and return the complete response as a JSON object."""
         for delta in deltas:
-            for _ in self._update_parts(delta):  # no events are needed
-                pass
+            deque(self._update_parts(delta), 0)  # no events are needed
         return self._make_response()
 
     def _update_parts(self, delta: ChoiceDelta) -> Iterator[tuple[str, OutputPart, str]]:
@@ -283,14 +280,9 @@ class CompletionFormatter(ResponseFormatter):
 
     def format_start(self) -> bytes:
         """Return a chunk with the assistant's role for each choice of a chat; empty for a completion."""
-        n_roles = len(self.choices) * self.options.is_chat
-        first_delta = {"role": "assistant", "content": ""}
-        return b"".join(
-            format_sse_event(
-                self._make_chunk([{"index": i, "delta": first_delta, "logprobs": None, "finish_reason": None}], None)
-            )
-            for i in range(n_roles)
-        )
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        indices = range(len(self.choices) * self.options.is_chat)
+        return b"".join(format_sse_event(self._make_chunk([{"index": i, **first}], None)) for i in indices)
 
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the chunk, as a server-sent event, for a delta of the choice with the given index."""
@@ -366,11 +358,9 @@ class CompletionFormatter(ResponseFormatter):
         if not delta.logprobs:
             return None
         if self.options.is_chat:
-            content = [
-                self._format_logprob(entry.token, entry.logprob)
-                | {"top_logprobs": [self._format_logprob(*top) for top in entry.top]}
-                for entry in delta.logprobs
-            ]
+            tokens = [self._format_logprob(entry.token, entry.logprob) for entry in delta.logprobs]
+            tops = [[self._format_logprob(*top) for top in entry.top] for entry in delta.logprobs]
+            content = [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
             return {"content": content, "refusal": None}
         texts = [self._get_token_text(entry.token)[0] for entry in delta.logprobs]
         *offsets, end = itertools.accumulate(map(len, texts), initial=self._offsets[index])

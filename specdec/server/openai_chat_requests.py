@@ -237,17 +237,14 @@ def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str])
     content, calls = value.get("content"), value.get("tool_calls")
     if role == "assistant" and content is None:
         content = ""
-    message: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": join_text_parts(f"content of {name}", content),
-    }
+    text = join_text_parts(f"content of {name}", content)
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     if reasoning and role == "assistant":
         message["reasoning_content"] = check_string(f"reasoning_content of {name}", reasoning)
     if calls and role == "assistant":
-        message["tool_calls"] = [
-            _parse_call(f"{name}.tool_calls[{i}]", each) for i, each in enumerate(check_list("tool_calls", calls))
-        ]
+        labeled = enumerate(check_list("tool_calls", calls))
+        message["tool_calls"] = [_parse_call(f"{name}.tool_calls[{i}]", each) for i, each in labeled]
         tool_names.update({call["id"]: call["function"]["name"] for call in message["tool_calls"]})
     if role == "tool":
         message["tool_call_id"] = check_string(f"tool_call_id of {name}", value.get("tool_call_id"))

@@ -45,9 +45,8 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
     fields = Fields(body)
     for name in STATEFUL_FIELDS:
         if name in body and body[name] is not None:
-            raise APIError(
-                f"{name} is not supported, since the server stores nothing; send the whole conversation", name, UNSUPPORTED
-            )
+            message = f"{name} is not supported, since the server stores nothing; send the whole conversation"
+            raise APIError(message, name, UNSUPPORTED)
     if isinstance(include := body.get("include"), list) and LOGPROBS_INCLUDE in include:
         raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
     chat = {name: fields.pop(name) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
@@ -88,23 +87,18 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
                 role = check_choice(f"role of {label}", each.get("role"), ["user", "assistant", "system", "developer"])
                 text = join_text_parts(f"content of {label}", each.get("content"), TEXT_PART_TYPES)
                 if role == "assistant":
-                    message = _get_assistant_message(messages)
-                    message["content"] += text
+                    _get_assistant_message(messages)["content"] += text
                 else:
                     messages.append({"role": role, "content": text})
             case "function_call":
-                function = {"name": each.get("name"), "arguments": each.get("arguments")}
-                _get_assistant_message(messages).setdefault("tool_calls", []).append(
-                    {"id": each.get("call_id"), "function": function}
-                )
+                call = {"id": each.get("call_id"), "function": {key: each.get(key) for key in ("name", "arguments")}}
+                _get_assistant_message(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 text = join_text_parts(f"output of {label}", each.get("output"), TEXT_PART_TYPES)
                 messages.append({"role": "tool", "tool_call_id": each.get("call_id"), "content": text})
             case "reasoning":
-                reasoning = join_text_parts(
-                    f"content of {label}", each.get("content") or each.get("summary") or "", TEXT_PART_TYPES
-                )
-                if reasoning:
+                content = each.get("content") or each.get("summary") or ""
+                if reasoning := join_text_parts(f"content of {label}", content, TEXT_PART_TYPES):
                     message = _get_assistant_message(messages)
                     message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case _:
@@ -168,9 +162,7 @@ class ResponsesFormatter(PartsFormatter):
     def format_start(self) -> bytes:
         """Return the server-sent events that start a response, without output yet."""
         response = self._make_response_object("in_progress", [])
-        return self._format_event("response.created", response=response) + self._format_event(
-            "response.in_progress", response=response
-        )
+        return b"".join(self._format_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
     def format_end(self) -> bytes:
         """Return the server-sent events that end the last output item and the response."""
@@ -179,39 +171,30 @@ class ResponsesFormatter(PartsFormatter):
 
     def format_error(self, error: APIError) -> bytes:
         """Return the server-sent event that ends a stream after an error, with the output so far."""
-        details = {"error": {"code": error.code or "server_error", "message": str(error)}}
-        return self._format_event(
-            "response.failed", response=self._make_response_object("failed", self._format_items()) | details
-        )
+        response = self._make_response_object("failed", self._format_items())
+        response["error"] = {"code": error.code or "server_error", "message": str(error)}
+        return self._format_event("response.failed", response=response)
 
     def _make_response(self) -> dict[str, Any]:
         return self._make_response_object("incomplete" if self._finish_reason == "length" else "completed", self._format_items())
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
-        position = {"item_id": _format_id(part), "output_index": part.index}
-        content_position = position | {"content_index": 0}
-        is_call, content_type = part.kind == "tool_call", "output_text" if part.kind == "text" else "reasoning_text"
-        event_type = "response.function_call_arguments" if is_call else f"response.{content_type}"
-        logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-        if change == "start":
-            start = self._format_event(
-                "response.output_item.added", output_index=part.index, item=_make_item(part, "in_progress")
-            )
-            return (
-                start
-                if is_call
-                else start + self._format_event("response.content_part.added", **content_position, part=_format_content(part, ""))
-            )
+        is_call, is_text = part.kind == "tool_call", part.kind == "text"
+        name = "function_call_arguments" if is_call else "output_text" if is_text else "reasoning_text"
+        position = {"item_id": _format_id(part), "output_index": part.index} | ({} if is_call else {"content_index": 0})
+        logprobs: dict[str, Any] = {"logprobs": []} if is_text else {}
         if change == "delta":
-            return self._format_event(
-                f"{event_type}.delta", **(position if is_call else content_position), delta=text, **logprobs
-            )
-        if is_call:
-            end = self._format_event(f"{event_type}.done", **position, name=part.name, arguments=part.text)
-        else:
-            end = self._format_event(f"{event_type}.done", **content_position, text=part.text, **logprobs)
-            end += self._format_event("response.content_part.done", **content_position, part=_format_content(part, part.text))
-        return end + self._format_event("response.output_item.done", output_index=part.index, item=self._format_item(part))
+            return self._format_event(f"response.{name}.delta", **position, delta=text, **logprobs)
+        if change == "start":
+            item = _make_item(part, "in_progress")
+            event = self._format_event("response.output_item.added", output_index=part.index, item=item)
+            content = _format_content(part, "")
+            return event if is_call else event + self._format_event("response.content_part.added", **position, part=content)
+        result = {"name": part.name, "arguments": part.text} if is_call else {"text": part.text, **logprobs}
+        event = self._format_event(f"response.{name}.done", **position, **result)
+        if not is_call:
+            event += self._format_event("response.content_part.done", **position, part=_format_content(part, part.text))
+        return event + self._format_event("response.output_item.done", output_index=part.index, item=self._format_item(part))
 
     def _format_items(self) -> list[dict[str, Any]]:
         return [self._format_item(part) for part in self._parts]
