@@ -19,8 +19,8 @@ from specdec.server.field_validation import (
 )
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
 from specdec.server.json_values import parse_json
-from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
-from specdec.server.openai_chat_requests import ParsedRequest, parse_chat_request
+from specdec.server.openai_chat import ParsedRequest, parse_chat_request
+from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
 IGNORED_FIELDS = ("metadata", "context_management", "diagnostics")  # accepted objects without effect
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -28,9 +28,9 @@ from specdec.server.generation_response import (
     encode_json,
     wait_unless_disconnected,
 )
-from specdec.server.openai_chat_outputs import CompletionFormatter, ResponseFormatter
-from specdec.server.openai_chat_requests import parse_chat_request, parse_completion_request
+from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
 from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
+from specdec.server.response_formatter import ResponseFormatter
 from specdec.server.tokenize import detokenize, tokenize
 
 PAGE_PATH = Path(__file__).with_name("page.html")

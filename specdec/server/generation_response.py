@@ -14,8 +14,8 @@ from specdec.server.fair_grammar_builds import ConstraintBuilder
 from specdec.server.field_validation import APIError, wrap_errors
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
-from specdec.server.openai_chat_outputs import ChoiceDelta, ResponseFormatter, format_sse_event
-from specdec.server.openai_chat_requests import ParsedRequest
+from specdec.server.openai_chat import ParsedRequest
+from specdec.server.response_formatter import ChoiceDelta, ResponseFormatter, format_sse_event
 from specdec.text.structured_output import ConstraintError
 
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout

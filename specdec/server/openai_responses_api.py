@@ -18,8 +18,8 @@ from specdec.server.field_validation import (
     join_text_parts,
 )
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
-from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
-from specdec.server.openai_chat_requests import ParsedRequest, parse_chat_request
+from specdec.server.openai_chat import ParsedRequest, parse_chat_request
+from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
 # fields that mean the same in a chat request
 CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")

@@ -1,7 +1,10 @@
-"""OpenAI's chat and completion requests, parsed and validated; unsupported features are rejected by name. Knows no server."""
+"""OpenAI's chats and completions: validated requests, where unsupported features are rejected by name, and responses."""
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,8 +23,9 @@ from specdec.server.field_validation import (
     parse_body,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
+from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
 from specdec.server.tool_parsers import find_tool_parser
-from specdec.server.tool_parsers.base import ToolParser
+from specdec.server.tool_parsers.base import Delta, ToolParser
 from specdec.text.chat_template import ChatTemplate, Options
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
 
@@ -34,6 +38,7 @@ MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reas
 THINKING_OPTION = "enable_thinking"  # the option of most templates that can switch thinking on and off
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or its string value
 RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
+MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
 ParsedRequest = tuple[list[GenerationRequest], ResponseOptions]  # one request per output
 
 
@@ -280,3 +285,121 @@ def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
     schema = check_object(f"json_schema of {name}", value.get("json_schema")).get("schema")
     serialize_schema(check_object(f"schema of {name}", schema))
     return schema
+
+
+@dataclass
+class CompletionFormatter(ResponseFormatter):
+    """A formatter of responses in the format of OpenAI's chat and completion APIs, as chunks or as a whole."""
+
+    _n_calls: Counter[int] = field(default_factory=Counter, init=False)  # by choice
+    _offsets: Counter[int] = field(default_factory=Counter, init=False)  # of the text, by choice
+
+    def format_start(self) -> bytes:
+        """Return a chunk with the assistant's role for each choice of a chat; empty for a completion."""
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        indices = range(len(self.choices) * self.options.is_chat)
+        return b"".join(format_sse_event(self._make_chunk([{"index": i, **first}], None)) for i in indices)
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the chunk, as a server-sent event, for a delta of the choice with the given index."""
+        return format_sse_event(self._make_chunk([self._format_choice(index, delta, False)], delta.details))
+
+    def format_end(self) -> bytes:
+        """Return the last chunk with the token counts, if the request asks for them, and the end mark of the stream."""
+        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.options.include_usage else b"") + SSE_DONE
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the complete response as a JSON object, from the merged deltas of each choice."""
+        choices = [self._format_choice(index, delta, True) for index, delta in enumerate(deltas)]
+        details = next((delta.details for delta in deltas if delta.details), None)
+        return self._make_chunk(choices, details, self.usage, "")
+
+    def _format_choice(self, index: int, delta: ChoiceDelta, is_complete: bool) -> dict[str, Any]:
+        """Return a choice as a JSON object, from a part of its output for a chunk or from all of it (`is_complete`).
+
+        The names of fields are those that most clients know.
+        """
+        finish = {"logprobs": self._format_logprobs(index, delta), "finish_reason": delta.finish_reason}
+        if not self.options.is_chat:
+            return {"index": index, "text": delta.get_text("text"), **finish}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
+        texts = {"reasoning_content": delta.get_text("reasoning"), "content": delta.get_text("text")}
+        message |= {name: text for name, text in texts.items() if text}
+        if calls := [self._format_call(index, piece, is_complete) for piece in delta.deltas if piece.kind == "tool_call"]:
+            message |= ({"content": texts["content"] or None} if is_complete else {}) | {"tool_calls": calls}
+        return {"index": index, "message" if is_complete else "delta": message, **finish}
+
+    def _format_call(self, index: int, call: Delta, is_complete: bool) -> dict[str, Any]:
+        self._n_calls[index] += call.name is not None
+        position = {} if is_complete else {"index": self._n_calls[index] - 1}
+        if call.name is None:
+            return position | {"function": {"arguments": call.text}}
+        return position | {"id": make_id(), "type": "function", "function": {"name": call.name, "arguments": call.text}}
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts of the prompts and of all choices, as OpenAI's `usage` object."""
+        parts = [choice.statistics for choice in self.choices]
+        accepted, drafted = sum(part.n_accepted for part in parts), sum(part.n_drafted for part in parts)
+        return {
+            "prompt_tokens": self.n_prompt,
+            "completion_tokens": self.n_generated,
+            "total_tokens": self.n_prompt + self.n_generated,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def _make_chunk(
+        self, choices: list[dict[str, Any]], details: dict[str, Any] | None, usage: Any = None, object_suffix: str = ".chunk"
+    ) -> dict[str, Any]:
+        """Return a JSON object with the given choices: a chunk, or the complete response if `object_suffix` is empty."""
+        chunk = {
+            "id": f"{'chatcmpl' if self.options.is_chat else 'cmpl'}-{self.random_id}",
+            "object": f"chat.completion{object_suffix}" if self.options.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+        chunk |= {"usage": usage} if usage or self.options.include_usage else {}
+        return chunk | ({"specdec": details} if details else {})
+
+    def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return the log-probabilities of a delta in the format of chats or of completions; None if it has none.
+
+        For a completion, also advances the text offset of the choice.
+        """
+        if not delta.logprobs:
+            return None
+        if self.options.is_chat:
+            tokens = [self._format_logprob(entry.token, entry.logprob) for entry in delta.logprobs]
+            tops = [[self._format_logprob(*top) for top in entry.top] for entry in delta.logprobs]
+            content = [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
+            return {"content": content, "refusal": None}
+        texts = [self._get_token_text(entry.token)[0] for entry in delta.logprobs]
+        *offsets, end = itertools.accumulate(map(len, texts), initial=self._offsets[index])
+        self._offsets[index] = end
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in delta.logprobs],
+            "top_logprobs": [
+                {self._get_token_text(token)[0]: max(logprob, MIN_LOGPROB) for token, logprob in entry.top}
+                for entry in delta.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _format_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text, token_bytes = self._get_token_text(token)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": token_bytes}
+
+    def _get_token_text(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text and its bytes; for a token without text, its name in the vocabulary and None."""
+        tokenizer = self.model.decoder.tokenizer
+        token_bytes = tokenizer.token_to_bytes(token)
+        if token_bytes is not None:
+            return token_bytes.decode(errors="replace"), list(token_bytes)
+        specials = getattr(tokenizer, "specials", {})
+        return next((name for name, special_id in specials.items() if special_id == token), f"<{token}>"), None
