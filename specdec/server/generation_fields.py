@@ -69,37 +69,17 @@ class ServedModel:
         return self.decoder.n_positions * getattr(self.decoder.tokenizer, "max_token_length", 1)
 
 
-@dataclass(frozen=True)
-class ResponseOptions:
-    """What the response to a generation request contains, and how its outputs are parsed.
-
-    Attributes:
-        is_chat: Whether the request is a chat and not a completion.
-        is_stream: Whether the response is streamed.
-        include_usage: Whether a stream ends with the numbers of tokens.
-        has_details: Whether each chunk reports which tokens were drafted.
-        is_single_call: Whether at most one tool call is returned.
-        tool_parser: The parser for tool calls; None if they are not parsed.
-        tools: Schemas of the arguments of the offered tools, by name.
-        grammar: The grammar of all outputs, which is built later.
-    """
-
-    is_chat: bool = False
-    is_stream: bool = False
-    include_usage: bool = False
-    has_details: bool = False
-    is_single_call: bool = False
-    tool_parser: type[ToolParser] | None = None
-    tools: ToolSchemas = field(default_factory=dict)
-    grammar: Grammar | None = None
-
-
 class GenerationFields:
     """The fields that all generation requests share, parsed.
 
     Args:
         fields: The remaining fields of the body.
         model: The served model.
+
+    Attributes:
+        is_stream: Whether the response is streamed.
+        include_usage: Whether a stream ends with the numbers of tokens.
+        has_details: Whether each chunk reports which tokens were drafted.
 
     Raises:
         APIError: A field is invalid or unknown.
@@ -171,6 +151,27 @@ class GenerationFields:
         with wrap_encoding_errors(self._model, "prediction"):
             segment = RenderedSegment(self._prediction[: self._model.max_chars], True)
             return tokenizer.encode_rendered([segment])[: self._model.decoder.n_positions]
+
+
+@dataclass(frozen=True)
+class ResponseOptions:
+    """What the response to a generation request contains, and how its outputs are parsed.
+
+    Attributes:
+        shared: The fields that all generation requests share.
+        is_chat: Whether the request is a chat and not a completion.
+        is_single_call: Whether at most one tool call is returned.
+        tool_parser: The parser for tool calls; None if they are not parsed.
+        tools: Schemas of the arguments of the offered tools, by name.
+        grammar: The grammar of all outputs, which is built later.
+    """
+
+    shared: GenerationFields
+    is_chat: bool = False
+    is_single_call: bool = False
+    tool_parser: type[ToolParser] | None = None
+    tools: ToolSchemas = field(default_factory=dict)
+    grammar: Grammar | None = None
 
 
 def _parse_sampling(fields: Fields, model: ServedModel) -> Sampling:

@@ -173,7 +173,7 @@ class ResponseStreamer:
         with wrap_errors(None):
             handles = instance.scheduler.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
         try:
-            await (self._send_stream if response.options.is_stream else self._send_complete)(response)
+            await (self._send_stream if response.options.shared.is_stream else self._send_complete)(response)
             scope["notes"].append(f"{response.n_prompt}+{response.n_generated} tokens")
         finally:
             for handle in handles:

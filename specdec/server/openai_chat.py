@@ -68,13 +68,10 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
         raise APIError("top_logprobs needs logprobs to be true", "top_logprobs")
     response_schema = fields.take("response_format", _parse_response_format, None)
     offered_tools = tools if choice != "none" else []
+    functions = [tool["function"] | {"strict": tool["function"]["name"] in strict_names} for tool in callable_tools]
     with wrap_encoding_errors(model, "tools" if offered_tools else "response_format"):
         if offered_tools:
-            functions = [tool["function"] | {"strict": tool["function"]["name"] in strict_names} for tool in callable_tools]
-            required_by = "tool_choice" if choice == "required" else "tools" if strict_names else ""
-            if not required_by and response_schema is not None:
-                required_by = "response_format"
-            grammar = _make_tool_grammar(model, tool_parser, functions, required_by, is_single_call, response_schema)
+            grammar = _make_tool_grammar(model, tool_parser, functions, choice == "required", is_single_call, response_schema)
         else:
             grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
     max_completion_tokens = fields.take_int("max_completion_tokens", None, 1)
@@ -89,35 +86,26 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     requests = shared.make_requests(
         "messages", [prompt], max_completion_tokens or max_tokens, n_top_logprobs if has_logprobs else None, visible_tokens
     )
-    return requests, ResponseOptions(
-        True,
-        shared.is_stream,
-        shared.include_usage,
-        shared.has_details,
-        is_single_call,
-        tool_parser,
-        {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered_tools},
-        grammar,
-    )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered_tools}
+    return requests, ResponseOptions(shared, True, is_single_call, tool_parser, schemas, grammar)
 
 
 def _make_tool_grammar(
     model: ServedModel,
     tool_parser: type[ToolParser] | None,
     functions: list[dict[str, Any]],
-    required_by: str,
+    is_required: bool,
     is_single_call: bool,
     response_schema: Mapping[str, Any] | None,
 ) -> Grammar | None:
     """Return a grammar that makes the tool calls valid; None if their format is unknown or llguidance is not installed.
 
-    `required_by` is the request field that needs the grammar in any case, or "".
-
     Raises:
         APIError: A field needs the grammar, but the format is unknown.
     """
+    is_strict = any(function["strict"] for function in functions)
+    required_by = "tool_choice" if is_required else "tools" if is_strict else "" if response_schema is None else "response_format"
     if tool_parser and (required_by or is_installed()):
-        is_required = required_by == "tool_choice"
         return tool_parser.make_grammar(model.decoder.tokenizer, functions, is_required, is_single_call, response_schema)
     if required_by:
         raise APIError("the tool-call format of the model's chat template is not supported", required_by, UNSUPPORTED)
@@ -147,7 +135,7 @@ def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> Par
         encode = model.decoder.tokenizer.encode
         encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
     requests = shared.make_requests("prompt", encoded, max_tokens, n_top_logprobs)
-    return requests, ResponseOptions(False, shared.is_stream, shared.include_usage, shared.has_details, grammar=grammar)
+    return requests, ResponseOptions(shared, grammar=grammar)
 
 
 def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
@@ -306,7 +294,7 @@ class CompletionFormatter(ResponseFormatter):
 
     def format_end(self) -> bytes:
         """Return the last chunk with the token counts, if the request asks for them, and the end mark of the stream."""
-        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.options.include_usage else b"") + SSE_DONE
+        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.options.shared.include_usage else b"") + SSE_DONE
 
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         """Return the complete response as a JSON object, from the merged deltas of each choice."""
@@ -363,7 +351,7 @@ class CompletionFormatter(ResponseFormatter):
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-        chunk |= {"usage": usage} if usage or self.options.include_usage else {}
+        chunk |= {"usage": usage} if usage or self.options.shared.include_usage else {}
         return chunk | ({"specdec": details} if details else {})
 
     def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:

@@ -94,7 +94,7 @@ class Choice:
         if event.stop_reason:
             is_truncated = event.stop_reason in TRUNCATING_STOP_REASONS
             delta.finish_reason = "length" if is_truncated else "tool_calls" if self._has_complete_call else "stop"
-        if self._options.has_details:
+        if self._options.shared.has_details:
             delta.details = format_draft_details(event)
             if event.stop_reason:
                 delta.details |= format_statistics(self.statistics)

@@ -13,6 +13,7 @@ from specdec.tokenizer import AnyTokenizer
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by tool name
 Reader = Generator[None, str, None]  # is sent the characters of an output, then "" until it stops
+Layout = Literal["sequence", "lines", "list"]
 # precedes the name of a special token where only special tokens are marks; a lone surrogate, which no text contains
 SPECIAL_TOKEN_MARK = "\udc3c"
 
@@ -53,6 +54,7 @@ class ToolParser:
         close_mark: Mark after a call; "" if there is none.
         extra_marks: Other marks that the output must show even if they are special tokens.
         layout: Whether several calls are one after another, each with its marks; on lines of their own; or a list between marks.
+        arguments_key: Key of the arguments in a call that is a JSON object.
         has_special_marks: Whether text that spells a mark is not one, if the tokenizer has all marks as special tokens.
         is_always_parsed: Whether outputs are parsed even without tools.
         is_ended: Whether the output has ended.
@@ -62,13 +64,14 @@ class ToolParser:
     open_mark: ClassVar[str] = ""
     close_mark: ClassVar[str] = ""
     extra_marks: ClassVar[tuple[str, ...]] = ()
-    layout: ClassVar[Literal["sequence", "lines", "list"]] = "sequence"
+    layout: ClassVar[Layout] = "sequence"
+    arguments_key: ClassVar[str] = "arguments"
     has_special_marks: ClassVar[bool] = False
     is_always_parsed: ClassVar[bool] = False
 
     def __init__(self, tools: ToolSchemas, visible_tokens: Mapping[int, str] = {}) -> None:
         self.tools, self.is_ended = tools, False
-        self._only_special_marks = any(name[0] == SPECIAL_TOKEN_MARK for name in (visible_tokens or {}).values())
+        self._only_special_marks = any(name[0] == SPECIAL_TOKEN_MARK for name in visible_tokens.values())
         self._input, self._deltas, self._is_special = deque[str](), list[Delta](), False
         self._pending_space, self._has_called = "", False
         self._reader = self.read_output()
@@ -163,13 +166,6 @@ class ToolParser:
         self.emit_text(pending)
         return ""
 
-    def read_until(self, mark: str) -> Generator[None, str, str]:
-        """Return the text up to the end of a mark, or up to the end of the output."""
-        text = ""
-        while not text.endswith(mark) and (char := (yield)):
-            text += char
-        return text
-
     def read_call(self) -> Reader:
         """Read and emit what follows the open mark, up to the end of the call, or as text if it is not a call."""
         raise NotImplementedError
@@ -211,17 +207,18 @@ class ToolParser:
 
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
-        """Return a Lark expression for a call of a tool, without the marks around it; adds the rules that it refers to.
+        """Return a Lark expression for a call of a tool, without the marks around it; a JSON object unless it is overridden.
 
         Args:
-            grammar: The grammar.
+            grammar: The grammar, to which rules are added that the expression refers to.
             name: Name of the tool.
             schema: Schema of its arguments, an object.
 
         Raises:
             ValueError: The format cannot express the name or the arguments.
         """
-        raise NotImplementedError
+        prefix = f'{{"name": "{name}", "{cls.arguments_key}": '
+        return f'{quote(prefix)} {grammar.add_json_rule(schema)} "}}"'
 
     @classmethod
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:

@@ -1,11 +1,7 @@
 """Hermes' tool calls, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as of Qwen 2.5 and SmolLM."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from specdec.server.tool_parsers.base import Reader, ToolParser
-from specdec.server.tool_parsers.grammar import GrammarBuilder
-from specdec.server.tool_parsers.json_calls import JsonCallParser, write_json_call
+from specdec.server.tool_parsers.json_calls import JsonCallParser
 
 
 class HermesParser(ToolParser):
@@ -31,8 +27,3 @@ class HermesParser(ToolParser):
             self.emit_text(self.open_mark + call.pending + rest)
         elif rest != self.close_mark and not self.is_ended:
             self.emit_text(rest)
-
-    @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
-        """Return a Lark expression for a call of a tool, a JSON object."""
-        return write_json_call(grammar, name, schema)

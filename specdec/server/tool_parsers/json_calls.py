@@ -1,12 +1,11 @@
 """The incremental parser of one tool call that is a JSON object with a name and arguments. Knows no requests."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from specdec.server.json_values import WHITESPACE, JsonScanner, parse_json
 from specdec.server.tool_parsers.base import Delta
-from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 CALL_KEYS = ("name", *ARGUMENT_KEYS, "id", "type")  # an object with other keys is not a call
@@ -80,9 +79,3 @@ class JsonCallParser(JsonScanner):
         self.is_call = isinstance(name, str) and name in self._tools and isinstance(arguments, dict)
         self.is_text = not self.is_call
         return [Delta("tool_call", json.dumps(arguments, ensure_ascii=False), name)] if self.is_call else []
-
-
-def write_json_call(grammar: GrammarBuilder, name: str, schema: Mapping[str, Any], arguments_key: str = "arguments") -> str:
-    """Return a Lark expression for a JSON object with the name of a tool and arguments that match a schema."""
-    prefix = f'{{"name": "{name}", "{arguments_key}": '
-    return f'{quote(prefix)} {grammar.add_json_rule(schema)} "}}"'

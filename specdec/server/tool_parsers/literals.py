@@ -136,7 +136,9 @@ class LiteralCallParser(ToolParser):
 
     def read_call(self) -> Reader:
         """Read all calls up to the close mark; if one is invalid, or of an unknown tool, everything is text."""
-        text = yield from self.read_until(self.close_mark)
+        text = ""
+        while not text.endswith(self.close_mark) and (char := (yield)):
+            text += char
         try:
             calls = [*self.iter_calls(text.removesuffix(self.close_mark))] if text.endswith(self.close_mark) else []
         except (ValueError, RecursionError):

@@ -1,17 +1,15 @@
 """Llama 3's tool calls: the output is one JSON object `{"name": ..., "parameters": {...}}`."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
 from specdec.server.tool_parsers.grammar import GrammarBuilder
-from specdec.server.tool_parsers.json_calls import JsonCallParser, write_json_call
+from specdec.server.tool_parsers.json_calls import JsonCallParser
 
 
 class Llama3Parser(ToolParser):
     """A parser of an output that is one tool call; any other output is text."""
 
     template_signs = (("<|python_tag|>",), ("ipython",))
+    arguments_key = "parameters"
 
     def read_output(self) -> Reader:
         """Read the call, and text after it; or all of the output as text if it does not start with a call."""
@@ -22,11 +20,6 @@ class Llama3Parser(ToolParser):
         while text:
             self.emit(Delta("text", text))
             text = yield
-
-    @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
-        """Return a Lark expression for a call of a tool, a JSON object."""
-        return write_json_call(grammar, name, schema, "parameters")
 
     @classmethod
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:

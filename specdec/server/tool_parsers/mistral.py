@@ -1,12 +1,12 @@
 """Mistral's tool calls: a list of JSON objects after `[TOOL_CALLS]`, or `[TOOL_CALLS]NAME[ARGS]{...}` once per call."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from specdec.server.json_values import WHITESPACE, JsonScanner
-from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
+from specdec.server.tool_parsers.base import Delta, Layout, Reader, ToolParser
 from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
-from specdec.server.tool_parsers.json_calls import JsonCallParser, write_json_call
+from specdec.server.tool_parsers.json_calls import JsonCallParser
 
 ARGS = "[ARGS]"
 MAX_NAME_CHARS = 100  # of a tool's name with its marks
@@ -20,7 +20,7 @@ class MistralListParser(ToolParser):
 
     template_signs: ClassVar[tuple[tuple[str, ...], ...]] = (("[TOOL_CALLS]",),)
     open_mark = "[TOOL_CALLS]"
-    layout: ClassVar[Literal["sequence", "lines", "list"]] = "list"
+    layout: ClassVar[Layout] = "list"
 
     def read_call(self) -> Reader:
         """Read a list of calls, or a call with its name before its arguments."""
@@ -38,7 +38,7 @@ class MistralListParser(ToolParser):
             text += call.pending
             if not call.is_call:
                 break
-            text = char = ""
+            text = ""
             while (char := (yield)) and char in WHITESPACE:
                 pass
             if char != ",":
@@ -65,11 +65,6 @@ class MistralListParser(ToolParser):
             if not scanner.is_complete or char not in WHITESPACE:
                 self.emit(Delta("tool_call", char))
         self.unread(char)
-
-    @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
-        """Return a Lark expression for a call of a tool, a JSON object."""
-        return write_json_call(grammar, name, schema)
 
 
 class MistralParser(MistralListParser):

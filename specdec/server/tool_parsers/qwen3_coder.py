@@ -71,7 +71,8 @@ class Qwen3CoderParser(ToolParser):
         properties = root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         schema = schema if isinstance(schema, Mapping) else {}
-        scanner = None if _is_string(schema, root) else JsonScanner()  # as long as the value is JSON
+        is_string = _is_string(schema, root)
+        scanner = None if is_string else JsonScanner()  # as long as the value is JSON
         text, n_strings = "", 0  # the close tag starts after `n_strings` characters, not in a string
         while not text.endswith(PARAMETER_CLOSE, n_strings) and (char := (yield)):
             text += char
@@ -82,7 +83,11 @@ class Qwen3CoderParser(ToolParser):
         if self.is_ended:
             return json.dumps(text.removeprefix("\n"), ensure_ascii=False)[:-1]
         text = text.removesuffix(PARAMETER_CLOSE).removeprefix("\n").removesuffix("\n")
-        return json.dumps(_parse_value(text, schema, root), ensure_ascii=False)
+        try:
+            value = text if is_string else parse_json(text)
+        except ValueError:
+            value = CONSTANTS.get(text.strip(), text)
+        return json.dumps(value, ensure_ascii=False)
 
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
@@ -113,13 +118,3 @@ class Qwen3CoderParser(ToolParser):
 def _is_string(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     """Return whether a parameter is plain text instead of JSON: a string, or one without a schema."""
     return get_schema_types(schema, root) == {"string"} or not schema
-
-
-def _parse_value(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Return the value of a parameter: the text of a string, otherwise parsed JSON, or text if it is invalid."""
-    if _is_string(schema, root):
-        return text
-    try:
-        return parse_json(text)
-    except ValueError:
-        return CONSTANTS.get(text.strip(), text)
