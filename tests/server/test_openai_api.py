@@ -29,11 +29,10 @@ from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.generation_response import ServerState
 from specdec.server.json_values import JsonScanner
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager
-from specdec.server.tool_parsers import find_tool_parser
-from specdec.server.tool_parsers.base import Delta
 from specdec.text.structured_output import ConstraintError
 from specdec.text.worker_process import Worker, WorkerLostError
 from tests.fakes.asgi import Response, send_request
+from tests.server.tool_parsers.test_formats import TAGGED_CALL
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
 
@@ -69,11 +68,6 @@ class FakeScheduler:
 
 def make_state(model: ServedModel, scheduler: Any) -> ServerState:
     return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)), "print")
-
-
-def make_parser(template: str) -> Any:
-    parser = find_tool_parser(template)
-    return parser and parser({"weather": {}})
 
 
 def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:
@@ -669,82 +663,7 @@ def test_template_errors_hide_local_paths(app: Any, decoder: SpeculativeDecoder,
 # Tools
 
 
-TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-WEATHER_CALL = ("weather", '{"city": "Oslo"}')
-NAME_LAST_CALL, CALL_WITHOUT_ARGUMENTS = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
-
-
-def merge_deltas(deltas: list[Delta]) -> list[Any]:
-    """Return texts, and names of calls with their arguments; deltas that continue the last one are merged with it."""
-    merged = list[Any]()
-    for delta in deltas:
-        if merged and delta.kind == "text" and isinstance(merged[-1], str):
-            merged[-1] += delta.text
-        elif delta.kind == "text":
-            merged.append(delta.text)
-        elif delta.name is None:
-            merged[-1] = (merged[-1][0], merged[-1][1] + delta.text)
-        else:
-            merged.append((delta.name, delta.text))
-    return merged
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (TAGGED_CALL, [WEATHER_CALL]),
-        (f"Let me see.\n\n{TAGGED_CALL}\n{TAGGED_CALL}\n", ["Let me see.", WEATHER_CALL, WEATHER_CALL]),
-        (f"{TAGGED_CALL} Done. ", [WEATHER_CALL, " Done."]),
-        ("a < b <tool_cal l> ", ["a < b <tool_cal l> "]),
-        ("<tool_call>{broken}</tool_call> x", ["<tool_call>{broken}</tool_call> x"]),
-        (TAGGED_CALL.replace("weather", "rain"), [TAGGED_CALL.replace("weather", "rain")]),
-        (TAGGED_CALL.removesuffix("</tool_call>"), [WEATHER_CALL]),
-        (TAGGED_CALL.replace("Oslo", "</tool_call>\\\""), [("weather", '{"city": "</tool_call>\\""}')]),
-        (TAGGED_CALL.replace("}}", "}} and more"), [WEATHER_CALL, "and more\n</tool_call>"]),
-        (TAGGED_CALL[:50], [("weather", '{"cit')]),
-        (f"<tool_call>{NAME_LAST_CALL}</tool_call>", [WEATHER_CALL]),
-        (f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [("weather", "{}")]),
-        ("<tool_call>{", ["<tool_call>{"]),
-        ("<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
-        (" plain \n", [" plain \n"]),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_tagged_calls_are_found_for_any_chunk_size(text: str, expected: list[Any]) -> None:
-    for size in (1, 2, 7, len(text) or 1) if len(text) < 1000 else (1000,):
-        parser = make_parser("<tool_call>")
-        assert parser
-        deltas = [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
-        merged = merge_deltas(deltas)
-        assert merged == expected, size
-
-
-def test_bare_calls_are_found_and_other_text_is_kept() -> None:
-    for text, expected in (
-        (' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER_CALL]),
-        (f"{NAME_LAST_CALL} \n", [WEATHER_CALL]),
-        ('{"name": "weather", "parameters": {"city": NaN}}', [("weather", '{"city": NaN}}')]),
-        ('{"name": "weather", "parameters": [1]}', ['{"name": "weather", "parameters": [1]}']),
-        ('{"a": 1}', ['{"a": 1}']),
-        ("No, {}", ["No, {}"]),
-        (f"{CALL_WITHOUT_ARGUMENTS}?", [("weather", "{}"), "?"]),
-        ("", []),
-    ):
-        parser = make_parser("<|python_tag|>")
-        assert parser and merge_deltas([each for char in text for each in parser.push(char)] + parser.end()) == expected
-    assert find_tool_parser("{{ messages }}") is None
-
-
-@pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
-def test_arguments_and_text_are_emitted_as_early_as_possible(template: str, tag: str) -> None:
-    parser = make_parser(template)
-    assert parser and not parser.push(tag + '{"name": "weather", "arguments": ')
-    assert merge_deltas(parser.push('{"city": "Os')) == [("weather", '{"city": "Os')]
-    assert parser.push("l") == [Delta("tool_call", "l")]
-    for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
-        parser = make_parser(template)
-        assert parser and merge_deltas(parser.push(tag + prefix)) == [tag + prefix], prefix
-        assert merge_deltas(parser.push(" a")) in ([" a"], ["a"])
+WEATHER_CALL = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
 def test_the_json_scanner_agrees_with_the_json_library() -> None:
@@ -772,13 +691,11 @@ def test_tool_calls_are_returned_in_responses_and_streams(make_test_app: Callabl
     app, body = make_test_app(fake), {"messages": CONVERSATION, "tools": [TOOL]}
     choice = send_request(app, CHAT, body).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == [
-        {"name": WEATHER_CALL[0], "arguments": WEATHER_CALL[1]}
-    ] * 2
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [WEATHER_CALL] * 2
     events = [event["choices"][0] for event in send_request(app, CHAT, body | {"stream": True}).events]
     calls = [call for event in events for call in event["delta"].get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 0, 1] and len({call["id"] for call in calls if "id" in call}) == 2
-    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL[1]
+    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL["arguments"]
     assert events[-1]["finish_reason"] == "tool_calls"
     one = send_request(app, CHAT, body | {"parallel_tool_calls": False}).json["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1

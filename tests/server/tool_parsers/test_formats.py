@@ -30,11 +30,17 @@ def join_deltas(deltas):
 
 
 def simplify(deltas):
-    """Return texts as strings, and calls as the name and the parsed arguments."""
-    return [
-        (delta.name, json.loads(delta.text)) if delta.name else delta.text if delta.kind == "text" else delta
-        for delta in join_deltas(deltas)
-    ]
+    """Return texts as strings, and calls as the name and the arguments, parsed if they are complete."""
+    simplified = []
+    for delta in join_deltas(deltas):
+        if delta.name is None:
+            simplified.append(delta.text if delta.kind == "text" else delta)
+            continue
+        try:
+            simplified.append((delta.name, json.loads(delta.text)))
+        except ValueError:
+            simplified.append((delta.name, delta.text))
+    return simplified
 
 
 def parse(parser_class, text, size):
@@ -46,7 +52,34 @@ DAYS = "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n" + DAYS
 PARSERS = {parser.__name__.removesuffix("Parser"): parser for parser in TOOL_PARSERS}
 LISTED = json.dumps([{"name": "weather", "arguments": OSLO}, {"name": "get.time-1", "arguments": {}, "id": "123456789"}])
+TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+WEATHER_CALL = ("weather", {"city": "Oslo"})
+NAME_LAST_CALL, CALL_WITHOUT_ARGUMENTS = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
 CASES = [
+    ("Hermes", TAGGED_CALL, [WEATHER_CALL]),
+    ("Hermes", f"Let me see.\n\n{TAGGED_CALL}\n{TAGGED_CALL}\n", ["Let me see.", WEATHER_CALL, WEATHER_CALL]),
+    ("Hermes", f"{TAGGED_CALL} Done. ", [WEATHER_CALL, " Done."]),
+    ("Hermes", "a < b <tool_cal l> ", ["a < b <tool_cal l> "]),
+    ("Hermes", "<tool_call>{broken}</tool_call> x", ["<tool_call>{broken}</tool_call> x"]),
+    ("Hermes", TAGGED_CALL.replace("weather", "rain"), [TAGGED_CALL.replace("weather", "rain")]),
+    ("Hermes", TAGGED_CALL.removesuffix("</tool_call>"), [WEATHER_CALL]),
+    ("Hermes", TAGGED_CALL.replace("Oslo", "</tool_call>\\\""), [("weather", {"city": '</tool_call>"'})]),
+    ("Hermes", TAGGED_CALL.replace("}}", "}} and more"), [WEATHER_CALL, "and more\n</tool_call>"]),
+    ("Hermes", TAGGED_CALL[:50], [("weather", '{"cit')]),
+    ("Hermes", f"<tool_call>{NAME_LAST_CALL}</tool_call>", [WEATHER_CALL]),
+    ("Hermes", f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [("weather", {})]),
+    ("Hermes", "<tool_call>{", ["<tool_call>{"]),
+    ("Hermes", "<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
+    ("Hermes", " plain \n", [" plain \n"]),
+    ("Hermes", "", []),
+    ("Llama3", ' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER_CALL]),
+    ("Llama3", f"{NAME_LAST_CALL} \n", [WEATHER_CALL]),
+    ("Llama3", '{"name": "weather", "parameters": {"city": NaN}}', [("weather", '{"city": NaN}}')]),
+    ("Llama3", '{"name": "weather", "parameters": [1]}', ['{"name": "weather", "parameters": [1]}']),
+    ("Llama3", '{"a": 1}', ['{"a": 1}']),
+    ("Llama3", "No, {}", ["No, {}"]),
+    ("Llama3", f"{CALL_WITHOUT_ARGUMENTS}?", [("weather", {}), "?"]),
+    ("Llama3", "", []),
     ("Qwen3Coder", f"Let me see.\n{XML % OSLO['city']}\n{XML % 'Rom'} Done.",
      ["Let me see.", ("weather", OSLO), ("weather", {"city": "Rom", "days": 3}), " Done."]),
     ("Qwen3Coder", "<tool_call><function=get.time-1></function></tool_call>", [("get.time-1", {})]),
@@ -105,8 +138,20 @@ CASES = [
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_calls_are_found_for_any_chunk_size(case):
     name, text, expected = CASES[case]
-    for size in (1, 2, 5, len(text)):
+    for size in (1, 2, 5, len(text) or 1) if len(text) < 10_000 else (1000,):
         assert simplify(parse(PARSERS[name], text, size)) == expected, size
+
+
+@pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
+def test_arguments_and_text_are_emitted_as_early_as_possible(template, tag):
+    parser = find_tool_parser(template)(TOOLS)
+    assert not parser.push(tag + '{"name": "weather", "arguments": ')
+    assert simplify(parser.push('{"city": "Os')) == [("weather", '{"city": "Os')]
+    assert parser.push("l") == [Delta("tool_call", "l")]
+    for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
+        parser = find_tool_parser(template)(TOOLS)
+        assert simplify(parser.push(tag + prefix)) == [tag + prefix], prefix
+        assert simplify(parser.push(" a")) in ([" a"], ["a"])
 
 
 def test_functiongemma_uses_other_quotes():
@@ -131,9 +176,7 @@ def test_a_truncated_xml_call_keeps_its_parameters():
 def test_damaged_calls_are_parsed_without_errors_or_lost_text(name, n_cases):
     """Damaged and truncated calls give the same deltas for any chunk size, and all text of non-calls is returned."""
     rng, parser_class = random.Random(name), PARSERS[name]
-    texts = [text for other, text, _ in CASES if other == name and len(text) < 400] or [
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>', '{"name": "weather", "parameters": {}}',
-    ]  # fmt: skip
+    texts = [text for other, text, _ in CASES if other == name.removeprefix("Function") and 0 < len(text) < 400]
     for _ in range(n_cases):
         text = rng.choice(texts)
         for _ in range(rng.randrange(4)):
