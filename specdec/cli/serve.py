@@ -183,7 +183,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
         ValueError: No model is installed, or the server stopped because of an error.
     """
     from specdec.server.access_control import AuthMiddleware
-    from specdec.server.app import make_app
+    from specdec.server.app import Endpoints
     from specdec.server.generation_response import ServerState
     from specdec.server.listener import Listener
     from specdec.server.model_manager import ModelManager, make_single_model_manager
@@ -200,7 +200,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
             raise ValueError("no model is installed; download one with specdec models pull org/name, or name one with -m")
         description = f"{n} models, each loaded on demand; specdec models lists them"
     service = ServerState(manager, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
-    app = AuthMiddleware(make_app(service), keys, {"localhost", request.host, socket.gethostname()}, log)
+    app = AuthMiddleware(Endpoints(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.begin_output(request.grace + EXIT_MARGIN_S)
     host, port = sock.getsockname()[:2]

@@ -15,6 +15,7 @@ from specdec.model.transformer import Transformer
 from specdec.runtime.simd import Float32
 from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
+from specdec.server.generation_response import encode_json
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 Pooling = Literal["mean", "last", "cls"]
@@ -42,11 +43,12 @@ class EmbeddingRequest:
         """Functions, one per input, that take the target and return a task that computes the input's embedding vector."""
         return [partial(compute_embedding, tokens, self.pooling, self.dimensions) for tokens in self.inputs]
 
-    def format_response(self, vectors: Sequence[Float32], name: str) -> dict[str, Any]:
-        """Return OpenAI's response object with the given embedding vectors, the model's name and the number of tokens."""
+    def format_response(self, vectors: Sequence[Float32], name: str) -> bytes:
+        """Return OpenAI's response as JSON, with the given embedding vectors, the model's name and the number of tokens."""
         n_tokens = sum(map(len, self.inputs))
         data = [{"object": "embedding", "index": i, "embedding": self._encode_vector(vector)} for i, vector in enumerate(vectors)]
-        return {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return encode_json({"object": "list", "data": data, "model": name, "usage": usage})
 
     def _encode_vector(self, vector: Float32) -> str | list[float]:
         if self.is_base64:

@@ -152,9 +152,12 @@ class ResponseStreamer:
         except (Exception, asyncio.CancelledError) as error:
             if self._is_open:
                 api_error = to_api_error(error)
-                start = self._format_start()
-                default = format_sse_event(api_error.format_body(scope["path"]), "error")
-                await self._send_chunk(start + (self._response.format_error(api_error) if self._response else default), True)
+                events = self._format_start()
+                if self._response:
+                    events += self._response.format_error(api_error)
+                else:
+                    events += format_sse_event(api_error.format_body(scope["path"]), "error")
+                await self._send_chunk(events, True)
             raise
 
     async def _send_progress(self, entry: ModelEntry) -> None:

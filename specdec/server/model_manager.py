@@ -219,9 +219,9 @@ class ModelManager:
 
         A model that cannot be loaded is removed; a later request tries again.
         """
-        start = time.monotonic()
         try:
             self._free_memory(entry)
+            start = time.monotonic()
             instance = self._source.load(entry.name, partial(self._report_progress, entry))
         except Exception as error:
             if not isinstance(error, APIError | ShutdownError):

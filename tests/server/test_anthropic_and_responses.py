@@ -17,7 +17,7 @@ from specdec import Step
 from specdec.engine.scheduler import Client, QueueFullError, ShutdownError
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.generation_fields import ServedModel
 from specdec.server.json_values import MAX_JSON_DEPTH, parse_json
 from specdec.server.tool_parsers import find_tool_parser
@@ -372,7 +372,7 @@ def test_embeddings_run_between_passes_and_stop_on_disconnect(app, decoder, sche
     assert {response.json["choices"][0]["message"]["content"] for response in responses[::2]} == {expected}
     assert len({response.body for response in responses[1::2]}) == 1
     with pytest.raises(ConnectionResetError):
-        embeddings = make_app(make_state(ServedModel("talker", decoder, None), scheduler))
+        embeddings = Endpoints(make_state(ServedModel("talker", decoder, None), scheduler))
         send_request(with_client(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, disconnect_after=0)
     assert send_request(app, EMBEDDINGS, {"input": "x"}).status == 200
     gc.collect()
@@ -506,7 +506,7 @@ def random_json(rng, depth):
 
 def test_anthropic_clients_send_the_key_in_x_api_key(make_test_app, decoder, scheduler):
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(make_app(state), ["secret"], {"localhost"}, lambda line: None)
+    app = AuthMiddleware(Endpoints(state), ["secret"], {"localhost"}, lambda line: None)
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
         assert send_request(app, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
 

@@ -23,7 +23,7 @@ from specdec.cli.serve import ServeRequest
 from specdec.engine.scheduler import Scheduler
 from specdec.server import listener as listener_module
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
@@ -129,7 +129,7 @@ def test_an_unfinished_stream_gets_an_error_event_at_shutdown(pair: Pair, monkey
     manager = make_single_model_manager(ModelInstance(ServedModel("endless", decoder, None), Scheduler(decoder, 1, 1, 10**9), 1))
     with contextlib.ExitStack() as stack:
         stack.callback(manager.close, 0.0)
-        with listener(make_app(ServerState(manager, "print")), []) as address:
+        with listener(Endpoints(ServerState(manager, "print")), []) as address:
             connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection(*address, timeout=60)))
             body = json.dumps({"prompt": "the then", "max_tokens": 99_000, "stream": True})
             connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})

@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.engine.scheduler import Scheduler, ShutdownError
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
@@ -58,7 +58,7 @@ def make_manager(endless):
         return (
             managers[-1],
             source,
-            AuthMiddleware(make_app(ServerState(managers[-1], "print")), (), {"localhost"}, log.append),
+            AuthMiddleware(Endpoints(ServerState(managers[-1], "print")), (), {"localhost"}, log.append),
             log,
         )
 

@@ -23,7 +23,7 @@ from specdec.engine.scheduler import Client, EventCallback, QueueFullError, Sche
 from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.generation_response import ServerState
@@ -94,7 +94,7 @@ def scheduler(decoder: SpeculativeDecoder) -> Iterator[Scheduler]:
 def make_test_app(decoder: SpeculativeDecoder, scheduler: Scheduler) -> Callable[..., Any]:
     def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
         state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-        return AuthMiddleware(make_app(state), keys, {"localhost"}, (log if log is not None else []).append)
+        return AuthMiddleware(Endpoints(state), keys, {"localhost"}, (log if log is not None else []).append)
 
     return app
 
@@ -156,7 +156,7 @@ def test_missing_fields_use_the_default_sampling_of_the_server(
 ) -> None:
     fake = FakeScheduler(Prompt([1], 0.0), step("a", "eos"))
     model = ServedModel("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
-    app = AuthMiddleware(make_app(make_state(model, fake)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = AuthMiddleware(Endpoints(make_state(model, fake)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     for body in ({}, {"temperature": 0.1}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0}):
         assert send_request(app, COMPLETIONS, {"seed": 1, **body}).status == 200
     samplings = [(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) for request in fake.requests]
@@ -649,7 +649,7 @@ def test_an_aborted_stream_ends_with_a_finish_reason(make_test_app: Callable[...
 
 def test_a_model_without_a_template_points_to_completions(decoder: SpeculativeDecoder) -> None:
     state = make_state(ServedModel("stories", decoder, None), FakeScheduler())
-    app = AuthMiddleware(make_app(state), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     assert "/v1/completions" in send_request(app, CHAT, {"messages": CONVERSATION}).error["message"]
     assert send_request(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
 

@@ -10,7 +10,7 @@ from specdec import SpeculativeDecoder
 from specdec.engine.scheduler import Scheduler
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.generation_fields import ServedModel
 from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
 from tests.server.test_openai_api import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, decoder, make_state, scheduler, send_request  # noqa: F401
@@ -69,7 +69,7 @@ def chat_app(request, decoder, scheduler, marked_model, monkeypatch):
     source = decoder.chat_template.source.removeprefix(TOOL_TEMPLATE_PREFIX)
     monkeypatch.setattr(decoder.chat_template, "source", TEMPLATES[tool_format] + source)
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(make_app(state), (), {"localhost"}, print)
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, print)
     app.is_harmony = "Harmony" in tool_format
     return app
 
@@ -269,7 +269,7 @@ def test_unknown_tool_formats_are_not_forced(decoder, scheduler):
     assert find_tool_parser("tools") is None
     template = SimpleNamespace(source="{{ tools }}", supports_tools=True, location="", has_reference_to=lambda name: False)
     state = make_state(ServedModel("talker", decoder, template), scheduler)
-    app = AuthMiddleware(make_app(state), (), {"localhost"}, lambda line: None)
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
     for fields, param in (
         ({"tool_choice": "required"}, "tool_choice"), ({"tools": make_tools(TIME, strict=True)}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
