@@ -7,7 +7,6 @@ from typing import Any
 from specdec.argument_checks import check_choice, check_string, shorten
 from specdec.server.field_validation import (
     ANTHROPIC_PREFIX,
-    EMPTY_OBJECT,
     UNSUPPORTED,
     APIError,
     Fields,
@@ -70,14 +69,14 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
         messages.insert(0, {"role": "system", "content": system})
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     chat |= {"messages": messages or None, "max_tokens": max_tokens, "tools": tools or None}
-    chat |= fields.take("tool_choice", _parse_tool_choice, EMPTY_OBJECT)
+    chat |= fields.take("tool_choice", _parse_tool_choice, dict[str, Any]())
     chat["stop"] = fields.pop("stop_sequences") or None
     is_thinking = fields.take("thinking", _parse_thinking, None)
     if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
-    chat |= fields.take("output_config", _parse_output_config, EMPTY_OBJECT)
+    chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
     for name in IGNORED_FIELDS:
-        fields.take(name, check_object, EMPTY_OBJECT)
+        fields.take_object(name)
     fields.reject_remaining({})
     return chat
 
@@ -160,9 +159,9 @@ def _parse_thinking(name: str, value: Any) -> bool:
 def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
     """Convert the field `output_config` into a dict of chat fields: the reasoning effort and the response format."""
     fields, chat = Fields(check_object(name, value)), dict[str, Any]()
-    if effort := fields.take("effort", check_string, ""):
+    if effort := fields.take_string("effort"):
         chat["reasoning_effort"] = effort
-    if response_format := fields.take("format", check_object, EMPTY_OBJECT):
+    if response_format := fields.take_object("format"):
         check_choice(f"type of format of {name}", response_format.get("type"), ["json_schema"])
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}
     fields.reject_remaining({})

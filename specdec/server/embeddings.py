@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from specdec.argument_checks import check_choice, check_string
+from specdec.argument_checks import check_string
 from specdec.engine.auxiliary_tasks import AuxiliaryTask
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.transformer import Transformer
@@ -63,14 +63,14 @@ def parse_embedding_request(body: Mapping[str, Any], model: ServedModel) -> Embe
         APIError: The body is invalid, or an input is too long.
     """
     fields = Fields(body)
-    fields.take("model", check_string, "")
+    fields.take_string("model")
     decoder = model.decoder
     if not (inputs := fields.take("input", _parse_inputs, list[str | list[int]]())):
         raise APIError("input is missing; expected a string, token ids, or a list of them", "input", "missing_parameter")
-    encoding = fields.take("encoding_format", lambda name, value: check_choice(name, value, ["float", "base64"]), "float")
+    encoding = fields.take_choice("encoding_format", ["float", "base64"], "float")
     dimensions = fields.take_int("dimensions", None, 1, decoder.target.config.dim)
     for name in IGNORED_FIELDS:
-        fields.take(name, check_string, "")
+        fields.take_string(name)
     fields.reject_remaining({})
     with wrap_encoding_errors(model, "input"):
         tokenized = [

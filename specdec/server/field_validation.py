@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from specdec.argument_checks import check_int, check_string, shorten
+from specdec.argument_checks import check_choice, check_int, check_string, shorten
 from specdec.server.json_values import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
-EMPTY_OBJECT: dict[str, Any] = {}
 ANTHROPIC_PREFIX = "/v1/messages"  # of the paths of Anthropic's API
 INVALID, UNSUPPORTED, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
 # error types of OpenAI's and Anthropic's APIs by status, and the one for other server errors
@@ -53,10 +52,10 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = INVALID,
         status: int = 400,
-        headers: Mapping[str, str] = EMPTY_OBJECT,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status, self.headers = param, code, status, headers
+        self.param, self.code, self.status, self.headers = param, code, status, headers or {}
 
     @property
     def note(self) -> str:
@@ -148,6 +147,27 @@ class Fields:
         with wrap_errors(name):
             return check(name, value)
 
+    def take_bool(self, name: str, default: bool = False) -> bool:
+        """Remove a field from the body and return its value, true or false, or the default if it is missing."""
+        return self.take(name, check_bool, default)
+
+    def take_false(self, name: str) -> None:
+        """Remove a field from the body; raises APIError if it is true, which is not supported."""
+        if self.take_bool(name):
+            raise APIError(f"{name} is not supported; expected false", name, UNSUPPORTED)
+
+    def take_string(self, name: str) -> str:
+        """Remove a field from the body and return its value, a string, or "" if it is missing."""
+        return self.take(name, check_string, "")
+
+    def take_choice(self, name: str, choices: Collection[str], default: str) -> str:
+        """Remove a field from the body and return its value, one of the given strings, or the default if it is missing."""
+        return self.take(name, partial(check_choice, choices=choices), default)
+
+    def take_object(self, name: str) -> dict[str, Any]:
+        """Remove a field from the body and return its value, a JSON object, which is empty if the field is missing."""
+        return self.take(name, check_object, {})
+
     def take_int(self, name: str, default: Default, minimum: int, maximum: int | None = None) -> int | Default:
         """Remove a field from the body and return its value, an integer in the given range, or the default if it is missing."""
         return self.take(name, partial(check_int, minimum=minimum, maximum=maximum), default)
@@ -176,13 +196,6 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected true or false")
     return value
-
-
-def check_false(name: str, value: Any) -> bool:
-    """Return False if the value of a field is false; raises APIError for true, which is not supported, else TypeError."""
-    if check_bool(name, value):
-        raise APIError(f"{name} is not supported; expected false", name, UNSUPPORTED)
-    return False
 
 
 def check_object(name: str, value: Any) -> dict[str, Any]:

@@ -9,20 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_float, check_int, check_string, check_strings, shorten
+from specdec.argument_checks import check_choice, check_float, check_int, check_strings, shorten
 from specdec.engine.decode_loop import GenerationRequest
 from specdec.sampling import Sampling
-from specdec.server.field_validation import (
-    INVALID,
-    TOO_LONG,
-    APIError,
-    Fields,
-    check_bool,
-    check_false,
-    check_object,
-    join_text_parts,
-    wrap_errors,
-)
+from specdec.server.field_validation import INVALID, TOO_LONG, APIError, Fields, check_object, join_text_parts, wrap_errors
 from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
@@ -90,16 +80,16 @@ class GenerationFields:
         self._sampling = _parse_sampling(fields, model)
         self._stop_strings = fields.take("stop", _parse_stops, list[str]())
         self._n = fields.take_int("n", 1, 1, MAX_CHOICES)
-        self.is_stream = fields.take("stream", check_bool, False)
-        options = Fields(fields.take("stream_options", check_object, {}))
-        self.include_usage = options.take("include_usage", check_bool, False)
-        options.take("include_obfuscation", check_false, False)
+        self.is_stream = fields.take_bool("stream")
+        options = Fields(fields.take_object("stream_options"))
+        self.include_usage = options.take_bool("include_usage")
+        options.take_false("include_obfuscation")
         options.reject_remaining()
         self._prediction = fields.take("prediction", _parse_prediction, "")
-        self.has_details = fields.take("specdec", check_bool, False)
-        fields.take("metadata", check_object, {})
+        self.has_details = fields.take_bool("specdec")
+        fields.take_object("metadata")
         for name in IGNORED_FIELDS:
-            fields.take(name, check_string, "")
+            fields.take_string(name)
         fields.reject_remaining()
 
     def make_requests(

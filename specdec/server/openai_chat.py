@@ -49,20 +49,20 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    fields.take("model", check_string, "")
+    fields.take_string("model")
     if not model.template:
         raise APIError("this model has no chat template; use /v1/completions", "messages", "unsupported_model")
     tool_parser = find_tool_parser(model.template.source)
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     strict_names = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
-    is_single_call = not fields.take("parallel_tool_calls", check_bool, True)
+    is_single_call = not fields.take_bool("parallel_tool_calls", True)
     if tools and not model.template.supports_tools:
         raise APIError("the model's chat template does not support tools", "tools", UNSUPPORTED)
     if body.get("messages") is None:
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
-    has_logprobs = fields.take("logprobs", check_bool, False)
+    has_logprobs = fields.take_bool("logprobs")
     n_top_logprobs = fields.take_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if n_top_logprobs and not has_logprobs:
         raise APIError("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -119,7 +119,7 @@ def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> Par
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    fields.take("model", check_string, "")
+    fields.take_string("model")
     prompts = fields.take("prompt", _parse_prompts, list[str | list[int]]([""]))
     n_top_logprobs = fields.take_int("logprobs", None, 0, MAX_TOP_LOGPROBS)
     response_schema = fields.take("response_format", _parse_response_format, None)

@@ -5,18 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_string, shorten
-from specdec.server.field_validation import (
-    EMPTY_OBJECT,
-    UNSUPPORTED,
-    APIError,
-    Fields,
-    check_bool,
-    check_false,
-    check_list,
-    check_object,
-    iter_objects,
-    join_text_parts,
-)
+from specdec.server.field_validation import UNSUPPORTED, APIError, Fields, check_list, check_object, iter_objects, join_text_parts
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
@@ -51,17 +40,17 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
         raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
     chat = {name: fields.pop(name) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
     messages = fields.take("input", _parse_input, list[dict[str, Any]]())
-    if instructions := fields.take("instructions", check_string, ""):
+    if instructions := fields.take_string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = _merge_system_messages(messages) or None
     chat["tools"] = fields.take("tools", _parse_tools, list[dict[str, Any]]()) or None
     chat["tool_choice"] = fields.take("tool_choice", _parse_tool_choice, None)
     chat["max_tokens"] = fields.take_int("max_output_tokens", None, 1)
-    chat |= fields.take("text", _parse_text_format, EMPTY_OBJECT)
-    chat |= fields.take("reasoning", _parse_reasoning, EMPTY_OBJECT)
-    fields.take("store", check_bool, False)
-    fields.take("background", check_false, False)
-    fields.take("truncation", lambda name, value: check_choice(name, value, ["disabled", "auto"]), "disabled")
+    chat |= fields.take("text", _parse_text_format, dict[str, Any]())
+    chat |= fields.take("reasoning", _parse_reasoning, dict[str, Any]())
+    fields.take_bool("store")
+    fields.take_false("background")
+    fields.take_choice("truncation", ["disabled", "auto"], "disabled")
     for name in IGNORED_FIELDS:
         fields.pop(name)
     fields.reject_remaining({"top_logprobs": (0,)})
@@ -136,8 +125,8 @@ def _parse_tool_choice(name: str, value: Any) -> Any:
 def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
     """Convert the field `text` into a dict with the chat field `response_format`, or an empty one without a format."""
     fields = Fields(check_object(name, value))
-    fields.take("verbosity", check_string, "")
-    response_format = fields.take("format", check_object, EMPTY_OBJECT)
+    fields.take_string("verbosity")
+    response_format = fields.take_object("format")
     fields.reject_remaining({})
     if response_format.get("type") == "json_schema":
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}}
@@ -147,8 +136,8 @@ def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
 def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
     fields = Fields(check_object(name, value))
     for each in ("summary", "generate_summary"):
-        fields.take(each, check_string, "")
-    effort = fields.take("effort", check_string, "")
+        fields.take_string(each)
+    effort = fields.take_string("effort")
     fields.reject_remaining({})
     return {"reasoning_effort": effort} if effort else {}
 
