@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote
@@ -155,14 +156,14 @@ class ToolParser:
         pending = ""
         while char := (yield):
             pending += char
-            marks = self.text_marks
-            mark = next((mark for mark in marks if pending.endswith(mark)), "")
-            n_pending = len(mark) or max((_count_partial_match(pending, mark) for mark in marks), default=0)
-            n = len(pending) - n_pending
-            self.emit_text(pending[:n])
-            if mark:
-                return mark
-            pending = pending[n:]
+            marks, start = self.text_marks, 0
+            prefixes = _get_prefixes(marks)
+            while start < len(pending) and pending[start:] not in prefixes:
+                start += 1
+            self.emit_text(pending[:start])
+            pending = pending[start:]
+            if pending in marks:
+                return pending
         self.emit_text(pending)
         return ""
 
@@ -248,6 +249,6 @@ class ToolParser:
         return f"OTHER | {cls.write_calls(grammar, call, opening)}"
 
 
-def _count_partial_match(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that is also a beginning of a mark, but not the whole mark."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+@lru_cache
+def _get_prefixes(marks: tuple[str, ...]) -> set[str]:
+    return {mark[:n] for mark in marks for n in range(1, len(mark) + 1)}
