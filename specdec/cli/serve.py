@@ -24,7 +24,7 @@ from specdec.loaders import optional_dependencies
 from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_loader import get_memory_headroom
 from specdec.runtime.memory import get_physical_memory_bytes
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, override_sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import TemplateError
 from specdec.text.conversation import ChatSettings as ChatSettings
@@ -135,11 +135,9 @@ class ServeRequest(Request):
 
     def make_default_sampling(self, recommended: Mapping[str, Any]) -> Sampling:
         """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
-        options: dict[str, Any] = {
-            "temperature": self.served_temperature, "top_p": self.served_top_p, "top_k": self.served_top_k,
-        }  # fmt: skip
-        chat = replace(ChatSettings(), **recommended)
-        return replace(chat.make_sampling(0), **{name: value for name, value in options.items() if value is not None})
+        sampling = replace(ChatSettings(), **recommended).make_sampling(0)
+        names = ("temperature", "top_p", "top_k")
+        return override_sampling(sampling, **{name: getattr(self, f"served_{name}") for name in names})
 
     @property
     def name(self) -> str:
@@ -185,7 +183,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
         ValueError: No model is installed, or the server stopped because of an error.
     """
     from specdec.server.access_control import AuthMiddleware
-    from specdec.server.app import make_app
+    from specdec.server.app import Endpoints
     from specdec.server.generation_response import ServerState
     from specdec.server.listener import Listener
     from specdec.server.model_manager import ModelManager, make_single_model_manager
@@ -202,7 +200,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
             raise ValueError("no model is installed; download one with specdec models pull org/name, or name one with -m")
         description = f"{n} models, each loaded on demand; specdec models lists them"
     service = ServerState(manager, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
-    app = AuthMiddleware(make_app(service), keys, {"localhost", request.host, socket.gethostname()}, log)
+    app = AuthMiddleware(Endpoints(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.begin_output(request.grace + EXIT_MARGIN_S)
     host, port = sock.getsockname()[:2]
@@ -227,8 +225,8 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
     Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
     """
     from specdec.server.engine_thread import EngineThread
+    from specdec.server.generation_fields import ServedModel
     from specdec.server.model_manager import ModelInstance
-    from specdec.server.openai_chat_requests import ServedModel
 
     template = None
     try:
@@ -237,16 +235,13 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
         print_message(f"only /v1/completions is available: {translate_parameters(str(error))}")
     threading.Thread(target=prewarm, args=(decoder,), name="awake", daemon=True).start()
     cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
-    kv, per_token = (
-        decoder.target.kv,
-        (decoder.target.get_sequence_bytes(2048) - decoder.target.get_sequence_bytes(1024)) / 1_024_000,
-    )
-    print_message(f"the KV cache takes {per_token:.1f} kB per token in {kv}, and at most {cache_bytes / 10**9:.1f} GB in total")
+    target = decoder.target
+    kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
+    total = f"at most {cache_bytes / 10**9:.1f} GB in total"
+    print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
     scheduler = EngineThread(decoder, request.slots, request.queue, cache_bytes)
-    model = ServedModel(
-        request.name, decoder, template, request.make_default_sampling(get_recommended_sampling(request, decoder))
-    )
-    return ModelInstance(model, scheduler, int(time.time()))
+    sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
+    return ModelInstance(ServedModel(request.name, decoder, template, sampling), scheduler, int(time.time()))
 
 
 def prewarm(decoder: SpeculativeDecoder) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from specdec.engine.sequence import Client
-from specdec.server.engine_thread import ShutdownError
+from specdec.server.engine_thread import QueueFullError, ShutdownError
 from specdec.server.field_validation import APIError
 
 Scope = MutableMapping[str, Any]
@@ -67,12 +67,12 @@ class AuthMiddleware:
             scope["api_client"] = self._authenticate(scope)
             await self._app(scope, receive, send_with_headers)
         except (Exception, asyncio.CancelledError) as error:
-            is_disconnected = isinstance(error, OSError)  # the client left, or does not read
-            note = error.note if isinstance(error, APIError) else f"{type(error).__name__}: {error}"[:200]
+            is_disconnected, api_error = isinstance(error, OSError), to_api_error(error)  # the client left, or does not read
+            note = f"{type(error).__name__}: {error}"[:200] if api_error.status == 500 else api_error.note
             notes.append("client disconnected" if is_disconnected else note)
             if not status:
                 with suppress(OSError):
-                    await make_error_response(to_api_error(error), scope["path"])(scope, receive, send_with_headers)
+                    await make_error_response(api_error, scope["path"])(scope, receive, send_with_headers)
             status *= not is_disconnected
         finally:
             if scope["path"] not in UNLOGGED_PATHS:
@@ -120,10 +120,12 @@ class AuthMiddleware:
 def to_api_error(error: BaseException) -> APIError:
     """Convert an exception into the APIError to send to a client, without details of internal errors.
 
-    Cancellation becomes a ShutdownError, since it means that the server shuts down.
+    Cancellation means that the server is shutting down.
     """
-    if isinstance(error, asyncio.CancelledError):
-        return ShutdownError()
+    if isinstance(error, QueueFullError):
+        return APIError("the request queue is full; try again later", None, "queue_full", 429)
+    if isinstance(error, ShutdownError | asyncio.CancelledError):
+        return APIError("the server is shutting down", None, "shutting_down", 503)
     if isinstance(error, APIError):
         return error
     return APIError("internal server error; see the server's log", None, "server_error", 500)

@@ -1,15 +1,12 @@
 """Anthropic's Messages API, translated to and from chat requests. Knows no server."""
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_string, shorten
 from specdec.server.field_validation import (
     ANTHROPIC_PREFIX,
-    EMPTY_OBJECT,
     UNSUPPORTED,
     APIError,
     Fields,
@@ -18,39 +15,37 @@ from specdec.server.field_validation import (
     check_object,
     iter_objects,
     join_text_parts,
-    make_range_check,
 )
-from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
-from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
-from specdec.server.tool_parsers.json_calls import Reasoning, ToolCall, parse_json
+from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
+from specdec.server.json_values import parse_json
+from specdec.server.openai_chat import ParsedRequest, parse_chat_request
+from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
 IGNORED_FIELDS = ("metadata", "context_management", "diagnostics")  # accepted objects without effect
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-CONTENT_BLOCKS: Mapping[type, tuple[dict[str, Any], str, str]] = {
-    str: ({"type": "text", "text": ""}, "text_delta", "text"),
-    Reasoning: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
-    ToolCall: ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
+CONTENT_BLOCKS: Mapping[str, tuple[dict[str, Any], str, str]] = {
+    "text": ({"type": "text", "text": ""}, "text_delta", "text"),
+    "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    "tool_call": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
 }
 
 
 def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of Anthropic's /v1/messages into a ParsedRequest.
+    """Parse a body of Anthropic's /v1/messages into requests to the engine.
 
     Raises:
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    if not (max_tokens := fields.take("max_tokens", make_range_check(1), 0)):
-        raise APIError(
-            "max_tokens is missing; expected the maximum number of tokens to generate", "max_tokens", "missing_parameter"
-        )
-    request = _parse_request(fields, model, max_tokens)
+    if not (max_tokens := fields.take_int("max_tokens", 0, 1)):
+        message = "max_tokens is missing; expected the maximum number of tokens to generate"
+        raise APIError(message, "max_tokens", "missing_parameter")
+    parsed = parse_chat_request(_make_chat(fields, max_tokens), model)
     if body["messages"][-1]["role"] == "assistant":
-        raise APIError(
-            "continuing an assistant message is not supported; the last message must be the user's", "messages", UNSUPPORTED
-        )
-    return request
+        message = "continuing an assistant message is not supported; the last message must be the user's"
+        raise APIError(message, "messages", UNSUPPORTED)
+    return parsed
 
 
 def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
@@ -60,28 +55,30 @@ def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    fields.take("max_tokens", make_range_check(1), 1)
-    return {"input_tokens": len(_parse_request(fields, model, 1).generation_requests[0].prompt)}
+    fields.take_int("max_tokens", 1, 1)
+    (request,), _ = parse_chat_request(_make_chat(fields, 1), model)
+    return {"input_tokens": len(request.prompt)}
 
 
-def _parse_request(fields: Fields, model: ServedModel, max_tokens: int) -> ParsedRequest:
-    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in COMMON_FIELDS}
+def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
+    """Convert the fields of a request into the body of a chat request."""
+    chat = {name: fields.pop(name) for name in COMMON_FIELDS}
     system = fields.take("system", _join_paragraphs, "")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
     if system:
         messages.insert(0, {"role": "system", "content": system})
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     chat |= {"messages": messages or None, "max_tokens": max_tokens, "tools": tools or None}
-    chat |= fields.take("tool_choice", _parse_tool_choice, EMPTY_OBJECT)
-    chat["stop"] = fields.take("stop_sequences", lambda _, value: value or None, None)
+    chat |= fields.take("tool_choice", _parse_tool_choice, dict[str, Any]())
+    chat["stop"] = fields.pop("stop_sequences") or None
     is_thinking = fields.take("thinking", _parse_thinking, None)
     if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
-    chat |= fields.take("output_config", _parse_output_config, EMPTY_OBJECT)
+    chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
     for name in IGNORED_FIELDS:
-        fields.take(name, check_object, EMPTY_OBJECT)
+        fields.take_object(name)
     fields.reject_remaining({})
-    return replace(parse_chat_request(chat, model), make_formatter=MessagesFormatter)
+    return chat
 
 
 def _join_paragraphs(name: str, value: Any) -> str:
@@ -130,18 +127,16 @@ def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, 
             case _:
                 text_blocks.append(block)
     message["content"] = _join_paragraphs(f"content of {name}", text_blocks)
-    return [
-        message | ({"tool_calls": tool_calls} if tool_calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
-    ]
+    others = {"tool_calls": tool_calls, "reasoning_content": reasoning}
+    return [message | {key: value for key, value in others.items() if value}]
 
 
 def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     tools = list[dict[str, Any]]()
     for label, tool in iter_objects(name, value):
         if (tool_type := tool.get("type") or "custom") != "custom":
-            raise APIError(
-                f"{label} has the type {shorten(tool_type, repr)}, which is not supported; expected custom", name, UNSUPPORTED
-            )
+            message = f"{label} has the type {shorten(tool_type, repr)}, which is not supported; expected custom"
+            raise APIError(message, name, UNSUPPORTED)
         function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": tool.get("input_schema")}
         tools.append({"type": "function", "function": function})
     return tools
@@ -151,25 +146,22 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
     choice_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["tool", *TOOL_CHOICES])
     is_single_call = check_bool(f"disable_parallel_tool_use of {name}", value.get("disable_parallel_tool_use") or False)
     function = {"type": "function", "function": {"name": value.get("name")}}
-    return {
-        "tool_choice": function if choice_type == "tool" else TOOL_CHOICES[str(choice_type)],
-        "parallel_tool_calls": not is_single_call,
-    }
+    choice = function if choice_type == "tool" else TOOL_CHOICES[str(choice_type)]
+    return {"tool_choice": choice, "parallel_tool_calls": not is_single_call}
 
 
 def _parse_thinking(name: str, value: Any) -> bool:
     """Return whether the field `thinking` switches the model's thinking on; the field's token budget is ignored."""
-    return (
-        check_choice(f"type of {name}", check_object(name, value).get("type"), ["enabled", "adaptive", "disabled"]) != "disabled"
-    )
+    types = ["enabled", "adaptive", "disabled"]
+    return check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
 
 
 def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
     """Convert the field `output_config` into a dict of chat fields: the reasoning effort and the response format."""
     fields, chat = Fields(check_object(name, value)), dict[str, Any]()
-    if effort := fields.take("effort", check_string, ""):
+    if effort := fields.take_string("effort"):
         chat["reasoning_effort"] = effort
-    if response_format := fields.take("format", check_object, EMPTY_OBJECT):
+    if response_format := fields.take_object("format"):
         check_choice(f"type of format of {name}", response_format.get("type"), ["json_schema"])
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}
     fields.reject_remaining({})
@@ -179,20 +171,15 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
 class MessagesFormatter(PartsFormatter):
     """A formatter of responses in the format of Anthropic's Messages API, as server-sent events or as one message."""
 
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str) -> None:
-        super().__init__(request, model, fingerprint)
-        self._id = f"msg_{secrets.token_hex(12)}"
-
     def format_start(self) -> bytes:
         """Return the server-sent event that starts a message, without content yet."""
         return _format_event({"type": "message_start", "message": self._make_message([], None)})
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
-        block, delta_type, key = CONTENT_BLOCKS[part.part_type]
+        block, delta_type, key = CONTENT_BLOCKS[part.kind]
         if change == "start":
-            return _format_event(
-                {"type": "content_block_start", "index": part.index, "content_block": block | _format_tool_use(part)}
-            )
+            block = block | _format_tool_use(part)  # a copy
+            return _format_event({"type": "content_block_start", "index": part.index, "content_block": block})
         if change == "delta":
             return _format_event({"type": "content_block_delta", "index": part.index, "delta": {"type": delta_type, key: text}})
         return _format_event({"type": "content_block_stop", "index": part.index})
@@ -210,8 +197,8 @@ class MessagesFormatter(PartsFormatter):
         return self._make_message([self._format_block(part) for part in self._parts], self._format_stop())
 
     def _format_block(self, part: OutputPart) -> dict[str, Any]:
-        block, _, key = CONTENT_BLOCKS[part.part_type]
-        if part.part_type is not ToolCall:
+        block, _, key = CONTENT_BLOCKS[part.kind]
+        if part.kind != "tool_call":
             return block | {key: part.text}
         try:
             arguments = parse_json(part.text or "{}")
@@ -221,10 +208,8 @@ class MessagesFormatter(PartsFormatter):
 
     def _format_stop(self) -> dict[str, Any]:
         string = self.choices[0].stop_string
-        return {
-            "stop_reason": "stop_sequence" if string is not None else STOP_REASONS[self._finish_reason],
-            "stop_sequence": string,
-        }
+        reason = "stop_sequence" if string is not None else STOP_REASONS[self._finish_reason]
+        return {"stop_reason": reason, "stop_sequence": string}
 
     def _make_message(self, content: Sequence[Mapping[str, Any]], stop: Mapping[str, Any] | None) -> dict[str, Any]:
         usage = {
@@ -233,12 +218,12 @@ class MessagesFormatter(PartsFormatter):
             "cache_read_input_tokens": 0,
             "output_tokens": self.n_generated,
         }
-        header = {"id": self._id, "type": "message", "role": "assistant", "model": self.model.name}
+        header = {"id": f"msg_{self.random_id}", "type": "message", "role": "assistant", "model": self.model.name}
         return {**header, "content": [*content], **(stop or {"stop_reason": None, "stop_sequence": None}), "usage": usage}
 
 
 def _format_tool_use(part: OutputPart) -> dict[str, Any]:
-    return {"id": f"toolu_{part.id}", "name": part.name} if part.part_type is ToolCall else {}
+    return {"id": f"toolu_{part.id}", "name": part.name} if part.kind == "tool_call" else {}
 
 
 def _format_event(value: Mapping[str, Any]) -> bytes:

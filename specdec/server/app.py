@@ -4,9 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +14,67 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route, Router
 
 from specdec.engine.metrics import format_prometheus
-from specdec.server.access_control import App, Receive, Scope, Send
-from specdec.server.anthropic_messages import count_tokens, parse_messages_request
+from specdec.server.access_control import Receive, Scope, Send
+from specdec.server.anthropic_messages import MessagesFormatter, count_tokens, parse_messages_request
 from specdec.server.body_limits import SMALL_BODY_BYTES, BodyBuffer, read_body
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.fair_grammar_builds import FairSemaphore
 from specdec.server.field_validation import APIError, parse_body
-from specdec.server.generation_response import ResponseStreamer, ServerState, acquire_model, encode_json, wait_unless_disconnected
-from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, parse_chat_request, parse_completion_request
-from specdec.server.openai_responses_api import parse_response_request
+from specdec.server.generation_response import (
+    RequestParser,
+    ResponseStreamer,
+    ServerState,
+    acquire_model,
+    wait_unless_disconnected,
+)
+from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
+from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
+from specdec.server.response_formatter import ResponseFormatter
 from specdec.server.tokenize import detokenize, tokenize
 
 PAGE_PATH = Path(__file__).with_name("page.html")
-GENERATION_PARSERS = {
-    "/v1/chat/completions": parse_chat_request,
-    "/v1/completions": parse_completion_request,
-    "/v1/messages": parse_messages_request,
-    "/v1/responses": parse_response_request,
+# by path: the parser of the body, and the class of the response
+INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
+    "/v1/chat/completions": (parse_chat_request, CompletionFormatter),
+    "/v1/completions": (parse_completion_request, CompletionFormatter),
+    "/v1/messages": (parse_messages_request, MessagesFormatter),
+    "/v1/responses": (parse_response_request, ResponsesFormatter),
 }
 QUERY_HANDLERS = {"/v1/messages/count_tokens": count_tokens, "/tokenize": tokenize, "/detokenize": detokenize}
-ROUTING_ERRORS = {
-    404: "path not found; the chat endpoint is /v1/chat/completions",
-    405: "method not allowed for this path",
-}
+ROUTING_ERRORS = {404: "path not found; the chat endpoint is /v1/chat/completions", 405: "method not allowed for this path"}
 MAX_CONCURRENT_LARGE_BODIES = 1  # large bodies that are tokenized at once, so that small ones find a free process
 
 
-def make_app(state: ServerState) -> App:
-    """Return the ASGI app that routes each request path to the method of `Endpoints` that answers it."""
-    endpoints = Endpoints(state)
-    routes = [
-        Route("/", endpoints.page),
-        Route("/health", endpoints.health),
-        Route("/metrics", endpoints.metrics),
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{name:path}", endpoints.model),
-        *(Route(path, partial(endpoints.generate, handler), methods=["POST"]) for path, handler in GENERATION_PARSERS.items()),
-        *(Route(path, partial(endpoints.query, handler), methods=["POST"]) for path, handler in QUERY_HANDLERS.items()),
-        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
-    ]
-    router = Router(routes)
+class Endpoints:
+    """The ASGI app that routes each request path to the method that answers it; these share the server's state."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._model_manager = state, state.model_manager
+        self._body_buffer, self._large_bodies = BodyBuffer(), FairSemaphore(MAX_CONCURRENT_LARGE_BODIES)
+        self._page = _load_page()
+        self._router = Router(
+            [
+                Route("/", self.page),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.model),
+                *(Route(path, self.generate, methods=["POST"]) for path in INTERFACES),
+                *(Route(path, self.query, methods=["POST"]) for path in QUERY_HANDLERS),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            ]
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Route a request to its endpoint. A slash at the end of a path is ignored, without a redirect.
 
         Raises:
             APIError: There is no such path, or it does not allow the method.
         """
         try:
-            await router({**scope, "path": scope["path"].rstrip("/") or "/", "app": router}, receive, send)
+            await self._router({**scope, "path": scope["path"].rstrip("/") or "/", "app": self._router}, receive, send)
         except HTTPException as error:
             raise APIError(ROUTING_ERRORS[error.status_code], None, None, error.status_code, error.headers or {}) from None
-
-    return app
-
-
-class Endpoints:
-    """The handlers of all request paths, which share the server's state."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state, self._model_manager = state, state.model_manager
-        self._body_buffer, self._large_bodies = BodyBuffer(), FairSemaphore(MAX_CONCURRENT_LARGE_BODIES)
-        self._page = _load_page()
 
     async def page(self, _: Request) -> Response:
         """Return the HTML page to chat with the models."""
@@ -125,20 +122,18 @@ class Endpoints:
         The permit is a context manager. Large bodies wait for their permits, so that they do not delay small ones.
         """
         async with read_body(request, self._body_buffer) as data:
-            is_large = len(data) > SMALL_BODY_BYTES
+            is_large, client = len(data) > SMALL_BODY_BYTES, request.scope["api_client"].name
+            parsing, tokenizing = (self._large_bodies.hold(client) if is_large else nullcontext() for _ in range(2))
+            async with parsing:
+                return await asyncio.to_thread(parse_body, data), tokenizing
 
-            def make_permit() -> AbstractAsyncContextManager[None]:
-                return self._large_bodies.hold(request.scope["api_client"].name) if is_large else nullcontext()
+    async def generate(self, request: Request) -> Any:
+        """Return the response to a request that generates tokens."""
+        return ResponseStreamer(self._state, INTERFACES[request.scope["path"]], *await self._read_body(request))
 
-            async with make_permit():
-                return await asyncio.to_thread(parse_body, data), make_permit()
-
-    async def generate(self, parse: Callable[[Mapping[str, Any], ServedModel], ParsedRequest], request: Request) -> Any:
-        """Return the response to a request that generates tokens; `parse` turns its body into a ParsedRequest."""
-        return ResponseStreamer(self._state, parse, *await self._read_body(request))
-
-    async def query(self, handle: Callable[[Mapping[str, Any], ServedModel], Any], request: Request) -> Response:
-        """Return the JSON response to a request that generates nothing, from a handler that gets its body and the model."""
+    async def query(self, request: Request) -> Response:
+        """Return the JSON response to a request that generates nothing."""
+        handle = QUERY_HANDLERS[request.scope["path"]]
         body, permit = await self._read_body(request)
         async with acquire_model(self._model_manager, body, request.receive) as (instance, _), permit:
             return JSONResponse(await asyncio.to_thread(handle, body, instance.model))
@@ -151,10 +146,8 @@ class Endpoints:
                 embedding_request = await asyncio.to_thread(parse_embedding_request, body, instance.model)
             futures = instance.scheduler.submit_auxiliary(embedding_request.tasks, request.scope["api_client"])
             vectors = await wait_unless_disconnected(disconnected, asyncio.gather(*map(asyncio.wrap_future, futures)))
-            response = await asyncio.to_thread(
-                lambda: encode_json(embedding_request.format_response(vectors, instance.model.name))
-            )
-            return Response(response, media_type="application/json")
+            data = await asyncio.to_thread(embedding_request.format_response, vectors, instance.model.name)
+            return Response(data, media_type="application/json")
 
 
 def _load_page() -> Response:

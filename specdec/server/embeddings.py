@@ -8,13 +8,14 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from specdec.argument_checks import check_choice, check_string
+from specdec.argument_checks import check_string
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.model import Model
 from specdec.runtime.simd import Float32
 from specdec.server.auxiliary_tasks import AuxiliaryTask
-from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list, make_range_check
-from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
+from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
+from specdec.server.generation_response import encode_json
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 Pooling = Literal["mean", "last", "cls"]
@@ -42,11 +43,12 @@ class EmbeddingRequest:
         """Functions, one per input, that take the target and return a task that computes the input's embedding vector."""
         return [partial(compute_embedding, tokens, self.pooling, self.dimensions) for tokens in self.inputs]
 
-    def format_response(self, vectors: Sequence[Float32], name: str) -> dict[str, Any]:
-        """Return OpenAI's response object with the given embedding vectors, the model's name and the number of tokens."""
+    def format_response(self, vectors: Sequence[Float32], name: str) -> bytes:
+        """Return OpenAI's response as JSON, with the given embedding vectors, the model's name and the number of tokens."""
         n_tokens = sum(map(len, self.inputs))
         data = [{"object": "embedding", "index": i, "embedding": self._encode_vector(vector)} for i, vector in enumerate(vectors)]
-        return {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return encode_json({"object": "list", "data": data, "model": name, "usage": usage})
 
     def _encode_vector(self, vector: Float32) -> str | list[float]:
         if self.is_base64:
@@ -61,19 +63,19 @@ def parse_embedding_request(body: Mapping[str, Any], model: ServedModel) -> Embe
         APIError: The body is invalid, or an input is too long.
     """
     fields = Fields(body)
-    fields.take("model", check_string, "")
+    fields.take_string("model")
     decoder = model.decoder
     if not (inputs := fields.take("input", _parse_inputs, list[str | list[int]]())):
         raise APIError("input is missing; expected a string, token ids, or a list of them", "input", "missing_parameter")
-    encoding = fields.take("encoding_format", lambda name, value: check_choice(name, value, ["float", "base64"]), "float")
-    dimensions = fields.take("dimensions", make_range_check(1, decoder.target.config.dim), None)
+    encoding = fields.take_choice("encoding_format", ["float", "base64"], "float")
+    dimensions = fields.take_int("dimensions", None, 1, decoder.target.config.dim)
     for name in IGNORED_FIELDS:
-        fields.take(name, check_string, "")
+        fields.take_string(name)
     fields.reject_remaining({})
     with wrap_encoding_errors(model, "input"):
-        max_chars = decoder.n_positions * getattr(decoder.tokenizer, "max_token_length", 1)
         tokenized = [
-            decoder.tokenizer.encode(each[: max_chars + 1]) if isinstance(each, str) else decoder.encode(each) for each in inputs
+            decoder.tokenizer.encode(each[: model.max_chars + 1]) if isinstance(each, str) else decoder.encode(each)
+            for each in inputs
         ]
     if (n_max := max(map(len, tokenized))) > decoder.n_positions:
         raise APIError(f"input has {n_max} tokens; the context holds {decoder.n_positions}", "input", TOO_LONG)

@@ -96,10 +96,8 @@ class ConstraintBuilder:
     """
 
     def __init__(self) -> None:
-        self._pool, self._semaphore = (
-            ThreadPoolExecutor(MAX_CONCURRENT_BUILDS, "constraints"),
-            FairSemaphore(MAX_CONCURRENT_BUILDS),
-        )
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT_BUILDS, "constraints")
+        self._semaphore = FairSemaphore(MAX_CONCURRENT_BUILDS)
         self._cpu_seconds = dict[str, tuple[float, float]]()  # debt, and the time of its last update
 
     async def build(self, grammar: Grammar, client: str) -> Constraint:

@@ -4,13 +4,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
-from specdec.argument_checks import check_int, check_string, shorten
-from specdec.server.tool_parsers.json_calls import parse_finite_float
+from specdec.argument_checks import check_choice, check_int, check_string, shorten
+from specdec.server.json_values import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
-EMPTY_OBJECT: dict[str, Any] = {}
 ANTHROPIC_PREFIX = "/v1/messages"  # of the paths of Anthropic's API
 INVALID, UNSUPPORTED, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
 # error types of OpenAI's and Anthropic's APIs by status, and the one for other server errors
@@ -21,6 +21,7 @@ ANTHROPIC_ERROR_TYPES = {
 }, "api_error"  # fmt: skip
 JSON_STRING_PATTERN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also an unterminated one, in linear time
 Value = TypeVar("Value")
+Default = TypeVar("Default")
 # unsupported parameters, with the values that change nothing
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_tokens", "mirostat", "n_probs"), (0,)),
@@ -51,10 +52,10 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = INVALID,
         status: int = 400,
-        headers: Mapping[str, str] = EMPTY_OBJECT,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status, self.headers = param, code, status, headers
+        self.param, self.code, self.status, self.headers = param, code, status, headers or {}
 
     @property
     def note(self) -> str:
@@ -130,7 +131,7 @@ class Fields:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = {name: value for name, value in body.items() if value is not None}
 
-    def take(self, name: str, check: Callable[[str, Any], Value], default: Value) -> Value:
+    def take(self, name: str, check: Callable[[str, Any], Value], default: Default) -> Value | Default:
         """Remove a field from the body and return its checked value, or the default if it is missing or null.
 
         Args:
@@ -141,10 +142,39 @@ class Fields:
         Raises:
             APIError: The value is invalid.
         """
-        if name not in self._body:
+        if (value := self.pop(name)) is None:
             return default
         with wrap_errors(name):
-            return check(name, self._body.pop(name))
+            return check(name, value)
+
+    def take_bool(self, name: str, default: bool = False) -> bool:
+        """Remove a field from the body and return its value, true or false, or the default if it is missing."""
+        return self.take(name, check_bool, default)
+
+    def take_false(self, name: str) -> None:
+        """Remove a field from the body; raises APIError if it is true, which is not supported."""
+        if self.take_bool(name):
+            raise APIError(f"{name} is not supported; expected false", name, UNSUPPORTED)
+
+    def take_string(self, name: str) -> str:
+        """Remove a field from the body and return its value, a string, or "" if it is missing."""
+        return self.take(name, check_string, "")
+
+    def take_choice(self, name: str, choices: Collection[str], default: str) -> str:
+        """Remove a field from the body and return its value, one of the given strings, or the default if it is missing."""
+        return self.take(name, partial(check_choice, choices=choices), default)
+
+    def take_object(self, name: str) -> dict[str, Any]:
+        """Remove a field from the body and return its value, a JSON object, which is empty if the field is missing."""
+        return self.take(name, check_object, {})
+
+    def take_int(self, name: str, default: Default, minimum: int, maximum: int | None = None) -> int | Default:
+        """Remove a field from the body and return its value, an integer in the given range, or the default if it is missing."""
+        return self.take(name, partial(check_int, minimum=minimum, maximum=maximum), default)
+
+    def pop(self, name: str) -> Any:
+        """Remove a field from the body and return its value as it is, or None if it is missing or null."""
+        return self._body.pop(name, None)
 
     def reject_remaining(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
         """Raise APIError if one of the fields left is unknown, or has a value that would have an effect.
@@ -166,13 +196,6 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected true or false")
     return value
-
-
-def check_false(name: str, value: Any) -> bool:
-    """Return False if the value of a field is false; raises APIError for true, which is not supported, else TypeError."""
-    if check_bool(name, value):
-        raise APIError(f"{name} is not supported; expected false", name, UNSUPPORTED)
-    return False
 
 
 def check_object(name: str, value: Any) -> dict[str, Any]:
@@ -199,11 +222,6 @@ def iter_objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]
         raise TypeError(f"{name} is {shorten(values, repr)}; expected a list")
     for i, value in enumerate(values):
         yield f"{name}[{i}]", check_object(f"{name}[{i}]", value)
-
-
-def make_range_check(minimum: int, maximum: int | None = None) -> Callable[[str, Any], int]:
-    """Return a function that takes the name and value of a field and returns the value, an integer in the given range."""
-    return lambda name, value: check_int(name, value, minimum, maximum)
 
 
 def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text",), separator: str = "") -> str:

@@ -12,15 +12,17 @@ from specdec.events import Event
 from specdec.server.access_control import Receive, Scope, Send, to_api_error
 from specdec.server.fair_grammar_builds import ConstraintBuilder
 from specdec.server.field_validation import APIError, wrap_errors
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
-from specdec.server.openai_chat_outputs import ChoiceDelta, CompletionFormatter, ResponseFormatter, format_sse_event
-from specdec.server.openai_chat_requests import ParsedRequest, ServedModel, wrap_encoding_errors
+from specdec.server.openai_chat import ParsedRequest
+from specdec.server.response_formatter import ChoiceDelta, ResponseFormatter, format_sse_event
 from specdec.text.structured_output import ConstraintError
 
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
 PROGRESS_INTERVAL_S = 1.0  # between progress comments while a model is being loaded
 HEARTBEAT_INTERVAL_S = 5.0  # between comments in a stream without output
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+RequestParser = Callable[[Mapping[str, Any], ServedModel], ParsedRequest]
 Value = TypeVar("Value")
 
 
@@ -64,7 +66,11 @@ async def acquire_model(
     entry = await asyncio.to_thread(model_manager.acquire, name if isinstance(name, str) else "")
     disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        yield await _wait_until_loaded(entry, disconnected, partial(on_loading, entry) if on_loading else None), disconnected
+        if not entry.instance:
+            loading = asyncio.shield(asyncio.wrap_future(entry.loading))
+            await wait_unless_disconnected(disconnected, loading, partial(on_loading, entry) if on_loading else None)
+        assert entry.instance
+        yield entry.instance, disconnected
     finally:
         disconnected.cancel()
         model_manager.release(entry)
@@ -103,23 +109,6 @@ async def wait_unless_disconnected(
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-async def _wait_until_loaded(
-    entry: ModelEntry, disconnected: "asyncio.Future[Any]", on_wait: Callable[[], Awaitable[None]] | None = None
-) -> ModelInstance:
-    """Wait until a model is loaded, and return it.
-
-    Raises:
-        APIError: The model cannot be loaded.
-        ConnectionResetError: The client has disconnected.
-    """
-    if instance := entry.instance:
-        return instance
-    try:
-        return await wait_unless_disconnected(disconnected, asyncio.shield(asyncio.wrap_future(entry.instance_future)), on_wait)
-    except APIError as error:
-        raise APIError(str(error), error.param, error.code, error.status) from None
-
-
 class ResponseStreamer:
     """The ASGI response to a generation request: waits for its model, then sends the output as a stream or as a whole.
 
@@ -127,7 +116,7 @@ class ResponseStreamer:
 
     Args:
         state: The server's state.
-        parse: Parser of the body.
+        interface: Parser of the body, and class of the response.
         body: The request's body.
         permit: A context to enter while the body is parsed.
     """
@@ -135,11 +124,11 @@ class ResponseStreamer:
     def __init__(
         self,
         state: ServerState,
-        parse: Callable[[Mapping[str, Any], ServedModel], ParsedRequest],
+        interface: tuple[RequestParser, type[ResponseFormatter]],
         body: Mapping[str, Any],
         permit: AbstractAsyncContextManager[None],
     ) -> None:
-        self._state, self._parse, self._body, self._permit = state, parse, body, permit
+        self._state, (self._parse, self._formatter), self._body, self._permit = state, interface, body, permit
         self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._response: ResponseFormatter | None = None
@@ -150,42 +139,44 @@ class ResponseStreamer:
 
         An error is raised, and is also sent as the last event if the stream is open.
         """
-        self._send, self._path = send, scope["path"]
+        self._send = send
         on_loading = self._send_progress if self._body.get("stream") is True else None
         try:
             async with acquire_model(self._state.model_manager, self._body, receive, on_loading) as (instance, disconnected):
                 async with self._permit:
-                    request = await asyncio.to_thread(self._parse, self._body, instance.model)
-                self._response = (request.make_formatter or CompletionFormatter)(request, instance.model, self._state.fingerprint)
+                    requests, options = await asyncio.to_thread(self._parse, self._body, instance.model)
+                self._response = self._formatter(self._body, requests, options, instance.model, self._state.fingerprint)
                 await self._respond(self._response, instance, scope, disconnected)
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
             if self._is_open:
-                await self._send_chunk(partial(self._format_error, to_api_error(error)), True)
+                api_error = to_api_error(error)
+                events = self._format_start()
+                if self._response:
+                    events += self._response.format_error(api_error)
+                else:
+                    events += format_sse_event(api_error.format_body(scope["path"]), "error")
+                await self._send_chunk(events, True)
             raise
 
-    def _format_error(self, error: APIError) -> bytes:
-        return self._response.format_error(error) if self._response else format_sse_event(error.format_body(self._path), "error")
-
     async def _send_progress(self, entry: ModelEntry) -> None:
-        comment = f": loading {' '.join(entry.name.split())}, {entry.progress:.0%}\n\n"
-        await self._send_chunk(comment.encode)
+        await self._send_chunk(f": loading {' '.join(entry.name.split())}, {entry.progress:.0%}\n\n".encode())
 
     async def _respond(
         self, response: ResponseFormatter, instance: ModelInstance, scope: Scope, disconnected: "asyncio.Future[Any]"
     ) -> None:
         disconnected.add_done_callback(lambda _: self._events.put_nowait(None))
-        constraint, grammar, client = None, response.request.grammar, scope["api_client"]
+        requests, grammar, client = response.requests, response.options.grammar, scope["api_client"]
         if grammar:
             build = asyncio.ensure_future(self._state.constraint_builder.build(grammar, client.name))
             with wrap_encoding_errors(response.model, grammar.request_field):
                 constraint = await wait_unless_disconnected(disconnected, build)
-        requests = [replace(request, constraint=constraint) for request in response.request.generation_requests]
+            requests = [replace(request, constraint=constraint) for request in requests]
         with wrap_errors(None):
             handles = instance.scheduler.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
         try:
-            await (self._send_stream if response.request.is_stream else self._send_complete)(response)
+            await (self._send_stream if response.options.shared.is_stream else self._send_complete)(response)
             scope["notes"].append(f"{response.n_prompt}+{response.n_generated} tokens")
         finally:
             for handle in handles:
@@ -207,7 +198,7 @@ class ResponseStreamer:
 
         Also raises any other error of a sequence.
         """
-        n_unfinished = len(response.request.generation_requests)
+        n_unfinished = len(response.choices)
         while n_unfinished:
             try:
                 is_empty = self._events.empty()
@@ -218,17 +209,17 @@ class ResponseStreamer:
             if item is None:
                 raise ConnectionResetError
             index, event = item
+            if isinstance(event, ConstraintError):
+                grammar = response.options.grammar
+                raise APIError(str(event), grammar.request_field if grammar else "response_format")
             if isinstance(event, Exception):
-                if isinstance(event, ConstraintError):
-                    grammar = response.request.grammar
-                    raise APIError(str(event), grammar.request_field if grammar else "response_format")
                 raise event
             delta = response.choices[index].process_event(event)
             n_unfinished -= delta.finish_reason is not None
             yield index, delta
 
     async def _send_complete(self, response: ResponseFormatter) -> None:
-        deltas = [ChoiceDelta() for _ in response.request.generation_requests]
+        deltas = [ChoiceDelta() for _ in response.choices]
         async for item in self._iter_deltas(response):
             if item:
                 deltas[item[0]].add(item[1])
@@ -247,25 +238,25 @@ class ResponseStreamer:
         self._last_sent = self._loop.time()
         async for item in self._iter_deltas(response):
             if item and item[1]:
-                await self._send_chunk(partial(response.format_delta, *item))
+                await self._send_chunk(self._format_start() + response.format_delta(*item))
             elif self._loop.time() - self._last_sent > HEARTBEAT_INTERVAL_S:
-                await self._send_chunk(lambda: b": waiting\n\n")
-        await self._send_chunk(response.format_end, True)
+                await self._send_chunk(self._format_start() + b": waiting\n\n")
+        await self._send_chunk(self._format_start() + response.format_end(), True)
 
-    async def _send_chunk(self, format_chunk: Callable[[], bytes], is_last: bool = False) -> None:
-        """Send a chunk of the event stream; before the first one, send the HTTP headers and the first events of the response.
+    def _format_start(self) -> bytes:
+        """Return the first events of the response; empty if they were sent, or the request is not parsed yet."""
+        if self._has_started or not self._response:
+            return b""
+        self._has_started = True
+        return self._response.format_start()
 
-        Args:
-            format_chunk: Returns the bytes of the chunk.
-            is_last: Whether the chunk ends the stream.
-        """
+    async def _send_chunk(self, chunk: bytes, is_last: bool = False) -> None:
+        """Send a chunk of the event stream, after the HTTP headers if it is the first one."""
         if not self._is_open:
             self._is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        self._last_sent, start = self._loop.time(), b""
-        if self._response and not self._has_started:
-            self._has_started, start = True, self._response.format_start()
-        await self._send({"type": "http.response.body", "body": start + format_chunk(), "more_body": not is_last})
+        self._last_sent = self._loop.time()
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 
 
 def _split_body(data: bytes) -> Iterator[bytes]:

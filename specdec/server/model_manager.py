@@ -6,8 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,7 +15,7 @@ from specdec.argument_checks import shorten
 from specdec.engine.metrics import Metrics, merge_metrics
 from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
-from specdec.server.openai_chat_requests import ServedModel
+from specdec.server.generation_fields import ServedModel
 
 MAX_WEIGHTS_SHARE = 0.75  # of the memory, for the weights of all models if there are several
 # the directories of a local path, which are hidden from clients; their names may contain spaces
@@ -70,7 +69,8 @@ class ModelEntry:
     Attributes:
         name: The name that clients use.
         n_bytes: Size of the weights.
-        instance_future: The loaded model, or the error that loading has raised.
+        loading: Done once the model is loaded or cannot be loaded; has the error then.
+        instance: The model while it is loaded.
         progress: Progress of loading, from 0 to 1.
         n_requests: Number of requests that use the model or wait for it.
         last_used: Time of loading, or of the end of the last request.
@@ -78,16 +78,11 @@ class ModelEntry:
 
     name: str
     n_bytes: int
-    instance_future: "Future[ModelInstance]" = field(default_factory=Future)
+    loading: "Future[None]" = field(default_factory=Future)
+    instance: ModelInstance | None = None
     progress: float = 0.0
     n_requests: int = 0
     last_used: float = 0.0
-
-    @property
-    def instance(self) -> ModelInstance | None:
-        """The loaded model, or None if it is still being loaded or cannot be loaded."""
-        loading = self.instance_future  # another thread may replace it
-        return loading.result() if loading.done() and not loading.exception() else None
 
 
 class SingleModelSource:
@@ -213,38 +208,40 @@ class ModelManager:
         with self._lock:
             self._is_closed = True
             for entry in self._entries.values():
-                with suppress(InvalidStateError):  # it is loaded
-                    entry.instance_future.set_exception(ShutdownError())
+                if not entry.loading.done():
+                    entry.loading.set_exception(ShutdownError())
         for instance in self._instances:
             instance.scheduler.close(max(deadline - time.monotonic(), 0.0))
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, entry: ModelEntry) -> None:
-        """Load a model, on the loader's thread, and set the result or the error of its future.
+        """Load a model, on the loader's thread. First unloads idle models if memory is short.
 
-        First unloads idle models if memory is short. A model that cannot be loaded is removed; a later request tries again.
+        A model that cannot be loaded is removed; a later request tries again.
         """
         try:
             self._free_memory(entry)
             start = time.monotonic()
             instance = self._source.load(entry.name, partial(self._report_progress, entry))
-            entry.n_bytes = instance.model.decoder.target.weights.n_bytes
-            entry.last_used = time.monotonic()
-            self._log(f"loaded {entry.name} in {entry.last_used - start:.1f} s")
-            try:
-                entry.instance_future.set_result(instance)
-            except InvalidStateError:  # the server is shutting down
-                instance.scheduler.close(0.0)
-            self._source.limit_caches(self._instances)
         except Exception as error:
-            with self._lock:
-                self._entries.pop(entry.name, None)
-            if not isinstance(error, APIError):
+            if not isinstance(error, APIError | ShutdownError):
                 message = f"{entry.name} cannot be loaded: {error}"
                 self._log(message)
                 error = APIError(LOCAL_DIRECTORY_PATTERN.sub("", message), "model", None, 503)
-            with suppress(InvalidStateError):
-                entry.instance_future.set_exception(error)
+            with self._lock:
+                self._entries.pop(entry.name, None)
+                if not entry.loading.done():
+                    entry.loading.set_exception(error)
+            return
+        entry.n_bytes, entry.last_used = instance.model.decoder.target.weights.n_bytes, time.monotonic()
+        self._log(f"loaded {entry.name} in {entry.last_used - start:.1f} s")
+        with self._lock:
+            if not self._is_closed:
+                entry.instance = instance
+                entry.loading.set_result(None)
+        if not entry.instance:
+            instance.scheduler.close(0.0)
+        self._source.limit_caches(self._instances)
 
     def _report_progress(self, entry: ModelEntry, progress: float) -> None:
         """Store the loading progress of a model, from 0 to 1; raises ShutdownError, to stop the loading, after a shutdown."""
@@ -276,12 +273,11 @@ class ModelManager:
             self._unload(entry)
 
     def _unload(self, entry: ModelEntry) -> None:
-        if instance := entry.instance:
-            instance.scheduler.close(0.0)
+        if entry.instance:
+            entry.instance.scheduler.close(0.0)
             with self._lock:
-                self._unloaded_metrics = merge_metrics([self._unloaded_metrics, instance.scheduler.metrics])
-        entry.instance_future = Future()
-        del instance
+                self._unloaded_metrics = merge_metrics([self._unloaded_metrics, entry.instance.scheduler.metrics])
+            entry.instance = None
         gc.collect()  # frees the weights at once, since models are reference cycles
         self._log(f"unloaded {entry.name}")
         self._source.limit_caches(self._instances)
@@ -290,7 +286,5 @@ class ModelManager:
 def make_single_model_manager(instance: ModelInstance) -> ModelManager:
     """Return a ModelManager with only the given loaded model, which is never unloaded."""
     manager, name = ModelManager(SingleModelSource(instance), None, lambda line: None), instance.model.name
-    entry = ModelEntry(name, 0)
-    entry.instance_future.set_result(instance)
-    manager._entries[name] = entry
+    manager._entries[name] = ModelEntry(name, 0, instance=instance)
     return manager

@@ -1,28 +1,14 @@
 """OpenAI's Responses API, translated to and from chat requests. Knows no server."""
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_string, shorten
-from specdec.server.field_validation import (
-    EMPTY_OBJECT,
-    UNSUPPORTED,
-    APIError,
-    Fields,
-    check_bool,
-    check_false,
-    check_list,
-    check_object,
-    iter_objects,
-    join_text_parts,
-    make_range_check,
-)
-from specdec.server.openai_chat_outputs import OutputPart, PartsFormatter, format_sse_event
-from specdec.server.openai_chat_requests import COMMON_FIELDS, ParsedRequest, ServedModel, parse_chat_request
-from specdec.server.tool_parsers.json_calls import Reasoning, ToolCall
+from specdec.server.field_validation import UNSUPPORTED, APIError, Fields, check_list, check_object, iter_objects, join_text_parts
+from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
+from specdec.server.openai_chat import ParsedRequest, parse_chat_request
+from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
 # fields that mean the same in a chat request
 CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
@@ -40,7 +26,7 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoni
 
 
 def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of OpenAI's /v1/responses into a ParsedRequest.
+    """Parse a body of OpenAI's /v1/responses into requests to the engine.
 
     Raises:
         APIError: The body is invalid, or uses something that is not supported.
@@ -48,29 +34,27 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
     fields = Fields(body)
     for name in STATEFUL_FIELDS:
         if name in body and body[name] is not None:
-            raise APIError(
-                f"{name} is not supported, since the server stores nothing; send the whole conversation", name, UNSUPPORTED
-            )
+            message = f"{name} is not supported, since the server stores nothing; send the whole conversation"
+            raise APIError(message, name, UNSUPPORTED)
     if isinstance(include := body.get("include"), list) and LOGPROBS_INCLUDE in include:
         raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
-    chat: dict[str, Any] = {name: fields.take(name, lambda _, value: value, None) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
+    chat = {name: fields.pop(name) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
     messages = fields.take("input", _parse_input, list[dict[str, Any]]())
-    if instructions := fields.take("instructions", check_string, ""):
+    if instructions := fields.take_string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = _merge_system_messages(messages) or None
     chat["tools"] = fields.take("tools", _parse_tools, list[dict[str, Any]]()) or None
     chat["tool_choice"] = fields.take("tool_choice", _parse_tool_choice, None)
-    chat["max_tokens"] = fields.take("max_output_tokens", make_range_check(1), None)
-    chat |= fields.take("text", _parse_text_format, EMPTY_OBJECT)
-    chat |= fields.take("reasoning", _parse_reasoning, EMPTY_OBJECT)
-    fields.take("store", check_bool, False)
-    fields.take("background", check_false, False)
-    fields.take("truncation", lambda name, value: check_choice(name, value, ["disabled", "auto"]), "disabled")
+    chat["max_tokens"] = fields.take_int("max_output_tokens", None, 1)
+    chat |= fields.take("text", _parse_text_format, dict[str, Any]())
+    chat |= fields.take("reasoning", _parse_reasoning, dict[str, Any]())
+    fields.take_bool("store")
+    fields.take_false("background")
+    fields.take_choice("truncation", ["disabled", "auto"], "disabled")
     for name in IGNORED_FIELDS:
-        fields.take(name, lambda _, value: value, None)
+        fields.pop(name)
     fields.reject_remaining({"top_logprobs": (0,)})
-    echoed = {name: body[name] for name in ECHOED_FIELDS if body.get(name) is not None} | {"instructions": instructions or None}
-    return replace(parse_chat_request(chat, model), make_formatter=partial(ResponsesFormatter, echoed=echoed))
+    return parse_chat_request(chat, model)
 
 
 def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,23 +76,18 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
                 role = check_choice(f"role of {label}", each.get("role"), ["user", "assistant", "system", "developer"])
                 text = join_text_parts(f"content of {label}", each.get("content"), TEXT_PART_TYPES)
                 if role == "assistant":
-                    message = _get_assistant_message(messages)
-                    message["content"] += text
+                    _get_assistant_message(messages)["content"] += text
                 else:
                     messages.append({"role": role, "content": text})
             case "function_call":
-                function = {"name": each.get("name"), "arguments": each.get("arguments")}
-                _get_assistant_message(messages).setdefault("tool_calls", []).append(
-                    {"id": each.get("call_id"), "function": function}
-                )
+                call = {"id": each.get("call_id"), "function": {key: each.get(key) for key in ("name", "arguments")}}
+                _get_assistant_message(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 text = join_text_parts(f"output of {label}", each.get("output"), TEXT_PART_TYPES)
                 messages.append({"role": "tool", "tool_call_id": each.get("call_id"), "content": text})
             case "reasoning":
-                reasoning = join_text_parts(
-                    f"content of {label}", each.get("content") or each.get("summary") or "", TEXT_PART_TYPES
-                )
-                if reasoning:
+                content = each.get("content") or each.get("summary") or ""
+                if reasoning := join_text_parts(f"content of {label}", content, TEXT_PART_TYPES):
                     message = _get_assistant_message(messages)
                     message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case _:
@@ -146,8 +125,8 @@ def _parse_tool_choice(name: str, value: Any) -> Any:
 def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
     """Convert the field `text` into a dict with the chat field `response_format`, or an empty one without a format."""
     fields = Fields(check_object(name, value))
-    fields.take("verbosity", check_string, "")
-    response_format = fields.take("format", check_object, EMPTY_OBJECT)
+    fields.take_string("verbosity")
+    response_format = fields.take_object("format")
     fields.reject_remaining({})
     if response_format.get("type") == "json_schema":
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}}
@@ -157,32 +136,22 @@ def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
 def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
     fields = Fields(check_object(name, value))
     for each in ("summary", "generate_summary"):
-        fields.take(each, check_string, "")
-    effort = fields.take("effort", check_string, "")
+        fields.take_string(each)
+    effort = fields.take_string("effort")
     fields.reject_remaining({})
     return {"reasoning_effort": effort} if effort else {}
 
 
+@dataclass
 class ResponsesFormatter(PartsFormatter):
-    """A formatter of responses in the format of OpenAI's Responses API, as server-sent events or as one object.
+    """A formatter of responses in the format of OpenAI's Responses API, as server-sent events or as one object."""
 
-    Args:
-        request: The request.
-        model: The model that answers.
-        fingerprint: Identifier of everything that responses depend on apart from the model.
-        echoed: Fields of the request that the response repeats.
-    """
-
-    def __init__(self, request: ParsedRequest, model: ServedModel, fingerprint: str, echoed: Mapping[str, Any]) -> None:
-        super().__init__(request, model, fingerprint)
-        self._echoed, self._n_events, self._id = echoed, 0, f"resp_{secrets.token_hex(12)}"
+    _n_events: int = field(default=0, init=False)
 
     def format_start(self) -> bytes:
         """Return the server-sent events that start a response, without output yet."""
         response = self._make_response_object("in_progress", [])
-        return self._format_event("response.created", response=response) + self._format_event(
-            "response.in_progress", response=response
-        )
+        return b"".join(self._format_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
     def format_end(self) -> bytes:
         """Return the server-sent events that end the last output item and the response."""
@@ -191,39 +160,30 @@ class ResponsesFormatter(PartsFormatter):
 
     def format_error(self, error: APIError) -> bytes:
         """Return the server-sent event that ends a stream after an error, with the output so far."""
-        details = {"error": {"code": error.code or "server_error", "message": str(error)}}
-        return self._format_event(
-            "response.failed", response=self._make_response_object("failed", self._format_items()) | details
-        )
+        response = self._make_response_object("failed", self._format_items())
+        response["error"] = {"code": error.code or "server_error", "message": str(error)}
+        return self._format_event("response.failed", response=response)
 
     def _make_response(self) -> dict[str, Any]:
         return self._make_response_object("incomplete" if self._finish_reason == "length" else "completed", self._format_items())
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
-        position = {"item_id": _format_id(part), "output_index": part.index}
-        content_position = position | {"content_index": 0}
-        is_call, content_type = part.part_type is ToolCall, "output_text" if part.part_type is str else "reasoning_text"
-        event_type = "response.function_call_arguments" if is_call else f"response.{content_type}"
-        logprobs: dict[str, Any] = {"logprobs": []} if part.part_type is str else {}
-        if change == "start":
-            start = self._format_event(
-                "response.output_item.added", output_index=part.index, item=_make_item(part, "in_progress")
-            )
-            return (
-                start
-                if is_call
-                else start + self._format_event("response.content_part.added", **content_position, part=_format_content(part, ""))
-            )
+        is_call, is_text = part.kind == "tool_call", part.kind == "text"
+        name = "function_call_arguments" if is_call else "output_text" if is_text else "reasoning_text"
+        position = {"item_id": _format_id(part), "output_index": part.index} | ({} if is_call else {"content_index": 0})
+        logprobs: dict[str, Any] = {"logprobs": []} if is_text else {}
         if change == "delta":
-            return self._format_event(
-                f"{event_type}.delta", **(position if is_call else content_position), delta=text, **logprobs
-            )
-        if is_call:
-            end = self._format_event(f"{event_type}.done", **position, name=part.name, arguments=part.text)
-        else:
-            end = self._format_event(f"{event_type}.done", **content_position, text=part.text, **logprobs)
-            end += self._format_event("response.content_part.done", **content_position, part=_format_content(part, part.text))
-        return end + self._format_event("response.output_item.done", output_index=part.index, item=self._format_item(part))
+            return self._format_event(f"response.{name}.delta", **position, delta=text, **logprobs)
+        if change == "start":
+            item = _make_item(part, "in_progress")
+            event = self._format_event("response.output_item.added", output_index=part.index, item=item)
+            content = _format_content(part, "")
+            return event if is_call else event + self._format_event("response.content_part.added", **position, part=content)
+        result = {"name": part.name, "arguments": part.text} if is_call else {"text": part.text, **logprobs}
+        event = self._format_event(f"response.{name}.done", **position, **result)
+        if not is_call:
+            event += self._format_event("response.content_part.done", **position, part=_format_content(part, part.text))
+        return event + self._format_event("response.output_item.done", output_index=part.index, item=self._format_item(part))
 
     def _format_items(self) -> list[dict[str, Any]]:
         return [self._format_item(part) for part in self._parts]
@@ -237,7 +197,7 @@ class ResponsesFormatter(PartsFormatter):
         return format_sse_event({"type": event_type, "sequence_number": self._n_events - 1, **fields}, event_type)
 
     def _make_response_object(self, status: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        sampling = self.request.generation_requests[0].sampling
+        sampling = self.requests[0].sampling
         usage = {
             "input_tokens": self.n_prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -246,7 +206,7 @@ class ResponsesFormatter(PartsFormatter):
             "total_tokens": self.n_prompt + self.n_generated,
         }
         return {
-            "id": self._id,
+            "id": f"resp_{self.random_id}",
             "object": "response",
             "created_at": self.created,
             "status": status,
@@ -254,7 +214,7 @@ class ResponsesFormatter(PartsFormatter):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model.name,
             "output": [*items],
-            "parallel_tool_calls": not self.request.is_single_call,
+            "parallel_tool_calls": not self.options.is_single_call,
             "previous_response_id": None,
             "store": False,
             "temperature": sampling.temperature,
@@ -265,26 +225,27 @@ class ResponsesFormatter(PartsFormatter):
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "usage": usage if status != "in_progress" else None,
-            **self._echoed,
+            **{name: self.body[name] for name in ECHOED_FIELDS if self.body.get(name) is not None},
+            "instructions": self.body.get("instructions") or None,
         }
 
 
 def _format_id(part: OutputPart) -> str:
-    return f"{'fc' if part.part_type is ToolCall else 'rs' if part.part_type is Reasoning else 'msg'}_{part.id}"
+    return f"{'fc' if part.kind == 'tool_call' else 'rs' if part.kind == 'reasoning' else 'msg'}_{part.id}"
 
 
 def _format_content(part: OutputPart, content: str) -> dict[str, Any]:
-    if part.part_type is str:
+    if part.kind == "text":
         return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
     return {"type": "reasoning_text", "text": content}
 
 
 def _make_item(part: OutputPart, status: str) -> dict[str, Any]:
     """Return a part of the output as an output item of the Responses API, with the given status."""
-    if part.part_type is ToolCall:
+    if part.kind == "tool_call":
         call = {"call_id": part.id, "name": part.name, "arguments": part.text}
         return {"id": _format_id(part), "type": "function_call", "status": status, **call}
     content = [_format_content(part, part.text)] if part.text else []
-    if part.part_type is str:
+    if part.kind == "text":
         return {"id": _format_id(part), "type": "message", "status": status, "role": "assistant", "content": content}
     return {"id": _format_id(part), "type": "reasoning", "status": status, "summary": [], "content": content}

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.argument_checks import check_ints, check_string, shorten
-from specdec.server.field_validation import Fields, check_bool
-from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
+from specdec.argument_checks import check_ints, shorten
+from specdec.server.field_validation import Fields
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 
 
 def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
@@ -15,9 +15,9 @@ def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
         APIError: A field is invalid, or the content cannot be tokenized.
     """
     fields = Fields(body)
-    fields.take("model", check_string, "")
-    content = fields.take("content", check_string, "")
-    add_special = fields.take("add_special", check_bool, False)
+    fields.take_string("model")
+    content = fields.take_string("content")
+    add_special = fields.take_bool("add_special")
     fields.reject_remaining()
     with wrap_encoding_errors(model, "content"):
         prefix, tokens = (model.decoder.tokenizer.encode(each) for each in ("", content))
@@ -31,7 +31,7 @@ def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
         APIError: A field is invalid, for example an id outside the vocabulary.
     """
     fields = Fields(body)
-    fields.take("model", check_string, "")
+    fields.take_string("model")
     tokens = fields.take("tokens", lambda name, value: _check_token_ids(name, value, model), list[int]())
     fields.reject_remaining()
     return {"content": model.decoder.tokenizer.decode(tokens)}

@@ -17,11 +17,11 @@ from specdec import Step
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.engine_thread import QueueFullError, ShutdownError
-from specdec.server.openai_chat_requests import ServedModel
-from specdec.server.tool_parsers.formats import find_tool_format
-from specdec.server.tool_parsers.json_calls import MAX_JSON_DEPTH, parse_json
+from specdec.server.generation_fields import ServedModel
+from specdec.server.json_values import MAX_JSON_DEPTH, parse_json
+from specdec.server.tool_parsers import find_tool_parser
 from specdec.text.structured_output import ConstraintError
 from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
     CHAT,
@@ -242,7 +242,7 @@ SPECIAL_TOKEN_CASES = [  # special tokens are enclosed in ^
 def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, monkeypatch, template, text, expected, city):
     """Take only special token ids for marks, in strings of calls and in text."""
     monkeypatch.setattr(decoder.chat_template, "source", template + "{% if tools %}{% endif %}{{ messages[0].content }}")
-    specials = {name: 390 + i for i, name in enumerate(find_tool_format(template).visible_marks)}
+    specials = {name: 390 + i for i, name in enumerate(find_tool_parser(template).get_marks())}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
     parts = [[specials[part]] if i % 2 else decoder.encode(part) if part else [] for i, part in enumerate(text.split("^"))]
     tokens = [token for part in parts for token in part]
@@ -259,7 +259,7 @@ def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, 
 def test_stop_strings_may_contain_special_tokens(make_test_app, decoder, monkeypatch):
     marks = "{# <|channel|><|message|> #}"
     monkeypatch.setattr(decoder.chat_template, "source", marks + "{{ messages[0].content }}")
-    specials = {name: 390 + i for i, name in enumerate(find_tool_format(marks).visible_marks)}
+    specials = {name: 390 + i for i, name in enumerate(find_tool_parser(marks).get_marks())}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
     parts = ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "assistant"]
     tokens = [token for part in parts for token in ([specials[part]] if part in specials else decoder.encode(part))]
@@ -373,7 +373,7 @@ def test_embeddings_run_between_passes_and_stop_on_disconnect(app, decoder, sche
     assert {response.json["choices"][0]["message"]["content"] for response in responses[::2]} == {expected}
     assert len({response.body for response in responses[1::2]}) == 1
     with pytest.raises(ConnectionResetError):
-        embeddings = make_app(make_state(ServedModel("talker", decoder, None), scheduler))
+        embeddings = Endpoints(make_state(ServedModel("talker", decoder, None), scheduler))
         send_request(with_client(embeddings), EMBEDDINGS, {"input": ["The robin " * 60] * 500}, disconnect_after=0)
     assert send_request(app, EMBEDDINGS, {"input": "x"}).status == 200
     gc.collect()
@@ -507,7 +507,7 @@ def random_json(rng, depth):
 
 def test_anthropic_clients_send_the_key_in_x_api_key(make_test_app, decoder, scheduler):
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(make_app(state), ["secret"], {"localhost"}, lambda line: None)
+    app = AuthMiddleware(Endpoints(state), ["secret"], {"localhost"}, lambda line: None)
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
         assert send_request(app, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
 

@@ -22,13 +22,13 @@ from specdec.cli import serve
 from specdec.cli.serve import ServeRequest
 from specdec.server import listener as listener_module
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
-from specdec.server.engine_thread import Scheduler
+from specdec.server.app import Endpoints
+from specdec.server.engine_thread import EngineThread
 from specdec.server.field_validation import APIError
+from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
 from specdec.server.listener import Listener, bind_socket
 from specdec.server.model_manager import ModelInstance, make_single_model_manager
-from specdec.server.openai_chat_requests import ServedModel
 from tests.conftest import Pair
 from tests.fakes.terminal import TIMEOUT_S, run_process
 
@@ -126,10 +126,12 @@ def test_unanswered_requests_get_an_error_at_shutdown(monkeypatch: pytest.Monkey
 def test_an_unfinished_stream_gets_an_error_event_at_shutdown(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "SHUTDOWN_MARGIN_S", 0)
     decoder = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
-    manager = make_single_model_manager(ModelInstance(ServedModel("endless", decoder, None), Scheduler(decoder, 1, 1, 10**9), 1))
+    manager = make_single_model_manager(
+        ModelInstance(ServedModel("endless", decoder, None), EngineThread(decoder, 1, 1, 10**9), 1)
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(manager.close, 0.0)
-        with listener(make_app(ServerState(manager, "print")), []) as address:
+        with listener(Endpoints(ServerState(manager, "print")), []) as address:
             connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection(*address, timeout=60)))
             body = json.dumps({"prompt": "the then", "max_tokens": 99_000, "stream": True})
             connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})

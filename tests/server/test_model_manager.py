@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
+from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
+from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
-from specdec.server.openai_chat_requests import ServedModel
 from tests.server.test_engine_thread import endless  # noqa: F401
 from tests.server.test_openai_api import CHAT, COMPLETIONS, send_request
 
@@ -58,7 +58,7 @@ def make_manager(endless):
         return (
             managers[-1],
             source,
-            AuthMiddleware(make_app(ServerState(managers[-1], "print")), (), {"localhost"}, log.append),
+            AuthMiddleware(Endpoints(ServerState(managers[-1], "print")), (), {"localhost"}, log.append),
             log,
         )
 
@@ -175,7 +175,7 @@ def test_idle_models_are_unloaded_for_others_and_after_keep_alive(make_manager):
     assert manager.get_instance("c") is None and manager.get_instance("b"), "it is in use"
     source.memory_bytes = 1.5 * size / 0.75
     with pytest.raises(APIError, match="not enough memory for a next to b"):
-        manager.acquire("a").instance_future.result(60)
+        manager.acquire("a").loading.result(60)
     manager.release(entry)
     assert get_text(send_request(app, COMPLETIONS, BODY | {"model": "a"})) and manager.get_instance("b") is None
     assert "specdec_requests_done_total 4" in send_request(app, "/metrics").body.decode(), "metrics outlive models"
@@ -235,7 +235,9 @@ def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, mon
 
 def test_a_model_loaded_during_shutdown_is_closed(make_manager):
     manager, source, _, _ = make_manager()
-    instance = manager.acquire("a").instance_future.result(30)
+    entry = manager.acquire("a")
+    entry.loading.result(30)
+    instance = entry.instance
     other = ModelInstance(instance.model, EngineThread(instance.model.decoder, 1, 1, 10**7), 1)
 
     def load_late(name, on_progress):
@@ -244,6 +246,6 @@ def test_a_model_loaded_during_shutdown_is_closed(make_manager):
 
     source.load = load_late
     with pytest.raises(ShutdownError):
-        manager.acquire("b").instance_future.result(30)
+        manager.acquire("b").loading.result(30)
     manager._loader.shutdown()
     assert not other.scheduler._thread.is_alive()

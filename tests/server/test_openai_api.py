@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +25,17 @@ from specdec.events import TokenLogprob
 from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
-from specdec.server.engine_thread import QueueFullError, Scheduler, ShutdownError
+from specdec.server.app import Endpoints
+from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.generation_response import ServerState
+from specdec.server.json_values import JsonScanner
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager
-from specdec.server.openai_chat_requests import ServedModel, wrap_encoding_errors
-from specdec.server.tool_parsers.formats import find_tool_format
-from specdec.server.tool_parsers.json_calls import ArgumentsDelta, JsonScanner, ToolCall
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
+from tests.server.tool_parsers.test_formats import TAGGED_CALL
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
 
@@ -74,11 +73,6 @@ def make_state(model: ServedModel, scheduler: Any) -> ServerState:
     return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)), "print")
 
 
-def make_parser(template: str) -> Any:
-    tool_format = find_tool_format(template)
-    return tool_format and tool_format.parser_factory({"weather": {}})
-
-
 def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:
     return Step([1], [], 0, 0.0, 0.0, stop_reason, pieces=[text], **fields)
 
@@ -93,17 +87,17 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
 
 
 @pytest.fixture(scope="module")
-def scheduler(decoder: SpeculativeDecoder) -> Iterator[Scheduler]:
-    scheduler = Scheduler(decoder, 4, 32, 10**8)
+def scheduler(decoder: SpeculativeDecoder) -> Iterator[EngineThread]:
+    scheduler = EngineThread(decoder, 4, 32, 10**8)
     yield scheduler
     scheduler.close(0.0)
 
 
 @pytest.fixture(scope="module")
-def make_test_app(decoder: SpeculativeDecoder, scheduler: Scheduler) -> Callable[..., Any]:
+def make_test_app(decoder: SpeculativeDecoder, scheduler: EngineThread) -> Callable[..., Any]:
     def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
         state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-        return AuthMiddleware(make_app(state), keys, {"localhost"}, (log if log is not None else []).append)
+        return AuthMiddleware(Endpoints(state), keys, {"localhost"}, (log if log is not None else []).append)
 
     return app
 
@@ -165,7 +159,7 @@ def test_missing_fields_use_the_default_sampling_of_the_server(
 ) -> None:
     fake = FakeScheduler(Prompt([1], 0.0), step("a", "eos"))
     model = ServedModel("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
-    app = AuthMiddleware(make_app(make_state(model, fake)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = AuthMiddleware(Endpoints(make_state(model, fake)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     for body in ({}, {"temperature": 0.1}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0}):
         assert send_request(app, COMPLETIONS, {"seed": 1, **body}).status == 200
     samplings = [(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) for request in fake.requests]
@@ -658,7 +652,7 @@ def test_an_aborted_stream_ends_with_a_finish_reason(make_test_app: Callable[...
 
 def test_a_model_without_a_template_points_to_completions(decoder: SpeculativeDecoder) -> None:
     state = make_state(ServedModel("stories", decoder, None), FakeScheduler())
-    app = AuthMiddleware(make_app(state), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, [].append)  # type: ignore[arg-type]
     assert "/v1/completions" in send_request(app, CHAT, {"messages": CONVERSATION}).error["message"]
     assert send_request(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
 
@@ -672,78 +666,7 @@ def test_template_errors_hide_local_paths(app: Any, decoder: SpeculativeDecoder,
 # Tools
 
 
-TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-WEATHER_CALL = ToolCall("weather", '{"city": "Oslo"}')
-NAME_LAST_CALL, CALL_WITHOUT_ARGUMENTS = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
-
-
-def merge_deltas(deltas: list[Any]) -> list[Any]:
-    merged = list[Any]()
-    for delta in deltas:
-        if merged and isinstance(delta, str) and isinstance(merged[-1], str):
-            delta = merged.pop() + delta
-        elif isinstance(delta, ArgumentsDelta):
-            delta = replace(merged[-1], arguments=merged.pop().arguments + delta.arguments)
-        merged.append(delta)
-    return merged
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (TAGGED_CALL, [WEATHER_CALL]),
-        (f"Let me see.\n\n{TAGGED_CALL}\n{TAGGED_CALL}\n", ["Let me see.", WEATHER_CALL, WEATHER_CALL]),
-        (f"{TAGGED_CALL} Done. ", [WEATHER_CALL, " Done."]),
-        ("a < b <tool_cal l> ", ["a < b <tool_cal l> "]),
-        ("<tool_call>{broken}</tool_call> x", ["<tool_call>{broken}</tool_call> x"]),
-        (TAGGED_CALL.replace("weather", "rain"), [TAGGED_CALL.replace("weather", "rain")]),
-        (TAGGED_CALL.removesuffix("</tool_call>"), [WEATHER_CALL]),
-        (TAGGED_CALL.replace("Oslo", "</tool_call>\\\""), [ToolCall("weather", '{"city": "</tool_call>\\""}')]),
-        (TAGGED_CALL.replace("}}", "}} and more"), [WEATHER_CALL, "and more\n</tool_call>"]),
-        (TAGGED_CALL[:50], [ToolCall("weather", '{"cit')]),
-        (f"<tool_call>{NAME_LAST_CALL}</tool_call>", [WEATHER_CALL]),
-        (f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [ToolCall("weather", "{}")]),
-        ("<tool_call>{", ["<tool_call>{"]),
-        ("<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
-        (" plain \n", [" plain \n"]),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_tagged_calls_are_found_for_any_chunk_size(text: str, expected: list[Any]) -> None:
-    for size in (1, 2, 7, len(text) or 1) if len(text) < 1000 else (1000,):
-        parser = make_parser("<tool_call>")
-        assert parser
-        deltas = [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
-        merged = merge_deltas(deltas)
-        assert merged == expected, size
-
-
-def test_bare_calls_are_found_and_other_text_is_kept() -> None:
-    for text, expected in (
-        (' {"name": "weather", "parameters": {"city": "Oslo"}}', [WEATHER_CALL]),
-        (f"{NAME_LAST_CALL} \n", [WEATHER_CALL]),
-        ('{"name": "weather", "parameters": {"city": NaN}}', [ToolCall("weather", '{"city": NaN}}')]),
-        ('{"name": "weather", "parameters": [1]}', ['{"name": "weather", "parameters": [1]}']),
-        ('{"a": 1}', ['{"a": 1}']),
-        ("No, {}", ["No, {}"]),
-        (f"{CALL_WITHOUT_ARGUMENTS}?", [ToolCall("weather", "{}"), "?"]),
-        ("", []),
-    ):
-        parser = make_parser("<|python_tag|>")
-        assert parser and merge_deltas([each for char in text for each in parser.push(char)] + parser.end()) == expected
-    assert find_tool_format("{{ messages }}") is None
-
-
-@pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
-def test_arguments_and_text_are_emitted_as_early_as_possible(template: str, tag: str) -> None:
-    parser = make_parser(template)
-    assert parser and not parser.push(tag + '{"name": "weather", "arguments": ')
-    assert merge_deltas(parser.push('{"city": "Os')) == [ToolCall("weather", '{"city": "Os')]
-    assert parser.push("l") == [ArgumentsDelta("l")]
-    for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
-        parser = make_parser(template)
-        assert parser and merge_deltas(parser.push(tag + prefix)) == [tag + prefix], prefix
-        assert merge_deltas(parser.push(" a")) in ([" a"], ["a"])
+WEATHER_CALL = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
 def test_the_json_scanner_agrees_with_the_json_library() -> None:
@@ -771,11 +694,11 @@ def test_tool_calls_are_returned_in_responses_and_streams(make_test_app: Callabl
     app, body = make_test_app(fake), {"messages": CONVERSATION, "tools": [TOOL]}
     choice = send_request(app, CHAT, body).json["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
-    assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(WEATHER_CALL)] * 2
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [WEATHER_CALL] * 2
     events = [event["choices"][0] for event in send_request(app, CHAT, body | {"stream": True}).events]
     calls = [call for event in events for call in event["delta"].get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 0, 1] and len({call["id"] for call in calls if "id" in call}) == 2
-    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL.arguments
+    assert "".join(call["function"]["arguments"] for call in calls if not call["index"]) == WEATHER_CALL["arguments"]
     assert events[-1]["finish_reason"] == "tool_calls"
     one = send_request(app, CHAT, body | {"parallel_tool_calls": False}).json["choices"][0]["message"]
     assert len(one["tool_calls"]) == 1
@@ -887,7 +810,7 @@ def test_the_page_reports_an_unreachable_server_and_retries() -> None:
     assert result["asked"][3:] == [["one", "first!", "two", "sec", "three"]] * 2 and result["copied"] == "third"
 
 
-def test_metrics_are_in_prometheus_format(app: Any, scheduler: Scheduler) -> None:
+def test_metrics_are_in_prometheus_format(app: Any, scheduler: EngineThread) -> None:
     send_request(app, COMPLETIONS, {"max_tokens": 3})
     wait_until(lambda: not scheduler.metrics.running)
     response = send_request(app, "/metrics")

@@ -1,1 +1,31 @@
-"""Tool-call formats: their parsers, and grammars that make calls valid."""
+"""Tool-call formats, one file each. A model's format is recognized by its chat template."""
+
+from specdec.server.tool_parsers.base import ToolParser
+from specdec.server.tool_parsers.gemma import FunctionGemmaParser, GemmaParser
+from specdec.server.tool_parsers.harmony import HarmonyParser
+from specdec.server.tool_parsers.hermes import HermesParser
+from specdec.server.tool_parsers.lfm2 import LFM2Parser
+from specdec.server.tool_parsers.llama3 import Llama3Parser
+from specdec.server.tool_parsers.mistral import MistralListParser, MistralParser
+from specdec.server.tool_parsers.qwen3_coder import Qwen3CoderParser
+
+# in order of priority, if a template has the signs of several
+TOOL_PARSERS: tuple[type[ToolParser], ...] = (
+    HarmonyParser,
+    GemmaParser,
+    FunctionGemmaParser,
+    LFM2Parser,
+    MistralParser,
+    MistralListParser,
+    Qwen3CoderParser,
+    HermesParser,
+    Llama3Parser,
+)
+
+
+def find_tool_parser(template: str) -> type[ToolParser] | None:
+    """Return the parser for the model that a chat template belongs to; None if its format is unknown, and calls are text."""
+    for parser in TOOL_PARSERS:
+        if any(all(sign in template for sign in signs) for signs in parser.template_signs):
+            return parser
+    return None

@@ -9,11 +9,10 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import make_app
-from specdec.server.engine_thread import Scheduler
-from specdec.server.openai_chat_requests import ServedModel
-from specdec.server.tool_parsers.formats import TOOL_FORMATS, find_tool_format
-from specdec.server.tool_parsers.grammar import make_tool_grammar
+from specdec.server.app import Endpoints
+from specdec.server.engine_thread import EngineThread
+from specdec.server.generation_fields import ServedModel
+from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
 from tests.server.test_openai_api import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, decoder, make_state, scheduler, send_request  # noqa: F401
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
@@ -26,8 +25,9 @@ CITY = {
 WEATHER = {"name": "get.weather-1", "description": 'of "a city"', "parameters": CITY}
 TIME = {"name": "time"}
 TEMPLATES = {
-    f"{tool_format.name} {i}": "{% if tools %}{% set signs = " + json.dumps(tool_format.template_signs) + " %}{% endif %}"
-    for i, tool_format in enumerate(TOOL_FORMATS)
+    f"{parser.__name__.removesuffix('Parser')} {i}": "{% if tools %}{% set signs = " + json.dumps(signs) + " %}{% endif %}"
+    for parser in TOOL_PARSERS
+    for i, signs in enumerate(parser.template_signs)
 }
 
 
@@ -36,7 +36,8 @@ def make_tools(*functions, **options):
 
 
 WRONG = {"type": "object", "properties": {"x": {"type": "string", "format": "zork"}}, "required": ["x"]}
-MARKS = sorted({name for tool_format in TOOL_FORMATS for name in tool_format.visible_marks})
+PARSERS = {parser.__name__.removesuffix("Parser"): parser for parser in TOOL_PARSERS}
+MARKS = sorted({name for parser in TOOL_PARSERS for name in parser.get_marks()})
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def marked_model(tmp_path_factory):
     (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + (FIXTURES / "chat" / "smollm2.jinja").read_text())
     (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
     decoder = SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
-    scheduler = Scheduler(decoder, 4, 32, 10**8)
+    scheduler = EngineThread(decoder, 4, 32, 10**8)
     yield decoder, scheduler
     scheduler.close(0.0)
 
@@ -58,7 +59,7 @@ def marked_model(tmp_path_factory):
 # without harmony's marks a random model never ends its reasoning
 @pytest.fixture(
     params=[
-        (tool_format, marks) for tool_format in TEMPLATES for marks in (False, True) if marks or "harmony" not in tool_format
+        (tool_format, marks) for tool_format in TEMPLATES for marks in (False, True) if marks or "Harmony" not in tool_format
     ],
     ids=str,
 )
@@ -68,8 +69,8 @@ def chat_app(request, decoder, scheduler, marked_model, monkeypatch):
     source = decoder.chat_template.source.removeprefix(TOOL_TEMPLATE_PREFIX)
     monkeypatch.setattr(decoder.chat_template, "source", TEMPLATES[tool_format] + source)
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(make_app(state), (), {"localhost"}, print)
-    app.is_harmony = "harmony" in tool_format
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, print)
+    app.is_harmony = "Harmony" in tool_format
     return app
 
 
@@ -130,7 +131,7 @@ def test_parallel_calls_are_each_valid(chat_app, request):
         assert all(map(is_valid_call, complete))
         n_calls.append(len(calls))
     name = request.node.callspec.params["chat_app"][0].split()[0]
-    assert max(n_calls) > 1 if name not in ("alone", "harmony") else set(n_calls) == {1}
+    assert max(n_calls) > 1 if name not in ("Llama3", "Harmony") else set(n_calls) == {1}
 
 
 def test_a_truncated_call_is_reported_and_returned(chat_app):
@@ -158,33 +159,33 @@ def test_strict_calls_are_valid_after_the_open_mark(chat_app, n_outputs):
 
 
 TEXTS = {
-    "tags": {
+    "Hermes": {
         "hi": True, "": True, 'hi <tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>': True,
         '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>': False, "<tool_call>\n{": True, "<tool_call> x": False,
         'a<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "time"': True,
         '<tool_call>\n{"name": "get.weather-1", "arguments": {"city": "Paris"': False,
     },
-    "alone": {"hi {": True, '{"name": "time", "parameters": {}}': True, "{x": False, '{"name": "other"': False},
-    "xml": {
+    "Llama3": {"hi {": True, '{"name": "time", "parameters": {}}': True, "{x": False, '{"name": "other"': False},
+    "Qwen3Coder": {
         "<tool_call>\n<function=time>\n</function>\n</tool_call>": True, "a <tool_call>\n<function=rain>": False,
         "<tool_call>\n<function=get.weather-1>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>": True,
         "<tool_call>\n<function=get.weather-1>\n<parameter=city>\nParis": False, "<function=time>": True,
         "<tool_call>\n<function=get.weather-1>\n<parameter=days>": False,
     },
-    "listed": {
+    "MistralList": {
         "a [TOOL_CALLS": True, '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]': True,
         "[TOOL_CALLS][]": False, "[TOOL_CALLS]time": False,
     },
-    "named": {"[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]get.weather-1[ARGS]{": True, "[TOOL_CALLS]rain": False, "[": True},
-    "harmony": {
+    "Mistral": {"[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]get.weather-1[ARGS]{": True, "[TOOL_CALLS]rain": False, "[": True},
+    "Harmony": {
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json"
         "<|message|>{}": True,
         "<|channel|>final<|message|>Hi.": True, "<|channel|>commentary to=functions.rain": False,
     },
-    "gemma": {
+    "Gemma": {
         "<|tool_call>call:get.weather": False, "Hm <|tool_call>call:time{}<tool_call|>": True, "<|tool_call>call:rain": False,
     },
-    "python": {
+    "LFM2": {
         "<|tool_call_start|>[time(), time()]<|tool_call_end|>": True, "<|tool_call_start|>[time(x=1)": False, "[time()]": True,
     },
 }  # fmt: skip
@@ -192,9 +193,8 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_strict_grammar_matches_the_parser(name, decoder):
-    tool_format = next(tool_format for tool_format in TOOL_FORMATS if tool_format.name == name)
-    tools = [WEATHER, TIME] if name not in ("gemma", "python") else [TIME]
-    grammar = make_tool_grammar(decoder.tokenizer, tool_format, tools, False, False)
+    tools = [WEATHER, TIME] if name not in ("Gemma", "LFM2") else [TIME]
+    grammar = PARSERS[name].make_grammar(decoder.tokenizer, tools, False, False)
     for text, is_allowed in TEXTS[name].items():
         tokens = decoder.tokenizer.encode(text) if text else []
         state = grammar.get_constraint().begin([1])
@@ -210,13 +210,13 @@ def make_tool(schema, **keywords):
 
 
 VALUE_CASES = {
-    "gemma": ("<|tool_call>call:f{x:", [
+    "Gemma": ("<|tool_call>call:f{x:", [
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"null}": True, '<|"|>a': True, "3": False}),
         ({"type": ["integer", "string"]}, {"3}": True, '<|"|>a<|"|>}': True, "true": False}),
         ({"const": 7}, {"7}": True, "8": False}), ({"enum": ["a", None]}, {'<|"|>a<|"|>}': True, "null}": True, '<|"|>b': False}),
         ({"type": "array"}, {"[1]}": True, "{": False, "1": False}), ({"type": "object"}, {"{a:1}}": True, "[": False}),
     ]),
-    "xml": ("<tool_call>\n<function=f>\n<parameter=x>\n", [
+    "Qwen3Coder": ("<tool_call>\n<function=f>\n<parameter=x>\n", [
         ({"type": "string"}, {"a\n</parameter>\n</function>": True, "a</parameter>\n": True, "a</parameter>b": False}),
     ]),
 }  # fmt: skip
@@ -224,12 +224,9 @@ VALUE_CASES = {
 
 @pytest.mark.parametrize("name", VALUE_CASES)
 def test_non_json_values_follow_their_schemas(name, decoder):
-    tool_format, (prefix, cases) = (
-        next(tool_format for tool_format in TOOL_FORMATS if tool_format.name == name),
-        VALUE_CASES[name],
-    )
+    prefix, cases = VALUE_CASES[name]
     for schema, texts in cases:
-        grammar = make_tool_grammar(decoder.tokenizer, tool_format, [make_tool(schema)], True, True)
+        grammar = PARSERS[name].make_grammar(decoder.tokenizer, [make_tool(schema)], True, True)
         for text, is_allowed in texts.items():
             tokens = decoder.tokenizer.encode(prefix + text)
             assert (grammar.get_constraint().begin([1]).count_allowed(tokens) == len(tokens)) == is_allowed, (schema, text)
@@ -239,17 +236,17 @@ LIST = {"type": "array", "items": {"type": "integer"}}
 
 
 @pytest.mark.parametrize(("name", "schema", "keywords", "message"), [
-    ("gemma", LIST | {"maxItems": 3}, {}, "maxItems of a list"), ("gemma", LIST | {"minItems": 1}, {}, "minItems of a list"),
-    ("gemma", {"type": "object", "minProperties": 1}, {}, "minProperties of an object"),
-    ("gemma", {"oneOf": [LIST]}, {}, "oneOf of a value"), ("gemma", {"enum": ["a<tool_call|>"]}, {}, "cannot be written"),
-    ("gemma", {"enum": ['<|"|>']}, {}, "cannot be written"), ("xml", {"enum": ["a</parameter>"]}, {}, "cannot be written"),
-    ("xml", {"type": "string", "pattern": "a"}, {}, "pattern of a string"), ("xml", LIST, {"minProperties": 1}, "an object"),
-    ("python", LIST, {"anyOf": []}, "anyOf of an object"),
+    ("Gemma", LIST | {"maxItems": 3}, {}, "maxItems of a list"), ("Gemma", LIST | {"minItems": 1}, {}, "minItems of a list"),
+    ("Gemma", {"type": "object", "minProperties": 1}, {}, "minProperties of an object"),
+    ("Gemma", {"oneOf": [LIST]}, {}, "oneOf of a value"), ("Gemma", {"enum": ["a<tool_call|>"]}, {}, "cannot be written"),
+    ("Gemma", {"enum": ['<|"|>']}, {}, "cannot be written"), ("Qwen3Coder", {"enum": ["a</parameter>"]}, {}, "cannot be written"),
+    ("Qwen3Coder", {"type": "string", "pattern": "a"}, {}, "pattern of a string"),
+    ("Qwen3Coder", LIST, {"minProperties": 1}, "an object"),
+    ("LFM2", LIST, {"anyOf": []}, "anyOf of an object"),
 ])  # fmt: skip
 def test_unsupported_strict_schemas_are_rejected(decoder, name, schema, keywords, message):
-    tool_format = next(tool_format for tool_format in TOOL_FORMATS if tool_format.name == name)
     with pytest.raises(ValueError, match=f"the tool f: .*{message}"):
-        make_tool_grammar(decoder.tokenizer, tool_format, [make_tool(schema, **keywords)], True, True)
+        PARSERS[name].make_grammar(decoder.tokenizer, [make_tool(schema, **keywords)], True, True)
 
 
 def test_invalid_tool_parameters_are_rejected_by_name(chat_app):
@@ -269,10 +266,10 @@ def test_invalid_tool_parameters_are_rejected_by_name(chat_app):
 
 
 def test_unknown_tool_formats_are_not_forced(decoder, scheduler):
-    assert find_tool_format("tools") is None
+    assert find_tool_parser("tools") is None
     template = SimpleNamespace(source="{{ tools }}", supports_tools=True, location="", has_reference_to=lambda name: False)
     state = make_state(ServedModel("talker", decoder, template), scheduler)
-    app = AuthMiddleware(make_app(state), (), {"localhost"}, lambda line: None)
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
     for fields, param in (
         ({"tool_choice": "required"}, "tool_choice"), ({"tools": make_tools(TIME, strict=True)}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

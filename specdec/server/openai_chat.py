@@ -1,0 +1,393 @@
+"""OpenAI's chats and completions: validated requests, where unsupported features are rejected by name, and responses."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from specdec.argument_checks import check_choice, check_string, shorten
+from specdec.engine.request import GenerationRequest
+from specdec.server.field_validation import (
+    TOO_LONG,
+    UNSUPPORTED,
+    APIError,
+    Fields,
+    check_bool,
+    check_list,
+    check_object,
+    iter_objects,
+    join_text_parts,
+    parse_body,
+)
+from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
+from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
+from specdec.server.tool_parsers import find_tool_parser
+from specdec.server.tool_parsers.base import Delta, ToolParser
+from specdec.text.chat_template import ChatTemplate, Options
+from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
+
+MAX_TOOLS = 512
+MAX_TOP_LOGPROBS = 20  # per token
+DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
+TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+# clients also send back fields of responses, such as refusal; they must be empty
+MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+THINKING_OPTION = "enable_thinking"  # the option of most templates that can switch thinking on and off
+OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or its string value
+RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
+MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
+ParsedRequest = tuple[list[GenerationRequest], ResponseOptions]  # one request per output
+
+
+def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+    """Parse a body of OpenAI's /v1/chat/completions into requests to the engine, and render the chat as a prompt of tokens.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
+    fields = Fields(body)
+    fields.take_string("model")
+    if not model.template:
+        raise APIError("this model has no chat template; use /v1/completions", "messages", "unsupported_model")
+    tool_parser = find_tool_parser(model.template.source)
+    tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
+    strict_names = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
+    choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
+    is_single_call = not fields.take_bool("parallel_tool_calls", True)
+    if tools and not model.template.supports_tools:
+        raise APIError("the model's chat template does not support tools", "tools", UNSUPPORTED)
+    if body.get("messages") is None:
+        raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
+    messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
+    has_logprobs = fields.take_bool("logprobs")
+    n_top_logprobs = fields.take_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
+    if n_top_logprobs and not has_logprobs:
+        raise APIError("top_logprobs needs logprobs to be true", "top_logprobs")
+    response_schema = fields.take("response_format", _parse_response_format, None)
+    offered_tools = tools if choice != "none" else []
+    functions = [tool["function"] | {"strict": tool["function"]["name"] in strict_names} for tool in callable_tools]
+    with wrap_encoding_errors(model, "tools" if offered_tools else "response_format"):
+        if offered_tools:
+            grammar = _make_tool_grammar(model, tool_parser, functions, choice == "required", is_single_call, response_schema)
+        else:
+            grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
+    max_completion_tokens = fields.take_int("max_completion_tokens", None, 1)
+    max_tokens = fields.take_int("max_tokens", None, 1)
+    template_options = _parse_template_options(fields, model.template)
+    shared = GenerationFields(fields, model)
+    with wrap_encoding_errors(model, "messages"):
+        prompt = model.decoder.encode_chat(messages, offered_tools or None, template_options)
+    if tool_parser and not (offered_tools or tool_parser.is_always_parsed):
+        tool_parser = None
+    visible_tokens = tool_parser.get_visible_tokens(getattr(model.decoder.tokenizer, "specials", {})) if tool_parser else {}
+    requests = shared.make_requests(
+        "messages", [prompt], max_completion_tokens or max_tokens, n_top_logprobs if has_logprobs else None, visible_tokens
+    )
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered_tools}
+    return requests, ResponseOptions(shared, True, is_single_call, tool_parser, schemas, grammar)
+
+
+def _make_tool_grammar(
+    model: ServedModel,
+    tool_parser: type[ToolParser] | None,
+    functions: list[dict[str, Any]],
+    is_required: bool,
+    is_single_call: bool,
+    response_schema: Mapping[str, Any] | None,
+) -> Grammar | None:
+    """Return a grammar that makes the tool calls valid; None if their format is unknown or llguidance is not installed.
+
+    Raises:
+        APIError: A field needs the grammar, but the format is unknown.
+    """
+    is_strict = any(function["strict"] for function in functions)
+    required_by = "tool_choice" if is_required else "tools" if is_strict else "" if response_schema is None else "response_format"
+    if tool_parser and (required_by or is_installed()):
+        return tool_parser.make_grammar(model.decoder.tokenizer, functions, is_required, is_single_call, response_schema)
+    if required_by:
+        raise APIError("the tool-call format of the model's chat template is not supported", required_by, UNSUPPORTED)
+    return None
+
+
+def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+    """Parse a body of OpenAI's /v1/completions into requests to the engine, with its prompts as tokens.
+
+    Raises:
+        APIError: The body is invalid, or uses something that is not supported.
+    """
+    fields = Fields(body)
+    fields.take_string("model")
+    prompts = fields.take("prompt", _parse_prompts, list[str | list[int]]([""]))
+    n_top_logprobs = fields.take_int("logprobs", None, 0, MAX_TOP_LOGPROBS)
+    response_schema = fields.take("response_format", _parse_response_format, None)
+    with wrap_encoding_errors(model, "response_format"):
+        grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
+    max_tokens = fields.take_int("max_tokens", DEFAULT_COMPLETION_TOKENS, 1)
+    shared = GenerationFields(fields, model)
+    for prompt in prompts:
+        limit, unit = (model.max_chars, "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
+        if len(prompt) > limit:
+            raise APIError(f"prompt has {len(prompt)} {unit}; the context holds at most {limit}", "prompt", TOO_LONG)
+    with wrap_encoding_errors(model, "prompt"):
+        encode = model.decoder.tokenizer.encode
+        encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
+    requests = shared.make_requests("prompt", encoded, max_tokens, n_top_logprobs)
+    return requests, ResponseOptions(shared, grammar=grammar)
+
+
+def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
+    """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
+
+    A reasoning effort is an option of some templates; for others it switches thinking on or off.
+    """
+    options = fields.take("chat_template_kwargs", _check_template_options, dict[str, bool | int | str]())
+    effort = fields.take("reasoning_effort", _check_word, "")
+    if effort and template.has_reference_to("reasoning_effort"):
+        return {"reasoning_effort": effort, **options}
+    return {THINKING_OPTION: effort != "none", **options} if effort else options
+
+
+def _check_template_options(name: str, value: Any) -> dict[str, bool | int | str]:
+    for key, each in check_object(name, value).items():
+        if not OPTION_PATTERN.fullmatch(key) or key in RESERVED_OPTIONS:
+            raise ValueError(
+                f"{name} has the key {shorten(key, repr)}, which is not a template option; expected for example {THINKING_OPTION}"
+            )
+        if not isinstance(each, bool | int):
+            _check_word(f"{key} of {name}", each)
+    return dict(value)
+
+
+def _check_word(name: str, value: Any) -> str:
+    """Return the value of a field if it is a word that cannot be the name of a special token; raises ValueError otherwise."""
+    if not isinstance(value, str) or not OPTION_PATTERN.fullmatch(value):
+        raise ValueError(f"{name} is {shorten(value, repr)}; expected a word of letters, digits, _ and -")
+    return value
+
+
+def _parse_prompts(name: str, value: Any) -> list[str | list[int]]:
+    """Return the prompts of a field that is a string, token ids, or a list of either: each as a string or token ids."""
+    if isinstance(value, str):
+        return [check_string(name, value)]
+    if all(type(each) is int for each in check_list(name, value)):
+        return [value]
+    if len(value) > MAX_CHOICES:
+        raise ValueError(f"{name} has {len(value)} items; at most {MAX_CHOICES} are allowed")
+    return [each if isinstance(each, list) else check_string(name, each) for each in value]
+
+
+def _parse_tool_choice(name: str, value: Any, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the kind of choice ("auto", "none" or "required"), and the list of tools that may be called."""
+    if isinstance(value, dict):
+        check_choice(f"type of {name}", value.get("type"), ["function"])
+        function_name = check_object(f"function of {name}", value.get("function")).get("name")
+        if not (matching := [tool for tool in tools if tool["function"]["name"] == function_name]):
+            raise ValueError(f"{name} names {shorten(function_name, repr)}, which is not one of the tools")
+        return "required", matching[:1]
+    choice = check_choice(name, value, ["auto", "none", "required"])
+    if choice == "required" and not tools:
+        raise ValueError(f"{name} is required, but there are no tools")
+    return choice, tools
+
+
+def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of at most {MAX_TOOLS}")
+    return [_parse_tool(f"{name}[{i}]", each) for i, each in enumerate(value)]
+
+
+def _parse_tool(name: str, value: Any) -> dict[str, Any]:
+    """Return a validated tool in the form that chat templates expect, and with the key `strict`."""
+    check_choice(f"type of {name}", check_object(name, value).get("type"), ["function"])
+    function = check_object(f"function of {name}", value.get("function"))
+    if not TOOL_NAME_PATTERN.fullmatch(check_string(f"name of {name}", function.get("name"))):
+        raise ValueError(f"name of {name} is {shorten(function['name'], repr)}; expected 1 to 64 letters, digits, _, . and -")
+    check_string(f"description of {name}", function.get("description") or "")
+    check_object(f"parameters of {name}", function.get("parameters") or {})
+    is_strict = check_bool(f"strict of {name}", function.get("strict") or False)
+    known_keys = ("name", "description", "parameters")
+    known = {key: function[key] for key in known_keys if function.get(key) is not None}
+    return {"type": "function", "function": known, "strict": is_strict}
+
+
+def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
+    tool_names = dict[str, str]()
+    return [_parse_message(label, each, tool_names) for label, each in iter_objects(name, check_list(name, value))]
+
+
+def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str]) -> dict[str, Any]:
+    """Return a validated chat message in the form that chat templates expect.
+
+    `tool_names` has the names of the tools called so far, by the ids of the calls; the calls of this message are added.
+    """
+    for key, each in value.items():
+        if each and key not in MESSAGE_FIELDS:
+            raise APIError(f"{shorten(key)} of {name} is not supported; leave it out", "messages", UNSUPPORTED)
+    role = check_choice(f"role of {name}", value.get("role"), ["system", "developer", "user", "assistant", "tool"])
+    content, calls = value.get("content"), value.get("tool_calls")
+    if role == "assistant" and content is None:
+        content = ""
+    text = join_text_parts(f"content of {name}", content)
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    reasoning = value.get("reasoning_content") or value.get("reasoning")
+    if reasoning and role == "assistant":
+        message["reasoning_content"] = check_string(f"reasoning_content of {name}", reasoning)
+    if calls and role == "assistant":
+        labeled = enumerate(check_list("tool_calls", calls))
+        message["tool_calls"] = [_parse_call(f"{name}.tool_calls[{i}]", each) for i, each in labeled]
+        tool_names.update({call["id"]: call["function"]["name"] for call in message["tool_calls"]})
+    if role == "tool":
+        message["tool_call_id"] = check_string(f"tool_call_id of {name}", value.get("tool_call_id"))
+        message["name"] = tool_names.get(message["tool_call_id"], "")
+    return message
+
+
+def _parse_call(name: str, value: Any) -> dict[str, Any]:
+    """Return a validated tool call of a message with its arguments as a dict, not a string, as chat templates expect it."""
+    check_choice(f"type of {name}", check_object(name, value).get("type", "function"), ["function"])
+    function = check_object(f"function of {name}", value.get("function"))
+    arguments: Any = check_string(f"arguments of {name}", function.get("arguments"))
+    try:
+        arguments = parse_body(arguments.encode()) if arguments else {}
+    except APIError as error:
+        raise ValueError(f"arguments of {name}: {error}") from None
+    called_function = {"name": check_string(f"name of {name}", function.get("name")), "arguments": arguments}
+    return {"id": check_string(f"id of {name}", value.get("id")), "type": "function", "function": called_function}
+
+
+def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
+    """Return the JSON schema that a `response_format` requires of the output; None for text.
+
+    Raises:
+        ValueError: The schema or the type is invalid.
+        TypeError: An object is missing.
+    """
+    format_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["text", "json_object", "json_schema"])
+    if format_type == "text":
+        return None
+    if format_type == "json_object":
+        return ANY_OBJECT_SCHEMA
+    schema = check_object(f"json_schema of {name}", value.get("json_schema")).get("schema")
+    serialize_schema(check_object(f"schema of {name}", schema))
+    return schema
+
+
+@dataclass
+class CompletionFormatter(ResponseFormatter):
+    """A formatter of responses in the format of OpenAI's chat and completion APIs, as chunks or as a whole."""
+
+    _n_calls: Counter[int] = field(default_factory=Counter, init=False)  # by choice
+    _offsets: Counter[int] = field(default_factory=Counter, init=False)  # of the text, by choice
+
+    def format_start(self) -> bytes:
+        """Return a chunk with the assistant's role for each choice of a chat; empty for a completion."""
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        indices = range(len(self.choices) * self.options.is_chat)
+        return b"".join(format_sse_event(self._make_chunk([{"index": i, **first}], None)) for i in indices)
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the chunk, as a server-sent event, for a delta of the choice with the given index."""
+        return format_sse_event(self._make_chunk([self._format_choice(index, delta, False)], delta.details))
+
+    def format_end(self) -> bytes:
+        """Return the last chunk with the token counts, if the request asks for them, and the end mark of the stream."""
+        return (format_sse_event(self._make_chunk([], None, self.usage)) if self.options.shared.include_usage else b"") + SSE_DONE
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the complete response as a JSON object, from the merged deltas of each choice."""
+        choices = [self._format_choice(index, delta, True) for index, delta in enumerate(deltas)]
+        details = next((delta.details for delta in deltas if delta.details), None)
+        return self._make_chunk(choices, details, self.usage, "")
+
+    def _format_choice(self, index: int, delta: ChoiceDelta, is_complete: bool) -> dict[str, Any]:
+        """Return a choice as a JSON object, from a part of its output for a chunk or from all of it (`is_complete`).
+
+        The names of fields are those that most clients know.
+        """
+        finish = {"logprobs": self._format_logprobs(index, delta), "finish_reason": delta.finish_reason}
+        if not self.options.is_chat:
+            return {"index": index, "text": delta.get_text("text"), **finish}
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
+        texts = {"reasoning_content": delta.get_text("reasoning"), "content": delta.get_text("text")}
+        message |= {name: text for name, text in texts.items() if text}
+        if calls := [self._format_call(index, piece, is_complete) for piece in delta.deltas if piece.kind == "tool_call"]:
+            message |= ({"content": texts["content"] or None} if is_complete else {}) | {"tool_calls": calls}
+        return {"index": index, "message" if is_complete else "delta": message, **finish}
+
+    def _format_call(self, index: int, call: Delta, is_complete: bool) -> dict[str, Any]:
+        self._n_calls[index] += call.name is not None
+        position = {} if is_complete else {"index": self._n_calls[index] - 1}
+        if call.name is None:
+            return position | {"function": {"arguments": call.text}}
+        return position | {"id": make_id(), "type": "function", "function": {"name": call.name, "arguments": call.text}}
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts of the prompts and of all choices, as OpenAI's `usage` object."""
+        parts = [choice.statistics for choice in self.choices]
+        accepted, drafted = sum(part.n_accepted for part in parts), sum(part.n_drafted for part in parts)
+        return {
+            "prompt_tokens": self.n_prompt,
+            "completion_tokens": self.n_generated,
+            "total_tokens": self.n_prompt + self.n_generated,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def _make_chunk(
+        self, choices: list[dict[str, Any]], details: dict[str, Any] | None, usage: Any = None, object_suffix: str = ".chunk"
+    ) -> dict[str, Any]:
+        """Return a JSON object with the given choices: a chunk, or the complete response if `object_suffix` is empty."""
+        chunk = {
+            "id": f"{'chatcmpl' if self.options.is_chat else 'cmpl'}-{self.random_id}",
+            "object": f"chat.completion{object_suffix}" if self.options.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+        chunk |= {"usage": usage} if usage or self.options.shared.include_usage else {}
+        return chunk | ({"specdec": details} if details else {})
+
+    def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return the log-probabilities of a delta in the format of chats or of completions; None if it has none.
+
+        For a completion, also advances the text offset of the choice.
+        """
+        if not delta.logprobs:
+            return None
+        if self.options.is_chat:
+            tokens = [self._format_logprob(entry.token, entry.logprob) for entry in delta.logprobs]
+            tops = [[self._format_logprob(*top) for top in entry.top] for entry in delta.logprobs]
+            content = [token | {"top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
+            return {"content": content, "refusal": None}
+        texts = [self._get_token_text(entry.token)[0] for entry in delta.logprobs]
+        *offsets, end = itertools.accumulate(map(len, texts), initial=self._offsets[index])
+        self._offsets[index] = end
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in delta.logprobs],
+            "top_logprobs": [
+                {self._get_token_text(token)[0]: max(logprob, MIN_LOGPROB) for token, logprob in entry.top}
+                for entry in delta.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _format_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text, token_bytes = self._get_token_text(token)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": token_bytes}
+
+    def _get_token_text(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text and its bytes; for a token without text, its name in the vocabulary and None."""
+        tokenizer = self.model.decoder.tokenizer
+        token_bytes = tokenizer.token_to_bytes(token)
+        if token_bytes is not None:
+            return token_bytes.decode(errors="replace"), list(token_bytes)
+        specials = getattr(tokenizer, "specials", {})
+        return next((name for name, special_id in specials.items() if special_id == token), f"<{token}>"), None

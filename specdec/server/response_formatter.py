@@ -1,0 +1,270 @@
+"""The outputs of a request, from generated events to the parts of a response that all interfaces format. Knows no server."""
+
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specdec.engine.request import GenerationRequest
+from specdec.events import Event, Statistics, Step, TokenLogprob
+from specdec.server.field_validation import APIError
+from specdec.server.generation_fields import ResponseOptions, ServedModel
+from specdec.server.json_values import parse_json
+from specdec.server.tool_parsers.base import SPECIAL_TOKEN_MARK, Delta
+
+# stop reasons that mean a truncated output
+TRUNCATING_STOP_REASONS = ("max_tokens", "seq_len", "interrupted")
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class ChoiceDelta:
+    """The new output of one choice in a step.
+
+    Attributes:
+        deltas: Reasoning, text and tool calls, in their order.
+        logprobs: Log-probabilities of the new tokens.
+        finish_reason: None while the choice continues.
+        details: Which part of the text was drafted, if the request asks for it.
+    """
+
+    deltas: list[Delta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    details: dict[str, Any] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.deltas or self.logprobs or self.finish_reason or self.details)
+
+    def get_text(self, kind: str) -> str:
+        """Return the new text of one kind, which is text or reasoning."""
+        return "".join([each.text for each in self.deltas if each.kind == kind])
+
+    def add(self, other: "ChoiceDelta") -> None:
+        """Append the next delta of the same choice to this one."""
+        for each in other.deltas:
+            self.append(each)
+        self.logprobs += other.logprobs
+        self.finish_reason, self.details = other.finish_reason, other.details
+
+    def append(self, delta: Delta) -> None:
+        """Append a piece of output; a piece that continues the last one is merged with it."""
+        if self.deltas and delta.continues(self.deltas[-1]):
+            self.deltas[-1] = replace(self.deltas[-1], text=self.deltas[-1].text + delta.text)
+        else:
+            self.deltas.append(delta)
+
+
+class Choice:
+    """One of the outputs of a response, which turns the events of its generation into deltas."""
+
+    def __init__(self, request: GenerationRequest, options: ResponseOptions) -> None:
+        self._options = options
+        self._tool_parser = options.tool_parser(options.tools, request.visible_tokens) if options.tool_parser else None
+        self.statistics, self.n_calls = Statistics(), 0
+        self._arguments = list[str]()  # of the last call that was returned
+        self.stop_string: str | None = None  # the one that ended the output
+
+    def process_event(self, event: Event) -> ChoiceDelta:
+        """Return the new output of a generation event, with its tool calls and reasoning parsed; count it in the statistics.
+
+        The delta is empty for events other than a `Step`. Further tool calls are dropped if the request allows only one.
+        """
+        self.statistics.add(event)
+        if not isinstance(event, Step):
+            return ChoiceDelta()
+        self.stop_string = event.stop_string
+        deltas = [Delta("text", event.text)] if event.text else []
+        if self._tool_parser:
+            deltas = self._tool_parser.push(event.text)
+            if event.stop_reason:
+                deltas += self._tool_parser.end()
+        delta = ChoiceDelta(logprobs=list(event.logprobs or ()))
+        for piece in deltas:
+            self.n_calls += piece.name is not None
+            if piece.kind == "tool_call" and self._options.is_single_call and self.n_calls > 1:
+                continue
+            delta.append(piece)
+            if piece.kind == "tool_call":
+                if piece.name is not None:
+                    self._arguments.clear()
+                self._arguments.append(piece.text)
+        if event.stop_reason:
+            is_truncated = event.stop_reason in TRUNCATING_STOP_REASONS
+            delta.finish_reason = "length" if is_truncated else "tool_calls" if self._has_complete_call else "stop"
+        if self._options.shared.has_details:
+            delta.details = format_draft_details(event)
+            if event.stop_reason:
+                delta.details |= format_statistics(self.statistics)
+        return delta
+
+    @property
+    def _has_complete_call(self) -> bool:
+        """Whether there is a tool call, and the arguments of the last one are complete JSON.
+
+        An end-of-sequence token or a stop string may cut the arguments off.
+        """
+        try:
+            arguments = parse_json("".join(self._arguments) or ("" if self.stop_string else "{}"))
+            return self.n_calls > 0 and isinstance(arguments, dict)
+        except ValueError:
+            return False
+
+
+def format_statistics(statistics: Statistics) -> dict[str, Any]:
+    """Return the statistics of an output as a JSON object.
+
+    The seconds are those of shared passes, so they do not measure the target alone.
+    """
+    return {
+        "tokens": statistics.n_generated,
+        "passes": statistics.target_passes,
+        "drafted": statistics.n_drafted,
+        "accepted": statistics.n_accepted,
+        "seconds": round(statistics.decode_seconds, 4),
+    }
+
+
+def format_draft_details(step: Step) -> dict[str, Any]:
+    """Return a JSON object that shows which text of a step was drafted.
+
+    `runs` is the text split by its source ("guessed" for accepted draft tokens, "own" for the target's); `wrong` is the
+    rejected draft text.
+    """
+    runs = ("guessed", step.pieces[: step.n_accepted]), ("own", step.pieces[step.n_accepted :])
+    merged = [[source, text] for source, pieces in runs if (text := "".join(pieces).replace(SPECIAL_TOKEN_MARK, ""))]
+    return {"runs": merged, "wrong": "".join(step.wrong).replace(SPECIAL_TOKEN_MARK, "")}
+
+
+@dataclass
+class ResponseFormatter:
+    """Base class of formatters that turn the outputs of a request into the response of an API.
+
+    Subclasses for other APIs than OpenAI's are in files of their own.
+
+    Attributes:
+        body: The body of the request.
+        requests: The requests to the engine, one per output.
+        options: What the response contains.
+        model: The model that answers.
+        fingerprint: Identifier of everything that responses depend on apart from the model.
+        choices: The outputs. Formats for a single output use the first one.
+    """
+
+    body: Mapping[str, Any]
+    requests: Sequence[GenerationRequest]
+    options: ResponseOptions
+    model: ServedModel
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        self.created, self.random_id = int(time.time()), secrets.token_hex(12)
+        self.choices = [Choice(request, self.options) for request in self.requests]
+
+    @property
+    def n_prompt(self) -> int:
+        """Number of tokens of all prompts; a prompt that several outputs share counts once."""
+        return sum({id(request.prompt): len(request.prompt) for request in self.requests}.values())
+
+    @property
+    def n_generated(self) -> int:
+        """Number of tokens generated for all outputs."""
+        return sum(choice.statistics.n_generated for choice in self.choices)
+
+    def format_start(self) -> bytes:
+        """Return the first server-sent events of a stream; empty by default."""
+        return b""
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Return the server-sent events for a delta of the choice with the given index."""
+        raise NotImplementedError
+
+    def format_end(self) -> bytes:
+        """Return the last server-sent events of a stream."""
+        raise NotImplementedError
+
+    def format_error(self, error: APIError) -> bytes:
+        """Return the server-sent events that end a stream after an error."""
+        return format_sse_event(error.format_body()) + SSE_DONE
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Return the complete response as a JSON object, from the merged deltas of each choice."""
+        raise NotImplementedError
+
+
+def format_sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
+    """Return a server-sent event in UTF-8 with a JSON object as its data, and with a name if there is one.
+
+    A lone surrogate, which JSON escapes can produce, is escaped again.
+    """
+    event = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return (f"event: {name}\n{event}" if name else event).encode(errors="backslashreplace")
+
+
+@dataclass
+class OutputPart:
+    """A part of a response: reasoning, text or a tool call.
+
+    Attributes:
+        kind: Kind of its deltas: reasoning, text or tool_call.
+        index: Position among the parts.
+        id: Random id.
+        name: Name of the called tool.
+        text: The text or arguments so far.
+    """
+
+    kind: str
+    index: int
+    id: str
+    name: str = ""
+    text: str = ""
+
+
+@dataclass
+class PartsFormatter(ResponseFormatter):
+    """Base class of formatters for a response with a single output, which consists of parts in a row."""
+
+    _parts: list[OutputPart] = field(default_factory=list, init=False)
+    _finish_reason: str = field(default="stop", init=False)
+
+    def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
+        """Add a delta to the parts of the output, and return the server-sent events for it."""
+        return b"".join([self._format_part(*each) for each in self._update_parts(delta)])
+
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+        """Add the deltas to the parts of the output, and return the complete response as a JSON object."""
+        for delta in deltas:
+            deque(self._update_parts(delta), 0)  # no events are needed
+        return self._make_response()
+
+    def _update_parts(self, delta: ChoiceDelta) -> Iterator[tuple[str, OutputPart, str]]:
+        """Add a delta to the parts of the output, and yield each change as arguments of `_format_part`."""
+        for piece in delta.deltas:
+            if not self._parts or self._parts[-1].kind != piece.kind or piece.name is not None:
+                yield from (("end", part, "") for part in self._parts[-1:])
+                self._parts.append(OutputPart(piece.kind, len(self._parts), make_id(), piece.name or ""))
+                yield "start", self._parts[-1], ""
+            self._parts[-1].text += piece.text
+            if piece.text:
+                yield "delta", self._parts[-1], piece.text
+        self._finish_reason = delta.finish_reason or self._finish_reason
+
+    def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
+        """Return the server-sent events for a change of a part: its "start", a "delta" with new text, or its "end"."""
+        raise NotImplementedError
+
+    def _make_response(self) -> dict[str, Any]:
+        """Return the complete response as a JSON object, from all parts of the output."""
+        raise NotImplementedError
+
+    def _end_last_part(self) -> bytes:
+        """Return the server-sent events that end the last part; empty if there are no parts."""
+        return b"".join([self._format_part("end", part, "") for part in self._parts[-1:]])
+
+
+def make_id() -> str:
+    """Return a random id of nine letters and digits, the only form of a call's id that Mistral's templates accept."""
+    return secrets.token_hex(5)[:9]

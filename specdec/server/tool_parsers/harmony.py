@@ -1,0 +1,82 @@
+"""OpenAI's Harmony format, in which all output is in messages: `<|channel|>NAME<|message|>text<|end|>`."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from specdec.server.json_values import JsonScanner
+from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
+from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+END_MARKS = ("<|end|>", "<|call|>", "<|return|>")
+RECIPIENT_PREFIX = "to=functions."
+MAX_HEADER_CHARS = 200  # of a message
+
+
+class HarmonyParser(ToolParser):
+    """A parser of messages. The analysis channel is reasoning, and a message to a function is a tool call.
+
+    A mark in a string of a call's arguments is not one.
+    """
+
+    template_signs = ((CHANNEL, MESSAGE),)
+    extra_marks = (CHANNEL, MESSAGE, START, CONSTRAIN, *END_MARKS)
+    has_special_marks = is_always_parsed = True
+    _kind: Literal["text", "reasoning", "tool_call"] = "text"  # of the current message
+    _arguments: JsonScanner | None = None  # of the current call, as long as they are JSON
+
+    @property
+    def text_marks(self) -> tuple[str, ...]:
+        """The marks that end the text of a message, none within a string of arguments."""
+        return () if self._arguments and self._arguments.is_in_string else (CHANNEL, START, *END_MARKS)
+
+    def read_output(self) -> Reader:
+        """Read all messages, each with its header."""
+        while mark := (yield from self.read_text()):
+            header = ""
+            while mark not in END_MARKS and not header.endswith(MESSAGE) and len(header) <= MAX_HEADER_CHARS:
+                if not (char := (yield)):
+                    return self.emit(Delta("text", mark + header))
+                header += char
+            if header.endswith(MESSAGE):
+                self._start_message(header.removesuffix(MESSAGE))
+            elif mark not in END_MARKS:
+                self.emit_text(mark + header)
+
+    def _start_message(self, header: str) -> None:
+        channel, _, rest = header.partition(RECIPIENT_PREFIX)
+        channel = channel.rpartition(CHANNEL)[2]
+        name = rest.split(maxsplit=1)[0].partition("<")[0] if rest.strip() else ""
+        self._kind = "reasoning" if channel.strip().startswith("analysis") and not rest else "text"
+        self._arguments = None
+        if name in self.tools:
+            self._kind, self._arguments = "tool_call", JsonScanner()
+            self.emit(Delta("tool_call", "", name))
+
+    def emit_text(self, text: str) -> None:
+        """Emit text of the current message."""
+        if self._arguments and not all(map(self._arguments.accept, text)):
+            self._arguments = None
+        if text:
+            self.emit(Delta(self._kind, text))
+
+    @classmethod
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+        """Return a Lark expression for a call of a tool, a message to a function."""
+        channel, constrain, message = grammar.write_marks(CHANNEL, CONSTRAIN, MESSAGE)
+        header = quote(f"commentary {RECIPIENT_PREFIX}{name} ")
+        return f'{channel} {header} {constrain} "json" {message} {grammar.add_json_rule(schema)}'
+
+    @classmethod
+    def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:
+        """Return a Lark expression for a call, possibly after reasoning."""
+        channel, message, end, start = grammar.write_marks(CHANNEL, MESSAGE, END_MARKS[0], START)
+        return f'({channel} "analysis" {message} {grammar.add_rule(ANY_TEXT)} {end} {start} "assistant")? {call}'
+
+    @classmethod
+    def write_optional_calls(cls, grammar: GrammarBuilder, call: str) -> str:
+        """Return a Lark expression for a call or an answer, possibly after reasoning, and for text without messages."""
+        text, (channel, message) = grammar.add_rule(ANY_TEXT), grammar.write_marks(CHANNEL, MESSAGE)
+        answer = f'{channel} ("final" | "commentary") {message} {text}?'
+        # without special tokens the mark could be any text
+        return cls.write_calls(grammar, f"({call} | {answer})") + f" | {text}" * (CHANNEL in grammar.specials)

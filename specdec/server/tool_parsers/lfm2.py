@@ -1,0 +1,36 @@
+"""LFM2's tool calls in Python's syntax: `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specdec.server.tool_parsers.grammar import OBJECT_KEYS, GrammarBuilder, check_names, get_properties, quote
+from specdec.server.tool_parsers.literals import LiteralCallParser, LiteralReader
+
+
+class LFM2Parser(LiteralCallParser):
+    """A parser of a list of calls with keyword arguments."""
+
+    template_signs = (("<|tool_call_start|>",), ("<|tool_list_start|>",))
+    open_mark, close_mark = "<|tool_call_start|>", "<|tool_call_end|>"
+    layout = "list"
+
+    def iter_calls(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name and arguments of each call of a text; raises ValueError if it is something else."""
+        reader = LiteralReader(text)
+        reader.expect("[")
+        for _ in reader.iter_until("]"):
+            name = reader.read_name()
+            reader.expect("(")
+            yield name, reader.read_items(")", "=")
+        reader.expect_end()
+
+    @classmethod
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+        """Return a Lark expression for a call of a tool: its name, and the arguments in JSON."""
+        properties = get_properties(schema)
+        check_names([name, *(key for key, *_ in properties)])
+        grammar.check_supported_keys("an object", schema, *OBJECT_KEYS)
+        items = [
+            (f"{quote(f'{key}=')} {grammar.add_json_rule(each, schema)}", is_required) for key, each, is_required in properties
+        ]
+        return f'{quote(f"{name}(")} {grammar.write_items(items, ", ")} ")"'

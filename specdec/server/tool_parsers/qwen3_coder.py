@@ -1,0 +1,120 @@
+"""Qwen3-Coder's tool calls in XML: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`."""
+
+import json
+import re
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from specdec.argument_checks import shorten
+from specdec.server.json_values import JsonScanner, parse_json
+from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
+from specdec.server.tool_parsers.grammar import (
+    OBJECT_KEYS,
+    GrammarBuilder,
+    get_enum_values,
+    get_properties,
+    get_schema_types,
+    quote,
+    resolve_ref,
+)
+from specdec.server.tool_parsers.literals import CONSTANTS
+
+FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
+PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
+TAG_PATTERN = re.compile(r"\s*<(?:function|parameter)=([^>]*)>")
+MAX_TAG_CHARS = 200
+
+
+class Qwen3CoderParser(ToolParser):
+    """A parser that emits each parameter once it is complete. A close tag in a JSON string is not one."""
+
+    template_signs = (("<tool_call>", FUNCTION_OPEN),)
+    open_mark, close_mark = "<tool_call>", "</tool_call>"
+    layout = "lines"
+
+    def read_call(self) -> Reader:
+        """Read a call. What cannot belong to it is read again, since another call may start in it."""
+        tag = yield from self._read_tag(FUNCTION_OPEN)
+        match = TAG_PATTERN.fullmatch(tag)
+        if not match or match[1] not in self.tools:
+            self.emit_text(self.open_mark)
+            self.unread(tag)
+            return
+        self.emit(Delta("tool_call", "{", match[1]))
+        schema, separator = self.tools[match[1]], ""
+        while match := TAG_PATTERN.fullmatch(tag := (yield from self._read_tag(PARAMETER_OPEN, FUNCTION_CLOSE))):
+            value = yield from self._read_value(match[1], schema)
+            self.emit(Delta("tool_call", f"{separator}{json.dumps(match[1], ensure_ascii=False)}: {value}"))
+            separator = ", "
+        if self.is_ended:
+            return
+        self.emit(Delta("tool_call", "}"))
+        if tag.lstrip() == FUNCTION_CLOSE:
+            tag = yield from self._read_tag(self.close_mark)
+        if tag.lstrip() != self.close_mark and not self.is_ended:
+            self.unread(tag)
+
+    def _read_tag(self, *starts: str) -> Generator[None, str, str]:
+        """Return the text up to the end of a tag, or up to where it cannot be one that starts with one of `starts`."""
+        text = ""
+        while not text.endswith(">") and (char := (yield)):
+            text += char
+            stripped = text.lstrip()
+            if len(stripped) > MAX_TAG_CHARS or not any(
+                stripped.startswith(each) or each.startswith(stripped) for each in starts
+            ):
+                break
+        return text
+
+    def _read_value(self, key: str, root: Mapping[str, Any]) -> Generator[None, str, str]:
+        """Return the value of a parameter as JSON; if the output ends before it does, as an unterminated string."""
+        properties = root.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        schema = schema if isinstance(schema, Mapping) else {}
+        is_string = _is_string(schema, root)
+        scanner = None if is_string else JsonScanner()  # as long as the value is JSON
+        text, n_strings = "", 0  # the close tag starts after `n_strings` characters, not in a string
+        while not text.endswith(PARAMETER_CLOSE, n_strings) and (char := (yield)):
+            text += char
+            if scanner and not scanner.accept(char):
+                scanner = None
+            if scanner and scanner.is_in_string:
+                n_strings = len(text)
+        if self.is_ended:
+            return json.dumps(text.removeprefix("\n"), ensure_ascii=False)[:-1]
+        text = text.removesuffix(PARAMETER_CLOSE).removeprefix("\n").removesuffix("\n")
+        try:
+            value = text if is_string else parse_json(text)
+        except ValueError:
+            value = CONSTANTS.get(text.strip(), text)
+        return json.dumps(value, ensure_ascii=False)
+
+    @classmethod
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+        """Return a Lark expression for a call of a tool: its parameters on lines of their own, in their order."""
+        grammar.check_supported_keys("an object", schema, *OBJECT_KEYS)
+        parameters = [
+            (cls._write_parameter(grammar, key, each, schema), required) for key, each, required in get_properties(schema)
+        ]
+        body = " ".join(parameter if is_required else f"({parameter})?" for parameter, is_required in parameters)
+        return f"{quote(f'{FUNCTION_OPEN}{name}>')} {body} {quote(chr(10) + FUNCTION_CLOSE)}"
+
+    @classmethod
+    def _write_parameter(cls, grammar: GrammarBuilder, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """Return a Lark expression for a parameter: a string as it is, anything else as JSON."""
+        if ">" in key or "\n" in key:
+            raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
+        prefix, suffix = quote(f"\n{PARAMETER_OPEN}{key}>\n"), quote(f"\n{PARAMETER_CLOSE}")
+        if not _is_string(schema, root):
+            return f"{prefix} {grammar.add_json_rule(schema, root)} {suffix}"
+        schema = resolve_ref(schema, root)
+        if values := [value for value in get_enum_values(schema) if isinstance(value, str)]:
+            return f"{prefix} ({' | '.join(grammar.write_constant(value, PARAMETER_CLOSE) for value in values)}) {suffix}"
+        grammar.check_supported_keys("a string", schema)
+        # parsers end the value at the first close tag, even within a line
+        return f"{prefix} {grammar.add_rule('/(?s:.*)/', f'[suffix={quote(PARAMETER_CLOSE)}]')}"
+
+
+def _is_string(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is plain text instead of JSON: a string, or one without a schema."""
+    return get_schema_types(schema, root) == {"string"} or not schema
