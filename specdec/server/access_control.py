@@ -123,9 +123,9 @@ def to_api_error(error: BaseException) -> APIError:
     Cancellation means that the server is shutting down.
     """
     if isinstance(error, QueueFullError):
-        return APIError("the request queue is full; try again later", None, "queue_full", 429)
+        return APIError(str(error), None, "queue_full", 429)
     if isinstance(error, ShutdownError | asyncio.CancelledError):
-        return APIError("the server is shutting down", None, "shutting_down", 503)
+        return APIError(str(error) or str(ShutdownError()), None, "shutting_down", 503)
     if isinstance(error, APIError):
         return error
     return APIError("internal server error; see the server's log", None, "server_error", 500)

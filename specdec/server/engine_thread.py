@@ -17,7 +17,6 @@ from specdec.engine.sequence import Client, Sequence
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Step
 from specdec.model.model import Model
 from specdec.server.auxiliary_tasks import AuxiliaryTask, AuxiliaryTaskQueue
-from specdec.server.field_validation import APIError
 from specdec.speculative_decoder import SpeculativeDecoder
 
 IDLE_SLOTS_PER_SEQUENCE = 4  # idle slots for each running sequence, kept for conversations that may continue
@@ -26,18 +25,18 @@ MAX_EXTRA_WAITING = 64  # more requests that may wait when the queue is full, ea
 EventCallback = Callable[[Prompt | Step | Exception], None]
 
 
-class QueueFullError(APIError):
-    """The error (HTTP status 429) that rejects a request because too many requests or auxiliary tasks wait already."""
+class QueueFullError(RuntimeError):
+    """The error that rejects a request because too many requests or auxiliary tasks wait already."""
 
     def __init__(self) -> None:
-        super().__init__("the request queue is full; try again later", None, "queue_full", 429)
+        super().__init__("the request queue is full; try again later")
 
 
-class ShutdownError(APIError):
-    """The error (HTTP status 503) for a request that is rejected or stopped because the server is shutting down."""
+class ShutdownError(RuntimeError):
+    """The error for a request that is rejected or stopped because the server is shutting down."""
 
     def __init__(self) -> None:
-        super().__init__("the server is shutting down", None, "shutting_down", 503)
+        super().__init__("the server is shutting down")
 
 
 class RequestHandle:

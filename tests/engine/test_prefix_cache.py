@@ -1,7 +1,6 @@
 """The prefix cache: which KV caches are reused or copied, which sequences wait, and how much memory they take."""
 
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ class CountingCache(PrefixCache):
 
     def __init__(self, decoder, n_slots):
         self.size, self.n_made = decoder.bundle.get_sequence_bytes(256), 0
-        super().__init__(decoder.bundle, 16, int(n_slots * self.size))
+        super().__init__(decoder.bundle, 16, max_bytes=n_slots * self.size)
 
     def _get_free_slot(self, *arguments):
         idle = [*self._idle]
@@ -106,7 +105,7 @@ def test_waiting_for_memory_changes_nothing(endless):
 
 def make_scheduler(decoder, max_running=8):
     decoder.warm_up()
-    return decoder.make_scheduler(PrefixCache(decoder.bundle, 4 * max_running, 10**9), max_running)
+    return decoder.make_scheduler(PrefixCache(decoder.bundle, 4 * max_running), max_running)
 
 
 def add(scheduler, decoder, prompt, n, sampling=GREEDY):
@@ -120,6 +119,7 @@ def run_until(scheduler, is_done):
     """Run steps of a scheduler until a condition holds; return the events of each sequence, without progress."""
     events = defaultdict(list)
     while not is_done():
+        assert scheduler.running or scheduler.waiting
         for sequence, event in scheduler.step():
             events[sequence] += [] if isinstance(event, PrefillProgress) else [event]
     return events
@@ -215,7 +215,7 @@ def test_a_failed_restore_leaves_no_slot_in_use(endless):
             raise MemoryError
 
     prefixes = CountingCache(endless, 2)
-    prefixes._bundle = replace(endless.bundle, prompt_cache=Broken())
+    prefixes._disk_cache = Broken()
     for _ in range(5):
         with pytest.raises(MemoryError):
             prefixes.acquire([*PREFIX, *random_tokens(10)], 200)

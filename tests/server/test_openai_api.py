@@ -19,14 +19,13 @@ pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
 from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
 from specdec.engine.request import GenerationRequest
-from specdec.engine.scheduler import EventCallback
 from specdec.engine.sequence import Client
 from specdec.events import TokenLogprob
 from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
-from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
+from specdec.server.engine_thread import EngineThread, EventCallback, QueueFullError, ShutdownError
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.generation_response import ServerState
