@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from specdec import Step
+from specdec.engine.request import validate_request
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
@@ -218,10 +219,11 @@ class TokenScheduler(FakeScheduler):
 
     def submit(self, requests, callbacks, client):
         for request, on_event in zip(requests, callbacks, strict=True):
-            detokenizer = self.decoder.bundle.make_detokenizer(self.decoder.bundle.validate_request(request))
+            detokenizer = validate_request(request, self.decoder.bundle).make_detokenizer(self.decoder.tokenizer)
             steps = [Step(tokens, [], 0, 0.0, 0.0) for tokens in self.pieces]
-            for event in (Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, "eos")):
-                on_event(detokenizer.detokenize(event))
+            on_event(detokenizer.add_prompt_text(Prompt([1], 0.0)))
+            for event in (*steps, Step([], [], 0, 0.0, 0.0, "eos")):
+                on_event(detokenizer.add_text(event))
         return [self for _ in requests]
 
 
@@ -335,12 +337,12 @@ def test_prompt_tokens_are_counted(app):
 def test_embeddings_are_pooled_hidden_states(app, decoder, monkeypatch, pooling):
     monkeypatch.setattr(decoder, "bundle", replace(decoder.bundle, checkpoint=SimpleNamespace(pooling=pooling)))
     texts = ["The robin flew away. " * 12, "One", "One, two, three"]
-    model = decoder.target.clone_for_sequence([decoder.target.config.n_layers + 1])
+    cache = decoder.target.new_cache([decoder.target.config.n_layers + 1])
     expected = []
     for text in texts:
         tokens = decoder.encode(text)
-        model.forward(tokens, 1)
-        states = model.get_hidden_states(tokens, 0).astype(np.float64)
+        cache.forward(tokens, 1)
+        states = cache.get_hidden_states(tokens, 0).astype(np.float64)
         vector = {"": states.mean(0), "mean": states.mean(0), "last": states[-1], "cls": states[0]}[pooling]
         expected.append(vector / np.linalg.norm(vector))
     response = send_request(app, EMBEDDINGS, {"input": texts, "model": "talker", "user": "x"}).json
