@@ -21,9 +21,7 @@ from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.heads.head import Head
 from specdec.heads.shared_kv_head import SharedKVHead
 from specdec.layers.architecture import Weights
-from specdec.loaders import Checkpoint, CheckpointError
-from specdec.loaders.checkpoint_heads import load_builtin_head
-from specdec.loaders.head_checks import check_compatibility
+from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_builtin_head
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, check_memory, get_memory_headroom, open_checkpoint
 from specdec.model.transformer import Transformer
 from specdec.model_config import ASSISTANT, ModelConfig

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.families.config_values import CheckpointError, format_json_value
-from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor, ModelFile
+from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor
 from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor
-from specdec.loaders.json_file import MAX_JSON_BYTES
-from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, identify_file
+from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, GGUF_MAGIC, MAX_JSON_BYTES, ModelFile, identify_file
 from specdec.runtime.simd import Int64
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
@@ -111,7 +109,7 @@ class GGUFFile:
         return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.offset, dtype=BYTE)
 
     def _read_header(self, header: "_HeaderReader") -> None:
-        if header.read_bytes(min(4, self._file.size)) != MAGIC:
+        if header.read_bytes(min(4, self._file.size)) != GGUF_MAGIC:
             empty_problem = "" if self._file.size else "is empty; expected a GGUF file"
             problem = (
                 empty_problem

@@ -14,7 +14,7 @@ from specdec.families.config_values import CheckpointError, CheckpointWarning
 from specdec.layers.architecture import Weights
 from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
+from specdec.loaders.model_file import ADAPTER_CONFIG, MERGE_HINT
 from specdec.loaders.model_paths import resolve_path
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer

@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.families.config_values import CheckpointError, format_json_value
-from specdec.loaders.checkpoint import BYTE, FLOATS, FileTensor, ModelFile
-from specdec.loaders.json_file import MAX_JSON_BYTES, parse_json_object
-from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, identify_file
+from specdec.loaders.checkpoint import BYTE, FLOATS, FileTensor
+from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, MAX_JSON_BYTES, ModelFile, identify_file, parse_json_object
 from specdec.runtime.simd import Int64
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # all weights in one file, or the index of the shards
-PICKLE_WEIGHTS = "pytorch_model.bin"  # the weights of older folders
 LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"

@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec import argument_checks
 from specdec.loaders import optional_dependencies
-from specdec.loaders.unsupported_formats import IS_LFS_POINTER, LFS_POINTER, identify_file
+from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, identify_file
 from specdec.text.hf_encoder import Encoder
 from specdec.tokenizer import (
     TEXT_NOT_STARTED,

@@ -18,8 +18,7 @@ from specdec.draft.model_drafters import HeadDrafter
 from specdec.engine.decode_loop import Statistics, decode
 from specdec.families import gemma4_assistant
 from specdec.heads.shared_kv_head import SharedKVHead
-from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.head_checks import check_compatibility
+from specdec.loaders import CheckpointError, check_compatibility, load_checkpoint
 from specdec.loaders.model_loader import Loader
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.quant import INT4, INT8, WeightFormat

@@ -11,7 +11,7 @@ from specdec.draft.model_drafters import HeadDrafter
 from specdec.engine.decode_loop import Statistics, Step, decode
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.mtp import load_mtp_head
+from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import BF16, INT8

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.families import GGUF_FAMILIES
+from specdec.families import GGUFFamily, load_definitions
 from specdec.layers.rope import compute_positions_per_radian
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
 from specdec.loaders.gguf_file import GGUFFile
+from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
-from specdec.loaders.mtp import load_mtp_head
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.model_config import Llama3RopeScaling
@@ -540,7 +540,8 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
         (
             "general.architecture",
             "bloom",
-            f'general.architecture "bloom" is not supported; supported: {", ".join(sorted(GGUF_FAMILIES))}',
+            'general.architecture "bloom" is not supported; supported: '
+            + ", ".join(sorted(each.name for each in load_definitions(GGUFFamily))),
         ),
     ],
 )
