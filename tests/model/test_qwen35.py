@@ -8,7 +8,7 @@ import pytest
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
 from specdec.engine.decode_loop import Step, decode
-from specdec.layers.recurrent_ops import TIP
+from specdec.layers.block import TIP
 from specdec.loaders import load_checkpoint
 from specdec.model.registry import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
