@@ -38,7 +38,7 @@ from specdec.layers.kv_formats import KV_FORMATS
 from specdec.model.registry import get_architecture
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
 from specdec.model.transformer import Transformer
-from specdec.runtime.checksum import CHECKSUM_BYTES, checksum
+from specdec.runtime.memory import CHECKSUM_BYTES, checksum
 
 BLOCK_TOKENS = 128
 FILE_MAGIC = b"specdec prompt 1"

@@ -20,6 +20,7 @@ CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.js
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # all weights in one file, or the index of the shards
 PICKLE_WEIGHTS = "pytorch_model.bin"  # the weights of older folders
 MERGE_HINT = "merge it with merge_and_unload of peft, and save it with save_pretrained"  # for an adapter
+TOKENIZER_FILE = "tokenizer.json"
 GGUF_MAGIC = b"GGUF"
 READ_CHUNK_BYTES = 1 << 26  # Ctrl-C works between two reads
 MAX_JSON_BYTES = 100_000_000  # limit of a safetensors header; other JSON files are far smaller

@@ -303,7 +303,7 @@ def pack(layout: GroupLayout, panels: Float32, first: int, stride: int, rows: GG
 
 
 def _make_weight_format(name: str, layout: GroupLayout) -> WeightFormat:
-    return replace(make_grouped_format(name, layout, functools.partial(pack, layout)), is_gguf_block=True)
+    return replace(make_grouped_format(__name__, name, layout, functools.partial(pack, layout)), is_gguf_block=True)
 
 
 WEIGHT_FORMATS = {name: _make_weight_format(name, block.layout) for name, block in BLOCK_TYPES.items()}

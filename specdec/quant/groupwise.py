@@ -487,25 +487,22 @@ def _get_panel_shape(layout: GroupLayout, n: int, group_size: int) -> tuple[int,
 
 
 def make_grouped_format(
-    name: str, layout: GroupLayout, pack: Callable[[Float32, int, int, Any, int], None], instruction_set: str = DOT4_NAME
+    module: str, name: str, layout: GroupLayout, pack: Callable[[Float32, int, int, Any, int], None]
 ) -> WeightFormat:
     """Return the weight format of a group layout.
 
     Args:
+        module: Module that creates the format, in which its kernels are registered.
         name: Name of the format, for users.
         layout: Layout of the groups.
         pack: Its `WeightFormat.pack`, which fills its panels.
-        instruction_set: The `int8.choose_dot4` instruction set that multiplies it.
     """
-    stem = name.replace(" ", "_")
-    variant = "portable" if instruction_set == "portable" else "native"
-    matmul, expert_matmul = make_matmul_kernels(
-        __name__, f"{stem}_{variant}_", *make_group_tile(layout, instruction_set), get_quantized_activations
-    )
+    prefix = f"{name.replace(' ', '_')}_"
+    matmul, expert_matmul = make_matmul_kernels(module, prefix, *make_group_tile(layout, DOT4_NAME), get_quantized_activations)
     return WeightFormat(
         name,
         matmul,
-        make_embed_kernel(__name__, f"{stem}_", make_weight_getter(layout)),
+        make_embed_kernel(module, prefix, make_weight_getter(layout)),
         expert_matmul,
         functools.partial(_get_group_size, layout),
         functools.partial(_get_panel_shape, layout),
