@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "loaders": {"families", "model", "layers", "model_config", "quant", "tokenizer", "runtime", "argument_checks"},
     "families": {"layers", "model_config"},
     "heads": {"draft", "model", "layers", "model_config", "quant", "kernels", "runtime", "argument_checks"},
-    "model": {"heads", "layers", "model_config", "kernels", "runtime", "argument_checks"},
+    "model": {"layers", "model_config", "kernels", "runtime", "argument_checks"},
     "layers": {"model_config", "quant", "kernels", "runtime"},
     "model_config": {"runtime"},
     "sampling": {"kernels", "runtime", "argument_checks"},
@@ -300,6 +300,23 @@ def test_run_loads_no_modules_of_other_commands(tmp_path: Path) -> None:
     loaded = set(json.loads((tmp_path / "modules.json").read_text()))
     assert not {"pydantic", "numba.np.arrayobj", "numba.cpython.unicode", "numpy.ma", "rich.markdown"} & loaded
     assert set(MODULES) > SINGLE_COMMAND_MODULES and not {f"specdec.{name}" for name in SINGLE_COMMAND_MODULES} & loaded
+
+
+MAX_CORE_MODULES = 85  # limit of what a llama2.c pair loads; fewer than 70 is the aim
+OPTIONAL_FOLDERS = {"server", "bench", "ui", "cli"}  # the core must not need them
+GENERATE = """
+import sys
+from specdec import SpeculativeDecoder
+SpeculativeDecoder("stories650K.bin", "stories650K.bin").generate("Once upon a time", max_tokens=4)
+print(*(name for name in sys.modules if name.partition(".")[0] == "specdec"))
+"""
+
+
+def test_a_llama2c_pair_loads_only_the_core() -> None:
+    done = subprocess.run([sys.executable, "-c", GENERATE], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert not OPTIONAL_FOLDERS & {name.split(".")[1] for name in loaded if "." in name}
+    assert len(loaded) <= MAX_CORE_MODULES, sorted(loaded)
 
 
 CHECK_GC = """
