@@ -153,7 +153,7 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
         n, n_rows, n_columns = shape
         if spec.scales_name:
             names = (spec.name.format(layer), spec.scales_name.format(layer))
-            reader = import_module("specdec.loaders.gguf_dequantize")
+            reader = import_module("specdec.loaders.gguf_blocks")
             return list(reader.get_mxfp4_experts(source, names, shape, *spec.row_stride))
         before, brace, after = spec.name.partition("experts.{}")
         if brace:
