@@ -40,8 +40,8 @@ class TensorSpec(NamedTuple):
         is_transposed: Whether the matrix is (inputs, outputs), not (outputs, inputs).
         fused_names: Our names of the tensors that are stored in one, concatenated along the outputs, including this one.
         is_unnumbered: Whether the tensor is the only one of a list, and its name has no number.
-        head_interleave: (index, count) for attention heads interleaved with those of other tensors; see
-            `FileTensor.reorder_heads`.
+        head_interleave: (index, count) for attention heads interleaved with those of other tensors: this tensor's are each
+            count-th one from `index` on.
         transform: How a small tensor is computed from the stored one.
         is_per_expert: Whether the tensor belongs to experts: each expert has its own if the name has a second `{}`, else all
             are stored in one tensor.

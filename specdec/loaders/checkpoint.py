@@ -19,6 +19,7 @@ from specdec.runtime.simd import Int64
 
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type
 FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
+MAX_SPREAD = 2  # rows that are read at once for each of some selected rows
 BYTE = np.dtype("u1")  # raw bytes of quantized blocks
 
 
@@ -159,38 +160,20 @@ class FileTensor:
         """Return a view of the tensor as one matrix, with its matrices stacked along the rows, without reading anything."""
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
-    def reorder_heads(self, head_dim: int, rotary_dim: int, head_interleave: tuple[int, int] = (0, 1)) -> "DerivedTensor":
-        """Return a tensor with the rows of each attention head in the order of our RoPE, which rotates pairs of adjacent rows.
-
-        Of the first rotary_dim rows of a head, i and i + rotary_dim / 2 become 2i and 2i + 1. Nothing is read yet.
-
-        Args:
-            head_dim: Rows of a head.
-            rotary_dim: Rows of a head that RoPE rotates; 0 keeps the order.
-            head_interleave: (index, count): this tensor's heads are each count-th one from `index` on, interleaved with others.
-        """
-        (index, n_interleaved), inner = head_interleave, self.shape[1:]
-        order = np.arange(head_dim)
-        order[:rotary_dim] = order[:rotary_dim].reshape(2, -1).T.reshape(-1)
-
-        def read_rows(first: int, last: int) -> npt.NDArray[Any]:
-            begin, end = first // head_dim * head_dim, -(-last // head_dim) * head_dim
-            heads = self[begin * n_interleaved : end * n_interleaved].reshape(-1, n_interleaved, head_dim, *inner)[:, index]
-            return np.ascontiguousarray(heads[:, order]).reshape(-1, *inner)[first - begin : last - begin]
-
-        return DerivedTensor(self, (self.shape[0] // n_interleaved, *inner), self.dtype, read_rows)
-
     def select_rows(self, indices: Int64) -> "DerivedTensor":
         """Return a tensor of the rows with the given indices, in the order of the indices, without reading them.
 
-        Runs of adjacent rows are read at once later.
+        Later, rows that lie close together are read at once, otherwise each run of adjacent rows.
         """
 
         def read_rows(first: int, last: int) -> npt.NDArray[Any]:
             selected = indices[first:last]
+            low, high = (int(selected.min()), int(selected.max())) if selected.size else (0, -1)
+            if high - low < MAX_SPREAD * selected.size:
+                return np.ascontiguousarray(self[low : high + 1][selected - low])
             ends = [0, *(np.flatnonzero(selected[1:] != selected[:-1] + 1) + 1).tolist(), len(selected)]
             runs = (self[int(selected[i]) : int(selected[j - 1]) + 1] for i, j in itertools.pairwise(ends) if i < j)
-            return np.concatenate([self[:0], *runs])
+            return np.concatenate([*runs])
 
         return DerivedTensor(self, (len(indices), *self.shape[1:]), self.dtype, read_rows)
 

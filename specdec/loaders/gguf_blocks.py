@@ -76,11 +76,6 @@ class BlockTensor:
         assert isinstance(self.raw, FileTensor)
         return replace(self, raw=self.raw.select_rows(indices))
 
-    def reorder_heads(self, head_dim: int, rotary_dim: int, head_interleave: tuple[int, int] = (0, 1)) -> "BlockTensor":
-        """Return a tensor with the rows of each attention head in the order of our RoPE, as in `FileTensor.reorder_heads`."""
-        assert isinstance(self.raw, FileTensor)
-        return replace(self, raw=self.raw.reorder_heads(head_dim, rotary_dim, head_interleave))
-
 
 # MXFP4 in safetensors, with codes and exponents in two tensors (OCP's MX format of 2023): 32 weights are 16 bytes of two codes
 # each, the lower half first, and a byte for their scale's exponent plus 127. A GGUF block begins with that byte; its lower halves

@@ -142,7 +142,8 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
         view = stored.slice_rows(first, first + n_rows) if spec.fused_names else stored
         if spec.is_neox_style or spec.head_interleave[1] > 1:
             heads = config.layer_config(layer)
-            view = view.reorder_heads(heads.head_dim, heads.rotary_dim if spec.is_neox_style else 0, spec.head_interleave)
+            rotary_dim = heads.rotary_dim if spec.is_neox_style else 0
+            view = view.select_rows(order_head_rows(view.shape[0], heads.head_dim, rotary_dim, *spec.head_interleave))
         if not (transform := spec.transform):
             return view
         # Only small tensors have a transform, so all of it is computed for each slice.
@@ -181,6 +182,24 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
         else:
             tensors[name] = get_tensor(name, spec.name, shape, spec)
     return tensors
+
+
+def order_head_rows(n_rows: int, head_dim: int, rotary_dim: int, index: int, n_interleaved: int) -> Int64:
+    """Return the indices of a stored tensor's rows in the order of our RoPE, which rotates pairs of adjacent rows.
+
+    Of the first rotary_dim rows of a head, i and i + rotary_dim / 2 become 2i and 2i + 1.
+
+    Args:
+        n_rows: Rows of the stored tensor.
+        head_dim: Rows of a head.
+        rotary_dim: Rows of a head that RoPE rotates; 0 keeps the order.
+        index: Index of the first head of this tensor among heads that are interleaved with others.
+        n_interleaved: Distance from one head of this tensor to the next.
+    """
+    order = np.arange(head_dim)
+    order[:rotary_dim] = order[:rotary_dim].reshape(2, -1).T.reshape(-1)
+    heads = np.arange(n_rows).reshape(-1, n_interleaved, head_dim)[:, index]
+    return heads[:, order].reshape(-1)
 
 
 def is_equal(a: Any, b: Any) -> bool:
