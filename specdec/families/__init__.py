@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, HFHead
 from specdec.model_config import ASSISTANT
 
 # Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
@@ -20,7 +19,7 @@ FILES = {
     "qwen3next": "qwen3_next",
 }  # fmt: skip
 EAGLE3_KEYS = ("speculators_model_type", "eagle_config", "draft_vocab_size")
-Definition = TypeVar("Definition", HFFamily, HFHead, GGUFFamily)
+Definition = TypeVar("Definition")  # HFFamily, HFHead or GGUFFamily of `family`
 
 
 def load_definitions(kind: type[Definition], name: object = None) -> list[Definition]:
@@ -28,22 +27,21 @@ def load_definitions(kind: type[Definition], name: object = None) -> list[Defini
     files = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name is not None:
         files = [file for file in files if file == FILES.get(str(name), str(name).replace("-", "_"))]
-    found: list[Any] = [each for file in files for each in getattr(import_module(f"{__name__}.{file}"), "FAMILY", ())]
-    return [each for each in found if isinstance(each, kind)]
+    modules = (import_module(f"{__name__}.{file}") for file in files)
+    return [each for module in modules for each in getattr(module, "FAMILY", ()) if isinstance(each, kind)]
 
 
 def load_definition(kind: type[Definition], name: object) -> Definition | None:
     """Return the definition of one kind with a name from a model's file; None if it is not supported."""
-    return next((each for each in load_definitions(kind, name) if each.name == name), None)
+    found: list[Any] = load_definitions(kind, name)
+    return next((each for each in found if each.name == name), None)
 
 
-def detect_head(config: Mapping[str, Any]) -> HFHead | None:
-    """Return the kind of draft head that a parsed config.json describes; None if it describes none."""
+def detect_head(config: Mapping[str, Any]) -> str:
+    """Return the name of the draft head that a parsed config.json describes; "" if it describes none."""
+    architectures = config.get("architectures")
     if any(config.get(key) is not None for key in EAGLE3_KEYS) or (
-        isinstance(names := config.get("architectures"), list) and "eagle3" in str(names).lower()
+        isinstance(architectures, list) and "eagle3" in str(architectures).lower()
     ):
-        return load_definition(HFHead, "eagle3")
-    return load_definition(HFHead, ASSISTANT) if config.get("model_type") == ASSISTANT else None
-
-
-__all__ = ["GGUFFamily", "GGUFMetadata", "HFFamily", "HFHead", "detect_head", "load_definition", "load_definitions"]
+        return "eagle3"
+    return ASSISTANT if config.get("model_type") == ASSISTANT else ""

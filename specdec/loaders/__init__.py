@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from specdec.argument_checks import wrap_read_errors
-from specdec.families import HFHead, detect_head
+from specdec.families import detect_head
 from specdec.families.config_values import CheckpointError, CheckpointWarning
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import (
@@ -60,7 +60,7 @@ def is_head_folder(folder: Path) -> bool:
     Raises:
         CheckpointError: The config.json cannot be read or is damaged.
     """
-    return _detect_head(folder) is not None
+    return _detect_head(folder) != ""
 
 
 def is_llama2c_file(path: Path) -> bool:
@@ -72,10 +72,10 @@ def is_llama2c_file(path: Path) -> bool:
     return not _is_folder(path) and not is_gguf(path)
 
 
-def _detect_head(folder: Path) -> HFHead | None:
+def _detect_head(folder: Path) -> str:
     with wrap_read_errors(folder, CheckpointError):
         has_config = (folder / CONFIG).exists()
-    return detect_head(read_json_object(folder / CONFIG)) if has_config else None
+    return detect_head(read_json_object(folder / CONFIG)) if has_config else ""
 
 
 def _is_folder(path: Path) -> bool:
@@ -106,7 +106,7 @@ def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
         return None
     path = target.path.absolute()
     for folder in (path / ADJACENT_NAME, path.with_name(f"{path.name}-{ADJACENT_NAME}")):
-        if (kind := _detect_head(folder)) and kind.name == ASSISTANT:
+        if _detect_head(folder) == ASSISTANT:
             head = load_checkpoint(folder)
             check_compatibility(head, target.config)
             return head

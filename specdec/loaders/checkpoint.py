@@ -5,17 +5,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec.families.config_values import CheckpointError
-from specdec.families.family import TensorSpec
 from specdec.loaders.model_file import ModelFile
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.runtime.memory import all_finite
 from specdec.runtime.simd import Int64
+
+if TYPE_CHECKING:
+    from specdec.families.family import TensorSpec
 
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type
 FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
@@ -53,7 +55,7 @@ class Checkpoint:
     target_ids: Int64 | None = None
     family: str = ""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    mtp_specs: Sequence[Mapping[str, TensorSpec]] = ()
+    mtp_specs: "Sequence[Mapping[str, TensorSpec]]" = ()
     pooling: str = ""
 
 

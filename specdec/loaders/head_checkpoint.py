@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import wrap_read_errors
-from specdec.families import detect_head
+from specdec.families import detect_head, load_definition
 from specdec.families.config_values import CheckpointError, format_json_value
-from specdec.families.family import TensorSource, TensorSpec, is_layer_list, select_tensor_specs
+from specdec.families.family import HFHead, TensorSource, TensorSpec, is_layer_list, select_tensor_specs
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, check_target_ids
 from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
@@ -49,7 +49,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"save_file(torch.load('{PICKLE_WEIGHTS}', weights_only=True), '{WEIGHTS}'), with save_file of safetensors.torch"
             )
     given = read_json_object(path / CONFIG)
-    if not (head := detect_head(given)):
+    if not (head := load_definition(HFHead, detect_head(given))):
         raise CheckpointError(f"{path / CONFIG} does not describe a draft head")
     folder = HFFolder(path, head.prefix, head.ignored_names)
     config = head.parse_config(path / CONFIG, given, folder)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from specdec.argument_checks import wrap_read_errors
-from specdec.families import HFFamily, load_definition, load_definitions
+from specdec.families import load_definition, load_definitions
 from specdec.families.config_values import (
     QUANTIZATION_KEYS,
     CheckpointError,
@@ -19,7 +19,7 @@ from specdec.families.config_values import (
     check_neutral_values,
     format_json_value,
 )
-from specdec.families.family import TensorSpec, select_tensor_specs
+from specdec.families.family import HFFamily, TensorSpec, select_tensor_specs
 from specdec.families.hf_common import LM_HEAD, NEUTRAL_VALUES, TEXT_CONFIG_KEY
 from specdec.loaders.checkpoint import SAMPLING_RANGES, Checkpoint, parse_default_sampling
 from specdec.loaders.model_file import (

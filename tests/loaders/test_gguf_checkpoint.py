@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.families import GGUFFamily, load_definitions
+from specdec.families import load_definitions
+from specdec.families.family import GGUFFamily
 from specdec.layers.rope import compute_positions_per_radian
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.gguf_blocks import BlockTensor

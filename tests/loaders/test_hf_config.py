@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.families import GGUFFamily, HFFamily, HFHead, load_definition, load_definitions
+from specdec.families import load_definition, load_definitions
+from specdec.families.family import GGUFFamily, HFFamily, HFHead
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.model_config import ModelConfig, YarnRopeScaling
 from tests.tools.configs import replace_config
