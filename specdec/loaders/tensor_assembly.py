@@ -1,6 +1,5 @@
 """Index the tensors in a model's files, and convert them to the layout of the model's architecture."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -122,26 +121,50 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
     Raises:
         CheckpointError: A tensor is missing or has another shape or type.
     """
-    tensors: dict[str, Any] = {}
-    shapes = get_architecture(config).shapes(config)
+    return TensorAssembler(config, specs, source).assemble()
 
-    def get_tensor(name: str, stored_name: str, shape: tuple[int, ...], spec: TensorSpec, layer: int = 0) -> Any:
+
+class TensorAssembler:
+    """The state of `assemble_tensors`: its arguments, and the shapes of the architecture's tensors."""
+
+    def __init__(self, config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> None:
+        self.config, self.specs, self.source = config, specs, source
+        self.shapes = get_architecture(config).shapes(config)
+
+    def assemble(self) -> dict[str, Any]:
+        """Return all tensors by the architecture's names."""
+        tensors: dict[str, Any] = {}
+        for name, shape in self.shapes.items():
+            layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
+            spec = self.specs[short_name]
+            if spec.is_per_expert:
+                tensors[name] = self.get_experts(name, layer, shape, spec)
+            elif layer:
+                tensors[name] = self.get_tensor(name, spec.name.format(layer), shape, spec, int(layer))
+            elif "{}" in spec.name or spec.is_unnumbered:
+                tensors[name] = [self.get_tensor(name, spec.name.format(i), shape[1:], spec, i) for i in range(shape[0])]
+            else:
+                tensors[name] = self.get_tensor(name, spec.name, shape, spec)
+        return tensors
+
+    def get_tensor(self, name: str, stored_name: str, shape: tuple[int, ...], spec: TensorSpec, layer: int = 0) -> Any:
+        """Return a tensor of this shape in a layer; it may be a part of the stored tensor."""
         n_rows, *others = shape
         if spec.make_row_groups:
-            groups = spec.make_row_groups(config.layer_config(layer))
-            return source.get_tensor(stored_name, (groups.n_rows, *others)).select_rows(groups.get_row_indices())
-        fused = [name.removesuffix(name.rpartition(".")[2]) + each for each in spec.fused_names]
-        rows = {each: shapes[each][-len(shape)] for each in fused or (name,)}
-        total, first = sum(rows.values()), 0
-        for each in itertools.takewhile(lambda each: each != name, rows):
-            first += rows[each]
+            groups = spec.make_row_groups(self.config.layer_config(layer))
+            return self.source.get_tensor(stored_name, (groups.n_rows, *others)).select_rows(groups.get_row_indices())
+        fused = [name.removesuffix(name.rpartition(".")[2]) + each for each in spec.fused_names] or [name]
+        rows = [self.shapes[each][-len(shape)] for each in fused]
+        total, first = sum(rows), sum(rows[: fused.index(name)])
         if spec.is_transposed:
-            return transpose(source.get_tensor(stored_name, (*others, total)), n_rows, first)
+            return transpose(self.source.get_tensor(stored_name, (*others, total)), n_rows, first)
         whole_shape = (total * spec.head_interleave[1], *others)
-        stored = source.get_tensor(stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape)
+        stored = self.source.get_tensor(
+            stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape
+        )
         view = stored.slice_rows(first, first + n_rows) if spec.fused_names else stored
         if spec.is_neox_style or spec.head_interleave[1] > 1:
-            heads = config.layer_config(layer)
+            heads = self.config.layer_config(layer)
             rotary_dim = heads.rotary_dim if spec.is_neox_style else 0
             view = view.select_rows(order_head_rows(view.shape[0], heads.head_dim, rotary_dim, *spec.head_interleave))
         if not (transform := spec.transform):
@@ -149,39 +172,25 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
         # Only small tensors have a transform, so all of it is computed for each slice.
         return DerivedTensor(view, shape, FP32, lambda first, last: transform.apply(to_float32(view[:]))[first:last])
 
-    def get_experts(name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+    def get_experts(self, name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
         """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices."""
         n, n_rows, n_columns = shape
+        stored_name = spec.name.format(layer, "{}")
         if spec.scales_name:
-            names = (spec.name.format(layer), spec.scales_name.format(layer))
             reader = import_module("specdec.loaders.gguf_blocks")
-            return list(reader.get_mxfp4_experts(source, names, shape, *spec.row_stride))
-        before, brace, after = spec.name.partition("experts.{}")
-        if brace:
-            stored_name = before.format(layer) + "experts.{}" + after
-            return [get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
+            names = (stored_name, spec.scales_name.format(layer))
+            return list(reader.get_mxfp4_experts(self.source, names, shape, *spec.row_stride))
+        if "{}" in stored_name:
+            return [self.get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
         if spec.is_transposed:
             columns = n_rows * spec.row_stride[1]
-            whole = source.get_tensor(spec.name.format(layer), (n, n_columns, columns)).flatten_matrices()
+            whole = self.source.get_tensor(stored_name, (n, n_columns, columns)).flatten_matrices()
             return [transpose(whole.slice_rows(i * n_columns, (i + 1) * n_columns), n_rows, *spec.row_stride) for i in range(n)]
         fused = [f"{layer}.{each}" for each in spec.fused_names] or [name]
-        sizes = [shapes[each][1] for each in fused]
+        sizes = [self.shapes[each][1] for each in fused]
         total, first = sum(sizes), sum(sizes[: fused.index(name)])
-        whole = source.get_tensor(spec.name.format(layer), (n, total, n_columns)).flatten_matrices()
+        whole = self.source.get_tensor(stored_name, (n, total, n_columns)).flatten_matrices()
         return [whole.slice_rows(i * total + first, i * total + first + n_rows) for i in range(n)]
-
-    for name, shape in shapes.items():
-        layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
-        spec = specs[short_name]
-        if spec.is_per_expert:
-            tensors[name] = get_experts(name, layer, shape, spec)
-        elif layer:
-            tensors[name] = get_tensor(name, spec.name.format(layer), shape, spec, int(layer))
-        elif "{}" in spec.name or spec.is_unnumbered:
-            tensors[name] = [get_tensor(name, spec.name.format(i), shape[1:], spec, i) for i in range(shape[0])]
-        else:
-            tensors[name] = get_tensor(name, spec.name, shape, spec)
-    return tensors
 
 
 def order_head_rows(n_rows: int, head_dim: int, rotary_dim: int, index: int, n_interleaved: int) -> Int64:
