@@ -175,12 +175,13 @@ class TensorAssembler:
     def get_experts(self, name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
         """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices."""
         n, n_rows, n_columns = shape
-        stored_name = spec.name.format(layer, "{}")
+        before, experts, after = spec.name.partition("experts.{}")
+        stored_name = before.format(layer) + experts + after  # with "{}" for the expert if each has its own tensor
         if spec.scales_name:
             reader = import_module("specdec.loaders.gguf_blocks")
             names = (stored_name, spec.scales_name.format(layer))
             return list(reader.get_mxfp4_experts(self.source, names, shape, *spec.row_stride))
-        if "{}" in stored_name:
+        if experts:
             return [self.get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
         if spec.is_transposed:
             columns = n_rows * spec.row_stride[1]
