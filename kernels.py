@@ -20,9 +20,9 @@ from rich.table import Table
 from specdec import kernels
 from specdec.layers import activations
 from specdec.layers.kv_formats import KV_FORMATS
-from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
+from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat
-from specdec.quant.gguf_repacking import WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
 from specdec.runtime.memory import lazy_zeros, zeros
@@ -234,10 +234,10 @@ def matmul_cases(s: Sizes) -> Iterator[Case]:
 
 def random_blocks(name: str, rows: int, n: int) -> BlockTensor | None:
     """Return a matrix of random GGUF blocks with small scales, None if the type's blocks do not fill its rows."""
-    block, rng = BLOCKS[name], np.random.default_rng(0)
-    if n % block.n_weights:
+    block, rng = BLOCK_TYPES[name], np.random.default_rng(0)
+    if n % block.layout.block_columns:
         return None
-    raw = rng.integers(0, 256, (rows * n // block.n_weights, block.n_bytes), np.uint8)
+    raw = rng.integers(0, 256, (rows * n // block.layout.block_columns, block.n_bytes), np.uint8)
     for at in block.scale_offsets:
         raw[:, at : at + 2] = (rng.standard_normal(len(raw)) * 0.002).astype(np.float16).view(np.uint8).reshape(-1, 2)
     if not block.scale_offsets:  # an exponent of two

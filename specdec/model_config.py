@@ -8,6 +8,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from specdec.runtime.matmul_tile import PANEL_ROWS
+
 MAX_CONV_KERNEL_SIZE = 16
 MIN_SCALE = 1e-6  # scales lie between this and its inverse, so that their squares are finite in float32, too
 ASSISTANT, TARGET_KV_LAYER = (
@@ -198,6 +200,44 @@ class HeadConfig:
             yield f"dim is {dim}; expected target_dim, {self.target_dim}, for a head with the target's embedding or classifier"
         if self.draft_vocab_size != vocab_size and not self.own_classifier:
             yield f"draft_vocab_size is {self.draft_vocab_size}; the target's classifier has {vocab_size}"
+
+
+@dataclass(frozen=True)
+class AssistantConfig(HeadConfig):
+    """The part of a model configuration that only Gemma 4's assistant has: how its vocabulary is divided into centroids.
+
+    Attributes:
+        n_centroids: The number of parts of equal size into which the vocabulary is divided, in the order of the classifier's
+            rows; 0 for a classifier without centroids.
+        centroid_top_k: A pass computes logits for the tokens of this number of parts, those with the nearest centroids.
+    """
+
+    n_centroids: int = 0
+    centroid_top_k: int = 0
+
+    @property
+    def n_target_states(self) -> int:
+        """The number of hidden states of the target that the assistant reads per token."""
+        return 1
+
+    @property
+    def n_candidates(self) -> int:
+        """The number of token ids that get logits in a pass: all, or with centroids those of the nearest parts."""
+        return self.draft_vocab_size // self.n_centroids * self.centroid_top_k if self.n_centroids else self.draft_vocab_size
+
+    def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Return the indices of the hidden states that the assistant reads from n_layers layers: those after the final norm."""
+        return (n_layers + 1,)
+
+    def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
+        """Yield an error message for each field that is not valid for a model of this width and vocabulary size."""
+        yield from check_positive(self, "target_dim")
+        if self.draft_vocab_size != vocab_size:
+            yield f"draft_vocab_size is {self.draft_vocab_size}; expected vocab_size, {vocab_size}"
+        if self.n_centroids < 0 or (self.n_centroids and self.draft_vocab_size % (self.n_centroids * PANEL_ROWS)):
+            yield f"n_centroids is {self.n_centroids}; expected equal parts of a multiple of {PANEL_ROWS} tokens"
+        if not min(self.n_centroids, 1) <= self.centroid_top_k <= self.n_centroids:
+            yield f"centroid_top_k is {self.centroid_top_k}; expected 1 to n_centroids, {self.n_centroids}"
 
 
 @dataclass(frozen=True)
@@ -582,3 +622,30 @@ class ModelConfig:
         In a sequence longer than seq_len, a token sees a sliding window of seq_len positions at most.
         """
         return min(self.attention.window or self.seq_len, self.seq_len)
+
+
+def get_assistant_config(config: ModelConfig) -> AssistantConfig:
+    """Return the `AssistantConfig` in an assistant's configuration, which `ModelConfig.find_error` has checked."""
+    return require_type(config.head, AssistantConfig)
+
+
+def find_kv_source_layers(config: ModelConfig, target: ModelConfig) -> list[int]:
+    """Return for each layer of the assistant the index of the target's layer from which it reads keys and values.
+
+    It is the target's last layer of the same attention type that has its own KV cache.
+
+    Raises:
+        ValueError: If the target has no such layer, or the number or size of its KV heads differs.
+    """
+    last = {bool(target.layer_config(i).attention.window): i for i in range(target.n_layers) if target.layer_config(i).has_own_kv}
+    found = []
+    for layer in map(config.layer_config, range(config.n_layers)):
+        name = "sliding-window attention" if layer.attention.window else "full attention"
+        source = last.get(bool(layer.attention.window))
+        if source is None:
+            raise ValueError(f"it reads the keys and values of a layer with {name}; the target has none")
+        expected, actual = (f"{each.n_kv_heads} x {each.head_dim}" for each in (layer, target.layer_config(source)))
+        if expected != actual:
+            raise ValueError(f"it reads keys of {expected} numbers in layers with {name}; the target's are {actual}")
+        found.append(source)
+    return found

@@ -13,7 +13,7 @@ import pytest
 
 import specdec
 from specdec import kernels, sampling
-from specdec.layers import moe_ops, recurrent_ops
+from specdec.layers import moe, recurrent_ops
 from specdec.quant import bf16_12bit, fp16_bf16, fp32, int8
 from specdec.runtime import elementary
 from specdec.runtime.code_cache import CHECKSUM_BYTES, get_cache_dir
@@ -134,7 +134,7 @@ def extract_bitcode(data: Any) -> list[bytes]:
 def list_compiled_functions() -> list[str]:
     """Return the names of the compiled functions in modules that compute tokens, as in the cache files' names."""
     names = []
-    for module in (kernels, recurrent_ops, moe_ops, sampling, elementary, fp32, fp16_bf16, int8, bf16_12bit):
+    for module in (kernels, recurrent_ops, moe, sampling, elementary, fp32, fp16_bf16, int8, bf16_12bit):
         for name, value in vars(module).items():
             function = getattr(value, "py_func", getattr(value, "function", None))
             is_inlined = getattr(value, "targetoptions", {}).get("inline") == "always"

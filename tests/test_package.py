@@ -51,11 +51,11 @@ MAY_IMPORT = {
     "text": {"engine", "verification", "loaders", "families", "sampling", "tokenizer", "argument_checks"},
     "verification": {"sampling", "runtime"},
     "loaders": {"families", "model", "layers", "model_config", "quant", "tokenizer", "runtime", "argument_checks"},
-    "families": {"heads", "layers", "model_config"},
+    "families": {"layers", "model_config"},
     "heads": {"draft", "model", "layers", "model_config", "quant", "kernels", "runtime", "argument_checks"},
-    "model": {"heads", "layers", "model_config", "kernels", "runtime", "argument_checks"},
+    "model": {"layers", "model_config", "kernels", "runtime", "argument_checks"},
     "layers": {"model_config", "quant", "kernels", "runtime"},
-    "model_config": set(),
+    "model_config": {"runtime"},
     "sampling": {"kernels", "runtime", "argument_checks"},
     "quant": {"runtime"},
     "kernels": {"runtime"},
@@ -300,6 +300,24 @@ def test_run_loads_no_modules_of_other_commands(tmp_path: Path) -> None:
     loaded = set(json.loads((tmp_path / "modules.json").read_text()))
     assert not {"pydantic", "numba.np.arrayobj", "numba.cpython.unicode", "numpy.ma", "rich.markdown"} & loaded
     assert set(MODULES) > SINGLE_COMMAND_MODULES and not {f"specdec.{name}" for name in SINGLE_COMMAND_MODULES} & loaded
+
+
+MAX_CORE_MODULES = 84  # limit of what a llama2.c pair loads; fewer than 70 is the aim
+OPTIONAL_FOLDERS = ("server", "bench", "ui", "cli")  # the core runs without them
+GENERATE = """
+import sys
+sys.modules.update(dict.fromkeys("specdec." + name for name in sys.argv[1:]))  # None: an import raises ImportError
+from specdec import SpeculativeDecoder
+SpeculativeDecoder("stories650K.bin", "stories650K.bin").generate("Once upon a time", max_tokens=4)
+print(*(name for name, module in sys.modules.items() if name.partition(".")[0] == "specdec" and module))
+"""
+
+
+def test_a_llama2c_pair_loads_only_the_core() -> None:
+    command = [sys.executable, "-c", GENERATE, *OPTIONAL_FOLDERS]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {*OPTIONAL_FOLDERS} & {name.split(".")[1] for name in loaded if "." in name}
+    assert len(loaded) <= MAX_CORE_MODULES, sorted(loaded)
 
 
 CHECK_GC = """

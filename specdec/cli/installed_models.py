@@ -12,10 +12,9 @@ from typing import Any
 
 from specdec.draft.model_bundle import MTP
 from specdec.draft.self_copy import can_self_draft
-from specdec.loaders import CheckpointError, hf_hub, load_checkpoint
-from specdec.loaders.checkpoint_heads import has_builtin_head
-from specdec.loaders.gguf_shard_names import list_shard_names
-from specdec.loaders.head_checks import is_compatible
+from specdec.loaders import CheckpointError, has_builtin_head, hf_hub, load_checkpoint
+from specdec.loaders.head_checkpoint import find_incompatibility
+from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_paths import get_model_folders, list_model_paths
 from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
@@ -178,7 +177,7 @@ def _can_draft_for(draft: CatalogEntry, target: CatalogEntry) -> bool:
     if not draft.config or not target.config or target.is_head:
         return False
     if draft.is_head:
-        return is_compatible(draft.config, target.config)
+        return not find_incompatibility(draft.config, target.config)
     return draft.n_parameters <= MAX_DRAFT_SIZE_RATIO * target.n_parameters and _have_same_vocabulary(draft, target)
 
 

@@ -17,9 +17,7 @@ from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quan
 from specdec.draft.settings import AUTO
 from specdec.draft.vocab_map import VocabMappedModel
 from specdec.layers.architecture import Weights
-from specdec.loaders import Checkpoint, CheckpointError
-from specdec.loaders.checkpoint_heads import load_builtin_head
-from specdec.loaders.head_checks import check_compatibility
+from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_builtin_head
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory_headroom, open_checkpoint
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specdec import quant
 from specdec.argument_checks import shorten
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import Loader
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
-from specdec.quant import INT4, INT8, WeightFormat
+from specdec.quant import WeightFormat
 from specdec.runtime.simd import Float32
 
-QUANTIZE_FORMATS = {"int8": INT8, "int4": INT4, "none": None}
+QUANTIZE_FORMATS = {"int8": "INT8", "int4": "INT4", "none": ""}  # names in `quant`
 # A self-draft is int8 if that fits into a cache of MAX_CACHED_BYTES: int4 is hardly faster there, and accepted less often. Its
 # size may be at most MAX_COPY_RATIO of the target's. Of int8 copies 0.96 to 0.99 was accepted, so that is not estimated.
 MAX_CACHED_BYTES, MAX_COPY_RATIO, INT8_ACCEPTANCE = 32 << 20, 0.75, 0.95
@@ -63,7 +64,7 @@ def parse_quantize(quantize: str) -> QuantizeOptions:
                 f"quantize is {shorten(quantize, repr)}; expected none, or draft, target or both, alone or as in "
                 "draft=int4,target=int8"
             )
-        formats |= dict.fromkeys(models[model], QUANTIZE_FORMATS[name or "int8"])
+        formats |= dict.fromkeys(models[model], getattr(quant, QUANTIZE_FORMATS[name or "int8"], None))
         is_requested = is_requested or (name != "" and model != "target")
     return QuantizeOptions(formats["target"], formats["draft"], is_requested)
 
@@ -84,7 +85,9 @@ def make_self_draft(target: Model, requested: WeightFormat | None, encode: Calla
         ValueError: If a copy is hardly smaller than the target.
     """
     weights = target.weights
-    ratios = {each: weights.estimate_bytes(each) / weights.n_bytes for each in ([requested] if requested else [INT8, INT4])}
+    ratios = {
+        each: weights.estimate_bytes(each) / weights.n_bytes for each in ([requested] if requested else [quant.INT8, quant.INT4])
+    }
     formats = [each for each, ratio in ratios.items() if ratio <= MAX_COPY_RATIO]
     if not formats:
         raise ValueError(
@@ -96,21 +99,21 @@ def make_self_draft(target: Model, requested: WeightFormat | None, encode: Calla
         new = weights.convert(weight_format, lambda fraction: loader.progress(f"a copy in {weight_format.name}", fraction))
         return Model(target.config, new, loader.n_threads, target.n_positions, loader.kv)
 
-    if len(formats) == 1 or weights.estimate_bytes(INT8) <= MAX_CACHED_BYTES:
+    if len(formats) == 1 or weights.estimate_bytes(quant.INT8) <= MAX_CACHED_BYTES:
         return make(formats[0])
-    copy, sample = make(INT4), encode(SAMPLE_TEXT)[: min(MAX_BATCH_TOKENS, target.n_positions)]
+    copy, sample = make(quant.INT4), encode(SAMPLE_TEXT)[: min(MAX_BATCH_TOKENS, target.n_positions)]
     accepted = estimate_acceptance(target, copy, sample) if sample else 0.0  # a vocabulary may lack the sample's characters
-    if estimate_speed_up(accepted, ratios[INT4]) > estimate_speed_up(INT8_ACCEPTANCE, ratios[INT8]):
+    if estimate_speed_up(accepted, ratios[quant.INT4]) > estimate_speed_up(INT8_ACCEPTANCE, ratios[quant.INT8]):
         return copy
     del copy  # free its memory before another one is made
-    return make(INT8)
+    return make(quant.INT8)
 
 
 def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
     """Return whether an int8 or int4 copy of a model would be small enough to be its draft, without reading weights."""
     architecture = get_architecture(config)
     most = MAX_COPY_RATIO * architecture.estimate_bytes(config, tensors)
-    return any(architecture.estimate_bytes(config, tensors, kind) <= most for kind in (INT8, INT4))
+    return any(architecture.estimate_bytes(config, tensors, kind) <= most for kind in (quant.INT8, quant.INT4))
 
 
 def estimate_acceptance(target: Model, draft: Model, tokens: list[int]) -> float:

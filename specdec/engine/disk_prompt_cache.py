@@ -36,7 +36,7 @@ from specdec.argument_checks import count_common_prefix
 from specdec.layers.architecture import Buffers, Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
-from specdec.runtime.checksum import CHECKSUM_BYTES, checksum
+from specdec.runtime.memory import CHECKSUM_BYTES, checksum
 
 BLOCK_TOKENS = 128
 FILE_MAGIC = b"specdec prompt 1"

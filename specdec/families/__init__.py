@@ -1,16 +1,47 @@
-"""Model families, one file each: how to read their configs and how their tensors are stored. Add a file for a new family."""
+"""Model families, one file each: how to read their configs and how their tensors are stored. Add a file for a new family.
 
+Only the file of the family that a model names is imported.
+"""
+
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, HFHead, NamedChatTemplate
+from specdec.model_config import ASSISTANT
 
-_FILES = sorted(Path(__file__).parent.glob("[a-z]*.py"))
-_DEFINITIONS: list[Any] = [each for file in _FILES for each in getattr(import_module(f".{file.stem}", __name__), "FAMILY", ())]
-HF_FAMILIES = {each.model_type: each for each in _DEFINITIONS if isinstance(each, HFFamily)}
-HF_HEADS = [each for each in _DEFINITIONS if isinstance(each, HFHead)]
-GGUF_FAMILIES = {each.architecture: each for each in _DEFINITIONS if isinstance(each, GGUFFamily)}
-CHAT_TEMPLATES = {each.name: each for each in _DEFINITIONS if isinstance(each, NamedChatTemplate)}
+# Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
+FILES = {
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "granitemoe": "granite", "granitemoeshared": "granite",
+    "granitemoehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2", "mistral3": "ministral3", "mixtral": "mistral",
+    "olmo3": "olmo2", "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35", "qwen35moe": "qwen35",
+    "qwen3next": "qwen3_next",
+}  # fmt: skip
+EAGLE3_KEYS = ("speculators_model_type", "eagle_config", "draft_vocab_size")
+Definition = TypeVar("Definition")  # HFFamily, HFHead or GGUFFamily of `family`
 
-__all__ = ["CHAT_TEMPLATES", "GGUF_FAMILIES", "HF_FAMILIES", "HF_HEADS", "GGUFFamily", "GGUFMetadata", "HFFamily", "HFHead"]
+
+def load_definitions(kind: type[Definition], name: object = None) -> list[Definition]:
+    """Return the definitions of one kind in the file that a name in a model's file belongs to; those of all files for None."""
+    files = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+    if name is not None:
+        files = [file for file in files if file == FILES.get(str(name), str(name).replace("-", "_"))]
+    modules = (import_module(f"{__name__}.{file}") for file in files)
+    return [each for module in modules for each in getattr(module, "FAMILY", ()) if isinstance(each, kind)]
+
+
+def load_definition(kind: type[Definition], name: object) -> Definition | None:
+    """Return the definition of one kind with a name from a model's file; None if it is not supported."""
+    found: list[Any] = load_definitions(kind, name)
+    return next((each for each in found if each.name == name), None)
+
+
+def detect_head(config: Mapping[str, Any]) -> str:
+    """Return the name of the draft head that a parsed config.json describes; "" if it describes none."""
+    architectures = config.get("architectures")
+    if any(config.get(key) is not None for key in EAGLE3_KEYS) or (
+        isinstance(architectures, list) and "eagle3" in str(architectures).lower()
+    ):
+        return "eagle3"
+    return ASSISTANT if config.get("model_type") == ASSISTANT else ""

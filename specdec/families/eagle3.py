@@ -14,10 +14,17 @@ from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import llama, qwen
 from specdec.families.config_values import CheckpointError, ConfigValues, check_neutral_values, format_json_value
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, HFHead, TensorSource
-from specdec.families.head_matching import is_layer_list
+from specdec.families.family import (
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
+    HFHead,
+    TensorSource,
+    TensorSpec,
+    is_layer_list,
+    make_tensor_specs,
+)
 from specdec.families.hf_common import LM_HEAD
-from specdec.families.tensor_specs import TensorSpec, make_tensor_specs
 from specdec.model_config import HeadConfig, ModelConfig
 
 D2T, EMBEDDING = "d2t", "embed_tokens.weight"  # d2t maps rows to ids: offsets in folders, absolute in GGUF files
@@ -39,9 +46,7 @@ SPECULATORS_KEY, LAYER_CONFIG_KEY, EAGLE_CONFIG_KEY = "speculators_model_type", 
 DRAFT_VOCAB_SIZE_KEY, LAYER_IDS_KEY, TARGET_DIM_KEY = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "target_hidden_size"
 # Families of a head's layer: the default of EAGLE, and that of speculators.
 LAYER_FAMILIES = {
-    each.model_type: each
-    for each in (*llama.FAMILY, *qwen.FAMILY)
-    if isinstance(each, HFFamily) and each.model_type in ("llama", "qwen3")
+    each.name: each for each in (*llama.FAMILY, *qwen.FAMILY) if isinstance(each, HFFamily) and each.name in ("llama", "qwen3")
 }
 LAYER_PREFIXES = ("midlayer", "layers.0")  # the head's layer in the dialects of EAGLE and of speculators
 PREFIX = re.compile(r"model\.")
@@ -69,13 +74,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "quantization": (None,),
 }
-
-
-def is_head_config(given: Mapping[str, Any]) -> bool:
-    """Return whether a parsed config.json describes an EAGLE-3 draft head."""
-    names = given.get("architectures")
-    has_key = any(given.get(key) is not None for key in (SPECULATORS_KEY, EAGLE_CONFIG_KEY, DRAFT_VOCAB_SIZE_KEY))
-    return has_key or (isinstance(names, list) and "eagle3" in str(names).lower())
 
 
 def get_tensor_specs(config: ModelConfig, tensors: TensorSource) -> dict[str, TensorSpec]:
@@ -213,7 +211,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 FAMILY = (
     GGUFFamily("eagle3", parse_gguf_config, GGUF_TENSORS, is_head=True, id_map_name=D2T),
     HFHead(
-        is_head_config,
+        "eagle3",
         parse_config,
         get_tensor_specs,
         get_id_map_name,

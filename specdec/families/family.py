@@ -1,15 +1,152 @@
-"""Types that define a model family: in a Hugging Face folder, in a GGUF file, as a draft head, or by a named chat template."""
+"""Types that define a model family: its tensors in files, and how to read a folder, a GGUF file or a draft head.
 
+A `TensorSpec` says where a tensor is stored in a model's file, and how to convert it to the layout that our blocks take.
+
+Shapes: D dim, F hidden dim, E experts.
+"""
+
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specdec.families.config_values import ConfigValues
-from specdec.families.hf_common import IGNORED_NAMES, PREFIX
-from specdec.families.tensor_specs import TensorSpec
+import numpy as np
+import numpy.typing as npt
+
+from specdec.families.config_values import MAX_SIZE, ConfigValues
 from specdec.model_config import ModelConfig
+
+PREFIX = re.compile(
+    r"(model\.language_model|language_model\.model|language_model|model)\."
+)  # the first three in multimodal models
+IGNORED_NAMES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
+MAX_TARGET_LAYERS = 64  # limit of the target layers that a head reads
+GATE_UP, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # may be stored in one tensor
+EXPERT_WEIGHTS = ("experts_w1", "experts_w2", "experts_w3")
+EXPERTS_GATE_UP, SHARED_GATE_UP = ("experts_w1", "experts_w3"), ("shared_w1", "shared_w3")
+ROTARY_TENSORS = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # tensors of heads that RoPE rotates
+CONV_IN, CONV_IN_BIASES = ("conv_b", "conv_c", "conv_x"), ("conv_b_bias", "conv_c_bias", "conv_x_bias")
+
+
+class TensorSpec(NamedTuple):
+    """A description of how a tensor is stored in a model's file.
+
+    Attributes:
+        name: The tensor's name in the file, with `{}` for the layer.
+        is_neox_style: Whether each attention head has the first parts of all RoPE pairs, then all second parts; else pairs are
+            adjacent.
+        is_transposed: Whether the matrix is (inputs, outputs), not (outputs, inputs).
+        fused_names: Our names of the tensors that are stored in one, concatenated along the outputs, including this one.
+        is_unnumbered: Whether the tensor is the only one of a list, and its name has no number.
+        head_interleave: (index, count) for attention heads interleaved with those of other tensors: this tensor's are each
+            count-th one from `index` on.
+        transform: How a small tensor is computed from the stored one.
+        is_per_expert: Whether the tensor belongs to experts: each expert has its own if the name has a second `{}`, else all
+            are stored in one tensor.
+        row_stride: (first, step) of the outputs, for interleaved ones.
+        scales_name: Name of the tensor with the exponents, for blocks of MXFP4.
+        make_row_groups: Function from the layer's config to the groups of rows that contain the tensor's own rows.
+    """
+
+    name: str
+    is_neox_style: bool = False
+    is_transposed: bool = False
+    fused_names: tuple[str, ...] = ()
+    is_unnumbered: bool = False
+    head_interleave: tuple[int, int] = (0, 1)
+    transform: "TensorTransform | None" = None
+    is_per_expert: bool = False
+    row_stride: tuple[int, int] = (0, 1)
+    scales_name: str = ""
+    make_row_groups: "Callable[[ModelConfig], RowGroups] | None" = None
+
+
+class TensorTransform(NamedTuple):
+    """A pair of functions: `apply` computes a tensor from the stored one, `get_stored_shape` the stored from the final shape."""
+
+    apply: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    get_stored_shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+
+
+class RowGroups(NamedTuple):
+    """A selection of rows from a fused tensor with n equal groups of rows, each split into parts.
+
+    Attributes:
+        n: Number of groups.
+        part_sizes: Number of rows of each part of a group.
+        first_part: Index of the first selected part of each group.
+        last_part: Index after the last selected part.
+    """
+
+    n: int
+    part_sizes: tuple[int, ...]
+    first_part: int
+    last_part: int
+
+    @property
+    def n_rows(self) -> int:
+        """The total number of rows of the fused tensor: all parts of all groups."""
+        return self.n * sum(self.part_sizes)
+
+    def get_row_indices(self) -> npt.NDArray[np.int64]:
+        """Return the indices of the selected rows: the rows of the first selected part in all groups, then of the next part."""
+        groups, ends = np.arange(self.n_rows).reshape(self.n, -1), [*itertools.accumulate(self.part_sizes, initial=0)]
+        return np.concatenate([groups[:, ends[i] : ends[i + 1]].reshape(-1) for i in range(self.first_part, self.last_part)])
+
+
+def make_tensor_specs(template: str, **stored_names: str) -> dict[str, TensorSpec]:
+    """Return tensor specs by our names.
+
+    Args:
+        template: The stored name with `%s` for the part that differs, such as `layers.{}.%s.weight`.
+        stored_names: That part for each of our names.
+    """
+    return {name: TensorSpec(template % stored_name) for name, stored_name in stored_names.items()}
+
+
+def make_fused_specs(
+    names: tuple[str, ...], stored_name: str, is_per_expert: bool = False, is_transposed: bool = False
+) -> dict[str, TensorSpec]:
+    """Return tensor specs by our names for tensors that a file stores concatenated in one tensor.
+
+    Args:
+        names: Our names of the tensors, in the order in which they are concatenated.
+        stored_name: The name of the tensor in the file.
+        is_per_expert: See `TensorSpec`.
+        is_transposed: See `TensorSpec`.
+    """
+    return dict.fromkeys(
+        names, TensorSpec(stored_name, fused_names=names, is_per_expert=is_per_expert, is_transposed=is_transposed)
+    )
+
+
+def make_fused_expert_specs(template: str) -> dict[str, TensorSpec]:
+    """Return the specs of expert weights in a folder that stores all experts in one tensor, as transformers 5 does in memory."""
+    return {
+        **make_fused_specs(EXPERTS_GATE_UP, template % "gate_up_proj", is_per_expert=True),
+        "experts_w2": TensorSpec(template % "down_proj", is_per_expert=True),
+    }
+
+
+def replace_in_specs(specs: Mapping[str, TensorSpec], names: Collection[str], **changes: Any) -> dict[str, TensorSpec]:
+    """Return a copy of tensor specs in which those with the given names have some fields changed."""
+    return {name: spec._replace(**changes) if name in names else spec for name, spec in specs.items()}
+
+
+# Convolution weights, stored with a row per channel; folders have another dimension of 1.
+CONV_TAPS = TensorTransform(
+    lambda stored: np.ascontiguousarray(stored.reshape(len(stored), -1).T), lambda shape: (shape[1], 1, shape[0])
+)
+TRANSPOSED_CONV_TAPS = CONV_TAPS._replace(get_stored_shape=lambda shape: shape[::-1])
+# Biases (E, F), stored interleaved with others as (E, 2 F).
+EVEN_COLUMNS = TensorTransform(lambda stored: stored[:, 0::2], lambda shape: (shape[0], 2 * shape[1]))
+ODD_COLUMNS = EVEN_COLUMNS._replace(apply=lambda stored: stored[:, 1::2])
+ONE_PLUS = TensorTransform(lambda stored: np.float32(1) + stored)  # norms that multiply by 1 + w
+
+
+# Families
 
 TensorSpecs = Mapping[str, TensorSpec]
 
@@ -38,7 +175,7 @@ class HFFamily:
     """The definition of a model family in Hugging Face folders: how to read its config.json and its tensors.
 
     Attributes:
-        model_type: The name of the family in config.json.
+        name: The model_type of the family in config.json.
         defaults: Values of missing keys, as in transformers 5.23 (`models/*/configuration_*.py`).
         parse_config: Function that builds the config from the keys with those defaults. Raises CheckpointError.
         tensor_specs: Specs of the family's tensors by our names; stored names are without what `prefix` matches.
@@ -53,7 +190,7 @@ class HFFamily:
         list_unused: Function that returns names of tensors that a file may have but a model with this config does not need.
     """
 
-    model_type: str
+    name: str
     defaults: Mapping[str, Any]
     parse_config: Callable[[ConfigValues], ModelConfig]
     tensor_specs: TensorSpecs
@@ -72,7 +209,7 @@ class HFHead:
     """The definition of a draft head in a Hugging Face folder of its own: how to read its config.json and its tensors.
 
     Attributes:
-        is_head_config: Function that returns whether a config.json describes this head.
+        name: The name of the head.
         parse_config: Function that builds the config from the path, the keys and the tensors. Raises CheckpointError.
         get_tensor_specs: Function that returns the specs of the head's tensors.
         get_id_map_name: Function that returns the name of the tensor that maps rows of the head's classifier to token ids; "" if
@@ -80,11 +217,9 @@ class HFHead:
         has_id_offsets: Whether that tensor has offsets from the row's index instead of ids.
         id_ordered_tensors: Tensors that are stored in the order of ids, and are taken in the order of rows.
         prefix, ignored_names, list_unused: As in `HFFamily`.
-        folder_names: Name of the head's folder inside the model's folder, and of one next to it, with "{}" for the name of the
-            model's folder.
     """
 
-    is_head_config: Callable[[Mapping[str, Any]], bool]
+    name: str
     parse_config: Callable[[Path, Mapping[str, Any], TensorSource], ModelConfig]
     get_tensor_specs: Callable[[ModelConfig, TensorSource], TensorSpecs]
     get_id_map_name: Callable[[ModelConfig, TensorSource], str]
@@ -93,7 +228,6 @@ class HFHead:
     prefix: re.Pattern[str] = PREFIX
     ignored_names: re.Pattern[str] = IGNORED_NAMES
     list_unused: Callable[[ModelConfig], Iterable[str]] = list_no_tensors
-    folder_names: tuple[str, str] | None = None
 
 
 class GGUFMetadata(ConfigValues):
@@ -116,7 +250,7 @@ class GGUFFamily:
     """The definition of a model family in GGUF files: how to read its metadata and its tensors.
 
     Attributes:
-        architecture: The name of the family in GGUF files.
+        name: The architecture of the family in GGUF files.
         parse_config: Function that builds the config from the metadata. Raises CheckpointError.
         tensor_specs, alternatives, list_unused: As in `HFFamily`.
         mtp_specs: Specs of the MTP head that may be in the layer after the last one, then alternatives for these specs.
@@ -126,7 +260,7 @@ class GGUFFamily:
         id_map_name: Name of the tensor that maps rows of a draft head's classifier to token ids; "" if there is none.
     """
 
-    architecture: str
+    name: str
     parse_config: Callable[[GGUFMetadata], ModelConfig]
     tensor_specs: TensorSpecs
     alternatives: Sequence[TensorSpecs] = ()
@@ -157,17 +291,8 @@ def select_tensor_specs(
     return found
 
 
-class NamedChatTemplate(NamedTuple):
-    """A chat template that users choose by name because no model file contains it.
-
-    Attributes:
-        name: The name that users give.
-        source: The Jinja template.
-        variables: The template's variables, such as bos_token.
-        description: The models that the template is for.
-    """
-
-    name: str
-    source: str
-    variables: Mapping[str, str]
-    description: str
+def is_layer_list(ids: object) -> bool:
+    """Return whether a value is a valid list of target layers: not empty, not too long, without duplicates."""
+    if not isinstance(ids, list | tuple) or not 0 < len(ids) <= MAX_TARGET_LAYERS:
+        return False
+    return all(type(i) is int and 0 <= i <= MAX_SIZE for i in ids) and len({*ids}) == len(ids)

@@ -12,9 +12,8 @@ import numpy as np
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.family import ONE_PLUS, GGUFFamily, GGUFMetadata, HFFamily, replace_in_specs
 from specdec.families.hf_common import MAX_THETA
-from specdec.families.tensor_specs import ONE_PLUS, replace_in_specs
 from specdec.model_config import MIN_SCALE, AttentionConfig, ModelConfig, RopeConfig
 
 DEFAULTS: dict[str, Any] = {

@@ -15,10 +15,10 @@ import numpy as np
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_DIM, MAX_SIZE, ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.family import IGNORED_NAMES as HF_IGNORED_NAMES
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, make_fused_expert_specs, make_tensor_specs
 from specdec.families.gemma3 import BLOCK_FIELDS, compute_embedding_scale
 from specdec.families.hf_common import FULL_ATTENTION, MAX_THETA, SLIDING_ATTENTION
-from specdec.families.tensor_specs import make_fused_expert_specs, make_tensor_specs
 from specdec.model_config import MIN_SCALE, AttentionConfig, LayerConfig, ModelConfig, PerLayerInputsConfig, RopeConfig
 
 DEFAULTS: dict[str, Any] = {
@@ -39,7 +39,7 @@ LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY, HEAD_KEYS = (
 SUPPORTED_KEYS = (LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY)
 GGUF_PER_LAYER_KEYS = ("attention.head_count_kv", gguf.MLP_DIM_KEY)
 SHARED_KV_LAYERS_KEY, PER_LAYER_INPUT_DIM_KEY = "attention.shared_kv_layers", "embedding_length_per_layer_input"
-IGNORED_NAMES = re.compile(hf.IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
+IGNORED_NAMES = re.compile(HF_IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
 DEFAULT_ROPE: dict[str, dict[str, Any]] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},

@@ -12,10 +12,8 @@ from specdec.families import gemma3, gemma4
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues, check_neutral_values
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead, TensorSource
-from specdec.families.tensor_specs import TensorSpec
-from specdec.heads.gemma4_assistant import CENTROIDS, POST_PROJECTION, PRE_PROJECTION, AssistantConfig, get_assistant_config
-from specdec.model_config import ASSISTANT, TARGET_KV_LAYER, AttentionConfig, ModelConfig
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead, TensorSource, TensorSpec
+from specdec.model_config import ASSISTANT, TARGET_KV_LAYER, AssistantConfig, AttentionConfig, ModelConfig, get_assistant_config
 
 DEFAULTS: dict[str, Any] = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
@@ -23,16 +21,11 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 NO_PER_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 HF_TENSORS = gemma4.HF_TENSORS | {
-    PRE_PROJECTION: TensorSpec("pre_projection.weight"),
-    POST_PROJECTION: TensorSpec("post_projection.weight"),
-    CENTROIDS: TensorSpec("masked_embedding.centroids.weight"),
+    "pre": TensorSpec("pre_projection.weight"),
+    "post": TensorSpec("post_projection.weight"),
+    "centroids": TensorSpec("masked_embedding.centroids.weight"),
 }
 TOKEN_ORDERING = "masked_embedding.token_ordering"
-
-
-def is_head_config(given: Mapping[str, Any]) -> bool:
-    """Return whether a parsed config.json describes a Gemma 4 assistant, the draft head of a Gemma 4 model."""
-    return given.get("model_type") == ASSISTANT
 
 
 def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
@@ -120,8 +113,8 @@ def _make_assistant_config(model: ModelConfig, target_dim: int, n_centroids: int
 
 
 GGUF_TENSORS = gemma4.GGUF_TENSORS | {
-    PRE_PROJECTION: TensorSpec("nextn.pre_projection.weight"),
-    POST_PROJECTION: TensorSpec("nextn.post_projection.weight"),
+    "pre": TensorSpec("nextn.pre_projection.weight"),
+    "post": TensorSpec("nextn.post_projection.weight"),
 }
 FAMILY = (
     GGUFFamily(
@@ -130,8 +123,7 @@ FAMILY = (
         is_head=True, list_unused=gemma4.list_unused_gguf,
     ),
     HFHead(
-        is_head_config, parse_config, lambda config, tensors: HF_TENSORS, get_id_map_name, id_ordered_tensors=("tok_emb",),
+        "gemma4_assistant", parse_config, lambda config, tensors: HF_TENSORS, get_id_map_name, id_ordered_tensors=("tok_emb",),
         list_unused=gemma4.list_unused,
-        folder_names=("assistant", "{}-assistant"),
     ),
 )  # fmt: skip

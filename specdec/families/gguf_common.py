@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from specdec.families.config_values import MAX_DIM
-from specdec.families.family import GGUFMetadata
-from specdec.families.hf_common import MAX_THETA
-from specdec.families.tensor_specs import (
+from specdec.families.family import (
     EXPERT_WEIGHTS,
     EXPERTS_GATE_UP,
     ROTARY_TENSORS,
+    GGUFMetadata,
     TensorSpec,
     make_fused_specs,
     make_tensor_specs,
     replace_in_specs,
 )
+from specdec.families.hf_common import MAX_THETA
 from specdec.layers.rope import get_yarn_attention_factor
 from specdec.model_config import MIN_SCALE, AttentionConfig, ExpertsConfig, RopeConfig, YarnRopeScaling
 

@@ -6,8 +6,16 @@ RoPE pairs are adjacent in every file.
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import GATE_UP, ROTARY_TENSORS, make_fused_specs, make_tensor_specs, replace_in_specs
+from specdec.families.family import (
+    GATE_UP,
+    ROTARY_TENSORS,
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
+    make_fused_specs,
+    make_tensor_specs,
+    replace_in_specs,
+)
 from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {

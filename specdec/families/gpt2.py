@@ -6,8 +6,16 @@ from typing import Any
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import QKV, QKV_BIASES, TensorSpec, make_fused_specs, make_tensor_specs
+from specdec.families.family import (
+    QKV,
+    QKV_BIASES,
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
+    TensorSpec,
+    make_fused_specs,
+    make_tensor_specs,
+)
 from specdec.model_config import ModelConfig
 
 DEFAULTS: dict[str, Any] = {

@@ -8,8 +8,16 @@ from dataclasses import replace
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import EVEN_COLUMNS, EXPERT_WEIGHTS, ODD_COLUMNS, TensorSpec, make_tensor_specs
+from specdec.families.family import (
+    EVEN_COLUMNS,
+    EXPERT_WEIGHTS,
+    ODD_COLUMNS,
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
+    TensorSpec,
+    make_tensor_specs,
+)
 from specdec.model_config import MIN_SCALE, AttentionConfig, ModelConfig, YarnRopeScaling
 
 DEFAULT_ROPE = {

@@ -8,8 +8,16 @@ from typing import Any
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import EXPERTS_GATE_UP, GATE_UP, SHARED_GATE_UP, TensorSpec, make_fused_specs
+from specdec.families.family import (
+    EXPERTS_GATE_UP,
+    GATE_UP,
+    SHARED_GATE_UP,
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
+    TensorSpec,
+    make_fused_specs,
+)
 from specdec.model_config import MIN_SCALE, ModelConfig
 
 SCALE_KEYS = {

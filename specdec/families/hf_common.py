@@ -3,7 +3,6 @@
 The keys are those of transformers 5.23, `models/*/configuration_*.py`.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdec.families.config_values import MAX_DIM, ConfigValues
-from specdec.families.tensor_specs import (
+from specdec.families.family import (
     EXPERT_WEIGHTS,
     GATE_UP,
     QKV,
@@ -62,10 +61,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     )
     for key in keys.split()
 }
-PREFIX = re.compile(
-    r"(model\.language_model|language_model\.model|language_model|model)\."
-)  # the first three in multimodal models
-IGNORED_NAMES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
 LAYER_WEIGHT, LAYER_BIAS = "layers.{}.%s.weight", "layers.{}.%s.bias"
 TENSORS = replace_in_specs(
     make_tensor_specs("%s.weight", tok_emb="embed_tokens", rms_final="norm", wcls="lm_head")

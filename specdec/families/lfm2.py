@@ -5,13 +5,15 @@ from dataclasses import replace
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_SIZE, ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import (
+from specdec.families.family import (
     CONV_IN,
     CONV_IN_BIASES,
     CONV_TAPS,
     ROTARY_TENSORS,
     TRANSPOSED_CONV_TAPS,
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
     TensorSpec,
     make_fused_expert_specs,
     make_fused_specs,

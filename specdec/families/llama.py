@@ -3,7 +3,7 @@
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, NamedChatTemplate
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.model_config import ModelConfig
 
 
@@ -19,24 +19,9 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     return ModelConfig(**gguf.parse_base_fields(metadata))
 
 
-# The template of llama2.c exports of Llama 2 chat; those files contain none.
-LLAMA2_TEMPLATE = NamedChatTemplate(
-    "llama2",
-    """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
-{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
-{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('user and assistant have to take turns, user first') }}{% endif %}\
-{% if loop.index0 == 0 and system is not false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
-{% else %}{% set content = message['content'] %}{% endif %}\
-{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
-    {"bos_token": "<s>", "eos_token": "</s>"},
-    "a llama2.c export of Llama 2 chat",
-)
 FAMILY = (
     HFFamily("llama", hf.DEFAULTS, parse_config, hf.TENSORS),
     GGUFFamily(
         "llama", parse_gguf_config, gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY,)
     ),  # also Mixtral
-    LLAMA2_TEMPLATE,
 )

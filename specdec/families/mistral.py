@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import HFFamily
-from specdec.families.tensor_specs import TensorSpec
+from specdec.families.family import HFFamily, TensorSpec
 from specdec.model_config import ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {

@@ -7,8 +7,16 @@ import numpy as np
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import GATE_UP, QKV, ROTARY_TENSORS, make_fused_specs, replace_in_specs
+from specdec.families.family import (
+    GATE_UP,
+    QKV,
+    ROTARY_TENSORS,
+    GGUFFamily,
+    GGUFMetadata,
+    HFFamily,
+    make_fused_specs,
+    replace_in_specs,
+)
 from specdec.layers.rope import get_longrope_attention_factor
 from specdec.model_config import MIN_SCALE, ModelConfig, RopeConfig
 

@@ -9,8 +9,7 @@ from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import qwen35
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.families.tensor_specs import RowGroups, TensorSpec
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, RowGroups, TensorSpec
 from specdec.model_config import DeltaNetConfig, ModelConfig, require_type
 
 DEFAULTS = qwen35.MOE_DEFAULTS | {

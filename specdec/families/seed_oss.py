@@ -3,9 +3,8 @@
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, HFFamily
+from specdec.families.family import GGUFFamily, HFFamily, make_tensor_specs
 from specdec.families.llama import parse_gguf_config
-from specdec.families.tensor_specs import make_tensor_specs
 from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {

@@ -8,7 +8,7 @@ The assistant caches nothing.
 Shapes: H width of the target's hidden states, T tokens of a pass, C centroids.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, scale_rows
@@ -26,77 +26,12 @@ from specdec.layers.architecture import (
 )
 from specdec.layers.block import KV_BUFFERS, ROPE_TABLES, norm, split_by_layer
 from specdec.model import llama
-from specdec.model_config import ErrorMessages, HeadConfig, ModelConfig, check_positive, require_type
+from specdec.model_config import ModelConfig, find_kv_source_layers, get_assistant_config
 from specdec.quant.packed_matrix import Matrix
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.simd import round_up
 
 PRE_PROJECTION, POST_PROJECTION, CENTROIDS = "pre", "post", "centroids"
-
-
-@dataclass(frozen=True)
-class AssistantConfig(HeadConfig):
-    """The part of a model configuration that only Gemma 4's assistant has: how its vocabulary is divided into centroids.
-
-    Attributes:
-        n_centroids: The number of parts of equal size into which the vocabulary is divided, in the order of the classifier's
-            rows; 0 for a classifier without centroids.
-        centroid_top_k: A pass computes logits for the tokens of this number of parts, those with the nearest centroids.
-    """
-
-    n_centroids: int = 0
-    centroid_top_k: int = 0
-
-    @property
-    def n_target_states(self) -> int:
-        """The number of hidden states of the target that the assistant reads per token."""
-        return 1
-
-    @property
-    def n_candidates(self) -> int:
-        """The number of token ids that get logits in a pass: all, or with centroids those of the nearest parts."""
-        return self.draft_vocab_size // self.n_centroids * self.centroid_top_k if self.n_centroids else self.draft_vocab_size
-
-    def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the indices of the hidden states that the assistant reads from n_layers layers: those after the final norm."""
-        return (n_layers + 1,)
-
-    def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
-        """Yield an error message for each field that is not valid for a model of this width and vocabulary size."""
-        yield from check_positive(self, "target_dim")
-        if self.draft_vocab_size != vocab_size:
-            yield f"draft_vocab_size is {self.draft_vocab_size}; expected vocab_size, {vocab_size}"
-        if self.n_centroids < 0 or (self.n_centroids and self.draft_vocab_size % (self.n_centroids * PANEL_ROWS)):
-            yield f"n_centroids is {self.n_centroids}; expected equal parts of a multiple of {PANEL_ROWS} tokens"
-        if not min(self.n_centroids, 1) <= self.centroid_top_k <= self.n_centroids:
-            yield f"centroid_top_k is {self.centroid_top_k}; expected 1 to n_centroids, {self.n_centroids}"
-
-
-def get_assistant_config(config: ModelConfig) -> AssistantConfig:
-    """Return the `AssistantConfig` in an assistant's configuration, which `ModelConfig.find_error` has checked."""
-    return require_type(config.head, AssistantConfig)
-
-
-def find_kv_source_layers(config: ModelConfig, target: ModelConfig) -> list[int]:
-    """Return for each layer of the assistant the index of the target's layer from which it reads keys and values.
-
-    It is the target's last layer of the same attention type that has its own KV cache.
-
-    Raises:
-        ValueError: If the target has no such layer, or the number or size of its KV heads differs.
-    """
-    last = {bool(target.layer_config(i).attention.window): i for i in range(target.n_layers) if target.layer_config(i).has_own_kv}
-    found = []
-    for layer in map(config.layer_config, range(config.n_layers)):
-        name = "sliding-window attention" if layer.attention.window else "full attention"
-        source = last.get(bool(layer.attention.window))
-        if source is None:
-            raise ValueError(f"it reads the keys and values of a layer with {name}; the target has none")
-        expected, actual = (f"{each.n_kv_heads} x {each.head_dim}" for each in (layer, target.layer_config(source)))
-        if expected != actual:
-            raise ValueError(f"it reads keys of {expected} numbers in layers with {name}; the target's are {actual}")
-        found.append(source)
-    return found
 
 
 def get_target_caches(config: ModelConfig, target: ModelConfig, weights: Weights, b: Buffers) -> list[dict[str, Any]]:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
-from specdec.heads.gemma4_assistant import get_assistant_config, get_target_caches, make_classifier_program
+from specdec.heads.gemma4_assistant import get_target_caches, make_classifier_program
 from specdec.heads.head import Head, HeadCache
 from specdec.layers.architecture import Buffers
 from specdec.layers.rope import TreeNode
 from specdec.model.kv_cache import KVCache
+from specdec.model_config import get_assistant_config
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import align_to_cache_line
 from specdec.runtime.op_program import Executor

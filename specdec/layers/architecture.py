@@ -5,7 +5,7 @@ Shapes: T tokens of this pass, S cached positions, D dim, L layers, V vocab.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -14,8 +14,7 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, copy_rows
 from specdec.model_config import ModelConfig
-from specdec.quant import PACKED_BF16, WeightFormat, choose_weight_format
-from specdec.quant.bf16_12bit_benchmark import MIN_MODEL_WEIGHTS, is_packing_faster
+from specdec.quant import WeightFormat, choose_weight_format
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import (
@@ -519,7 +518,7 @@ class Architecture:
         """
         shards = {}
         for name, matrix in self.get_matrices(config).items():
-            ts = [_get_tensor(tensors, *source) for source in matrix.tensors]
+            ts = [get_tensor(tensors, *source) for source in matrix.tensors]
             matrix_format = weight_format and _choose_matrix_format(name, weight_format)
             types = [getattr(tensor, "type", "") for tensor in ts]
             if matrix.n_interleaved > 1 or len({*types}) == 1:
@@ -541,23 +540,6 @@ class Architecture:
             for shard, name in names.items()
         }
         return 4 * sum(_count_floats(shard.tensor.n_panels, shard.tensor.n, 0, own) for shard, own in formats.items())
-
-    def _find_packable(
-        self, config: ModelConfig, tensors: Mapping[str, Any], without: Collection[str] = ()
-    ) -> list[PackedTensor]:
-        """Return the distinct bf16 matrices that can be packed into 12 bits per weight, except those named in `without`."""
-        shards = self.make_shards(config, tensors, PACKED_BF16).items()
-        found = (shard.tensor for name, shard in shards if shard.weight_format is PACKED_BF16 and name not in without)
-        return [*dict.fromkeys(found)]
-
-    def is_bf16_packing_candidate(self, config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
-        """Return whether a model has enough bf16 weights for a trial of packing them into 12 bits."""
-        return sum(sum(matrix.rows) * matrix.n for matrix in self._find_packable(config, tensors)) >= MIN_MODEL_WEIGHTS
-
-    def is_bf16_packing_faster(self, config: ModelConfig, tensors: Mapping[str, Any], n_threads: int) -> bool:
-        """Time the first bf16 matrices of the layers, and return whether 12 bits per weight are faster on n_threads threads."""
-        matrices = self._find_packable(config, tensors, without=VOCAB_MATRICES)
-        return is_packing_faster((_get_tensor(tensors, *source) for matrix in matrices for source in matrix.tensors), n_threads)
 
     def make_placeholder_weights(
         self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None
@@ -597,7 +579,7 @@ class Architecture:
         """
         shards = self.make_shards(config, tensors, weight_format)
         formats = {shard.tensor: shard.weight_format for shard in shards.values()}
-        sources = {matrix: [_get_tensor(tensors, *source) for source in matrix.tensors] for matrix in formats}
+        sources = {matrix: [get_tensor(tensors, *source) for source in matrix.tensors] for matrix in formats}
         for matrix, ts in sources.items():
             for (name, _), rows, tensor in zip(matrix.tensors, matrix.rows, ts, strict=True):
                 if tuple(tensor.shape) != (rows, matrix.n):  # the kernels do not check bounds
@@ -663,7 +645,8 @@ def _as_shard(matrix: Matrix, first: int, total: int) -> Matrix:
     return replace(matrix, first_panel=first, n_total_panels=total) if total else matrix
 
 
-def _get_tensor(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
+def get_tensor(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
+    """Return a tensor by its name, or the matrix of a layer or an expert in it."""
     return tensors[name] if layer is None else tensors[name][layer]
 
 
@@ -683,7 +666,7 @@ def _pack_vector(vector: PackedVector, tensors: Mapping[str, Any]) -> Float32:
     out, at = zeros(*vector.shape), 0
     for i, (source, size) in enumerate(zip(vector.tensors, vector.sizes, strict=True)):
         padded = zeros(*vector.shape[:-1], round_up(size, PANEL_ROWS))
-        padded[..., :size] = to_float32(_get_tensor(tensors, *source)[:])
+        padded[..., :size] = to_float32(get_tensor(tensors, *source)[:])
         if vector.interleaved:
             out.reshape(-1, len(vector.sizes), PANEL_ROWS)[:, i] = padded.reshape(-1, PANEL_ROWS)
         else:

@@ -17,6 +17,11 @@ from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32, ceil_div, round_up
 
+# Lengths of a sequence that the ring buffers of a mixer can continue from: see `Architecture.n_rewindable_states`
+N_REWINDABLE_STATES = MAX_BATCH_TOKENS + 1
+BASE, TIP = 0, 1  # indexes of a delta net's states: see `recurrent_ops`
+NO_BIAS: Float32 = np.zeros(0, np.float32)
+
 
 class Block(NamedTuple):
     """Half a layer, such as attention or an MLP; its program adds a function of the residual stream x to x.

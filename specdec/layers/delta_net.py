@@ -8,8 +8,8 @@ import numpy as np
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.layers.attention import NORM
-from specdec.layers.block import Block, add_residual, get_scratches, norm_shapes, prepare_input
-from specdec.layers.recurrent_ops import NO_BIAS, RING_SLOTS, convolve, delta_net, make_ring_buffer
+from specdec.layers.block import NO_BIAS, Block, add_residual, get_scratches, norm_shapes, prepare_input
+from specdec.layers.recurrent_ops import RING_SLOTS, convolve, delta_net, make_ring_buffer
 from specdec.model_config import DeltaNetConfig, ModelConfig, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program

@@ -15,19 +15,16 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
 from specdec.layers.architecture import BufferSpec
+from specdec.layers.block import BASE, TIP
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp, log, sigmoid, silu
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Ints2, kernel
-from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
+from specdec.runtime.simd import LANES, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
 from specdec.runtime.work_stealing import get_chunk_range
 
-# Lengths of a sequence that a ring can continue from: see `Architecture.n_rewindable_states`
-N_REWINDABLE_STATES = MAX_BATCH_TOKENS + 1
 RING_SLOTS = MAX_BATCH_TOKENS + 32  # of a delta net's rings: the base advances by 32 tokens at a time
-BASE, TIP = 0, 1
 L2_NORM_EPS = 1e-6  # of the norms of queries and keys, in all families
-NO_BIAS: Float32 = np.zeros(0, np.float32)
 
 
 def make_ring_buffer(n_layers: int, width: int, n_channels: int) -> BufferSpec:

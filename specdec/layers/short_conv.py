@@ -6,8 +6,8 @@ Shapes: T tokens of this pass, L layers, N slots of a ring, D dim.
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.layers.attention import NORM
-from specdec.layers.block import Block, add_residual, make_bias_ops, norm_shapes, prepare_input
-from specdec.layers.recurrent_ops import NO_BIAS, gated_convolution, make_ring_buffer
+from specdec.layers.block import NO_BIAS, Block, add_residual, make_bias_ops, norm_shapes, prepare_input
+from specdec.layers.recurrent_ops import gated_convolution, make_ring_buffer
 from specdec.model_config import ModelConfig, ShortConvConfig, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program

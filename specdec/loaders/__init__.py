@@ -1,15 +1,34 @@
-"""Readers of model files: each turns the bytes of one format into a config and tensors, and checks them."""
+"""Readers of model files: each turns the bytes of one format into a config and tensors, and checks them.
+
+Only the reader of a file's own format is imported.
+"""
 
 import os
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 from specdec.argument_checks import wrap_read_errors
+from specdec.families import detect_head
 from specdec.families.config_values import CheckpointError, CheckpointWarning
-from specdec.loaders import gguf_checkpoint, head_folder, hf_checkpoint, llama2c
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.gguf_checkpoint import read_vocabulary
-from specdec.loaders.json_file import read_json_object, read_optional_json_object, write_text_atomically
-from specdec.loaders.unsupported_formats import reject_unsupported_formats
+from specdec.loaders.model_file import (
+    CONFIG,
+    is_gguf,
+    read_json_object,
+    read_optional_json_object,
+    reject_unsupported_formats,
+    write_text_atomically,
+)
+from specdec.model_config import ASSISTANT, ModelConfig
+
+ADJACENT_NAME = "assistant"  # of a head's folder in a model's folder; one next to it is named like the model and this
+
+
+def import_reader(name: str) -> Any:
+    """Import the module of this folder that reads one format, and return it: "hf_checkpoint", "gguf_checkpoint" and others."""
+    return import_module(f"{__name__}.{name}")
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -23,15 +42,16 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if _is_folder(path):
-        head = head_folder.detect_head(path)
-        return head_folder.load_checkpoint(path, head) if head else hf_checkpoint.load_checkpoint(path)
-    if gguf_checkpoint.is_gguf(path):
-        return gguf_checkpoint.load_checkpoint(path)
-    if path.suffix != ".json":
-        reject_unsupported_formats(path)
-    if path.suffix in (".json", ".safetensors"):
-        raise CheckpointError(f"{path} is one part of a model; name the folder that holds it and its config.json")
-    return llama2c.load_checkpoint(path)
+        reader = "head_checkpoint" if is_head_folder(path) else "hf_checkpoint"
+    elif is_gguf(path):
+        reader = "gguf_checkpoint"
+    else:
+        reader = "llama2c"
+        if path.suffix != ".json":
+            reject_unsupported_formats(path)
+        if path.suffix in (".json", ".safetensors"):
+            raise CheckpointError(f"{path} is one part of a model; name the folder that holds it and its config.json")
+    return cast(Checkpoint, import_reader(reader).load_checkpoint(path))
 
 
 def is_head_folder(folder: Path) -> bool:
@@ -40,7 +60,7 @@ def is_head_folder(folder: Path) -> bool:
     Raises:
         CheckpointError: The config.json cannot be read or is damaged.
     """
-    return head_folder.detect_head(folder) is not None
+    return _detect_head(folder) != ""
 
 
 def is_llama2c_file(path: Path) -> bool:
@@ -49,7 +69,13 @@ def is_llama2c_file(path: Path) -> bool:
     Raises:
         CheckpointError: The path cannot be read.
     """
-    return not _is_folder(path) and not gguf_checkpoint.is_gguf(path)
+    return not _is_folder(path) and not is_gguf(path)
+
+
+def _detect_head(folder: Path) -> str:
+    with wrap_read_errors(folder, CheckpointError):
+        has_config = (folder / CONFIG).exists()
+    return detect_head(read_json_object(folder / CONFIG)) if has_config else ""
 
 
 def _is_folder(path: Path) -> bool:
@@ -57,12 +83,58 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
 
 
+def read_vocabulary(path: Path) -> dict[str, Any]:
+    """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} for a file that is not GGUF.
+
+    Raises:
+        CheckpointError: The file cannot be read or is damaged.
+    """
+    return cast(dict[str, Any], import_reader("gguf_checkpoint").read_vocabulary(path)) if is_gguf(path) else {}
+
+
+def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
+    """Open the draft head that a target model comes with as a `Checkpoint`; return None if there is none.
+
+    It is the MTP head in the target's own files, else a head in a folder inside or next to the target's folder.
+
+    Raises:
+        CheckpointError: The head is damaged, not supported, or belongs to another target.
+    """
+    if target.mtp_specs and (head := import_reader("head_checkpoint").load_mtp_head(target)):
+        return cast(Checkpoint, head)
+    if not target.path.is_dir():
+        return None
+    path = target.path.absolute()
+    for folder in (path / ADJACENT_NAME, path.with_name(f"{path.name}-{ADJACENT_NAME}")):
+        if _detect_head(folder) == ASSISTANT:
+            head = load_checkpoint(folder)
+            check_compatibility(head, target.config)
+            return head
+    return None
+
+
+def has_builtin_head(target: Checkpoint) -> bool:
+    """Return whether a target model comes with a draft head that can be read and fits the target."""
+    with suppress(CheckpointError):
+        return load_builtin_head(target) is not None
+    return False
+
+
+def check_compatibility(head: Checkpoint, target: ModelConfig) -> None:
+    """Raise CheckpointError with the reason if a draft head cannot draft for the target with the given config."""
+    if reason := import_reader("head_checkpoint").find_incompatibility(head.config, target):
+        raise CheckpointError(f"{head.path} is not compatible with the target: {reason}")
+
+
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointWarning",
+    "check_compatibility",
+    "has_builtin_head",
     "is_head_folder",
     "is_llama2c_file",
+    "load_builtin_head",
     "load_checkpoint",
     "read_json_object",
     "read_optional_json_object",

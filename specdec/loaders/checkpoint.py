@@ -1,29 +1,28 @@
-"""Checkpoints, and the files and tensors that they are read from on demand, whatever the format."""
+"""Checkpoints, and their tensors, which are read from files on demand, whatever the format."""
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError
-from specdec.families.tensor_specs import TensorSpec
-from specdec.model_config import ModelConfig
+from specdec.loaders.model_file import ModelFile
+from specdec.model_config import HeadConfig, ModelConfig
 from specdec.runtime.memory import all_finite
 from specdec.runtime.simd import Int64
 
+if TYPE_CHECKING:
+    from specdec.families.family import TensorSpec
+
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type
 FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
+MAX_SPREAD = 2  # rows that are read at once for each of some selected rows
 BYTE = np.dtype("u1")  # raw bytes of quantized blocks
-READ_CHUNK_BYTES = 1 << 26  # Ctrl-C works between two reads
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Checkpoint:
     target_ids: Int64 | None = None
     family: str = ""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    mtp_specs: Sequence[Mapping[str, TensorSpec]] = ()
+    mtp_specs: "Sequence[Mapping[str, TensorSpec]]" = ()
     pooling: str = ""
 
 
@@ -85,60 +84,39 @@ def parse_default_sampling(values: Mapping[str, Any], names: Mapping[str, str]) 
     }
 
 
-class ModelFile:
-    """A file of a model, to read ranges of bytes from, with a check that it stays the same file while it is in use.
+def check_target_ids(ids: Int64, vocab_size: int, source: str) -> Int64:
+    """Check that the token id map of a draft head holds valid ids of the target, each once, and return it unchanged.
 
-    Raises CheckpointError if it cannot be read. It is not memory-mapped: truncating a mapped file kills every process that reads
-    the mapping.
+    Args:
+        ids: The target's token id for each row of the head's vocabulary, (n_rows,).
+        vocab_size: The target's vocabulary size.
+        source: Where the ids are stored, for errors.
+
+    Raises:
+        CheckpointError: An id is out of range or occurs twice.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with wrap_read_errors(path, CheckpointError, "a model file"):
-            self._identity = _get_identity(path.stat())
-            self.size = path.stat().st_size
-
-    def read(self, start: int, n_bytes: int) -> Bytes:
-        """Read n_bytes of the file from byte `start` on, and return them as a vector.
-
-        Raises:
-            CheckpointError: The file cannot be read, or has changed since this object was created.
-        """
-        return self.read_strided(start, 1, n_bytes, n_bytes).reshape(-1)
-
-    def read_strided(self, start: int, n: int, n_bytes: int, stride: int) -> Bytes:
-        """Read n runs of n_bytes of the file, and return them as (n, n_bytes).
-
-        Args:
-            start: Byte at which the first run begins.
-            n: Number of runs.
-            n_bytes: Bytes of a run.
-            stride: Bytes from the start of a run to the start of the next.
-
-        Raises:
-            CheckpointError: As in `read`.
-        """
-        runs = np.empty((n, n_bytes), np.uint8)
-        with wrap_read_errors(self.path, CheckpointError), self.path.open("rb", buffering=0) as file:
-            chunks = runs.reshape(1, -1) if n_bytes == stride else runs
-            is_complete = all(_fill_buffer(file, start + i * stride, chunk) for i, chunk in enumerate(chunks))
-            identity = _get_identity(os.fstat(file.fileno()))
-        if not is_complete or identity != self._identity:
-            raise CheckpointError(f"{self.path} changed while it was being read; try again when it is complete")
-        return runs
+    if (wrong := np.flatnonzero((ids < 0) | (ids >= vocab_size))).size:
+        row = wrong[0]
+        raise CheckpointError(f"{source} maps row {row} to the id {ids[row]}; expected 0 to {vocab_size - 1}, the target's ids")
+    values, counts = np.unique(ids, return_counts=True)
+    if len(values) < len(ids):
+        raise CheckpointError(f"{source} maps {counts.max()} rows to the id {values[counts.argmax()]}; expected each id once")
+    return ids
 
 
-def _fill_buffer(file: FileIO, start: int, data: Bytes) -> bool:
-    """Fill a buffer with the bytes of a file from byte `start` on; return False if the file ends before the buffer is full."""
-    file.seek(start)
-    done = 0
-    while done < data.size and (n := file.readinto(data.data[done : done + READ_CHUNK_BYTES])):
-        done += n
-    return done == data.size
+def check_id_map(head: HeadConfig, vocab_size: int, has_ids: bool, source: str) -> None:
+    """Raise CheckpointError if a draft head has fewer token ids than its target and no map to the target's ids.
 
-
-def _get_identity(stat: os.stat_result) -> tuple[int, ...]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    Args:
+        head: The head's config.
+        vocab_size: The target's vocabulary size.
+        has_ids: Whether the head's files hold an id map.
+        source: The head's file, for errors.
+    """
+    if head.draft_vocab_size < vocab_size and not has_ids:
+        raise CheckpointError(
+            f"{source}: the head has {head.draft_vocab_size} of {vocab_size} ids, but no d2t tensor to map them to the target's"
+        )
 
 
 @dataclass(frozen=True)
@@ -184,38 +162,20 @@ class FileTensor:
         """Return a view of the tensor as one matrix, with its matrices stacked along the rows, without reading anything."""
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
-    def reorder_heads(self, head_dim: int, rotary_dim: int, head_interleave: tuple[int, int] = (0, 1)) -> "DerivedTensor":
-        """Return a tensor with the rows of each attention head in the order of our RoPE, which rotates pairs of adjacent rows.
-
-        Of the first rotary_dim rows of a head, i and i + rotary_dim / 2 become 2i and 2i + 1. Nothing is read yet.
-
-        Args:
-            head_dim: Rows of a head.
-            rotary_dim: Rows of a head that RoPE rotates; 0 keeps the order.
-            head_interleave: (index, count): this tensor's heads are each count-th one from `index` on, interleaved with others.
-        """
-        (index, n_interleaved), inner = head_interleave, self.shape[1:]
-        order = np.arange(head_dim)
-        order[:rotary_dim] = order[:rotary_dim].reshape(2, -1).T.reshape(-1)
-
-        def read_rows(first: int, last: int) -> npt.NDArray[Any]:
-            begin, end = first // head_dim * head_dim, -(-last // head_dim) * head_dim
-            heads = self[begin * n_interleaved : end * n_interleaved].reshape(-1, n_interleaved, head_dim, *inner)[:, index]
-            return np.ascontiguousarray(heads[:, order]).reshape(-1, *inner)[first - begin : last - begin]
-
-        return DerivedTensor(self, (self.shape[0] // n_interleaved, *inner), self.dtype, read_rows)
-
     def select_rows(self, indices: Int64) -> "DerivedTensor":
         """Return a tensor of the rows with the given indices, in the order of the indices, without reading them.
 
-        Runs of adjacent rows are read at once later.
+        Later, rows that lie close together are read at once, otherwise each run of adjacent rows.
         """
 
         def read_rows(first: int, last: int) -> npt.NDArray[Any]:
             selected = indices[first:last]
+            low, high = (int(selected.min()), int(selected.max())) if selected.size else (0, -1)
+            if high - low < MAX_SPREAD * selected.size:
+                return np.ascontiguousarray(self[low : high + 1][selected - low])
             ends = [0, *(np.flatnonzero(selected[1:] != selected[:-1] + 1) + 1).tolist(), len(selected)]
             runs = (self[int(selected[i]) : int(selected[j - 1]) + 1] for i, j in itertools.pairwise(ends) if i < j)
-            return np.concatenate([self[:0], *runs])
+            return np.concatenate([*runs])
 
         return DerivedTensor(self, (len(indices), *self.shape[1:]), self.dtype, read_rows)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec.argument_checks import wrap_read_errors
-from specdec.families import GGUF_FAMILIES, GGUFMetadata
+from specdec.families import load_definition, load_definitions
 from specdec.families.config_values import MAX_DIM, CheckpointError, ConfigValues, check_neutral_values, format_json_value
-from specdec.families.family import select_tensor_specs
+from specdec.families.family import GGUFFamily, GGUFMetadata, select_tensor_specs
 from specdec.families.gguf_common import (
     EMBEDDING,
     EXPERT_DIM_KEY,
@@ -22,12 +22,10 @@ from specdec.families.gguf_common import (
 )
 from specdec.families.hf_common import MAX_LAYERS
 from specdec.families.pre_tokenizers import has_rstrip_special_tokens
-from specdec.loaders.checked_tensors import TensorIndex
-from specdec.loaders.checkpoint import Checkpoint, ModelFile, parse_default_sampling
-from specdec.loaders.gguf_file import MAGIC, GGUFFile
-from specdec.loaders.gguf_shard_names import list_shard_names
-from specdec.loaders.head_checks import check_id_map, check_target_ids
-from specdec.loaders.tensor_assembly import assemble_tensors, is_equal
+from specdec.loaders.checkpoint import Checkpoint, check_id_map, check_target_ids, parse_default_sampling
+from specdec.loaders.gguf_file import GGUFFile
+from specdec.loaders.model_file import list_shard_names
+from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors, is_equal
 from specdec.model_config import ModelConfig
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY
 
@@ -48,23 +46,13 @@ SAMPLING_KEYS = {
 }  # fmt: skip
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a file is to be read as GGUF, because it has the suffix .gguf or begins with GGUF's magic bytes.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
-    file = ModelFile(path)
-    return path.suffix == ".gguf" or file.read(0, min(len(MAGIC), file.size)).tobytes() == MAGIC
-
-
 def read_vocabulary(path: Path) -> dict[str, Any]:
-    """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} for a file that is not GGUF.
+    """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml.
 
     Raises:
         CheckpointError: The file cannot be read or is damaged.
     """
-    return _get_vocabulary(GGUFFile(path)) if is_gguf(path) else {}
+    return _get_vocabulary(GGUFFile(path))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -95,11 +83,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, config, tensors, target_ids=ids)
     template = model.metadata.get(CHAT_TEMPLATE_KEY)
     return Checkpoint(
-        path, config, tensors, vocabulary=_get_vocabulary(model.first_file), family=model.family.architecture,
+        path, config, tensors, vocabulary=_get_vocabulary(model.first_file), family=model.family.name,
         mtp_specs=model.family.mtp_specs,
         chat_template=template if isinstance(template, str) else None,
         default_sampling=parse_default_sampling(model.metadata, SAMPLING_KEYS),
-        pooling=POOLING_TYPES.get(str(model.metadata.get(f"{model.family.architecture}.pooling_type")), ""),
+        pooling=POOLING_TYPES.get(str(model.metadata.get(f"{model.family.name}.pooling_type")), ""),
     )  # fmt: skip
 
 
@@ -128,13 +116,12 @@ class GGUFModel(TensorIndex[GGUFFile]):
         architecture = self.metadata.get(ARCHITECTURE_KEY)
         if other := NON_MODEL_TYPES.get(str(self.metadata.get(TYPE_KEY))) or NON_MODEL_TYPES.get(str(architecture)):
             raise CheckpointError(f"{path} holds {other}")
-        if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
-            problem = (
-                f"{ARCHITECTURE_KEY} {format_json_value(architecture)} is not supported; supported: "
-                f"{', '.join(sorted(GGUF_FAMILIES))}"
+        if not (family := load_definition(GGUFFamily, architecture)):
+            names = ", ".join(sorted(each.name for each in load_definitions(GGUFFamily)))
+            raise CheckpointError(
+                f"{path}: {ARCHITECTURE_KEY} {format_json_value(architecture)} is not supported; supported: {names}"
             )
-            raise CheckpointError(f"{path}: {problem}")
-        self.family = GGUF_FAMILIES[architecture]
+        self.family = family
         # MTP layers, stored after those of the model
         self.n_nextn = (
             ConfigValues(path, self.metadata, prefix=f"{architecture}.").get_count(NEXTN_LAYERS_KEY)
@@ -208,7 +195,7 @@ def read_config(model: GGUFModel) -> ModelConfig:
     Raises:
         CheckpointError: A key is missing, not valid or not supported.
     """
-    family, prefix = model.family, f"{model.family.architecture}."
+    family, prefix = model.family, f"{model.family.name}."
     values = ConfigValues(model.path, model.metadata, prefix=prefix)
     check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
     vocab_size = _get_vocab_size(model, values, is_borrowed=family.is_head and EMBEDDING not in model)

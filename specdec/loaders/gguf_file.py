@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.families.config_values import CheckpointError, format_json_value
-from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor, ModelFile
-from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor
-from specdec.loaders.json_file import MAX_JSON_BYTES
-from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, identify_file
+from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor
+from specdec.loaders.gguf_blocks import BlockTensor
+from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, GGUF_MAGIC, MAX_JSON_BYTES, ModelFile, identify_file
+from specdec.quant.gguf_repacking import BLOCK_TYPES
 from specdec.runtime.simd import Int64
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
@@ -43,7 +42,7 @@ TENSOR_TYPES = {
 BLOCK_SIZES = {  # weights and bytes of a block, for each supported type
     **{name: (1, dtype.itemsize) for name, dtype in FLOATS.items()},
     INTEGER_TYPE: (1, 8),
-    **{name: (block.n_weights, block.n_bytes) for name, block in BLOCKS.items()},
+    **{name: (block.layout.block_columns, block.n_bytes) for name, block in BLOCK_TYPES.items()},
 }
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -86,7 +85,7 @@ class GGUFFile:
         entry = self.entries[name]
         if entry.type in FLOATS:
             return FileTensor(self._file, name, entry.shape, entry.offset, dtype=FLOATS[entry.type])
-        if len(entry.shape) < 2 or entry.type not in BLOCKS:
+        if len(entry.shape) < 2 or entry.type not in BLOCK_TYPES:
             phrase = "a vector of" if len(entry.shape) == 1 else "of"
             raise CheckpointError(
                 f"{self.path}: {format_json_value(name)} is {phrase} type {entry.type}; expected {', '.join(FLOATS)}"
@@ -111,7 +110,7 @@ class GGUFFile:
         return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.offset, dtype=BYTE)
 
     def _read_header(self, header: "_HeaderReader") -> None:
-        if header.read_bytes(min(4, self._file.size)) != MAGIC:
+        if header.read_bytes(min(4, self._file.size)) != GGUF_MAGIC:
             empty_problem = "" if self._file.size else "is empty; expected a GGUF file"
             problem = (
                 empty_problem
@@ -156,7 +155,7 @@ class GGUFFile:
         number, offset = header.read_u32(), header.read_u64()
         type_name = TENSOR_TYPES.get(number, f"number {number}")
         if type_name not in BLOCK_SIZES:
-            known = ", ".join([*FLOATS, *BLOCKS])
+            known = ", ".join([*FLOATS, *BLOCK_TYPES])
             raise CheckpointError(f"{self.path}: tensor {format_json_value(name)} is of type {type_name}; supported: {known}")
         n_weights, n_bytes = BLOCK_SIZES[type_name]
         if shape[-1] % n_weights:

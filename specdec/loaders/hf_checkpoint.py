@@ -1,24 +1,38 @@
-"""Open a Hugging Face folder as a `Checkpoint`: find the file, name and row order of each tensor.
+"""Open a Hugging Face folder as a `Checkpoint`: read its config, and find the file, name and row order of each tensor.
 
-The names are those that transformers 5.23 saves (`models/*/modeling_*.py`), and those of a base model without its prefix.
+A key of config.json that changes the arithmetic is either supported or rejected by name; other keys are ignored. The names of
+tensors are those that transformers 5.23 saves (`models/*/modeling_*.py`), and those of a base model without its prefix.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from specdec.argument_checks import wrap_read_errors
-from specdec.families.config_values import CheckpointError, format_json_value
-from specdec.families.family import select_tensor_specs
-from specdec.families.hf_common import LM_HEAD
-from specdec.families.tensor_specs import TensorSpec
-from specdec.loaders.checked_tensors import TensorIndex
+from specdec.families import load_definition, load_definitions
+from specdec.families.config_values import (
+    QUANTIZATION_KEYS,
+    CheckpointError,
+    ConfigValues,
+    check_neutral_values,
+    format_json_value,
+)
+from specdec.families.family import HFFamily, TensorSpec, select_tensor_specs
+from specdec.families.hf_common import LM_HEAD, NEUTRAL_VALUES, TEXT_CONFIG_KEY
 from specdec.loaders.checkpoint import SAMPLING_RANGES, Checkpoint, parse_default_sampling
-from specdec.loaders.hf_config import CONFIG, GENERATION_CONFIG, MERGE_HINT, read_config
-from specdec.loaders.json_file import read_json_object, read_optional_json_object
-from specdec.loaders.safetensors import INDEX, WEIGHTS, SafetensorsFile
-from specdec.loaders.tensor_assembly import assemble_tensors, is_equal
+from specdec.loaders.model_file import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    MERGE_HINT,
+    WEIGHTS,
+    read_json_object,
+    read_optional_json_object,
+)
+from specdec.loaders.safetensors import SafetensorsFile
+from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors, is_equal
 from specdec.model_config import ModelConfig
 
 MAX_NAME_LENGTH = 255  # of a file, in characters
@@ -53,6 +67,8 @@ FOLDER_HINTS = (  # regex of a file's name, and what to do; the first match coun
     (r"model_index\.json", "it is a diffusers pipeline for images; expected a language model"),
     (r"model-\d{5}-of-\d{5}\.safetensors", f"{{name}} is a shard; download {INDEX} and all shards to the same folder"),
 )
+EOS_NAME = "eos"
+TOP_LEVEL_KEYS = ("tie_word_embeddings", *QUANTIZATION_KEYS, "bos_token_id", "eos_token_id")  # override those in text_config
 POOLING_KEYS = {"last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
 
 
@@ -107,7 +123,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         read_optional_json_object(path / GENERATION_CONFIG), {name: name for name in SAMPLING_RANGES}
     )
     return Checkpoint(
-        path, config, tensors, eos_tokens, bos_token_id, family=family.model_type.removesuffix("_text"),
+        path, config, tensors, eos_tokens, bos_token_id, family=family.name.removesuffix("_text"),
         default_sampling=sampling, mtp_specs=family.mtp_specs,
         pooling=_read_pooling(path),
     )  # fmt: skip
@@ -202,3 +218,85 @@ def _make_hint(path: Path) -> str:
     if len(weights) == 1:
         return f"rename its {weights[0]} to {WEIGHTS}"
     return f"expected a Hugging Face folder: {CONFIG} and {WEIGHTS}, or shards with {INDEX}"
+
+
+# config.json and generation_config.json
+
+
+def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], int | None]:
+    """Read the model's config, family and special token ids from config.json and generation_config.json of a folder.
+
+    Returns:
+        The family, the model's config, a dict with the EOS token ids as keys and names as values, and the BOS token id or None.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the family or a setting is not supported.
+    """
+    path = folder / CONFIG
+    given = _select_text_config(path, read_json_object(path))
+    name = given.get("model_type")
+    family = load_definition(HFFamily, name)
+    if not family:
+        problem = "has no model_type" if name is None else f"has the model_type {format_json_value(name)}, which is not supported"
+        names = {each.removesuffix("_text") for one in load_definitions(HFFamily) for each in (one.name, *one.multimodal_types)}
+        raise CheckpointError(f"{path} {problem}; supported: {', '.join(sorted(names))}")
+    given = given | {name: given[alias] for alias, name in family.key_aliases.items() if alias in given}
+    values = ConfigValues(path, given, family.defaults)
+    check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
+    config = family.parse_config(values)
+    if problem := config.find_error():
+        raise CheckpointError(f"{path} is not a valid model config: {problem}")
+    return family, config, *_read_special_ids(folder, given, values, config.vocab_size)
+
+
+def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json that describe the language model.
+
+    For a multimodal model these are the keys in text_config, overridden by TOP_LEVEL_KEYS; otherwise all keys.
+
+    Args:
+        path: The config.json, for errors.
+        given: All its keys.
+
+    Raises:
+        CheckpointError: A multimodal model has no text_config.
+    """
+    name: Any = given.get("model_type")
+    families = load_definitions(HFFamily, name)
+    tied = next((family.multimodal_types[name] for family in families if name in family.multimodal_types), None)
+    if tied is None:
+        return given
+    text_config = given.get(TEXT_CONFIG_KEY)
+    if not isinstance(text_config, dict):
+        raise CheckpointError(
+            f"{path}: {TEXT_CONFIG_KEY} is {format_json_value(text_config)}; expected an object, the config of the text model"
+        )
+    top_level = {key: given[key] for key in TOP_LEVEL_KEYS if given.get(key) is not None}
+    return text_config | {"tie_word_embeddings": tied} | top_level
+
+
+def _read_special_ids(
+    folder: Path, given: Mapping[str, Any], values: ConfigValues, vocab_size: int
+) -> tuple[dict[int, str], int | None]:
+    """Return a dict with the EOS token ids as keys and names as values, and the BOS token id or None.
+
+    The ids are from config.json and generation_config.json; if neither has a key, from the family's defaults.
+
+    Ids beyond the vocabulary are dropped, because they never occur: transformers writes 50256 into a config of 100 tokens.
+    """
+    path = folder / GENERATION_CONFIG
+    sources = [ConfigValues(folder / CONFIG, given), ConfigValues(path, read_optional_json_object(path))]
+
+    def collect_ids(key: str) -> list[int]:
+        given_in = [source for source in sources if key in source] or [values]
+        return [i for source in given_in for i in _get_ids(source, key) if i < vocab_size]
+
+    return dict.fromkeys(collect_ids("eos_token_id"), EOS_NAME), next(iter(collect_ids("bos_token_id")), None)
+
+
+def _get_ids(values: ConfigValues, key: str) -> list[int]:
+    value = values[key]
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise values.make_error(key, "a token id, a list of them, or null")
+    return ids

@@ -16,11 +16,17 @@ from pathlib import Path
 
 from specdec.families.config_values import CheckpointError
 from specdec.loaders import optional_dependencies
-from specdec.loaders.gguf_shard_names import list_shard_names
-from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
-from specdec.loaders.json_file import read_json_object, write_text_atomically
+from specdec.loaders.model_file import (
+    ADAPTER_CONFIG,
+    INDEX,
+    MERGE_HINT,
+    PICKLE_WEIGHTS,
+    WEIGHTS,
+    list_shard_names,
+    read_json_object,
+    write_text_atomically,
+)
 from specdec.loaders.resumable_download import RemoteFile, download
-from specdec.loaders.safetensors import INDEX, PICKLE_WEIGHTS, WEIGHTS
 
 GGUF_SUFFIX, CONFIG = ".gguf", "config.json"
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0", "")  # preferred GGUF files if no quant is given, like llama.cpp's -hf; "": any

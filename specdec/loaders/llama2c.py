@@ -7,6 +7,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.families.config_values import CheckpointError
-from specdec.loaders.checkpoint import Checkpoint, FileTensor, ModelFile
-from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, EXPECTED_MODEL
+from specdec.loaders.checkpoint import Checkpoint, FileTensor
+from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, EXPECTED_MODEL, ModelFile
 from specdec.model.llama import LLAMA
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import Int8Rows
@@ -30,6 +31,36 @@ V1_ORDER = ("rms_att", "rms_ffn", "rms_final", "tok_emb", "wq", "wk", "wv", "wo"
 # The first bytes of a tokenizer.bin: the longest token's length, and the first token's score, length and text.
 TOKENIZER_SIGNATURE = re.compile(rb".{8}\x05\0\0\0<unk>", re.DOTALL)
 FP32_TENSORS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
+
+
+class NamedChatTemplate(NamedTuple):
+    """A chat template that users choose by name because no model file contains it.
+
+    Attributes:
+        source: The Jinja template.
+        variables: The template's variables, such as bos_token.
+        description: The models that the template is for.
+    """
+
+    source: str
+    variables: Mapping[str, str]
+    description: str
+
+
+CHAT_TEMPLATES = {
+    "llama2": NamedChatTemplate(
+        """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
+{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
+{% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('user and assistant have to take turns, user first') }}{% endif %}\
+{% if loop.index0 == 0 and system is not false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
+{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        "a llama2.c export of Llama 2 chat",
+    )
+}
 
 
 class Header(NamedTuple):

@@ -5,25 +5,28 @@ Drafting is elsewhere (`specdec.draft`).
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal, get_args
 
+from specdec import quant
 from specdec.argument_checks import check_choice, check_int, check_path
 from specdec.families.config_values import CheckpointError, CheckpointWarning
-from specdec.layers.architecture import Weights
+from specdec.layers.architecture import VOCAB_MATRICES, PackedTensor, Weights, get_tensor
 from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.hf_config import ADAPTER_CONFIG, MERGE_HINT
+from specdec.loaders.model_file import ADAPTER_CONFIG, MERGE_HINT
 from specdec.loaders.model_paths import resolve_path
 from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
-from specdec.quant import INT8, PACKED_BF16, WeightFormat
+from specdec.quant import WeightFormat
 from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.runtime.parallel_region import get_available_threads
 
 PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: where that is faster, always, never
 ProgressCallback = Callable[[str, float], None]  # called with the name of a model and the loaded share of it, 0 to 1
+MIN_PACKED_WEIGHTS = 16 << 20  # a smaller model may stay in a cache, where packing into 12 bits gains nothing
 TARGET_MEMORY_SHARE = 0.75  # of the memory headroom, for the target's KV cache; the draft uses the rest
 
 
@@ -80,9 +83,7 @@ class Loader:
         """
         name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
         architecture, formats = get_architecture(config), self.list_weight_formats(checkpoint, weight_format)
-        if len(formats) > 1 and not architecture.is_bf16_packing_faster(
-            config, tensors, self.n_threads or get_available_threads()
-        ):
+        if len(formats) > 1 and not is_packing_faster(checkpoint, self.n_threads or get_available_threads()):
             formats.pop()
         try:
             return architecture.pack(config, tensors, formats[-1], lambda share: self.progress(name, share))
@@ -102,9 +103,31 @@ class Loader:
         if weight_format is not None or self.pack_mode == "none":
             return [weight_format]
         if self.pack_mode == "on":
-            return [PACKED_BF16]
-        architecture = get_architecture(checkpoint.config)
-        return [None, PACKED_BF16] if architecture.is_bf16_packing_candidate(checkpoint.config, checkpoint.tensors) else [None]
+            return [quant.PACKED_BF16]
+        return [None, quant.PACKED_BF16] if is_packing_candidate(checkpoint) else [None]
+
+
+def find_packable(checkpoint: Checkpoint, without: Collection[str] = ()) -> list[PackedTensor]:
+    """Return the distinct bf16 matrices that can be packed into 12 bits per weight, except those named in `without`."""
+    config, tensors, architecture = checkpoint.config, checkpoint.tensors, get_architecture(checkpoint.config)
+    if all(shard.weight_format.name != "bf16" for shard in architecture.make_shards(config, tensors, None).values()):
+        return []
+    packed = quant.PACKED_BF16
+    shards = architecture.make_shards(config, tensors, packed).items()
+    found = (shard.tensor for name, shard in shards if shard.weight_format is packed and name not in without)
+    return [*dict.fromkeys(found)]
+
+
+def is_packing_candidate(checkpoint: Checkpoint) -> bool:
+    """Return whether a model has enough bf16 weights for a trial of packing them into 12 bits."""
+    return sum(sum(matrix.rows) * matrix.n for matrix in find_packable(checkpoint)) >= MIN_PACKED_WEIGHTS
+
+
+def is_packing_faster(checkpoint: Checkpoint, n_threads: int) -> bool:
+    """Time the first bf16 matrices of the layers, and return whether 12 bits per weight are faster on n_threads threads."""
+    sources = (source for matrix in find_packable(checkpoint, without=VOCAB_MATRICES) for source in matrix.tensors)
+    matrices = (get_tensor(checkpoint.tensors, *source) for source in sources)
+    return bool(import_module("specdec.quant.bf16_12bit").is_packing_faster(matrices, n_threads))
 
 
 def load_model(
@@ -128,7 +151,7 @@ def load_model(
     Raises:
         CheckpointError: There is no such model, or it cannot be loaded.
     """
-    return Loader(n_threads, kv, pack_mode=pack).load(open_checkpoint("path", path), INT8 if int8 else None, n_positions)
+    return Loader(n_threads, kv, pack_mode=pack).load(open_checkpoint("path", path), quant.INT8 if int8 else None, n_positions)
 
 
 def open_checkpoint(parameter: str, name: str | os.PathLike[str]) -> Checkpoint:

@@ -14,10 +14,9 @@ from pathlib import Path
 from specdec.argument_checks import wrap_read_errors
 from specdec.families.config_values import CheckpointError
 from specdec.families.pre_tokenizers import BYTE_BPE, CHAR_BPE, TOKENIZER_MODELS
-from specdec.loaders import hf_hub, is_head_folder, optional_dependencies
-from specdec.loaders.gguf_checkpoint import read_vocabulary
+from specdec.loaders import hf_hub, is_head_folder, optional_dependencies, read_vocabulary
 from specdec.loaders.model_aliases import read_aliases
-from specdec.loaders.unsupported_formats import is_text
+from specdec.loaders.model_file import is_text
 from specdec.tokenizer import TokenizerError
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.families.config_values import CheckpointError
-from specdec.loaders.gguf_shard_names import list_shard_names
+from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_paths import BUNDLED_MODELS_DIR
 
 

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.families.config_values import CheckpointError, format_json_value
-from specdec.loaders.checkpoint import BYTE, FLOATS, FileTensor, ModelFile
-from specdec.loaders.json_file import MAX_JSON_BYTES, parse_json_object
-from specdec.loaders.unsupported_formats import DOWNLOAD_AGAIN_HINT, identify_file
+from specdec.loaders.checkpoint import FLOATS, FileTensor
+from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, MAX_JSON_BYTES, ModelFile, identify_file, parse_json_object
 from specdec.runtime.simd import Int64
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # all weights in one file, or the index of the shards
-PICKLE_WEIGHTS = "pytorch_model.bin"  # the weights of older folders
 LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"
-INTEGER_DTYPES, BYTE_DTYPES = {"I64": np.dtype("<i8")}, {"U8": BYTE}  # U8: packed codes, not numbers
+INTEGER_DTYPES = {"I64": np.dtype("<i8")}
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,

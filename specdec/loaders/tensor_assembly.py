@@ -1,23 +1,111 @@
-"""Map a family's tensors to those of a file, and convert them to the layout of the model's architecture."""
+"""Index the tensors in a model's files, and convert them to the layout of the model's architecture."""
 
-import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from specdec.families.family import TensorSource
-from specdec.families.tensor_specs import TensorSpec
+from specdec.families.config_values import CheckpointError, format_json_value
+from specdec.families.family import TensorSource, TensorSpec
 from specdec.loaders.checkpoint import FP32, DerivedTensor, FileTensor
-from specdec.loaders.mxfp4 import get_mxfp4_experts
 from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import to_float32
+from specdec.runtime.simd import Int64
 
 # Inputs that are transposed at once: a cache line of each output. Measured for 3 GB in fp32: 2.7 GB/s, all at once 0.7 GB/s.
 TRANSPOSE_CHUNK_COLUMNS = 16
 COMPARE_CHUNK_ROWS = 2048  # rows of the embedding and the classifier that are compared at once
+File = TypeVar("File", bound=Any)  # an open file with path, entries (shapes by name), get_tensor and read_integers
+
+
+class TensorIndex(Generic[File]):
+    """An index of the tensors in a model's files by name, which records the tensors that are used; base class.
+
+    Attributes:
+        need_phrase: Part of error messages that says what needs a tensor, such as "its config.json needs".
+        shape_phrase: Part of error messages that says what gives a shape, such as "config.json says".
+        model_phrase: Part of error messages that says what describes the model, such as "config.json describes".
+    """
+
+    need_phrase = shape_phrase = model_phrase = ""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sources: dict[str, tuple[File, str]] = {}  # the file, and the name in it
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Mark the tensors with the given names as used, because the model does not need them; unknown names do no harm."""
+        self._used.update(names)
+
+    def check_all_used(self) -> None:
+        """Raise CheckpointError if a tensor in the files was neither used nor ignored."""
+        for name in self._sources:
+            if name not in self._used:
+                raise CheckpointError(f"{self.describe(name)} is not part of the model that {self.model_phrase}")
+
+    def describe(self, name: str) -> str:
+        """Return the path of a tensor's file and the tensor's name in that file as a string, for error messages."""
+        file, full = self._sources[name]
+        return f"{file.path}: {format_json_value(full)}"
+
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor with a name.
+
+        Raises:
+            CheckpointError: No file has the tensor.
+        """
+        if name not in self._sources:
+            raise CheckpointError(f"{self.path} has no tensor {name}, which {self.need_phrase}")
+        file, full = self._sources[name]
+        shape: tuple[int, ...] = file.entries[full].shape
+        return shape
+
+    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+        """Return the tensor with a name for reading later, after checking its shape and type, and mark the tensor as used.
+
+        Args:
+            name: Name of the tensor.
+            shape: The expected shape.
+            types: Accepted types, passed to the file's `get_tensor`.
+
+        Raises:
+            CheckpointError: The tensor is missing or has another shape or type.
+        """
+        file, full = self._find_source(name, shape)
+        return file.get_tensor(full, *types)
+
+    def read_integers(self, name: str, n: int) -> Int64:
+        """Read the vector of n integers with a name, (n,), and mark it as used.
+
+        Raises:
+            CheckpointError: As in `get_tensor`.
+        """
+        file, full = self._find_source(name, (n,))
+        integers: Int64 = file.read_integers(full)
+        return integers
+
+    def _find_source(self, name: str, shape: tuple[int, ...]) -> tuple[File, str]:
+        """Return a tensor's file and the tensor's name in that file, after checking the shape, and mark the tensor as used.
+
+        Raises:
+            CheckpointError: The tensor is missing or has another shape.
+        """
+        found = self.get_shape(name)
+        if found != shape:
+            raise CheckpointError(f"{self.describe(name)} has the shape {found}; {self.shape_phrase} {shape}")
+        self._used.add(name)
+        return self._sources[name]
 
 
 def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> dict[str, Any]:
@@ -33,63 +121,95 @@ def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], sourc
     Raises:
         CheckpointError: A tensor is missing or has another shape or type.
     """
-    tensors: dict[str, Any] = {}
-    shapes = get_architecture(config).shapes(config)
+    return TensorAssembler(config, specs, source).assemble()
 
-    def get_tensor(name: str, stored_name: str, shape: tuple[int, ...], spec: TensorSpec, layer: int = 0) -> Any:
+
+class TensorAssembler:
+    """The state of `assemble_tensors`: its arguments, and the shapes of the architecture's tensors."""
+
+    def __init__(self, config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> None:
+        self.config, self.specs, self.source = config, specs, source
+        self.shapes = get_architecture(config).shapes(config)
+
+    def assemble(self) -> dict[str, Any]:
+        """Return all tensors by the architecture's names."""
+        tensors: dict[str, Any] = {}
+        for name, shape in self.shapes.items():
+            layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
+            spec = self.specs[short_name]
+            if spec.is_per_expert:
+                tensors[name] = self.get_experts(name, layer, shape, spec)
+            elif layer:
+                tensors[name] = self.get_tensor(name, spec.name.format(layer), shape, spec, int(layer))
+            elif "{}" in spec.name or spec.is_unnumbered:
+                tensors[name] = [self.get_tensor(name, spec.name.format(i), shape[1:], spec, i) for i in range(shape[0])]
+            else:
+                tensors[name] = self.get_tensor(name, spec.name, shape, spec)
+        return tensors
+
+    def get_tensor(self, name: str, stored_name: str, shape: tuple[int, ...], spec: TensorSpec, layer: int = 0) -> Any:
+        """Return a tensor of this shape in a layer; it may be a part of the stored tensor."""
         n_rows, *others = shape
         if spec.make_row_groups:
-            groups = spec.make_row_groups(config.layer_config(layer))
-            return source.get_tensor(stored_name, (groups.n_rows, *others)).select_rows(groups.get_row_indices())
-        fused = [name.removesuffix(name.rpartition(".")[2]) + each for each in spec.fused_names]
-        rows = {each: shapes[each][-len(shape)] for each in fused or (name,)}
-        total, first = sum(rows.values()), 0
-        for each in itertools.takewhile(lambda each: each != name, rows):
-            first += rows[each]
+            groups = spec.make_row_groups(self.config.layer_config(layer))
+            return self.source.get_tensor(stored_name, (groups.n_rows, *others)).select_rows(groups.get_row_indices())
+        fused = [name.removesuffix(name.rpartition(".")[2]) + each for each in spec.fused_names] or [name]
+        rows = [self.shapes[each][-len(shape)] for each in fused]
+        total, first = sum(rows), sum(rows[: fused.index(name)])
         if spec.is_transposed:
-            return transpose(source.get_tensor(stored_name, (*others, total)), n_rows, first)
+            return transpose(self.source.get_tensor(stored_name, (*others, total)), n_rows, first)
         whole_shape = (total * spec.head_interleave[1], *others)
-        stored = source.get_tensor(stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape)
+        stored = self.source.get_tensor(
+            stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape
+        )
         view = stored.slice_rows(first, first + n_rows) if spec.fused_names else stored
         if spec.is_neox_style or spec.head_interleave[1] > 1:
-            heads = config.layer_config(layer)
-            view = view.reorder_heads(heads.head_dim, heads.rotary_dim if spec.is_neox_style else 0, spec.head_interleave)
+            heads = self.config.layer_config(layer)
+            rotary_dim = heads.rotary_dim if spec.is_neox_style else 0
+            view = view.select_rows(order_head_rows(view.shape[0], heads.head_dim, rotary_dim, *spec.head_interleave))
         if not (transform := spec.transform):
             return view
         # Only small tensors have a transform, so all of it is computed for each slice.
         return DerivedTensor(view, shape, FP32, lambda first, last: transform.apply(to_float32(view[:]))[first:last])
 
-    def get_experts(name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+    def get_experts(self, name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
         """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices."""
         n, n_rows, n_columns = shape
+        before, experts, after = spec.name.partition("experts.{}")
+        stored_name = before.format(layer) + experts + after  # with "{}" for the expert if each has its own tensor
         if spec.scales_name:
-            return get_mxfp4_experts(source, (spec.name.format(layer), spec.scales_name.format(layer)), shape, *spec.row_stride)
-        before, brace, after = spec.name.partition("experts.{}")
-        if brace:
-            stored_name = before.format(layer) + "experts.{}" + after
-            return [get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
+            reader = import_module("specdec.loaders.gguf_blocks")
+            names = (stored_name, spec.scales_name.format(layer))
+            return list(reader.get_mxfp4_experts(self.source, names, shape, *spec.row_stride))
+        if experts:
+            return [self.get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
         if spec.is_transposed:
             columns = n_rows * spec.row_stride[1]
-            whole = source.get_tensor(spec.name.format(layer), (n, n_columns, columns)).flatten_matrices()
+            whole = self.source.get_tensor(stored_name, (n, n_columns, columns)).flatten_matrices()
             return [transpose(whole.slice_rows(i * n_columns, (i + 1) * n_columns), n_rows, *spec.row_stride) for i in range(n)]
         fused = [f"{layer}.{each}" for each in spec.fused_names] or [name]
-        sizes = [shapes[each][1] for each in fused]
+        sizes = [self.shapes[each][1] for each in fused]
         total, first = sum(sizes), sum(sizes[: fused.index(name)])
-        whole = source.get_tensor(spec.name.format(layer), (n, total, n_columns)).flatten_matrices()
+        whole = self.source.get_tensor(stored_name, (n, total, n_columns)).flatten_matrices()
         return [whole.slice_rows(i * total + first, i * total + first + n_rows) for i in range(n)]
 
-    for name, shape in shapes.items():
-        layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
-        spec = specs[short_name]
-        if spec.is_per_expert:
-            tensors[name] = get_experts(name, layer, shape, spec)
-        elif layer:
-            tensors[name] = get_tensor(name, spec.name.format(layer), shape, spec, int(layer))
-        elif "{}" in spec.name or spec.is_unnumbered:
-            tensors[name] = [get_tensor(name, spec.name.format(i), shape[1:], spec, i) for i in range(shape[0])]
-        else:
-            tensors[name] = get_tensor(name, spec.name, shape, spec)
-    return tensors
+
+def order_head_rows(n_rows: int, head_dim: int, rotary_dim: int, index: int, n_interleaved: int) -> Int64:
+    """Return the indices of a stored tensor's rows in the order of our RoPE, which rotates pairs of adjacent rows.
+
+    Of the first rotary_dim rows of a head, i and i + rotary_dim / 2 become 2i and 2i + 1.
+
+    Args:
+        n_rows: Rows of the stored tensor.
+        head_dim: Rows of a head.
+        rotary_dim: Rows of a head that RoPE rotates; 0 keeps the order.
+        index: Index of the first head of this tensor among heads that are interleaved with others.
+        n_interleaved: Distance from one head of this tensor to the next.
+    """
+    order = np.arange(head_dim)
+    order[:rotary_dim] = order[:rotary_dim].reshape(2, -1).T.reshape(-1)
+    heads = np.arange(n_rows).reshape(-1, n_interleaved, head_dim)[:, index]
+    return heads[:, order].reshape(-1)
 
 
 def is_equal(a: Any, b: Any) -> bool:

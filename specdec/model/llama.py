@@ -9,9 +9,10 @@ Shapes: S cached positions, K head dim.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
+from typing import Any
 
 from specdec.kernels import scale_rows
-from specdec.layers import per_layer_inputs
 from specdec.layers.activations import softcap
 from specdec.layers.architecture import (
     Architecture,
@@ -26,30 +27,40 @@ from specdec.layers.architecture import (
     fuse_tensors,
 )
 from specdec.layers.attention import ATTENTION, move_path
-from specdec.layers.block import ROPE_FIELDS, ROPE_TABLES, Block, block_buffers, group_layers, norm, split_by_layer
-from specdec.layers.delta_net import DELTA_NET
+from specdec.layers.block import (
+    N_REWINDABLE_STATES,
+    ROPE_FIELDS,
+    ROPE_TABLES,
+    Block,
+    block_buffers,
+    group_layers,
+    norm,
+    split_by_layer,
+)
 from specdec.layers.mlp import MLP
-from specdec.layers.moe import MOE, PARALLEL_MOE
-from specdec.layers.per_layer_inputs import PER_LAYER_INPUTS
-from specdec.layers.recurrent_ops import N_REWINDABLE_STATES
 from specdec.layers.rope import fill_cos_sin, fill_query_cos_sin
-from specdec.layers.short_conv import SHORT_CONV
 from specdec.model_config import DeltaNetConfig, ModelConfig, ShortConvConfig
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import LANES
 
 GLOBAL_TENSORS = ("tok_emb", "wcls", "rms_final", "inputs", "inputs_norm_in")  # packed tensors that belong to no layer
+TOKEN_TABLE = "input_rows"  # of the per-layer inputs
 FUSED_VOCAB = {"embedding": FusedTensors(("tok_emb",)), "classifier": FusedTensors(("wcls",))}
-MIXERS = {ShortConvConfig: SHORT_CONV, DeltaNetConfig: DELTA_NET}  # blocks that replace attention
+MIXERS = {ShortConvConfig: "short_conv:SHORT_CONV", DeltaNetConfig: "delta_net:DELTA_NET"}  # blocks that replace attention
+
+
+def load_layer(name: str) -> Any:
+    """Return a module of `specdec.layers`, or with a colon an object in one, which only some models need."""
+    return resolve_name(f"specdec.layers.{name}")
 
 
 def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
     """Return the blocks of layer i in order: attention or a mixer, an MLP or experts, and per-layer inputs if there are any."""
-    mixer = MIXERS.get(type(config.layer_config(i).mixer), ATTENTION)
-    mlp = MLP
+    mixer = config.layer_config(i).mixer
+    blocks = [load_layer(MIXERS[type(mixer)]) if mixer else ATTENTION, MLP]
     if config.experts and i not in config.experts.dense_layers:
-        mlp = PARALLEL_MOE if config.experts.has_parallel_mlp else MOE
-    return (mixer, mlp, PER_LAYER_INPUTS) if config.per_layer_inputs else (mixer, mlp)
+        blocks[1] = load_layer("moe:PARALLEL_MOE" if config.experts.has_parallel_mlp else "moe:MOE")
+    return (*blocks, load_layer("per_layer_inputs:PER_LAYER_INPUTS")) if config.per_layer_inputs else (*blocks,)
 
 
 def iter_blocks(config: ModelConfig) -> Iterator[tuple[int, Block]]:
@@ -77,8 +88,9 @@ def shapes(config: ModelConfig) -> Shapes:
     }
     table = (config.vocab_size, config.dim)
     stacked = {name: (config.n_layers, *shape) for name, shape in common.items()}
-    others = {"rms_final": (config.dim,)} | (per_layer_inputs.global_shapes(config) if config.per_layer_inputs else {})
-    return {"tok_emb": table, **stacked, **others, **layer_tensors} | ({} if config.shared_classifier else {"wcls": table})
+    others: Shapes = load_layer("per_layer_inputs").global_shapes(config) if config.per_layer_inputs else {}
+    tensors = {"tok_emb": table, **stacked, "rms_final": (config.dim,), **others, **layer_tensors}
+    return tensors if config.shared_classifier else tensors | {"wcls": table}
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
@@ -128,7 +140,7 @@ def embed(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
     scale = config.embedding_scale / config.residual_scale
     scale_ops = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
     ops = [[weights.matrices["embedding"].embed(b.x[0], b.tokens), *scale_ops]]
-    return [*ops, *per_layer_inputs.embedding_program(config, weights, b)] if config.per_layer_inputs else ops
+    return [*ops, *load_layer("per_layer_inputs").embedding_program(config, weights, b)] if config.per_layer_inputs else ops
 
 
 def classify(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
@@ -159,7 +171,7 @@ def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram
 
 def table_tensors(config: ModelConfig) -> dict[str, str]:
     """Return the name of the per-layer inputs' table, which stays in its file, by the buffer that it fills; else empty."""
-    return {per_layer_inputs.TOKEN_TABLE: per_layer_inputs.TOKEN_TABLE} if config.per_layer_inputs else {}
+    return {TOKEN_TABLE: TOKEN_TABLE} if config.per_layer_inputs else {}
 
 
 LLAMA = Architecture(

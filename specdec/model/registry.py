@@ -1,27 +1,19 @@
-"""Registry of all model architectures by name, and re-exports of their configs."""
+"""Registry of all model architectures by name; the module of one is imported when a config names it."""
 
-from specdec.heads.eagle3 import EAGLE3
-from specdec.heads.gemma4_assistant import GEMMA4_ASSISTANT
-from specdec.heads.mtp import MTP
-from specdec.layers.architecture import Architecture, Buffers, BufferSizes, Weights
-from specdec.model.gpt2 import GPT2
-from specdec.model.llama import LLAMA, LLAMA_RECURRENT
-from specdec.model_config import (
-    ASSISTANT,
-    AttentionConfig,
-    DeltaNetConfig,
-    ExpertsConfig,
-    HeadConfig,
-    LayerConfig,
-    Llama3RopeScaling,
-    ModelConfig,
-    PerLayerInputsConfig,
-    RopeConfig,
-    ShortConvConfig,
-    YarnRopeScaling,
-)
+from pkgutil import resolve_name
+from typing import cast
 
-ARCHITECTURES = {"llama": LLAMA, "gpt2": GPT2, "eagle3": EAGLE3, "mtp": MTP, ASSISTANT: GEMMA4_ASSISTANT}
+from specdec.layers.architecture import Architecture
+from specdec.model_config import ASSISTANT, ModelConfig
+
+ARCHITECTURES = {
+    "llama": "specdec.model.llama:LLAMA",
+    "gpt2": "specdec.model.gpt2:GPT2",
+    "eagle3": "specdec.heads.eagle3:EAGLE3",
+    "mtp": "specdec.heads.mtp:MTP",
+    ASSISTANT: "specdec.heads.gemma4_assistant:GEMMA4_ASSISTANT",
+}
+LLAMA_RECURRENT = "specdec.model.llama:LLAMA_RECURRENT"
 
 
 def get_architecture(config: ModelConfig) -> Architecture:
@@ -29,29 +21,8 @@ def get_architecture(config: ModelConfig) -> Architecture:
 
     A "llama" with mixers gets the variant with a recurrent state.
     """
-    if config.architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {config.architecture!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
-    architecture = ARCHITECTURES[config.architecture]
-    return LLAMA_RECURRENT if architecture is LLAMA and any(layer.mixer for layer in config.layers) else architecture
-
-
-__all__ = [
-    "ARCHITECTURES",
-    "ASSISTANT",
-    "Architecture",
-    "AttentionConfig",
-    "BufferSizes",
-    "Buffers",
-    "DeltaNetConfig",
-    "ExpertsConfig",
-    "HeadConfig",
-    "LayerConfig",
-    "Llama3RopeScaling",
-    "ModelConfig",
-    "PerLayerInputsConfig",
-    "RopeConfig",
-    "ShortConvConfig",
-    "Weights",
-    "YarnRopeScaling",
-    "get_architecture",
-]  # fmt: skip
+    name = config.architecture
+    if name not in ARCHITECTURES:
+        raise ValueError(f"architecture {name!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
+    is_recurrent = name == "llama" and any(layer.mixer for layer in config.layers)
+    return cast(Architecture, resolve_name(LLAMA_RECURRENT if is_recurrent else ARCHITECTURES[name]))

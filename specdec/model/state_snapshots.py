@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers
-from specdec.layers.recurrent_ops import BASE, TIP
+from specdec.layers.block import BASE, TIP
 from specdec.runtime.simd import Float32
 
 MAX_SNAPSHOT_BYTES = 128 << 20  # of all snapshots of a sequence; two are kept in any case

@@ -13,6 +13,8 @@ matrix leave free at its end: slots of 128 bytes, from the end backwards.
 """
 
 import itertools
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,7 +41,7 @@ from specdec.quant.bf16_12bit_llvm import (  # fmt: skip
 from specdec.quant.fp16_bf16 import BF16, view_bits
 from specdec.quant.fp32 import transpose_rows, unpack_rows
 from specdec.quant.matmul_kernels import MatmulArgs, get_chunk_panels
-from specdec.quant.packed_matrix import ALL_PANELS, Floats, PackingOverflowError
+from specdec.quant.packed_matrix import ALL_PANELS, Floats, Matrix, PackingOverflowError, Tensor, pack_matrix
 from specdec.runtime.code_cache import inlined, jitable
 from specdec.runtime.matmul_tile import (  # fmt: skip
     FEATURES,
@@ -53,8 +55,10 @@ from specdec.runtime.matmul_tile import (  # fmt: skip
     make_tile,
     panel_tile,
 )
+from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import (
     Bytes2,
+    Executor,
     Floats2,
     Floats3,
     ForwardContext,
@@ -66,7 +70,7 @@ from specdec.runtime.op_program import (
     run_on_all_threads,
 )
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import Float32, ceil_div, load_byte
+from specdec.runtime.simd import Float32, ceil_div, load_byte, round_up
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCKS_PER_SLOT = 16  # 0.9% of the blocks of normal numbers need a slot, 2.4% in the worst matrix of SmolLM2
@@ -336,12 +340,61 @@ def get_scratch_words(n: int, group_size: int) -> int:
     return int(ceil_div(UNPACK_COLUMNS * PANEL_ROWS, MIN_UNPACK_TOKENS)) if CAN_UNPACK_CHUNKS else 1
 
 
-def can_pack(n: int) -> bool:
-    """Return whether bf16 rows of n columns can be packed in 12 bits: n must be a multiple of BLOCK_COLUMNS."""
-    return n % BLOCK_COLUMNS == 0
-
-
 PACKED_BF16 = replace(
     BF16, name="bf16 in 12 bits", matmul=matmul, embed=embed, get_panel_shape=get_panel_shape, pack=pack, unpack=unpack,
-    get_scratch_words=get_scratch_words, expert_format=BF16, fallback=BF16,
+    get_scratch_words=get_scratch_words, expert_format=BF16, fallback=BF16, column_multiple=BLOCK_COLUMNS,
 )  # fmt: skip
+
+
+# Benchmark on the model's own matrices: whether 12 bits are faster than 16 on this machine
+
+TRIAL_WEIGHTS, N_COPIES = 2 << 20, 8  # together 33 MB in 16 bits, more than one core's caches hold
+MIN_SPEEDUP = 1.05  # relative to bf16, for one token
+MAX_ROUNDS, MAX_TRIAL_S = 5, 0.05
+
+
+def is_packing_faster(tensors: Iterable[Tensor], n_threads: int) -> bool:
+    """Return whether a one-token pass over the first of some bf16 tensors is faster by MIN_SPEEDUP when packed in 12 bits.
+
+    Measures it on n_threads threads, with TRIAL_WEIGHTS weights.
+    """
+    packed, plain = list[Matrix](), list[Matrix]()
+    remaining = TRIAL_WEIGHTS
+    for tensor in tensors:
+        rows = tensor[: max(remaining // tensor.shape[1] // PANEL_ROWS, 1) * PANEL_ROWS]
+        try:
+            packed.append(pack_matrix([rows], PACKED_BF16))
+        except PackingOverflowError:
+            continue
+        plain.append(pack_matrix([rows], BF16))
+        remaining -= rows.size
+        if remaining < PANEL_ROWS * tensor.shape[1]:
+            break
+    return bool(packed) and _is_faster(packed, plain, n_threads)
+
+
+def _is_faster(packed: list[Matrix], plain: list[Matrix], n_threads: int) -> bool:
+    """Return whether a pass over the packed matrices is faster by MIN_SPEEDUP than one over the same matrices in bf16.
+
+    Compares the shortest times of a few alternating rounds over several copies of both.
+    """
+    out = zeros(1, max(matrix.n_rows for matrix in plain))
+    x = zeros(1, 1, max(round_up(matrix.n, PANEL_ROWS) for matrix in plain))
+    x[:] = 1.0
+    scratch = zeros(n_threads, 1, max(matrix.scratch_words for matrix in packed))
+
+    def copy_matrix(matrix: Matrix) -> Matrix:
+        panels = zeros(*matrix.panels.shape)
+        panels[:] = matrix.panels
+        return replace(matrix, panels=panels)
+
+    copies = [[copy_matrix(matrix) for _ in range(N_COPIES) for matrix in matrices] for matrices in (packed, plain)]
+    executors = [Executor([[matrix.matmul(out, x, scratch) for matrix in matrices]]) for matrices in copies]
+    times: list[list[float]] = [[], []]
+    end = time.perf_counter() + MAX_TRIAL_S
+    while len(times[0]) < 2 or (len(times[0]) < MAX_ROUNDS and time.perf_counter() < end):
+        for executor, seconds in zip(executors, times, strict=True):
+            begin = time.perf_counter()
+            executor(1, 0, 0, n_threads)
+            seconds.append(time.perf_counter() - begin)
+    return min(times[1]) > MIN_SPEEDUP * min(times[0])

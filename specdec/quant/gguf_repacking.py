@@ -10,7 +10,7 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from specdec.quant.groupwise import (
     make_grouped_format,
     pack_codes,
     pack_grouped_rows,
+    ungroup,
     unpack_codes,
 )
 from specdec.quant.int8 import BYTES_PER_WORD
@@ -35,6 +36,7 @@ from specdec.runtime.simd import Float32
 from specdec.runtime.work_stealing import get_chunk_range
 
 UInt8 = npt.NDArray[np.uint8]
+MXFP4, MIN_FP16_EXPONENT, MAX_FP16_EXPONENT = "MXFP4", 128 - 24, 128 + 15  # exponents of powers of two that fp16 holds
 TWO_BIT_MASK, SIGN_MASK = 3 * EACH_BYTE, 128 * EACH_BYTE
 
 
@@ -219,56 +221,60 @@ class BlockType(NamedTuple):
         n_bytes: Bytes of a block in the file.
         layout: Layout of its weights in panels.
         read: Kernel that reads its blocks, see `make_block_reader`.
-        convert: Conversion of its bytes to blocks that the kernel can read, or None.
+        scale_offsets: Bytes of a block at which its fp16 scales begin.
     """
 
     n_bytes: int
     layout: GroupLayout
     read: Kernel
-    convert: Callable[[UInt8], UInt8] | None = None
+    scale_offsets: tuple[int, ...]
+
+
+def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Any, scales_offset: int = 0) -> BlockType:
+    """Return the block type of a name; repack and scales_offset, in bytes, are as in `make_block_reader`."""
+    read = make_block_reader(f"read_{name.lower()}", n_bytes // 2, layout.n_params, repack, scales_offset // 2)
+    return BlockType(n_bytes, layout, read, tuple(scales_offset + 2 * i for i in range(layout.n_params)))
 
 
 def convert_mxfp4_scales(raw_bytes: UInt8) -> UInt8:
-    """Return the bytes of MXFP4 blocks (rows, bytes) with their exponents replaced by fp16 scales, as in Q4_0."""
+    """Return the bytes of MXFP4 blocks (rows, bytes) with their exponents replaced by fp16 scales, as in Q4_0.
+
+    An exponent e stands for 2^(e - 128). The scale is 0 for those out of fp16's range, which only blocks of zeros have.
+    """
     blocks = raw_bytes.reshape(len(raw_bytes), -1, 17)
-    scales = e8m0_to_fp32_half(blocks[..., :1]).astype(np.float16)
+    exponents = np.where(blocks[..., :1] > MAX_FP16_EXPONENT, np.uint8(1), np.maximum(blocks[..., :1], np.uint8(1)))
+    scales = (exponents.astype(np.uint32) - np.uint32(1) << np.uint32(23)).view(np.float32).astype(np.float16)
     return np.concatenate([scales.view(np.uint8), blocks[..., 1:]], 2).reshape(len(raw_bytes), -1)
 
 
-def e8m0_to_fp32_half(exponents: UInt8) -> Float32:
-    """Return half the value of each E8M0 exponent e, 2^(e - 128), as float32.
-
-    The result is 0 for e of 0 and 1, which only blocks of zeros have.
-    """
-    bits = (np.maximum(exponents, np.uint8(1)) - np.uint8(1)).astype(np.uint32) << np.uint32(23)
-    return bits.view(np.float32)
-
-
-read_q4_0 = make_block_reader("read_q4_0", 9, 1, make_codes_repacker(1))
+repack_q4_0 = make_codes_repacker(1)
 Q4_LAYOUT, Q4_MIN_LAYOUT = GroupLayout(4, 32, 1, False), GroupLayout(4, 32, 1, True)
 Q8_MIN_LAYOUT = GroupLayout(8, 32, 1, True)  # can hold every type except the K types
 Q6_K_MIN_LAYOUT = GroupLayout(6, 16, 16, True)  # can hold every K type
 BLOCK_TYPES = {
-    "Q4_0": BlockType(18, Q4_LAYOUT, read_q4_0),
-    "Q4_1": BlockType(20, Q4_MIN_LAYOUT, make_block_reader("read_q4_1", 10, 2, make_codes_repacker(2))),
-    "Q5_0": BlockType(22, GroupLayout(5, 32, 1, False), make_block_reader("read_q5_0", 11, 1, make_codes_repacker(3, 5))),
-    "Q5_1": BlockType(24, GroupLayout(5, 32, 1, True), make_block_reader("read_q5_1", 12, 2, make_codes_repacker(4, 5))),
-    "Q8_0": BlockType(34, GroupLayout(8, 32, 1, False), make_block_reader("read_q8_0", 17, 1, make_codes_repacker(1, 8))),
-    "Q4_K": BlockType(144, GroupLayout(4, 32, 8, True), make_block_reader("read_q4_k", 72, 2, make_k_quant_repacker(8, 4))),
-    "Q5_K": BlockType(176, GroupLayout(5, 32, 8, True), make_block_reader("read_q5_k", 88, 2, make_k_quant_repacker(24, 5))),
-    "Q6_K": BlockType(210, GroupLayout(6, 16, 16, False), make_block_reader("read_q6_k", 105, 1, repack_q6_k, 104)),
-    "Q2_K": BlockType(84, GroupLayout(4, 16, 16, True), make_block_reader("read_q2_k", 42, 2, repack_q2_k, 40)),
-    "Q3_K": BlockType(110, GroupLayout(4, 16, 16, False), make_block_reader("read_q3_k", 55, 1, repack_q3_k, 54)),
-    "IQ4_NL": BlockType(18, GroupLayout(4, 32, 1, False, "nl"), read_q4_0),
-    "IQ4_XS": BlockType(136, GroupLayout(4, 32, 8, False, "nl"), make_block_reader("read_iq4_xs", 68, 1, repack_iq4_xs)),
-    "MXFP4": BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_q4_0, convert_mxfp4_scales),
+    name: make_block_type(name, *arguments)
+    for name, *arguments in (
+        ("Q4_0", 18, Q4_LAYOUT, repack_q4_0),
+        ("Q4_1", 20, Q4_MIN_LAYOUT, make_codes_repacker(2)),
+        ("Q5_0", 22, GroupLayout(5, 32, 1, False), make_codes_repacker(3, 5)),
+        ("Q5_1", 24, GroupLayout(5, 32, 1, True), make_codes_repacker(4, 5)),
+        ("Q8_0", 34, GroupLayout(8, 32, 1, False), make_codes_repacker(1, 8)),
+        ("Q4_K", 144, GroupLayout(4, 32, 8, True), make_k_quant_repacker(8, 4)),
+        ("Q5_K", 176, GroupLayout(5, 32, 8, True), make_k_quant_repacker(24, 5)),
+        ("Q6_K", 210, GroupLayout(6, 16, 16, False), repack_q6_k, 208),
+        ("Q2_K", 84, GroupLayout(4, 16, 16, True), repack_q2_k, 80),
+        ("Q3_K", 110, GroupLayout(4, 16, 16, False), repack_q3_k, 108),
+        ("IQ4_NL", 18, GroupLayout(4, 32, 1, False, "nl"), repack_q4_0),
+        ("IQ4_XS", 136, GroupLayout(4, 32, 8, False, "nl"), repack_iq4_xs),
+    )
 }
+BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), BLOCK_TYPES["Q4_0"].read, ())
 
 
 def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
     """Return rows of GGUF blocks as `GroupedRows` in the block type's layout."""
-    size, layout, read, convert = BLOCK_TYPES[blocks.type]
-    raw_bytes = convert(blocks.raw_bytes) if convert else blocks.raw_bytes
+    size, layout, read, _ = BLOCK_TYPES[blocks.type]
+    raw_bytes = convert_mxfp4_scales(blocks.raw_bytes) if blocks.type == MXFP4 else blocks.raw_bytes
     n, n_blocks = len(raw_bytes), blocks.raw_bytes.shape[1] // size
     params = np.empty((n, n_blocks, layout.n_params), np.uint16)
     factors = np.empty((n, n_blocks, layout.n_params, layout.n_groups * (layout.n_groups > 1)), np.int8)
@@ -277,6 +283,11 @@ def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
     source = np.ascontiguousarray(raw_bytes).view(np.uint16)
     run_on_all_threads(read(*flat, source))
     return GroupedRows(params, factors, words)
+
+
+def dequantize(type_name: str, raw_bytes: UInt8) -> Float32:
+    """Return rows of GGUF blocks (rows, bytes) as float32, equal bit by bit to those of the python package gguf."""
+    return ungroup(BLOCK_TYPES[type_name].layout, repack_blocks(GGUFBlockRows(type_name, raw_bytes)))
 
 
 def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> GroupedRows:
@@ -303,7 +314,7 @@ def pack(layout: GroupLayout, panels: Float32, first: int, stride: int, rows: GG
 
 
 def _make_weight_format(name: str, layout: GroupLayout) -> WeightFormat:
-    return replace(make_grouped_format(name, layout, functools.partial(pack, layout)), is_gguf_block=True)
+    return replace(make_grouped_format(__name__, name, layout, functools.partial(pack, layout)), is_gguf_block=True)
 
 
 WEIGHT_FORMATS = {name: _make_weight_format(name, block.layout) for name, block in BLOCK_TYPES.items()}

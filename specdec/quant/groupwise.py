@@ -454,26 +454,37 @@ def pack_grouped_rows(panels: Float32, first: int, stride: int, rows: GroupedRow
     run_on_all_threads(pack_panels(panels.view(np.uint32), panels.view(np.uint16), panels.view(np.uint8), *flat, first, stride))
 
 
-def unpack(layout: GroupLayout, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of grouped weights as float32, code * scale + minimum; implements `WeightFormat.unpack`."""
-    panels = panels[block]
-    size, n_blocks = panels.shape[:2]
-    block_params = panels[..., : layout.factors_offset].view(np.float16).reshape(size, n_blocks, layout.n_params, 1, PANEL_ROWS)
-    params = block_params.astype(np.float32)
+def ungroup(layout: GroupLayout, rows: GroupedRows) -> Float32:
+    """Return grouped rows as float32 (rows, columns), code * scale + minimum; each product and sum is rounded."""
+    params = rows.params.view(np.float16).astype(np.float32)[..., None]
     if layout.n_groups > 1:
-        factors = panels[..., layout.factors_offset : layout.codes_offset].view(np.int8)
-        params = params * factors.reshape(size, n_blocks, layout.n_params, layout.n_groups, PANEL_ROWS)
-    words = (
-        panels[..., layout.codes_offset :].view(np.uint32).reshape(size, n_blocks, layout.n_groups, layout.row_words, PANEL_ROWS)
-    )
-    codes = unpack_codes(layout, words)[..., None].view(np.uint8)
-    # (P, blocks, groups, words, R, 4) -> (P, R, blocks, groups, words, 4)
-    values = codes.transpose(0, 4, 1, 2, 3, 5).astype(np.float32) - np.float32(layout.zero_point)
-    scales, *minima = (params[:, :, i].transpose(0, 3, 1, 2)[..., None, None] for i in range(layout.n_params))
+        params = params * rows.factors
+    codes = unpack_codes(layout, rows.words)[..., None].view(np.uint8)  # (rows, blocks, groups, words, 4)
+    values = codes.astype(np.float32) - np.float32(layout.zero_point)
+    scales, *minima = (params[:, :, i, :, None, None] for i in range(layout.n_params))
     values *= scales
     for minimum in minima:
         values += minimum
-    return np.ascontiguousarray(values.reshape(size * PANEL_ROWS, -1)[:, :n])
+    return values.reshape(len(values), -1)
+
+
+def unpack(layout: GroupLayout, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+    """Return the rows of grouped weights as float32; implements `WeightFormat.unpack`."""
+    panels = panels[block]
+    size, n_blocks = panels.shape[:2]
+
+    def get_part(first: int, last: int, dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        """Return words first to last - 1 of the blocks as an array (P R, blocks, ...) of the dtype."""
+        part = panels[..., first:last].view(dtype).reshape(size, n_blocks, *shape, PANEL_ROWS)
+        return np.ascontiguousarray(part.transpose(0, -1, *range(1, part.ndim - 1))).reshape(size * PANEL_ROWS, n_blocks, *shape)
+
+    is_grouped, codes_offset = layout.n_groups > 1, layout.codes_offset
+    rows = GroupedRows(
+        get_part(0, layout.factors_offset, np.uint16, layout.n_params),
+        get_part(layout.factors_offset, codes_offset, np.int8, layout.n_params, layout.n_groups * is_grouped),
+        get_part(codes_offset, layout.block_words, np.uint32, layout.n_groups, layout.row_words),
+    )
+    return np.ascontiguousarray(ungroup(layout, rows)[:, :n])
 
 
 def _get_group_size(layout: GroupLayout, n: int, file_group: int) -> int:
@@ -487,25 +498,22 @@ def _get_panel_shape(layout: GroupLayout, n: int, group_size: int) -> tuple[int,
 
 
 def make_grouped_format(
-    name: str, layout: GroupLayout, pack: Callable[[Float32, int, int, Any, int], None], instruction_set: str = DOT4_NAME
+    module: str, name: str, layout: GroupLayout, pack: Callable[[Float32, int, int, Any, int], None]
 ) -> WeightFormat:
     """Return the weight format of a group layout.
 
     Args:
+        module: Module that creates the format, in which its kernels are registered.
         name: Name of the format, for users.
         layout: Layout of the groups.
         pack: Its `WeightFormat.pack`, which fills its panels.
-        instruction_set: The `int8.choose_dot4` instruction set that multiplies it.
     """
-    stem = name.replace(" ", "_")
-    variant = "portable" if instruction_set == "portable" else "native"
-    matmul, expert_matmul = make_matmul_kernels(
-        __name__, f"{stem}_{variant}_", *make_group_tile(layout, instruction_set), get_quantized_activations
-    )
+    prefix = f"{name.replace(' ', '_')}_"
+    matmul, expert_matmul = make_matmul_kernels(module, prefix, *make_group_tile(layout, DOT4_NAME), get_quantized_activations)
     return WeightFormat(
         name,
         matmul,
-        make_embed_kernel(__name__, f"{stem}_", make_weight_getter(layout)),
+        make_embed_kernel(module, prefix, make_weight_getter(layout)),
         expert_matmul,
         functools.partial(_get_group_size, layout),
         functools.partial(_get_panel_shape, layout),

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -71,7 +70,6 @@ from specdec.runtime.simd import (  # fmt: skip
 )
 from specdec.runtime.work_stealing import get_chunk_range
 
-Int8 = npt.NDArray[np.int8]
 BYTES_PER_WORD = 4
 ZERO_CODES_WORD = np.uint32(0x80808080)  # four weights of 0 as stored
 MIN_SCALE = np.finfo(np.float32).tiny  # a smaller scale has so few bits that a code may reach 190, which wraps around

@@ -84,7 +84,7 @@ class PackingOverflowError(Exception):
 
 
 class ExpertRouting(NamedTuple):
-    """The slots of a pass, pairs of a token and an expert, sorted by expert, one copy per thread: see `moe_ops.route`."""
+    """The slots of a pass, pairs of a token and an expert, sorted by expert, one copy per thread: see `moe.route`."""
 
     tokens: Int64
     starts: Int64
@@ -107,7 +107,8 @@ class WeightFormat:
         is_gguf_block: Whether it is packed from `GGUFBlockRows`.
         embedding_format: Format of the embedding and classifier, if another one.
         expert_format: Format of the expert matrices, if another one.
-        fallback: Format of a matrix for which pack raises `PackingOverflowError`.
+        fallback: Format of a matrix for which pack raises `PackingOverflowError`. Only matrices of that format are packed.
+        column_multiple: Number of which the columns of a packed matrix must be a multiple.
     """
 
     name: str
@@ -123,6 +124,7 @@ class WeightFormat:
     embedding_format: "WeightFormat | None" = None
     expert_format: "WeightFormat | None" = None
     fallback: "WeightFormat | None" = None
+    column_multiple: int = 1
 
 
 @dataclass(frozen=True)

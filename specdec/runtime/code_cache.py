@@ -15,8 +15,10 @@ import shutil
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,6 @@ from numba.extending import register_jitable
 from numba.misc.appdirs import user_cache_dir
 from numba.np.numpy_support import from_dtype, map_layout
 
-from specdec.runtime.compile_locks import CompileLocks
 from specdec.runtime.late_linking import enable_late_linking
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
@@ -52,7 +53,30 @@ _SOURCE_PATHS = {str(PACKAGE_DIR / name) for name in SOURCES}
 SOURCE_HASH_PATTERN = re.compile("[0-9a-f]{16}")
 CHECKSUM_BYTES = 32
 NRT_PREFIX = "NRT_"  # of names in numba's runtime
+LOCK_TIMEOUT_S = 60.0  # for a process that was stopped, or has an error that this one will report
+POLL_INTERVAL_S = 0.01
 MAX_UNUSED_DAYS = 30  # after which code of another source hash is deleted
+
+try:
+    import fcntl
+
+    def _lock_byte(file: int, offset: int) -> None:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+
+    def _unlock_byte(file: int, offset: int) -> None:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, offset)
+
+except ImportError:  # Windows
+    msvcrt = import_module("msvcrt")
+
+    def _lock_byte(file: int, offset: int) -> None:
+        os.lseek(file, offset, os.SEEK_SET)
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+
+    def _unlock_byte(file: int, offset: int) -> None:
+        os.lseek(file, offset, os.SEEK_SET)
+        msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+
 
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, but specdec's kernels only run compiled; unset it")
@@ -69,6 +93,73 @@ _n_started = 0
 def _report_compiling(name: str) -> None:
     for report in compile_reporters[-1:]:  # the caller of an earlier one may have been interrupted
         report(name, _n_started)
+
+
+# Compile locks: the first process that needs a function compiles it, and the others wait. A lock is on one byte of a file, at an
+# offset that is a hash of the function's name. It ends with its process, however that ends.
+
+
+class AlreadyCompilingError(Exception):
+    """Raised if another process holds the compile lock of a function and `CompileLocks.is_blocking` is False."""
+
+
+class CompileLocks:
+    """Locks between processes, one per function name, so that only one process compiles a function.
+
+    Attributes:
+        is_blocking: Whether `acquire` waits while another process holds a lock; else it raises `AlreadyCompilingError`.
+    """
+
+    def __init__(self, path: Callable[[], str]) -> None:
+        """Create the locks; `path` returns the path of the lock file and is called on first use."""
+        self._path = path
+        self._file = -1
+        self.is_blocking = True
+
+    def acquire(self, name: str) -> bool:
+        """Lock the name of a function for this process, and return whether another process held that lock meanwhile.
+
+        Waits up to LOCK_TIMEOUT_S for the other process, then continues without the lock. Returns False at once, without a lock,
+        if the file cannot be opened or the file system has no locks.
+
+        Raises:
+            AlreadyCompilingError: Another process holds the lock, and `is_blocking` is False.
+        """
+        try:
+            if self._file < 0:
+                self._file = os.open(self._path(), os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return False
+        deadline, was_taken = time.monotonic() + LOCK_TIMEOUT_S, False
+        while not _try_lock(self._file, _get_lock_offset(name)):
+            if not self.is_blocking:
+                raise AlreadyCompilingError(name)
+            was_taken = True
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_INTERVAL_S)
+        return was_taken
+
+    def release(self, name: str) -> None:
+        """Release the lock that `acquire` took for the name of a function, if any."""
+        if self._file >= 0:
+            with suppress(OSError):
+                _unlock_byte(self._file, _get_lock_offset(name))
+
+
+def _get_lock_offset(name: str) -> int:
+    return zlib.crc32(os.path.basename(name).encode()) >> 1
+
+
+def _try_lock(file: int, offset: int) -> bool:
+    """Lock one byte of an open file without waiting, and return whether it worked; True also if the file system has no locks."""
+    try:
+        _lock_byte(file, offset)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 class MachineCodeCache(caching.NullCache):

@@ -1,15 +1,18 @@
-"""Memory: aligned arrays, pages that become resident on demand, and fast checks for NaN and infinity."""
+"""Memory: aligned arrays, pages that become resident on demand, fast checks for NaN and infinity, and checksums."""
 
+import hashlib
 import math
 import mmap
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from specdec.runtime.code_cache import compiled
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
@@ -19,6 +22,9 @@ from specdec.runtime.work_stealing import get_chunk_range
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the smallest page of any system, and the usual huge page
 CAN_RELEASE_PAGES = sys.platform.startswith("linux") and hasattr(mmap, "MADV_DONTNEED")  # it differs on other systems
 PAGE_WORDS = 4096 // 8  # words of 8 bytes
+CHECKSUM_BYTES, CHECKSUM_LANES = 16, 8  # lanes: independent chains of multiplications
+ROTATE_BITS = np.uint64(29)
+GOLDEN_RATIO_64 = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, which is odd
 TOUCH_AHEAD_WORDS = 1 << 23  # enough that each thread touches huge pages of its own
 
 
@@ -225,3 +231,30 @@ def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
     scan = {"float32": scan_fp32, "float16": scan_fp16}.get(array.dtype.name, scan_bf16)
     run_on_all_threads(scan(sums, flatten(array)), sums.size)
     return not np.isnan(sums).any()
+
+
+# Checksums: they detect damage and mix-ups, but do not protect against malice
+
+
+@compiled
+def mix_words(lanes, words):
+    """lanes[i % 8] = rotate(lanes[i % 8] ^ words[i]) GOLDEN_RATIO_64 for each of words (n,), n a multiple of 8; all uint64.
+
+    A step is a bijection of the lane and of the word, so changing one word always changes its lane.
+    """
+    for first in range(0, words.size, CHECKSUM_LANES):
+        for i in range(CHECKSUM_LANES):
+            mixed = lanes[i] ^ words[first + i]
+            lanes[i] = (mixed << ROTATE_BITS | mixed >> (np.uint64(64) - ROTATE_BITS)) * GOLDEN_RATIO_64
+
+
+def checksum(arrays: Iterable[Any]) -> bytes:
+    """Return CHECKSUM_BYTES bytes, a checksum that depends on every byte of the arrays, its position and the arrays' lengths."""
+    digest, line = hashlib.blake2b(digest_size=CHECKSUM_BYTES), 8 * CHECKSUM_LANES
+    for array in arrays:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        end = len(data) // line * line
+        lanes = np.arange(1, CHECKSUM_LANES + 1, dtype=np.uint64) * GOLDEN_RATIO_64
+        mix_words(lanes, data[:end].view(np.uint64))
+        digest.update(lanes.tobytes() + data[end:].tobytes() + len(data).to_bytes(8, "little"))
+    return digest.digest()

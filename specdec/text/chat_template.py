@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from specdec.argument_checks import check_choice, check_path, check_string, shorten
-from specdec.families import CHAT_TEMPLATES
 from specdec.loaders import Checkpoint, optional_dependencies, read_optional_json_object
+from specdec.loaders.llama2c import CHAT_TEMPLATES
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer, read_file_bytes
 
 if TYPE_CHECKING:

@@ -16,21 +16,17 @@ from typing import Any
 
 from specdec import argument_checks
 from specdec.loaders import optional_dependencies
-from specdec.loaders.unsupported_formats import IS_LFS_POINTER, LFS_POINTER, identify_file
+from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE
 from specdec.text.hf_encoder import Encoder
 from specdec.tokenizer import (
     TEXT_NOT_STARTED,
-    AnyTokenizer,
     RenderedSegment,
-    Tokenizer,
     TokenizerError,
     decode_tokens,
     read_file_bytes,
 )
 
-TOKENIZER_FILE = "tokenizer.json"
 SUPPORTED_DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
-EXPECTED_TOKENIZER = "expected a tokenizer.json, a folder that holds one, a GGUF file, or a tokenizer.bin of llama2.c"
 TEXT_STARTED = 0
 # Name of a codec error handler: a U+FFFD for each byte of an invalid character, as with ByteFallback.
 REPLACE_EACH_BYTE = "specdec.each_byte"
@@ -147,27 +143,6 @@ class HFTokenizer:
             if token is not None:
                 return {token: "eos"}
         return {}
-
-
-def load_tokenizer(path: Path, bos: int | None = None, eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
-    """Load a tokenizer from a Hugging Face folder or .json file (see `HFTokenizer`), else from a llama2.c file.
-
-    Args:
-        path: The file or folder.
-        bos: The BOS id; see `HFTokenizer`.
-        eos_tokens: The end-of-sequence tokens with names; for a llama2.c file in addition to the file's own.
-
-    Raises:
-        TokenizerError: The file is not a tokenizer. The message names the kind of the file if it is known.
-    """
-    if path.is_dir() or path.suffix == ".json":
-        return HFTokenizer(path, bos, eos_tokens)
-    try:
-        return Tokenizer(path, eos_tokens=eos_tokens or {})
-    except TokenizerError:
-        if problem := identify_file(path, EXPECTED_TOKENIZER) if path.is_file() else "":
-            raise TokenizerError(f"{path} {problem}") from None
-        raise
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-from specdec.text.hf_tokenizer import HFTokenizer, load_tokenizer
 from specdec.tokenizer import AnyTokenizer
 
 MAX_PADDING_ROWS = 1024  # rows without a token; the published maximum is 905 (Phi-2)
@@ -12,6 +13,20 @@ MIN_KNOWN_FRACTION = 0.5  # of the rows that must have a token; matters for smal
 # Of the target's tokens, for a draft of another vocabulary. Draft heads have a fifth of them or more.
 MIN_SHARED_FRACTION = 0.1
 NOT_SHARED = -1  # in `target_ids`, for a draft token without a target id
+
+
+@runtime_checkable
+class NamedTokens(Protocol):
+    """The protocol of tokenizers with a name for each token, of which only `HFTokenizer` is one."""
+
+    def id_to_token(self, token: int) -> str | None:
+        """Return the name of a token id, also of a special token, or None for an unknown id."""
+
+    def is_same_file(self, path: Path) -> bool:
+        """Return whether a tokenizer.json, or that in a folder, has the same bytes as this tokenizer's own file."""
+
+    def has_same_decoder(self, other: Any) -> bool:
+        """Return whether both tokenizers decode equally, so that tokens of the same name have the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ def count_known_ids(tokenizer: AnyTokenizer, n_rows: int, model: str = "the targ
         ValueError: The tokenizer's size shows that the tokenizer belongs to another model.
     """
     n = tokenizer.vocab_size
-    matches = n == n_rows or isinstance(tokenizer, HFTokenizer)
+    matches = n == n_rows or isinstance(tokenizer, NamedTokens)
     if n > n_rows:  # special tokens that a model was not trained on do no harm
         matches = matches and n - n_rows <= MAX_PADDING_ROWS and max(tokenizer.encode("")) < n_rows
         matches = matches and all(tokenizer.token_to_bytes(token) is None for token in range(n_rows, n))
@@ -69,8 +84,8 @@ def compare_vocabularies(target: AnyTokenizer, target_rows: int, draft: AnyToken
         TokenizerError: The draft's file is not a tokenizer.
     """
     if isinstance(draft, Path):
-        is_copy = isinstance(target, HFTokenizer) and target.is_same_file(draft)
-        draft = target if is_copy else load_tokenizer(draft)
+        is_copy = isinstance(target, NamedTokens) and target.is_same_file(draft)
+        draft = target if is_copy else import_module("specdec.text.hf_tokenizer").HFTokenizer(draft)
     if draft is target:
         n_target = count_known_ids(target, target_rows)
         return SharedVocabulary(n_target, min(n_target, count_known_ids(target, draft_rows, "the draft")))
@@ -100,7 +115,7 @@ def assume_shared_vocabulary(target: AnyTokenizer, target_rows: int, name: str, 
         ValueError: The sizes of the vocabularies show that they differ.
     """
     n = target.vocab_size
-    is_padded = isinstance(target, HFTokenizer) and n <= draft_rows <= min(n + MAX_PADDING_ROWS, n / MIN_KNOWN_FRACTION)
+    is_padded = isinstance(target, NamedTokens) and n <= draft_rows <= min(n + MAX_PADDING_ROWS, n / MIN_KNOWN_FRACTION)
     if draft_rows != target_rows and not is_padded:
         raise ValueError(
             f"{name} has a vocabulary of {draft_rows} tokens, the target one of {target_rows}; "
@@ -112,7 +127,7 @@ def assume_shared_vocabulary(target: AnyTokenizer, target_rows: int, name: str, 
 def _find_differing_ids(a: AnyTokenizer, b: AnyTokenizer, n: int) -> Iterator[int]:
     """Yield each id below n that is a token in both tokenizers but stands for different bytes."""
     ids: Iterable[int] = range(n)
-    if isinstance(a, HFTokenizer) and isinstance(b, HFTokenizer) and a.has_same_decoder(b):
+    if isinstance(a, NamedTokens) and isinstance(b, NamedTokens) and a.has_same_decoder(b):
         names = zip(map(a.id_to_token, ids), map(b.id_to_token, ids), strict=True)
         ids = [
             token
@@ -139,7 +154,7 @@ def _map_draft_ids(target: AnyTokenizer, n_target: int, draft: AnyTokenizer, n_d
 
 def _get_meanings(tokenizer: AnyTokenizer, n: int) -> list[bytes | str]:
     """Return, for each id below n, the token's bytes, the name of a special token, or b"" for an unknown id."""
-    if isinstance(tokenizer, HFTokenizer):
+    if isinstance(tokenizer, NamedTokens):
         names = {token: tokenizer.id_to_token(token) for token in range(n)}
     else:
         names = {token: name for name, token in getattr(tokenizer, "specials", {}).items()}

@@ -2,15 +2,45 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
 
 from specdec.argument_checks import check_path
 from specdec.loaders import Checkpoint, read_vocabulary
+from specdec.loaders.model_file import TOKENIZER_FILE, identify_file
 from specdec.loaders.model_paths import find_tokenizer
-from specdec.text.gguf_tokenizer import load_gguf_tokenizer, read_gguf_bos_and_eos
-from specdec.text.hf_tokenizer import TOKENIZER_FILE, load_tokenizer
 from specdec.text.shared_vocabulary import SharedVocabulary, assume_shared_vocabulary, compare_vocabularies
-from specdec.tokenizer import AnyTokenizer
+from specdec.tokenizer import AnyTokenizer, Tokenizer, TokenizerError
+
+EXPECTED_TOKENIZER = "expected a tokenizer.json, a folder that holds one, a GGUF file, or a tokenizer.bin of llama2.c"
+
+
+def load_tokenizer(path: Path, bos: int | None = None, eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
+    """Load a tokenizer from a Hugging Face folder or .json file (see `hf_tokenizer.HFTokenizer`), else from a llama2.c file.
+
+    Args:
+        path: The file or folder.
+        bos: The BOS id; see `HFTokenizer`.
+        eos_tokens: The end-of-sequence tokens with names; for a llama2.c file in addition to the file's own.
+
+    Raises:
+        TokenizerError: The file is not a tokenizer. The message names the kind of the file if it is known.
+    """
+    if path.is_dir() or path.suffix == ".json":
+        return cast(AnyTokenizer, import_module("specdec.text.hf_tokenizer").HFTokenizer(path, bos, eos_tokens))
+    try:
+        return Tokenizer(path, eos_tokens=eos_tokens or {})
+    except TokenizerError:
+        if problem := identify_file(path, EXPECTED_TOKENIZER) if path.is_file() else "":
+            raise TokenizerError(f"{path} {problem}") from None
+        raise
+
+
+def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
+    """Build the tokenizer of a GGUF file from the file's metadata; see `gguf_tokenizer.load_gguf_tokenizer`."""
+    module = import_module("specdec.text.gguf_tokenizer")
+    return cast(AnyTokenizer, module.load_gguf_tokenizer(path, keys, eos_tokens or {}))
 
 
 def resolve_tokenizer(
@@ -35,7 +65,8 @@ def resolve_tokenizer(
         return load_gguf_tokenizer(target.path, target.vocabulary)
     bos, eos_tokens = (target.bos_token_id, target.eos_tokens) if target else (None, {})
     if target and target.vocabulary:  # the keys of a GGUF file name them
-        bos, eos_tokens = read_gguf_bos_and_eos(target.path, target.vocabulary, n_rows)
+        reader = import_module("specdec.text.gguf_tokenizer")
+        bos, eos_tokens = reader.read_gguf_bos_and_eos(target.path, target.vocabulary, n_rows)
     path = find_tokenizer(None if given is None else check_path("tokenizer", given), target.path if target else None, n_rows)
     keys = {} if path.is_dir() or not path.exists() else read_vocabulary(path)
     return load_gguf_tokenizer(path, keys, eos_tokens) if keys else load_tokenizer(path, bos, eos_tokens)

@@ -17,8 +17,7 @@ from specdec.draft.draft_length import FixedLength
 from specdec.events import Event, Statistics
 from specdec.families import gemma4_assistant
 from specdec.heads.shared_kv_head import SharedKVHead, SharedKVHeadCache
-from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.head_checks import check_compatibility
+from specdec.loaders import CheckpointError, check_compatibility, load_checkpoint
 from specdec.loaders.model_loader import Loader
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model

@@ -9,7 +9,7 @@ from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.mtp import load_mtp_head
+from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.quant import BF16, INT8

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from specdec.layers.activations import swiglu
-from specdec.layers.moe_ops import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
-from specdec.layers.recurrent_ops import NO_BIAS
+from specdec.layers.block import NO_BIAS
+from specdec.layers.moe import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
 from specdec.quant import BF16, FP16, FP32, INT4, INT8
 from specdec.quant.gguf_repacking import WEIGHT_FORMATS as BLOCK_FORMATS
 from specdec.quant.packed_matrix import ALL_PANELS, ExpertRouting, pack_matrix

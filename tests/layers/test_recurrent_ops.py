@@ -5,7 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.layers.recurrent_ops import N_REWINDABLE_STATES, NO_BIAS, convolve, gated_convolution, make_ring_buffer
+from specdec.layers.block import N_REWINDABLE_STATES, NO_BIAS
+from specdec.layers.recurrent_ops import convolve, gated_convolution, make_ring_buffer
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor

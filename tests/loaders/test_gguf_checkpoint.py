@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.families import GGUF_FAMILIES
+from specdec.families import load_definitions
+from specdec.families.family import GGUFFamily
 from specdec.layers.rope import compute_positions_per_radian
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor, dequantize
+from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.gguf_file import GGUFFile
+from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
-from specdec.loaders.mtp import load_mtp_head
 from specdec.model.model import Model
 from specdec.model.registry import get_architecture
 from specdec.model_config import Llama3RopeScaling
+from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
 from tests.tools.configs import replace_config
@@ -56,7 +58,7 @@ PACKAGE = FIXTURES / "gguf"
 def test_dequantized_blocks_equal_those_of_the_package(type_name: str) -> None:
     with np.load(PACKAGE / "blocks.npz") as file:
         blocks, floats = file[type_name], file[f"{type_name}_floats"]
-    assert blocks.shape[1] == BLOCKS[type_name].n_bytes and floats.shape[1] == BLOCKS[type_name].n_weights
+    assert blocks.shape[1] == BLOCK_TYPES[type_name].n_bytes and floats.shape[1] == BLOCK_TYPES[type_name].layout.block_columns
     np.testing.assert_array_equal(dequantize(type_name, blocks), floats, strict=True)
     np.testing.assert_array_equal(dequantize(type_name, blocks.reshape(2, -1)), floats.reshape(2, -1), strict=True)
 
@@ -328,7 +330,7 @@ def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero
 def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     for type_name in BLOCK_SIZES:
-        for at in BLOCKS[type_name].scale_offsets:
+        for at in BLOCK_TYPES[type_name].scale_offsets:
             for bits in (0x7C00, 0xFC00, 0x7E01):
                 keys, tensors = make_model_keys("llama_tied"), make_model_tensors("llama_tied")
                 blocks = random_blocks(rng, type_name, 72, 256)
@@ -423,7 +425,7 @@ def test_unsupported_types_are_reported_by_name(tmp_path: Path, small: tuple[Key
         at = data.index(name) + len(name) + 4 + 16
         data[at : at + 4] = struct.pack("<I", number)
         path.write_bytes(data)
-        assert f'tensor "blk.1.attn_q.weight" is of type {type_name}; supported: F32, F16, BF16, Q8_0' in get_refusal(path)
+        assert f'tensor "blk.1.attn_q.weight" is of type {type_name}; supported: F32, F16, BF16, Q4_0' in get_refusal(path)
 
 
 def u64(n: int) -> bytes:
@@ -540,7 +542,8 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
         (
             "general.architecture",
             "bloom",
-            f'general.architecture "bloom" is not supported; supported: {", ".join(sorted(GGUF_FAMILIES))}',
+            'general.architecture "bloom" is not supported; supported: '
+            + ", ".join(sorted(each.name for each in load_definitions(GGUFFamily))),
         ),
     ],
 )

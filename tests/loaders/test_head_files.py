@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.families.head_matching import find_incompatibility
-from specdec.loaders import Checkpoint, CheckpointError, load_checkpoint
-from specdec.loaders.head_checks import check_compatibility
+from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_checkpoint
+from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_paths import find_required_packages
 from specdec.model.registry import get_architecture
 from specdec.model_config import HeadConfig, Llama3RopeScaling, ModelConfig

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.families import HF_FAMILIES
+from specdec.families import load_definition, load_definitions
+from specdec.families.family import GGUFFamily, HFFamily, HFHead
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.model_config import ModelConfig, YarnRopeScaling
 from tests.tools.configs import replace_config
@@ -466,7 +467,7 @@ def test_the_error_about_an_unknown_family_lists_all_families(tmp_path: Path) ->
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(copy_fixture(tmp_path / "model", "llama", model_type="bloom"))
     names = str(caught.value).partition("supported: ")[2].split(", ")
-    assert set(names) >= {name.removesuffix("_text") for name in HF_FAMILIES} and names == sorted(names)
+    assert set(names) >= {each.name.removesuffix("_text") for each in load_definitions(HFFamily)} and names == sorted(names)
 
 
 def test_keys_that_change_nothing_are_ignored(tmp_path: Path) -> None:
@@ -511,3 +512,12 @@ def test_a_huge_config_is_rejected_without_reading_it(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_each_family_is_found_by_name_in_its_own_file() -> None:
+    for kind in (HFFamily, GGUFFamily, HFHead):
+        for each in load_definitions(kind):
+            assert load_definition(kind, each.name) is each
+    for family in load_definitions(HFFamily):
+        assert all(family in load_definitions(HFFamily, name) for name in family.multimodal_types)
+    assert load_definition(HFFamily, "config_values") is load_definition(HFFamily, "../loaders/llama2c") is None

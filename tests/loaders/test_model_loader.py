@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from specdec.loaders.checkpoint import BYTE, FP16, FP32, FileTensor, ModelFile
-from specdec.loaders.gguf_dequantize import BLOCKS, BlockTensor
+from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.quant import BF16, INT4, INT8, choose_weight_format, packed_matrix
 from specdec.quant import FP32 as FP32_KIND
-from specdec.quant.gguf_repacking import WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.packed_matrix import WeightFormat, convert, pack_matrix
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
@@ -87,7 +87,7 @@ def test_packing_needs_memory_for_one_chunk_besides_the_matrix(tmp_path: Path, t
     rows, n = 8192, 512
     path = tmp_path / "weights"
     if type_ in WEIGHT_FORMATS:
-        stored = np.zeros((rows, n // BLOCKS[type_].n_weights * BLOCKS[type_].n_bytes), np.uint8)
+        stored = np.zeros((rows, n // BLOCK_TYPES[type_].layout.block_columns * BLOCK_TYPES[type_].n_bytes), np.uint8)
     else:
         stored = np.ones((rows, n), {"F32": FP32, "F16": FP16}[type_])
     path.write_bytes(stored.tobytes())

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdec.loaders import CheckpointError, load_checkpoint
-from specdec.loaders.unsupported_formats import UNSUPPORTED_FORMATS, is_text
-from specdec.text.hf_tokenizer import load_tokenizer
+from specdec.loaders.model_file import UNSUPPORTED_FORMATS, is_text
+from specdec.text.tokenizer_lookup import load_tokenizer
 from specdec.tokenizer import TokenizerError
 from tests.tools.checkpoint_files import small_pieces, write_tokenizer
 

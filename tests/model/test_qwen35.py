@@ -7,7 +7,7 @@ import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
-from specdec.layers.recurrent_ops import TIP
+from specdec.layers.block import TIP
 from specdec.loaders import load_checkpoint
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model

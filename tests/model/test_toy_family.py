@@ -100,7 +100,7 @@ TOY = Architecture(shapes, packed_tensors, buffers, program, llama.fill_position
 
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "toy", TOY)
+    monkeypatch.setitem(ARCHITECTURES, "toy", f"{__name__}:TOY")
 
 
 def make_tensors(config):

@@ -3,11 +3,13 @@
 import ctypes
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specdec.layers import architecture
+from specdec.loaders import model_loader
+from specdec.loaders.checkpoint import Checkpoint
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import (
@@ -18,7 +20,6 @@ from specdec.quant import (
     PACKED_BF16,
     WeightFormat,
     bf16_12bit,
-    bf16_12bit_benchmark,
     bf16_12bit_llvm,
     choose_weight_format,
 )
@@ -240,15 +241,14 @@ def test_damaged_matrix_reads_nothing_outside_itself(seed: int) -> None:
 
 def test_packing_is_timed_only_for_large_bf16_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = half_tensors(CONFIG, "bf16")
-    assert not LLAMA.is_bf16_packing_candidate(CONFIG, tensors)
-    monkeypatch.setattr(architecture, "MIN_MODEL_WEIGHTS", 1)
-    assert LLAMA.is_bf16_packing_candidate(CONFIG, tensors) and not LLAMA.is_bf16_packing_candidate(
-        CONFIG, widen_tensors(tensors)
-    )
+    model, wide = (Checkpoint(Path("model"), CONFIG, each) for each in (tensors, widen_tensors(tensors)))
+    assert not model_loader.is_packing_candidate(model)
+    monkeypatch.setattr(model_loader, "MIN_PACKED_WEIGHTS", 1)
+    assert model_loader.is_packing_candidate(model) and not model_loader.is_packing_candidate(wide)
     for min_speedup in (0.0, 1e9):
-        monkeypatch.setattr(bf16_12bit_benchmark, "MIN_SPEEDUP", min_speedup)
-        assert LLAMA.is_bf16_packing_faster(CONFIG, tensors, 1) is (min_speedup == 0.0)
+        monkeypatch.setattr(bf16_12bit, "MIN_SPEEDUP", min_speedup)
+        assert model_loader.is_packing_faster(model, 1) is (min_speedup == 0.0)
     incompressible = {
         name: np.random.default_rng(0).integers(0, 1 << 14, t.shape).astype(np.uint16) for name, t in tensors.items()
     }
-    assert not LLAMA.is_bf16_packing_faster(CONFIG, incompressible, 1)
+    assert not model_loader.is_packing_faster(replace(model, tensors=incompressible), 1)

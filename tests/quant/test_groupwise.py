@@ -10,12 +10,11 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft import self_copy
 from specdec.draft.self_copy import parse_quantize
-from specdec.loaders.gguf_dequantize import dequantize
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import FP32, INT4, INT8, choose_weight_format
-from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.groupwise import make_group_tile
 from specdec.quant.int4 import quantize
 from specdec.quant.int8 import DOT4_NAME, get_quantized_activations

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specdec.runtime.checksum import CHECKSUM_BYTES, checksum
+from specdec.runtime.memory import CHECKSUM_BYTES, checksum
 
 
 def random_bytes(n: int) -> np.ndarray:

@@ -77,7 +77,7 @@ def compiled_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runtime").mkdir(parents=True)
     sources = {
         f"runtime/{name}.py": (ROOT / "specdec" / "runtime" / f"{name}.py").read_text(encoding="utf-8").replace("specdec.", "p.")
-        for name in ("code_cache", "compile_locks", "late_linking")
+        for name in ("code_cache", "late_linking")
     }
     source = sources["runtime/code_cache.py"]
     start, end = source.index("SOURCES = "), source.index("SOURCE_HASH = ")

@@ -16,7 +16,7 @@ pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 import jinja2.runtime
 
-from specdec.families.llama import LLAMA2_TEMPLATE
+from specdec.loaders.llama2c import CHAT_TEMPLATES
 from specdec.text import jinja_renderer
 from specdec.text.chat_template import ChatTemplate, PromptTooLongError, TemplateError, load_chat_template
 from specdec.text.hf_tokenizer import HFTokenizer
@@ -28,7 +28,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def make_template(name: str) -> ChatTemplate:
-    source = LLAMA2_TEMPLATE.source if name == "built-in" else (CHATS / f"{name}.jinja").read_text(encoding="utf-8")
+    source = CHAT_TEMPLATES["llama2"].source if name == "built-in" else (CHATS / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, name, CASES["llama2" if name == "built-in" else name]["variables"])
 
 
@@ -95,7 +95,7 @@ def test_cached_prefixes_change_no_id() -> None:
 
 
 def test_llama2_exports_have_a_template_with_special_tokens(tokenizer: Tokenizer) -> None:
-    ids = ChatTemplate(LLAMA2_TEMPLATE.source, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
+    ids = ChatTemplate(CHAT_TEMPLATES["llama2"].source, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
         tokenizer, [*USER, {"role": "assistant", "content": "</s>"}, *USER]
     )
     assert [token for token in ids if token in (1, 2)] == [1, 2, 1]

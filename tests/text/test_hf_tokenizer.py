@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from specdec.text.hf_tokenizer import HFTokenizer, load_tokenizer
+from specdec.text.hf_tokenizer import HFTokenizer
 from specdec.text.shared_vocabulary import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids
+from specdec.text.tokenizer_lookup import load_tokenizer
 from specdec.tokenizer import RenderedSegment, StreamingDetokenizer, Tokenizer, TokenizerError
 from tests.test_tokenizer import TEXTS
 from tests.tools.checkpoint_files import ROOT, write_tokenizer
@@ -437,7 +438,7 @@ def test_a_missing_library_is_reported_with_the_install_command(monkeypatch: pyt
 
 
 def test_llama2c_models_import_neither_the_library_nor_the_hub(tokenizer_path: Path) -> None:
-    program = f"import sys, specdec.text.hf_tokenizer as t, pathlib; t.load_tokenizer(pathlib.Path({str(tokenizer_path)!r}))"
+    program = f"import sys, specdec.text.tokenizer_lookup as t, pathlib; t.load_tokenizer(pathlib.Path({str(tokenizer_path)!r}))"
     program += "\nassert not {'tokenizers', 'huggingface_hub'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 

@@ -798,7 +798,6 @@ CALLS = (
         ),
     ),
     (("path",), lambda d, args: commit_path(d.target.new_cache(), **args)),
-    (("hidden_layers",), lambda d, args: d.target.new_cache(**args)),
     (("gamma", "verify", "tree"), lambda d, args: [setattr(d, name, value) for name, value in args.items()]),
     (("n_threads",), lambda d, args: setattr(d.target, *args.popitem())),
 )
@@ -848,7 +847,7 @@ def make_cached_package():
         f"runtime/{name}.py": (made.ROOT / "specdec/runtime" / f"{name}.py")
         .read_text(encoding="utf-8")
         .replace("specdec.", "fuzzed.")
-        for name in ("code_cache", "compile_locks", "late_linking")
+        for name in ("code_cache", "late_linking")
     }
     source = files["runtime/code_cache.py"]
     ours = re.sub(

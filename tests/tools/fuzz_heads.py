@@ -6,8 +6,8 @@ import tracemalloc
 
 import numpy as np
 
-from specdec.families.head_matching import find_incompatibility
 from specdec.loaders import CheckpointError, load_checkpoint
+from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.model.registry import get_architecture
 from specdec.model_config import HeadConfig, Llama3RopeScaling, ModelConfig
 from tests.tools import gguf_files, hf_folders
