@@ -24,10 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from specdec.events import Proposal, Step, StopReason, TokenLogprob
-from specdec.logprobs import compute_logprobs
 from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.runtime.simd import Float32
-from specdec.verification import Draft, Verifier
+from specdec.verification import Draft, Verifier, compute_logprobs
 
 CONSTRAINT_STOP_REASON: StopReason = "eos"  # for a complete constraint if the model has no end-of-sequence tokens
 MAX_FORCED_TOKENS = 31  # in a proposal that a constraint forces: half a pass

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from specdec.draft.model_bundle import DraftSpec, load_bundle
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
 from specdec.engine.autotuner import Autotuner
-from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.engine.metrics import Metrics
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationKwargs, GenerationRequest, Stop, validate_request, with_kwargs_signature
@@ -25,23 +24,15 @@ from specdec.model.model import KVFormatName, Model
 from specdec.protocols import Constraint
 from specdec.runtime.parallel_region import create_fork_safe_lock, rebuild
 from specdec.sampling import Sampling, override_sampling
-from specdec.text import structured_output
-from specdec.text.chat_template import (
-    NO_OPTIONS,
-    ChatTemplate,
-    Message,
-    Options,
-    TemplateError,
-    Tools,
-    check_roles,
-    load_chat_template,
-)
 from specdec.text.detokenizer import Generation
 from specdec.tokenizer import AnyTokenizer
 from specdec.verification import VerifyMode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from specdec.engine.disk_prompt_cache import PromptCache
+    from specdec.text.chat_template import ChatTemplate, Message, Options, Tools
 
 PromptInput = str | GenericSequence[int]
 DEFAULT_SAMPLING = Sampling()
@@ -112,7 +103,7 @@ class SpeculativeDecoder:
         kv: KVFormatName = AUTO,
         pack: PackMode = AUTO,
         progress: ProgressCallback = ignore_progress,
-        prompt_cache: PromptCache | None = None,
+        prompt_cache: "PromptCache | None" = None,
     ) -> None:
         self._settings = SpeculativeSettings(gamma, verify, tree)
         loader = Loader(n_threads, kv, progress, pack)
@@ -135,17 +126,19 @@ class SpeculativeDecoder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         state, settings = dict[str, Any](), vars(self._settings) | {"stage": self.bundle.stage if self.has_stage else None}
-        with suppress(TemplateError):  # a decoder without a chat template can be pickled too
+        with suppress(ValueError):  # a decoder without a chat template can be pickled too
             state["chat_template"] = self.chat_template
         return rebuild, (SpeculativeDecoder, (self.target, self.bundle.draft, self.tokenizer), settings), state
 
     @functools.cached_property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> "ChatTemplate":
         """The `ChatTemplate` of conversations: the one that was named for the decoder, or else the model's own.
 
         Raises:
             TemplateError: If there is no template, or it cannot be used.
         """
+        from specdec.text.chat_template import load_chat_template
+
         return load_chat_template(self.bundle.checkpoint, self.tokenizer.path, self._template)
 
     @property
@@ -270,10 +263,14 @@ class SpeculativeDecoder:
             ValueError: If the schema is not valid, uses a feature that is not supported, or the package for structured
                 output is not installed.
         """
+        from specdec.text import structured_output
+
         return structured_output.json_schema(self.tokenizer, schema)
 
     def json_object(self) -> Constraint:
         """Return a constraint that limits the output to any one JSON object, formatted as in `json_schema`."""
+        from specdec.text import structured_output
+
         return structured_output.json_object(self.tokenizer)
 
     def regex(self, pattern: str) -> Constraint:
@@ -285,10 +282,12 @@ class SpeculativeDecoder:
         Raises:
             ValueError: If the pattern is not valid or the package for structured output is not installed.
         """
+        from specdec.text import structured_output
+
         return structured_output.regex(self.tokenizer, pattern)
 
     def encode_chat(
-        self, messages: GenericSequence[Message], tools: Tools | None = None, options: Options = NO_OPTIONS
+        self, messages: "GenericSequence[Message]", tools: "Tools | None" = None, options: "Options | None" = None
     ) -> list[int]:
         """Format a conversation with the chat template, and return its token ids up to the start of the next answer.
 
@@ -301,13 +300,15 @@ class SpeculativeDecoder:
         Raises:
             TemplateError: If the model has no template, or the template refuses the messages.
         """
+        from specdec.text.chat_template import check_roles
+
         check_roles(messages)
-        return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools, options)
+        return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools, options or {})
 
     @with_kwargs_signature
     def chat(
         self,
-        messages: GenericSequence[Message],
+        messages: "GenericSequence[Message]",
         max_tokens: int = 1024,
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",
@@ -322,7 +323,7 @@ class SpeculativeDecoder:
     @with_kwargs_signature
     def answer(
         self,
-        messages: GenericSequence[Message],
+        messages: "GenericSequence[Message]",
         max_tokens: int = 1024,
         sampling: Sampling = DEFAULT_SAMPLING,
         **kwargs: "Unpack[GenerationKwargs]",

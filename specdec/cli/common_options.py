@@ -22,8 +22,7 @@ from specdec.cli.option_fields import (
 from specdec.cli.prompt_sources import STDIN
 from specdec.draft.draft_length import MAX_GAMMA
 from specdec.draft.model_bundle import MTP, NGRAM, SELF
-from specdec.draft.self_copy import parse_quantize
-from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode
+from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, parse_quantize
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import get_default_pair
 from specdec.model.model import KVFormatName

@@ -13,9 +13,7 @@ from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.ngram import NgramDrafter
 from specdec.draft.precompile_models import compile_passes
-from specdec.draft.self_copy import QuantizeOptions, make_self_draft, parse_quantize
-from specdec.draft.settings import AUTO
-from specdec.draft.vocab_map import VocabMappedModel
+from specdec.draft.settings import AUTO, QuantizeOptions, parse_quantize
 from specdec.layers.architecture import Weights
 from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_builtin_head
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory_headroom, open_checkpoint
@@ -141,6 +139,8 @@ class DraftResolver:
             head = self._find_builtin_head(is_requested=draft == MTP)
             return DraftSource(self._load_head(head) if head else NGRAM, same_vocabulary)
         if is_draft_keyword(draft, SELF):
+            from specdec.draft.self_copy import make_self_draft
+
             requested = self.quantize_options.draft if self.quantize_options.is_draft_requested else None
             copy = make_self_draft(self.target, requested, self.tokenizer.encode, self.loader)
             return DraftSource(self._fit_to_memory(copy, copy.weights.n_bytes), same_vocabulary)
@@ -158,7 +158,11 @@ class DraftResolver:
         vocabulary = resolve_shared_vocabulary(self.tokenizer, rows, self.gguf_metadata, name, source)
         model = self.loader.load(source, self.quantize_options.draft, self.target.n_positions)
         model = self._fit_to_memory(model, model.weights.n_bytes)
-        return DraftSource(VocabMappedModel(model, vocabulary.target_ids, rows) if vocabulary.target_ids else model, vocabulary)
+        if vocabulary.target_ids:
+            from specdec.draft.vocab_map import VocabMappedModel
+
+            model = VocabMappedModel(model, vocabulary.target_ids, rows)
+        return DraftSource(model, vocabulary)
 
     def _find_builtin_head(self, is_requested: bool) -> Checkpoint | None:
         """Return the draft head in the target's file or next to it, or None if there is none.

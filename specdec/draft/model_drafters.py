@@ -1,15 +1,17 @@
 """The drafter that proposes the tokens of a smaller model or of a head, one after the other."""
 
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from specdec.argument_checks import replace_unknown_tokens
 from specdec.model.model import Model, get_token_headroom
 from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32, ceil_div
 from specdec.sampling import Sampler
-from specdec.text.logit_processors import LogitsProcessor
 from specdec.verification import Draft
+
+if TYPE_CHECKING:
+    from specdec.text.logit_processors import LogitsProcessor
 
 
 class DraftCache(Protocol):
@@ -45,9 +47,11 @@ class ModelDrafter:
         self._sampler, self._get_stream, self._eos_tokens = sampler, noise, eos_tokens
         self._vocab_size = self._model.vocab_size  # the target may know more tokens
         self._probs_buffers: list[Float32] = []
-        self._logits_processor = (
-            LogitsProcessor(sampler.sampling, sampler.n_ids) if sampler.sampling.has_logit_adjustments else None
-        )
+        self._logits_processor: LogitsProcessor | None = None
+        if sampler.sampling.has_logit_adjustments:
+            from specdec.text import logit_processors
+
+            self._logits_processor = logit_processors.LogitsProcessor(sampler.sampling, sampler.n_ids)
 
     def prepare(self, tokens: list[int]) -> None:
         """Prefill the draft model with all tokens of a sequence but the last, or as many as it can see."""

@@ -1,14 +1,12 @@
-"""Self-drafts, which are quantized copies of the target, and the quantization options for float models that are loaded."""
+"""Self-drafts, which are quantized copies of the target."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec import quant
-from specdec.argument_checks import shorten
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import Loader
 from specdec.model.model import Model
@@ -17,7 +15,6 @@ from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat
 from specdec.runtime.simd import Float32
 
-QUANTIZE_FORMATS = {"int8": "INT8", "int4": "INT4", "none": ""}  # names in `quant`
 # A self-draft is int8 if that fits into a cache of MAX_CACHED_BYTES: int4 is hardly faster there, and accepted less often. Its
 # size may be at most MAX_COPY_RATIO of the target's. Of int8 copies 0.96 to 0.99 was accepted, so that is not estimated.
 MAX_CACHED_BYTES, MAX_COPY_RATIO, INT8_ACCEPTANCE = 32 << 20, 0.75, 0.95
@@ -26,47 +23,6 @@ SAMPLE_TEXT = (
     "bought it, because it was cheap and because he liked its garden. He had the roof mended first; then he asked a "
     "carpenter how much it would cost to replace the windows and all of the doors."
 )
-
-
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """The weight formats to which float weights of the target and the draft are quantized on loading; None keeps them.
-
-    Attributes:
-        target: The format of the target.
-        draft: The format of the draft.
-        is_draft_requested: Whether the draft's format was given by name.
-    """
-
-    target: WeightFormat | None
-    draft: WeightFormat | None
-    is_draft_requested: bool
-
-
-def parse_quantize(quantize: str) -> QuantizeOptions:
-    """Parse a `quantize` argument such as "draft=int4,target=int8" into the weight formats of the target and the draft.
-
-    Args:
-        quantize: "none", or parts separated by commas: "target", "draft" or "both", alone (int8) or with "=int8", "=int4" or
-            "=none".
-
-    Raises:
-        ValueError: If the argument has another form.
-    """
-    formats: dict[str, WeightFormat | None] = {"target": None, "draft": None}
-    is_requested = False
-    models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
-    parts = quantize.split(",") if isinstance(quantize, str) else [""]
-    for part in parts if parts != ["none"] else []:
-        model, _, name = part.partition("=")
-        if model not in models or (name or "int8") not in QUANTIZE_FORMATS or part.endswith("="):
-            raise ValueError(
-                f"quantize is {shorten(quantize, repr)}; expected none, or draft, target or both, alone or as in "
-                "draft=int4,target=int8"
-            )
-        formats |= dict.fromkeys(models[model], getattr(quant, QUANTIZE_FORMATS[name or "int8"], None))
-        is_requested = is_requested or (name != "" and model != "target")
-    return QuantizeOptions(formats["target"], formats["draft"], is_requested)
 
 
 def make_self_draft(target: Model, requested: WeightFormat | None, encode: Callable[[str], list[int]], loader: Loader) -> Model:

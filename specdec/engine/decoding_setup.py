@@ -10,7 +10,6 @@ from specdec.engine.request import GenerationRequest
 from specdec.protocols import Drafter, LengthPolicy
 from specdec.sampling import Sampler, Sampling
 from specdec.speculative import DecodingState
-from specdec.text.logit_processors import wrap_constraint
 from specdec.verification import VERIFIERS, Verifier
 
 
@@ -48,6 +47,11 @@ def make_decoding_state(
         is_free = is_predicted or draft.model is None
         acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(NGRAM_ACCEPTANCE)
         policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free)
+    constraint = request.constraint
+    if request.sampling.has_logit_adjustments:
+        from specdec.text.logit_processors import ProcessedConstraint
+
+        constraint = ProcessedConstraint(constraint, request.sampling, vocabulary.n_target)
     return DecodingState(
         [*request.prompt],
         request.max_tokens,
@@ -56,7 +60,7 @@ def make_decoding_state(
         verifier,
         policy,
         eos_tokens,
-        wrap_constraint(request.constraint, request.sampling, vocabulary.n_target),
+        constraint,
         target.longrope_threshold,
         request.top_logprobs,
         bundle.n_ids,

@@ -3,12 +3,15 @@
 import math
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specdec.argument_checks import replace_unknown_tokens
 from specdec.draft.model_bundle import ModelBundle, SequenceCaches
-from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.runtime.parallel_region import create_fork_safe_lock
 from specdec.runtime.simd import round_up
+
+if TYPE_CHECKING:
+    from specdec.engine.disk_prompt_cache import PromptCache
 
 # prompt tokens that are worth a copy from another slot; also other tokens in a slot that are worth keeping it
 MIN_SHARED_PREFIX_TOKENS = 8
@@ -77,7 +80,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, bundle: ModelBundle, max_idle: int, disk_cache: PromptCache | None = None, max_bytes: float = math.inf
+        self, bundle: ModelBundle, max_idle: int, disk_cache: "PromptCache | None" = None, max_bytes: float = math.inf
     ) -> None:
         self._bundle, self._disk_cache, self._max_bytes, self._max_idle = bundle, disk_cache, max_bytes, max_idle
         self._lock: threading.RLock

@@ -11,7 +11,6 @@ from specdec.loaders.model_loader import check_memory
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling, SamplingOverrides
 from specdec.text.detokenizer import EventDetokenizer
-from specdec.text.structured_output import check_constraint
 from specdec.tokenizer import AnyTokenizer
 
 Stop = str | Sequence[str]
@@ -84,6 +83,11 @@ def validate_request(request: GenerationRequest, bundle: ModelBundle) -> Generat
         raise TypeError(f"sampling is {shorten(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
     if sampling.biases and (bad_id := sampling.biases[-1][0]) >= bundle.n_ids:
         raise ValueError(f"logit_bias holds the id {bad_id}; expected ids from 0 to {bundle.n_ids - 1}")
-    check_constraint(request.constraint, bundle.tokenizer)
+    constraint = request.constraint
+    if constraint is not None and not callable(getattr(constraint, "begin", None)):
+        raise TypeError(f"shape is {shorten(constraint, repr)}; expected the result of json_schema, json_object or regex")
+    if getattr(constraint, "tokenizer", bundle.tokenizer) is not bundle.tokenizer:
+        methods = "json_schema, json_object or regex"
+        raise ValueError(f"the shape was made for another tokenizer; make it with this decoder's {methods}")
     prediction = bundle.encode(request.prediction) if request.prediction else []
     return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
+from specdec.draft.vocab_map import VocabMapper
 from specdec.heads.eagle3 import get_feature_shape, get_head_config
 from specdec.heads.mtp import TARGET_NORM
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -17,7 +18,6 @@ from specdec.layers.rope import TreeNode
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
 from specdec.model.registry import get_architecture
-from specdec.model.vocab_mapper import VocabMapper
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
 from specdec.runtime.parallel_region import rebuild

@@ -176,11 +176,3 @@ class ProcessedConstraint:
         """Start a new sequence with this prompt and return its state in the constraint."""
         state = self._constraint.begin(prompt) if self._constraint else None
         return ProcessedConstraintState(state, LogitsProcessor(self._sampling, self._n_ids), prompt)
-
-
-def wrap_constraint(constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> Constraint | None:
-    """Return a constraint that adds the logit processing of `sampling` to the given one (or None).
-
-    If there is nothing to process, the given constraint is returned unchanged. `n_ids` is the number of ids that can be sampled.
-    """
-    return ProcessedConstraint(constraint, sampling, n_ids) if sampling.has_logit_adjustments else constraint

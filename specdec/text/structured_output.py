@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec import argument_checks
 from specdec.loaders import optional_dependencies
-from specdec.protocols import Constraint, ConstraintState
+from specdec.protocols import ConstraintState
 from specdec.text.grammar_worker import WorkerLostError, make_matcher, try_grammar
 from specdec.tokenizer import TEXT_NOT_STARTED, AnyTokenizer
 from specdec.verification import Draft
@@ -64,6 +64,11 @@ class GrammarConstraint:
     def __init__(self, vocabulary: "_LLGuidanceVocabulary", grammar: str) -> None:
         self.vocabulary, self._grammar = vocabulary, grammar
         self.reset()
+
+    @property
+    def tokenizer(self) -> AnyTokenizer:
+        """The tokenizer that the constraint was made for."""
+        return self.vocabulary.tokenizer
 
     def begin(self, prompt: list[int]) -> ConstraintState:
         """Start a new sequence and return its state in the constraint.
@@ -319,23 +324,6 @@ class _LLGuidanceVocabulary:
         token = int(self.has_leading_space.argmax())
         has_any = bool(self.has_leading_space[token])
         return has_any and self.tokenizer.decode_incrementally(token, state)[0] != self.tokens[token]
-
-
-def check_constraint(constraint: Constraint | None, tokenizer: AnyTokenizer) -> None:
-    """Check that a constraint (or None) can be used with a tokenizer.
-
-    Raises:
-        TypeError: The object is not a constraint.
-        ValueError: The constraint was made for another tokenizer.
-    """
-    if constraint is not None and not callable(getattr(constraint, "begin", None)):
-        raise TypeError(
-            f"shape is {argument_checks.shorten(constraint, repr)}; expected the result of json_schema, json_object or regex"
-        )
-    if isinstance(constraint, GrammarConstraint) and constraint.vocabulary.tokenizer is not tokenizer:
-        raise ValueError(
-            "the shape was made for another tokenizer; make it with this decoder's json_schema, json_object or regex"
-        )
 
 
 class CPUTimer:

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdec.draft.model_bundle import NGRAM, DraftResolver, DraftSource, ModelBundle, load_bundle
-from specdec.draft.self_copy import parse_quantize
-from specdec.draft.settings import SpeculativeSettings
+from specdec.draft.settings import SpeculativeSettings, parse_quantize
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest

@@ -12,12 +12,11 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.model_bundle import DraftSource
-from specdec.draft.vocab_map import VocabMappedModel
+from specdec.draft.vocab_map import VocabMappedModel, VocabMapper
 from specdec.events import Proposal
 from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
-from specdec.model.vocab_mapper import VocabMapper
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampling
 from specdec.text.shared_vocabulary import SharedVocabulary

@@ -9,7 +9,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft import self_copy
-from specdec.draft.self_copy import parse_quantize
+from specdec.draft.settings import parse_quantize
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model

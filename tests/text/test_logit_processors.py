@@ -8,7 +8,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.sampling import Sampler, Sampling
-from specdec.text.logit_processors import LogitsProcessor, ProcessedConstraint, wrap_constraint
+from specdec.text.logit_processors import LogitsProcessor, ProcessedConstraint
 from specdec.verification import Draft
 
 V = 50
@@ -71,14 +71,11 @@ PATHS = [[0], [1], [0, 2], [0, 3], [0, 2, 4]]
 
 
 def test_neutral_settings_need_no_processing():
-    constraint = object()
-    assert (
-        wrap_constraint(constraint, Sampling()) is constraint
-        and wrap_constraint(None, Sampling(logit_bias={}, repetition_penalty=1)) is None
-    )
-    assert wrap_constraint(None, Sampling(0.0, min_p=0.5)) is None  # greedy takes the most likely token anyway
-    assert isinstance(wrap_constraint(None, Sampling(min_p=0.5)), ProcessedConstraint)
-    assert isinstance(wrap_constraint(None, Sampling(min_p=1.0)), ProcessedConstraint)  # only the most likely token
+    assert not Sampling().has_logit_adjustments
+    assert not Sampling(logit_bias={}, repetition_penalty=1).has_logit_adjustments
+    assert not Sampling(0.0, min_p=0.5).has_logit_adjustments  # greedy takes the most likely token anyway
+    assert Sampling(min_p=0.5).has_logit_adjustments
+    assert Sampling(min_p=1.0).has_logit_adjustments  # only the most likely token
 
 
 def test_min_p_covers_only_ids_that_can_be_sampled():
