@@ -23,36 +23,39 @@ ROOT = Path(__file__).parents[1]
 DISTRIBUTION = "specdec-cpu"
 PACKAGE = ROOT / "specdec"
 MAX_FILE_LINES = 700
-# Folders and files of the package from top to bottom, and the others that each imports. Modules never import each other in a
-# cycle (`test_no_module_imports_itself_through_others`).
+# Folders and files of the package from top to bottom, and the others that each imports: only those below it
 MAY_IMPORT = {
     "__main__": {"cli"},
-    "specdec": {"speculative_decoder", "engine", "text", "loaders", "model", "sampling", "tokenizer"},
     "cli": {
-        "specdec", "ui", "server", "bench", "speculative_decoder", "draft", "engine", "text", "verification", "loaders",
-        "model", "model_config", "sampling", "tokenizer", "runtime", "argument_checks",
+        "specdec", "ui", "server", "bench", "speculative_decoder", "engine", "draft", "text", "protocols", "verification",
+        "events", "loaders", "model", "model_config", "sampling", "tokenizer", "runtime", "argument_checks",
     },
-    "ui": {"bench", "engine", "text", "loaders", "runtime", "argument_checks"},
+    "ui": {"bench", "text", "events", "loaders", "runtime", "argument_checks"},
     "server": {
-        "speculative_decoder", "engine", "text", "model", "sampling", "kernels", "tokenizer", "runtime", "argument_checks",
-    },
-    "bench": {
-        "speculative_decoder", "draft", "engine", "heads", "model", "model_config", "sampling", "quant", "kernels", "runtime",
-    },
-    "speculative_decoder": {"draft", "engine", "text", "verification", "loaders", "model", "sampling", "tokenizer", "runtime"},
-    "draft": {
-        "engine", "text", "verification", "loaders", "heads", "model", "layers", "model_config", "sampling", "quant",
-        "kernels", "tokenizer", "runtime", "argument_checks",
-    },
-    "engine": {
-        "server", "speculative_decoder", "draft", "text", "verification", "model", "layers", "sampling", "kernels", "runtime",
+        "speculative_decoder", "engine", "text", "protocols", "events", "model", "sampling", "kernels", "tokenizer", "runtime",
         "argument_checks",
     },
-    "text": {"engine", "verification", "loaders", "families", "sampling", "tokenizer", "argument_checks"},
-    "verification": {"sampling", "runtime"},
+    "bench": {"speculative_decoder", "draft", "events", "model", "model_config", "sampling", "quant", "kernels", "runtime"},
+    "speculative_decoder": {
+        "engine", "draft", "text", "protocols", "verification", "events", "loaders", "model", "sampling", "tokenizer",
+        "runtime",
+    },
+    "heads": {"draft", "model", "layers", "model_config", "quant", "kernels", "runtime", "argument_checks"},
+    "engine": {
+        "draft", "speculative", "text", "protocols", "verification", "events", "loaders", "model", "layers", "sampling",
+        "kernels", "tokenizer", "runtime", "argument_checks",
+    },
+    "draft": {
+        "text", "protocols", "verification", "loaders", "model", "layers", "model_config", "sampling", "quant", "kernels",
+        "tokenizer", "runtime", "argument_checks",
+    },
+    "speculative": {"protocols", "verification", "events", "runtime"},
+    "text": {"protocols", "verification", "events", "loaders", "families", "sampling", "tokenizer", "argument_checks"},
+    "protocols": {"verification", "runtime"},
+    "verification": {"events", "sampling", "runtime"},
+    "events": set(),
     "loaders": {"families", "model", "layers", "model_config", "quant", "tokenizer", "runtime", "argument_checks"},
     "families": {"layers", "model_config"},
-    "heads": {"draft", "model", "layers", "model_config", "quant", "kernels", "runtime", "argument_checks"},
     "model": {"layers", "model_config", "kernels", "runtime", "argument_checks"},
     "layers": {"model_config", "quant", "kernels", "runtime"},
     "model_config": {"runtime"},
@@ -62,14 +65,14 @@ MAY_IMPORT = {
     "tokenizer": {"argument_checks"},
     "runtime": set(),
     "argument_checks": set(),
+    "specdec": set(),
 }  # fmt: skip
 OUTSIDE = {
     "cli": {"typer", "rich"},
     "ui": {"rich"},
-    "speculative_decoder": {"typing_extensions"},  # for mypy; not imported at run time
     "server": {"h11", "numpy", "starlette", "uvicorn"},
-    "engine": {"numpy"},
     "bench": {"numpy", "rich"},
+    "engine": {"numpy"},
     "draft": {"numpy"},
     "text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "loaders": {"numpy", "huggingface_hub"},
@@ -79,6 +82,7 @@ OUTSIDE = {
     "model": {"numpy"},
     "layers": {"numpy"},
     "sampling": {"numpy"},
+    "verification": {"numpy"},
     "kernels": {"numpy"},
     "quant": {"numba", "numpy", "llvmlite"},  # llvmlite comes with numba
     "runtime": {"numba", "numpy", "llvmlite"},
@@ -105,9 +109,17 @@ def parse_module(module: str) -> ast.Module:
 
 @functools.cache
 def imports(module: str) -> tuple[set[str], set[str]]:
-    """Return the modules of the package and the other packages that a module imports, anywhere in its file."""
+    """Return the modules of the package and the other packages that a module imports anywhere in its file, except for types."""
     inside, outside = set(), set()
+    only_types = {
+        id(each)
+        for node in parse_module(module).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for each in ast.walk(node)
+    }
     for node in ast.walk(parse_module(module)):
+        if id(node) in only_types:
+            continue
         if isinstance(node, ast.Import):
             outside |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -130,6 +142,12 @@ def get_folder(module: str) -> str:
 
 def test_every_module_is_in_known_folder() -> None:
     assert set(map(get_folder, MODULES)) == set(MAY_IMPORT)
+
+
+def test_folders_import_only_those_below_them() -> None:
+    order = [*MAY_IMPORT]
+    for i, (folder, others) in enumerate(MAY_IMPORT.items()):
+        assert others <= set(order[i + 1 :]), folder
 
 
 def test_folders_import_only_what_they_may() -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
@@ -191,12 +192,11 @@ class DraftResolver:
         config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
             config, weights = self._quantize_classifier(config, weights)
-        from specdec.heads.head import Head
-        from specdec.heads.shared_kv_head import SharedKVHead
-
         loader, n_positions = self.loader, self.target.n_positions
-        head_class = SharedKVHead if config.architecture == ASSISTANT else Head
-        head = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        is_assistant = config.architecture == ASSISTANT
+        module = import_module("specdec.heads.shared_kv_head" if is_assistant else "specdec.heads.head")
+        head_class = module.SharedKVHead if is_assistant else module.Head
+        head: Model = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
         return self._fit_to_memory(head, weights.n_bytes)  # without the weights that it borrows from the target
 
     def _quantize_classifier(self, config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
