@@ -9,8 +9,8 @@ import numpy.typing as npt
 from specdec import quant
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import Loader
+from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat
 from specdec.runtime.simd import Float32

@@ -11,7 +11,7 @@ from specdec.model.model import get_token_headroom
 from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.verification import Draft
 
 CANDIDATE_ACCEPTANCE = 0.75, 0.5, 0.4  # probability that a candidate is the next token if those before it are not

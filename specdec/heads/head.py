@@ -15,9 +15,9 @@ from specdec.heads.mtp import TARGET_NORM
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, Weights
 from specdec.layers.rope import TreeNode
+from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
 from specdec.runtime.parallel_region import rebuild

@@ -11,8 +11,8 @@ from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, SharedBuffers, Weights
 from specdec.layers.kv_formats import KV_FORMATS
+from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
-from specdec.model.registry import get_architecture
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.state_snapshots import snapshot_bytes
 from specdec.model_config import ModelConfig

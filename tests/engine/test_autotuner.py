@@ -18,7 +18,7 @@ from specdec.engine.warm_up import WarmUp
 from specdec.events import Step
 from specdec.runtime.cpu_topology import CpuTopology
 from specdec.sampling import Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from tests.tools.decode import END_MARKS, get_steps
 from tests.tools.random_models import tiny_model

@@ -21,9 +21,8 @@ from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SU
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import LazyTable
 from specdec.loaders import load_checkpoint
-from specdec.model import sliding_window_eviction
+from specdec.model import get_architecture, sliding_window_eviction
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import random_tokens

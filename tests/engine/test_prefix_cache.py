@@ -11,9 +11,9 @@ from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence
 from specdec.events import PrefillProgress, Step
 from specdec.loaders import load_checkpoint
+from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.tokenizer import BOS, Tokenizer
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens

@@ -10,8 +10,8 @@ from specdec.draft.draft_length import FixedLength
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checkpoint import load_mtp_head
+from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import BF16, INT8
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program

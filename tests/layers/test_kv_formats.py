@@ -9,8 +9,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype

@@ -19,8 +19,8 @@ from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
+from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import Llama3RopeScaling
 from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
 from specdec.runtime.memory import all_finite

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specdec.layers.rope import compute_positions_per_radian, fill_cos_sin
+from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import (
     ExpertsConfig,
     Llama3RopeScaling,

@@ -8,8 +8,8 @@ import pytest
 
 from specdec.layers.architecture import FusedTensors, PackedTensor, PackedVector, fuse_tensors
 from specdec.loaders import load_checkpoint
+from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import INT4
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor

@@ -9,9 +9,9 @@ from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
 from specdec.layers.block import TIP
 from specdec.loaders import load_checkpoint
+from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import INT8
 from specdec.runtime import op_program
 from specdec.sampling import Sampling

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model import sliding_window_eviction
+from specdec.model import get_architecture, sliding_window_eviction
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
-from specdec.model.registry import get_architecture
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages

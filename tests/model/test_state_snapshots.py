@@ -8,9 +8,8 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
-from specdec.model import state_snapshots
+from specdec.model import get_architecture, state_snapshots
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES

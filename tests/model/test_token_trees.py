@@ -10,9 +10,9 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers import architecture
+from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32

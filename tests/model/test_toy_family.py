@@ -7,10 +7,9 @@ import pytest
 
 from specdec import kernels
 from specdec.layers.architecture import Architecture, BufferSpec, ForwardProgram, fuse_tensors
-from specdec.model import llama
+from specdec.model import ARCHITECTURES, llama
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
-from specdec.model.registry import ARCHITECTURES
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8
 from specdec.runtime.matmul_tile import PANEL_ROWS

@@ -13,9 +13,9 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
 from specdec.loaders.model_paths import DEFAULT_TARGET, DEFAULT_TOKENIZER
+from specdec.model import get_architecture
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder

@@ -10,9 +10,9 @@ import pytest
 
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
+from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import INT8
 from specdec.runtime import op_program as programs
 from specdec.runtime.op_program import CACHE_LINE_WORDS, N_OPS_WORD, TOKEN_BYTES_WORD, Executor, ForwardContext, Ints1, Kernel

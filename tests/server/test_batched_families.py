@@ -6,8 +6,8 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder
 from specdec.engine.request import GenerationRequest
 from specdec.loaders import load_checkpoint
+from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model.registry import get_architecture
 from specdec.quant import INT8, PACKED_BF16
 from specdec.server.engine_thread import EngineThread
 from specdec.tokenizer import BOS, Tokenizer

@@ -41,9 +41,9 @@ from specdec.events import Proposal, Step
 from specdec.families.gguf_common import INTERLEAVED_ROPE_TENSORS
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.model_loader import load_model
+from specdec.model import get_architecture
 from specdec.model.llama import LLAMA
 from specdec.model.model import KVFormatName, Model
-from specdec.model.registry import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
