@@ -16,9 +16,9 @@ from specdec.loaders import CheckpointError, has_builtin_head, hf_hub, load_chec
 from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_paths import get_model_folders, list_model_paths
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
-from specdec.text.shared_vocabulary import MAX_PADDING_ROWS
+from specdec.text.tokenizer_lookup import MAX_PADDING_ROWS
 
 MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")

@@ -24,7 +24,7 @@ from specdec.runtime.code_cache import get_cache_dir, read_cached, write_cached
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 from specdec.runtime.simd import CPU_FEATURES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 
 # Passes over these numbers of tokens are timed in turns, for about MEASURE_BUDGET_S, or RECHECK_BUDGET_S if an earlier process
 # has measured them. For a slow target only the first two are timed, twice if one turn takes less than SLOW_ROUND_S. The time of a

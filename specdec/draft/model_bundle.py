@@ -28,9 +28,14 @@ from specdec.model_config import ASSISTANT, ModelConfig
 from specdec.quant.packed_matrix import convert
 from specdec.sampling import Sampler, Sampling
 from specdec.text.detokenizer import EventDetokenizer
-from specdec.text.shared_vocabulary import SharedVocabulary, assume_shared_vocabulary, count_known_ids
 from specdec.text.structured_output import check_constraint
-from specdec.text.tokenizer_lookup import resolve_shared_vocabulary, resolve_tokenizer
+from specdec.text.tokenizer_lookup import (
+    SharedVocabulary,
+    assume_shared_vocabulary,
+    count_known_ids,
+    resolve_shared_vocabulary,
+    resolve_tokenizer,
+)
 from specdec.tokenizer import AnyTokenizer
 
 SELF = "self"  # draft keyword: a copy of the target in fewer bits

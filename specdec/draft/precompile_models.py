@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec.layers.architecture import BufferSizes
 from specdec.layers.kv_formats import KV_FORMATS
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import KVFormatName, get_kv_format
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat

@@ -11,7 +11,7 @@ from specdec import quant
 from specdec.argument_checks import shorten
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import Loader
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat

@@ -10,7 +10,7 @@ from specdec.engine.decode_loop import LengthPolicy
 from specdec.model.transformer import Transformer, get_token_headroom
 from specdec.runtime.simd import Float32
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.verification import Draft
 
 CANDIDATE_ACCEPTANCE = 0.75, 0.5, 0.4  # probability that a candidate is the next token if those before it are not

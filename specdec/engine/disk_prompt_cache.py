@@ -35,7 +35,7 @@ import numpy as np
 from specdec.argument_checks import count_common_prefix
 from specdec.layers.architecture import Buffers, BufferSizes, Weights
 from specdec.layers.kv_formats import KV_FORMATS
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
 from specdec.model.transformer import Transformer
 from specdec.runtime.memory import CHECKSUM_BYTES, checksum

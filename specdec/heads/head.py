@@ -15,7 +15,7 @@ from specdec.heads.mtp import TARGET_NORM
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, Weights
 from specdec.layers.rope import TreeNode
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor

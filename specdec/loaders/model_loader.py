@@ -18,7 +18,7 @@ from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import ADAPTER_CONFIG, MERGE_HINT
 from specdec.loaders.model_paths import resolve_path
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.quant import WeightFormat
 from specdec.runtime.memory import get_physical_memory_bytes

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.families.family import TensorSource, TensorSpec
 from specdec.loaders.checkpoint import FP32, DerivedTensor, FileTensor
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime.simd import Int64

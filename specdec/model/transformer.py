@@ -16,7 +16,7 @@ from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
 from specdec.layers.architecture import Buffers, BufferSizes, SharedBuffers, Weights
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots, snapshot_bytes
 from specdec.model_config import ModelConfig

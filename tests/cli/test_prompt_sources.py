@@ -17,7 +17,7 @@ from typer.main import get_command
 from specdec.cli.app import UsageError, app, format_usage_error
 from specdec.cli.typer_commands import FastProcessValue
 from specdec.loaders import model_paths as files
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.runtime import code_cache
 from specdec.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from specdec.draft.thread_tuner import ThreadTuner
 from specdec.engine.decode_loop import GenerationRequest, Prompt, Step
 from specdec.runtime.cpu_topology import CpuTopology
 from specdec.sampling import Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from tests.tools.random_models import END_MARKS, tiny_model
 

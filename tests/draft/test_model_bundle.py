@@ -10,7 +10,7 @@ from specdec.draft.self_copy import parse_quantize
 from specdec.loaders.model_loader import Loader, compute_max_positions, load_model
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from tests.conftest import Pair
 from tests.tools.random_models import random_model
 

@@ -20,7 +20,7 @@ from specdec.model.llama import LLAMA
 from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from tests.conftest import Pair
 from tests.draft.test_staged import run_staged, run_unstaged
 from tests.draft.test_tree import events_of, tokens_of

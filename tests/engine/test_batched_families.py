@@ -7,7 +7,7 @@ from specdec import Sampling, SpeculativeDecoder
 from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.scheduler import Scheduler
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8, PACKED_BF16
 from specdec.tokenizer import BOS, Tokenizer

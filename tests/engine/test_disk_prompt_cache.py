@@ -20,8 +20,7 @@ from specdec.engine import disk_prompt_cache
 from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
 from specdec.layers.architecture import LazyTable
 from specdec.loaders import load_checkpoint
-from specdec.model import sliding_window_eviction
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture, sliding_window_eviction
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8
 from tests.tools.hf_folders import FIXTURES

@@ -10,7 +10,7 @@ from specdec import Sampling, SpeculativeDecoder
 from specdec.engine.decode_loop import GenerationRequest
 from specdec.engine.kv_slots import SlotPool
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.tokenizer import BOS
 from tests.engine.test_batched_families import make_tokenizer  # noqa: F401

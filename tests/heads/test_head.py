@@ -14,7 +14,7 @@ from specdec.heads.eagle3 import EAGLE3
 from specdec.heads.head import Head
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.quant import FP32, INT4, INT8

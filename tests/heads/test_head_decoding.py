@@ -21,7 +21,7 @@ from specdec.loaders import CheckpointError
 from specdec.loaders.model_loader import load_model
 from specdec.quant import INT8
 from specdec.sampling import Sampler
-from specdec.text.shared_vocabulary import SharedVocabulary
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)

@@ -12,7 +12,7 @@ from specdec.engine.decode_loop import Statistics, Step, decode
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checkpoint import load_mtp_head
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import BF16, INT8
 from specdec.quant.packed_matrix import to_float32

@@ -9,7 +9,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros

@@ -19,7 +19,7 @@ from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.model_config import Llama3RopeScaling
 from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize

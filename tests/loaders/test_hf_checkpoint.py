@@ -15,7 +15,7 @@ from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.loaders.checkpoint import DerivedTensor
 from specdec.loaders.model_loader import load_model
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.model_config import DeltaNetConfig, ExpertsConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
 from specdec.quant.packed_matrix import to_float32

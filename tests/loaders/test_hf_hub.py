@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from specdec.loaders import CheckpointError, hf_hub, load_checkpoint, model_paths, resumable_download
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.tokenizer import TokenizerError
 from tests.fakes.hub import COMMIT, FakeHub

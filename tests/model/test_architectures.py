@@ -7,7 +7,7 @@ import pytest
 
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.layers.rope import compute_positions_per_radian, fill_cos_sin
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import (
     ExpertsConfig,

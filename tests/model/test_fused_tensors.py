@@ -8,7 +8,7 @@ import pytest
 
 from specdec.layers.architecture import FusedTensors, PackedTensor, PackedVector, fuse_tensors
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT4
 from specdec.runtime.memory import zeros

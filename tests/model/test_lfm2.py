@@ -11,7 +11,7 @@ from specdec.draft.draft_length import FixedLength
 from specdec.draft.ngram import NgramDrafter
 from specdec.engine.decode_loop import Step, decode
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import DeltaNetConfig, LayerConfig, ShortConvConfig
 from specdec.quant import FP32, INT8

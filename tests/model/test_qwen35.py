@@ -10,7 +10,7 @@ from specdec.draft.ngram import NgramDrafter
 from specdec.engine.decode_loop import Step, decode
 from specdec.layers.block import TIP
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.quant import INT8
 from specdec.runtime import op_program

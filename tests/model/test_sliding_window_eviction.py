@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model import sliding_window_eviction
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture, sliding_window_eviction
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.loaders import load_checkpoint
-from specdec.model import state_snapshots
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture, state_snapshots
 from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers import architecture
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP32, INT8, WeightFormat

@@ -7,8 +7,7 @@ import pytest
 
 from specdec import kernels
 from specdec.layers.architecture import Architecture, BufferSpec, ForwardProgram, fuse_tensors
-from specdec.model import llama
-from specdec.model.registry import ARCHITECTURES
+from specdec.model import ARCHITECTURES, llama
 from specdec.model.transformer import INITIAL_CAPACITY, Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8

@@ -13,8 +13,8 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
 from specdec.loaders.model_paths import DEFAULT_TARGET, DEFAULT_TOKENIZER
+from specdec.model import get_architecture
 from specdec.model.llama import LLAMA
-from specdec.model.registry import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampling

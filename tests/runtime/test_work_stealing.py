@@ -10,7 +10,7 @@ import pytest
 
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import Transformer
 from specdec.quant import INT8
 from specdec.runtime import op_program as programs

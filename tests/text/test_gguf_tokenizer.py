@@ -14,8 +14,7 @@ from specdec.families.pre_tokenizers import PRE_TOKENIZERS
 from specdec.loaders import load_checkpoint, read_vocabulary
 from specdec.loaders.model_loader import load_model
 from specdec.text.gguf_tokenizer import load_gguf_tokenizer
-from specdec.text.shared_vocabulary import compare_vocabularies
-from specdec.text.tokenizer_lookup import resolve_tokenizer
+from specdec.text.tokenizer_lookup import compare_vocabularies, resolve_tokenizer
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, RenderedSegment, Tokenizer, TokenizerError
 from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.tools.gguf_files import TOKENIZERS, Keys, gguf_bytes, make_model_with_tokenizer, make_tokenizer_keys

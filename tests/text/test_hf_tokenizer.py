@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.text.hf_tokenizer import HFTokenizer
-from specdec.text.shared_vocabulary import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids
-from specdec.text.tokenizer_lookup import load_tokenizer
+from specdec.text.tokenizer_lookup import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids, load_tokenizer
 from specdec.tokenizer import RenderedSegment, StreamingDetokenizer, Tokenizer, TokenizerError
 from tests.test_tokenizer import TEXTS
 from tests.tools.checkpoint_files import ROOT, write_tokenizer

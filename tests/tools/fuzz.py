@@ -41,8 +41,8 @@ from specdec.engine.decode_loop import Proposal, Step, decode
 from specdec.families.gguf_common import INTERLEAVED_ROPE_TENSORS
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.model_loader import load_model
+from specdec.model import get_architecture
 from specdec.model.llama import LLAMA
-from specdec.model.registry import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8

@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model_config import HeadConfig, Llama3RopeScaling, ModelConfig
 from tests.tools import gguf_files, hf_folders
 from tests.tools.configs import make_config, replace_config

@@ -26,7 +26,7 @@ from specdec.engine.decode_loop import Drafter, LengthPolicy, Step, decode
 from specdec.layers.architecture import Weights
 from specdec.layers.rope import fill_cos_sin
 from specdec.loaders import load_checkpoint
-from specdec.model.registry import get_architecture
+from specdec.model import get_architecture
 from specdec.model.transformer import KVFormatName, Transformer
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, gguf_repacking
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
