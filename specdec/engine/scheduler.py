@@ -258,9 +258,9 @@ class Scheduler:
         results = self._runner.run(chunks, decode_batch)
         seconds = time.perf_counter() - start
         self.metrics.passes += 1
+        counts = [*chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in decode_batch)]
+        self._shares.charge(counts, seconds)
         if len(self.running) > 1:
-            counts = [*chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in decode_batch)]
-            self._shares.charge(counts, seconds)
             has_run = {sequence for sequence, _ in counts}
             self.running = sorted(self.running, key=has_run.__contains__)  # a new list, since other threads read the old one
         for sequence, _ in chunks:

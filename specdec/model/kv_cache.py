@@ -449,7 +449,7 @@ class KVCache:
 
 def _check_hidden_layers(model: "Model", layers: Sequence[int]) -> tuple[int, ...]:
     last = model.config.n_layers + (model.architecture.final_norm is not None)
-    layers = (*(check_int(f"hidden_layers[{i}]", layer, 0, last) for i, layer in enumerate(layers)),)
+    layers = tuple(check_int(f"hidden_layers[{i}]", n, 0, last) for i, n in enumerate(check_ints("hidden_layers", layers)))
     if len({*layers}) < len(layers):
         raise ValueError(f"hidden_layers are {shorten(layers)}; expected each once")
     return layers
