@@ -26,7 +26,7 @@ from typing import NamedTuple
 from specdec.events import Proposal, Step, StopReason, TokenLogprob
 from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.runtime.simd import Float32
-from specdec.verification import Draft, Verifier, compute_logprobs
+from specdec.verification import Draft, Verifier
 
 CONSTRAINT_STOP_REASON: StopReason = "eos"  # for a complete constraint if the model has no end-of-sequence tokens
 MAX_FORCED_TOKENS = 31  # in a proposal that a constraint forces: half a pass
@@ -150,6 +150,8 @@ class DecodingState:
             )
         if self.top_logprobs is None:
             return Verified(tokens, n_accepted)
+        from specdec.logprobs import compute_logprobs
+
         return Verified(tokens, n_accepted, compute_logprobs(unmasked, self.draft, tokens, self.top_logprobs, self.n_ids))
 
     def _find_end(self, tokens: list[int]) -> int | None:

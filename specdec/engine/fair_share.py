@@ -23,8 +23,6 @@ class FairShare:
 
     def charge(self, token_counts: GenericSequence[tuple[Sequence, int]], seconds: float) -> None:
         """Divide the time of a pass between the clients, in proportion to the tokens that the pass ran for them."""
-        if len(self._seconds) < 2:  # there is no other client to compare with
-            return
         n_run = sum(n for _, n in token_counts)
         for sequence, n in token_counts:
             self._seconds[sequence.client.name] += seconds * n / n_run

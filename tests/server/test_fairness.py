@@ -460,7 +460,7 @@ def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_engin
     """A returning client keeps its pass time, unless all others have more."""
     engine = make_engine(endless, max_running=4)
     first, second = Output(), Output()
-    handles = [submit(engine, make_request(endless, 50_000), output, Client("a")) for output in (first, Output())]
+    handle = submit(engine, make_request(endless, 50_000), first, Client("a"))
     wait_until(lambda: len(first.steps) > 100)
     submit(engine, make_long_request(endless, 200, 1), second, Client("b"))
     second.wait()
@@ -470,8 +470,7 @@ def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_engin
     submit(engine, make_request(endless, 3), again, Client("b"))
     again.wait()
     assert engine._scheduler._shares._seconds["b"] >= seconds
-    for handle in handles:
-        handle.cancel()
+    handle.cancel()
     wait_until(lambda: not engine._scheduler.running)
     alone = Output()
     submit(engine, make_request(endless, 3), alone, Client("c"))

@@ -109,8 +109,8 @@ def generate_tokens(target, draft, sampling, gamma=4, verify="coupled", prompt=(
     """Return the tokens that models, or caches of them, generate, and the statistics."""
     target = get_cache(target)
     verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
-    drafter = make_model_drafter(draft, verifier, sampling, target.model.vocab_size) if draft else None
-    return collect(decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma)))
+    drafter = make_model_drafter(draft, verifier, sampling, target.model.vocab_size, eos_tokens) if draft else None
+    return collect(decode(target, drafter, verifier, [*prompt], max_tokens, FixedLength(gamma), eos_tokens))
 
 
 def verify_proposal(logits, draft, verifier, position, end_marks):
