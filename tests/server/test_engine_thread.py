@@ -16,13 +16,13 @@ from specdec.events import Prompt, Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders import load_checkpoint, optional_dependencies
 from specdec.loaders.model_loader import load_model
+from specdec.logprobs import compute_logprobs
 from specdec.model.kv_cache import KVCache
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
 from specdec.tokenizer import BOS
-from specdec.verification import Draft, compute_logprobs
 from tests.tools.configs import replace_config
 from tests.tools.random_heads import make_head
 from tests.tools.random_models import make_started_policy
