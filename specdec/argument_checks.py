@@ -1,5 +1,6 @@
-"""Checks of caller-supplied values, with errors that name the parameter, and small helpers. Independent of other modules."""
+"""Checks of caller-supplied values, errors of model files, and small helpers. Independent of other modules."""
 
+import json
 import math
 import operator
 import os
@@ -12,6 +13,23 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 Choice = TypeVar("Choice")
+
+
+class CheckpointError(ValueError):
+    """An error for a file that cannot be used as a model; one line with the file, what is wrong and what is expected."""
+
+
+class CheckpointWarning(UserWarning):
+    """A warning about a file next to a model that is not used, although the model's output may depend on it."""
+
+
+def format_json_value(value: object) -> str:
+    """Return a value as JSON on one line, truncated to 60 characters, for error messages."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):
+        text = "a value nested too deeply"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:

@@ -1,32 +1,16 @@
 """Typed access to the keys of a config file, with a check of each value when it is read."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from specdec.argument_checks import CheckpointError, format_json_value
 
 MAX_SIZE = 2**31 - 1
 MAX_DIM = 1 << 20  # limit of dimensions for which lists are made before tensor shapes are checked
 NO_DEFAULTS: Mapping[str, Any] = {}
 QUANTIZATION_KEYS = ("quantization_config", "quantization")  # MLX writes the second, or both
 ORIGINAL_HINT = "use the original model in BF16 or a GGUF file of it, such as org/name:Q4_K_M"
-
-
-class CheckpointError(ValueError):
-    """An error for a file that cannot be used as a model; one line with the file, what is wrong and what is expected."""
-
-
-class CheckpointWarning(UserWarning):
-    """A warning about a file next to a model that is not used, although the model's output may depend on it."""
-
-
-def format_json_value(value: object) -> str:
-    """Return a value as JSON on one line, truncated to 60 characters, for error messages."""
-    try:
-        text = json.dumps(value)
-    except (ValueError, RecursionError):
-        text = "a value nested too deeply"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ConfigValues:

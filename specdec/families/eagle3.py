@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specdec.argument_checks import CheckpointError, format_json_value
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import llama, qwen
-from specdec.families.config_values import CheckpointError, ConfigValues, check_neutral_values, format_json_value
+from specdec.families.config_values import ConfigValues, check_neutral_values
 from specdec.families.family import (
     GGUFFamily,
     GGUFMetadata,

@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from specdec.argument_checks import wrap_read_errors
+from specdec.argument_checks import CheckpointError, CheckpointWarning, wrap_read_errors
 from specdec.families import detect_head
-from specdec.families.config_values import CheckpointError, CheckpointWarning
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import (
     CONFIG,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 from specdec.loaders.model_file import ModelFile
 from specdec.model_config import HeadConfig, ModelConfig
 from specdec.runtime.memory import all_finite

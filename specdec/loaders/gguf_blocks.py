@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 from specdec.loaders.checkpoint import BYTE, DerivedTensor, FileTensor
 from specdec.loaders.model_file import Bytes
 from specdec.quant.gguf_repacking import BLOCK_TYPES, MAX_FP16_EXPONENT, MIN_FP16_EXPONENT, MXFP4, dequantize

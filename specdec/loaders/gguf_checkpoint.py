@@ -7,9 +7,9 @@ either supported or rejected by name; other keys are ignored.
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import wrap_read_errors
+from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
 from specdec.families import load_definition, load_definitions
-from specdec.families.config_values import MAX_DIM, CheckpointError, ConfigValues, check_neutral_values, format_json_value
+from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
 from specdec.families.family import GGUFFamily, GGUFMetadata, select_tensor_specs
 from specdec.families.gguf_common import (
     EMBEDDING,

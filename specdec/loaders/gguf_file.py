@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.families.config_values import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, format_json_value
 from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor
 from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, GGUF_MAGIC, MAX_JSON_BYTES, ModelFile, identify_file

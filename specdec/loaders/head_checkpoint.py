@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import wrap_read_errors
+from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
 from specdec.families import detect_head, load_definition
-from specdec.families.config_values import CheckpointError, format_json_value
 from specdec.families.family import HFHead, TensorSource, TensorSpec, is_layer_list, select_tensor_specs
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, check_target_ids

@@ -10,15 +10,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from specdec.argument_checks import wrap_read_errors
+from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
 from specdec.families import load_definition, load_definitions
-from specdec.families.config_values import (
-    QUANTIZATION_KEYS,
-    CheckpointError,
-    ConfigValues,
-    check_neutral_values,
-    format_json_value,
-)
+from specdec.families.config_values import QUANTIZATION_KEYS, ConfigValues, check_neutral_values
 from specdec.families.family import HFFamily, TensorSpec, select_tensor_specs
 from specdec.families.hf_common import LM_HEAD, NEUTRAL_VALUES, TEXT_CONFIG_KEY
 from specdec.loaders.checkpoint import SAMPLING_RANGES, Checkpoint, parse_default_sampling

@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import (
     ADAPTER_CONFIG,
@@ -26,7 +27,9 @@ from specdec.loaders.model_file import (
     read_json_object,
     write_text_atomically,
 )
-from specdec.loaders.resumable_download import RemoteFile, download
+
+if TYPE_CHECKING:
+    from specdec.loaders.resumable_download import RemoteFile
 
 GGUF_SUFFIX, CONFIG = ".gguf", "config.json"
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0", "")  # preferred GGUF files if no quant is given, like llama.cpp's -hf; "": any
@@ -99,6 +102,8 @@ def fetch_file(name: str) -> Path:
     """
     if path := find_cached_file(name):
         return path
+    from specdec.loaders.resumable_download import RemoteFile, download
+
     path_or_url, sha256 = PUBLISHED_FILES[name]
     with _explain_errors(name, TINYLLAMAS):
         if "://" not in path_or_url:
@@ -221,6 +226,8 @@ class _Repository:
         Raises:
             CheckpointError: The repository lacks a file, or the download is not valid.
         """
+        from specdec.loaders.resumable_download import download
+
         if unavailable := [file for file in names if file not in self._files]:
             raise CheckpointError(f"{self._name} on the hub has no {unavailable[0]!r}, which the model needs")
         missing = [file for file in names if not (self._snapshot_dir / file).exists()]
@@ -229,9 +236,11 @@ class _Repository:
         write_text_atomically(self._repository_dir / "refs" / "main", self._commit)
         return self._snapshot_dir
 
-    def _remote_file(self, name: str, sha256: str) -> RemoteFile:
+    def _remote_file(self, name: str, sha256: str) -> "RemoteFile":
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
+
+        from specdec.loaders.resumable_download import RemoteFile
 
         file, url = self._files[name], hf_hub_url(self._name, name, revision=self._commit, endpoint=_get_endpoint())
         sha256 = sha256 or (file.lfs.sha256 if file.lfs and _SHA256.fullmatch(file.lfs.sha256) else "")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 from specdec.loaders.checkpoint import Checkpoint, FileTensor
 from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, EXPECTED_MODEL, ModelFile
 from specdec.model.llama import LLAMA

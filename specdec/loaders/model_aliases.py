@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 from specdec.loaders.model_file import write_text_atomically
 
 MAX_FILE_BYTES = 100_000

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.argument_checks import shorten, wrap_read_errors
-from specdec.families.config_values import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, format_json_value, shorten, wrap_read_errors
 
 # Names of files in a Hugging Face folder
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"

@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import Literal, get_args
 
 from specdec import quant
-from specdec.argument_checks import check_choice, check_int, check_path
-from specdec.families.config_values import CheckpointError, CheckpointWarning
+from specdec.argument_checks import CheckpointError, CheckpointWarning, check_choice, check_int, check_path
 from specdec.layers.architecture import VOCAB_MATRICES, PackedTensor, Weights, get_tensor
 from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from specdec.argument_checks import wrap_read_errors
-from specdec.families.config_values import CheckpointError
-from specdec.families.pre_tokenizers import BYTE_BPE, CHAR_BPE, TOKENIZER_MODELS
+from specdec.argument_checks import CheckpointError, wrap_read_errors
 from specdec.loaders import hf_hub, is_head_folder, optional_dependencies, read_vocabulary
 from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_file import is_text
@@ -278,7 +276,11 @@ def _has_json_tokenizer(name: str) -> bool:
         return hf_hub.is_repository_name(name)
     if path.is_dir():
         return not is_head_folder(path)
-    return path.suffix == ".json" or TOKENIZER_MODELS.get(str(read_vocabulary(path).get("model"))) in (BYTE_BPE, CHAR_BPE)
+    if path.suffix == ".json":
+        return True
+    from specdec.families.pre_tokenizers import BYTE_BPE, CHAR_BPE, TOKENIZER_MODELS
+
+    return TOKENIZER_MODELS.get(str(read_vocabulary(path).get("model"))) in (BYTE_BPE, CHAR_BPE)
 
 
 def _suggest_similar(path: Path, candidates: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_paths import BUNDLED_MODELS_DIR
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.families.config_values import CheckpointError
+from specdec.argument_checks import CheckpointError
 
 # The last of these is called with the name, the bytes downloaded so far and the total (0: unknown).
 # If there is none, the library's own progress bar appears.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.families.config_values import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, format_json_value
 from specdec.loaders.checkpoint import FLOATS, FileTensor
 from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, MAX_JSON_BYTES, ModelFile, identify_file, parse_json_object
 from specdec.runtime.simd import Int64

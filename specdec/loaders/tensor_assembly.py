@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from specdec.families.config_values import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, format_json_value
 from specdec.families.family import TensorSource, TensorSpec
 from specdec.loaders.checkpoint import FP32, DerivedTensor, FileTensor
 from specdec.model import get_architecture
