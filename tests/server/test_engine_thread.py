@@ -23,6 +23,7 @@ from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
 from specdec.tokenizer import BOS
+from specdec.verification import Draft
 from tests.tools.configs import replace_config
 from tests.tools.random_heads import make_head
 from tests.tools.random_models import make_started_policy
