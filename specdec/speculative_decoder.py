@@ -112,7 +112,7 @@ class SpeculativeDecoder:
             raise ValueError(bundle.tree_incompatibility)
         self.target, self.tokenizer = bundle.target, bundle.tokenizer
         self.draft, self.stage = bundle.draft.model, bundle.stage.model
-        self.has_draft, self.has_stage = bundle.draft.model_or_ngram is not None, bundle.stage.model_or_ngram is not None
+        self.has_draft, self.has_stage = not bundle.draft.is_empty, not bundle.stage.is_empty
         self._template, self.autotuner = template, Autotuner(bundle)
         self.prompt_cache, self._prefix_cache = prompt_cache, PrefixCache(bundle, 1, prompt_cache)
         self._warm_up = WarmUp(self.autotuner)

@@ -220,7 +220,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
 
 
 def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "ModelInstance":
-    """Return a loaded decoder as an instance that the server can use, with its scheduler, template and default sampling.
+    """Return a loaded decoder as an instance that the server can use, with its engine, template and default sampling.
 
     Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
     """
@@ -239,9 +239,9 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
     kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
     total = f"at most {cache_bytes / 10**9:.1f} GB in total"
     print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
-    scheduler = EngineThread(decoder, request.slots, request.queue, cache_bytes)
+    engine = EngineThread(decoder, request.slots, request.queue, cache_bytes)
     sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
-    return ModelInstance(ServedModel(request.name, decoder, template, sampling), scheduler, int(time.time()))
+    return ModelInstance(ServedModel(request.name, decoder, template, sampling), engine, int(time.time()))
 
 
 def prewarm(decoder: SpeculativeDecoder) -> None:
@@ -284,7 +284,7 @@ class CatalogModelSource:
         if instances and not self._request.cache:
             free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
             for each in instances:
-                each.scheduler.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
+                each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
 
 
 class StderrLog:

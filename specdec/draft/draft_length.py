@@ -5,7 +5,7 @@ accepted. It costs c(n + 1) + d(n): a pass of the target over n + 1 tokens, and 
 arXiv:2211.17192, section 3.3). A longer draft is profitable while its expected tokens are worth more than its seconds at the
 speed that is possible without it. Three things are known about that:
 
-- `CostCurve`: c and d, from interleaved passes when the models are loaded (calibration.py). Only ratios matter.
+- `CostCurve`: c and d, from interleaved passes when the models are loaded (cost_calibration.py). Only ratios matter.
 - `Acceptance`: how often tokens of a given confidence were accepted, in this sequence and in earlier ones (acceptance.py).
 - Plain steps: now and then a step has no draft. Its time, compared with that of the drafted rounds around it, shows whether these
   really cost what the curve says while other programs run. Measured times have no other influence.

@@ -53,6 +53,11 @@ class DraftSource:
     vocabulary: SharedVocabulary
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no draft."""
+        return self.model_or_ngram is None
+
+    @property
     def model(self) -> Model | None:
         """The draft model, which may be a head; None if the source is n-grams or nothing."""
         return self.model_or_ngram if isinstance(self.model_or_ngram, Model) else None
@@ -84,7 +89,7 @@ class DraftSource:
         """
         if cache:
             return ModelDrafter(cache, sampler, noise, eos_tokens)
-        return NgramDrafter(eos_tokens) if self.model_or_ngram else None
+        return None if self.is_empty else NgramDrafter(eos_tokens)
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,14 @@ class SequenceCaches:
     stage: KVCache | None
 
     @property
+    def drafts(self) -> list[KVCache]:
+        """The caches of the draft and the stage, as far as there are any."""
+        return [cache for cache in (self.draft, self.stage) if cache]
+
+    @property
     def all(self) -> list[KVCache]:
         """The caches that there are, the target's first."""
-        return [cache for cache in (self.target, self.draft, self.stage) if cache]
+        return [self.target, *self.drafts]
 
 
 @dataclass(frozen=True)
@@ -261,7 +271,7 @@ class ModelBundle:
     @property
     def tree_incompatibility(self) -> str:
         """The reason, as an error message, why proposals cannot be token trees; an empty string if they can."""
-        if self.stage.model_or_ngram:
+        if not self.stage.is_empty:
             return 'a draft with a stage proposes chains; leave out the stage, or tree "on"'
         if HEAD in self.models:
             return 'a head proposes chains; leave out tree "on"'

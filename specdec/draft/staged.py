@@ -166,4 +166,4 @@ def make_staged_drafter(
     stage_sampler = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
     second_level = stage.make_drafter(caches.stage, stage_sampler, noise, eos_tokens)
     assert second_level
-    return StagedDrafter(caches.all[1:], second_level, costs, policy, sampler, noise, eos_tokens)
+    return StagedDrafter(caches.drafts, second_level, costs, policy, sampler, noise, eos_tokens)

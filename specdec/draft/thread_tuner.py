@@ -32,7 +32,7 @@ class ThreadTuner:
 
     def __init__(self, choices: Sequence[int], n_threads: int, set_threads: Callable[[int], None]) -> None:
         self.n_threads, self._choices, self._default, self._set_threads = n_threads, choices, choices[0], set_threads
-        self._min_seconds: dict[int, float] = {}  # minimum time of a step, by the number of proposed tokens
+        self._min_seconds: dict[int, float] = {}  # minimum time of a step, by the number of tokens that the pass ran
         self._window_seconds = self._expected_seconds = 0.0  # time of this window's steps, and the minimum for such steps
         self._pending_choices: list[int] = []  # numbers of threads yet to try in this trial
         self._trial_results: dict[int, tuple[float, float]] = {}  # by number: slowdown and seconds of its window
@@ -40,25 +40,25 @@ class ThreadTuner:
         self._n_slow_windows = 0  # windows in a row
         self._lock = threading.Lock()
 
-    def record_step(self, n_proposed: int, seconds: float) -> None:
+    def record_step(self, n_tokens: int, seconds: float) -> None:
         """Record the time of a decoding step, which may begin or end a trial and change the number of threads.
 
         The step is ignored if another thread, or code that a signal handler interrupted, is in this method.
 
         Args:
-            n_proposed: Number of draft tokens of the step.
+            n_tokens: Number of tokens that the pass of the step ran.
             seconds: Time of the step.
         """
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._add_step(n_proposed, seconds)
+            self._add_step(n_tokens, seconds)
         finally:
             self._lock.release()
 
-    def _add_step(self, n_proposed: int, seconds: float) -> None:
-        known = self._min_seconds.get(n_proposed)
-        self._min_seconds[n_proposed] = min(seconds, BASELINE_DRIFT * known) if known else seconds
+    def _add_step(self, n_tokens: int, seconds: float) -> None:
+        known = self._min_seconds.get(n_tokens)
+        self._min_seconds[n_tokens] = min(seconds, BASELINE_DRIFT * known) if known else seconds
         if not known:
             return
         self._window_seconds, self._expected_seconds = self._window_seconds + seconds, self._expected_seconds + known

@@ -97,9 +97,9 @@ class Autotuner:
         if len(self.thread_choices) > 1:
             self.relative_step_times = choose_threads(self._set_n_threads, self.thread_choices, time_generation)
             self._thread_tuner = ThreadTuner(self.thread_choices, self.bundle.target.n_threads, self._set_n_threads)
-        if draft.model_or_ngram:
+        if not draft.is_empty:
             self._calibrate()
-        if stage.model_or_ngram:
+        if not stage.is_empty:
             caches = self.bundle.new_caches()
             if caches.draft:
                 self.stage_calibration = (

@@ -34,7 +34,7 @@ def make_decoding_state(
     bundle = autotuner.bundle
     draft, vocabulary, target, eos_tokens = bundle.draft, bundle.draft.vocabulary, bundle.target, bundle.tokenizer.eos_tokens
     # without a draft only forced tokens are verified, which each verifier accepts
-    verify = settings.verify if draft.model_or_ngram else "coupled"
+    verify = "coupled" if draft.is_empty else settings.verify
     verifier = VERIFIERS[verify](vocabulary.n_target, request.sampling)
     # with other verifiers the output depends on the draft, so a prediction would change it
     is_predicted = bool(request.prediction) and verify == "coupled"

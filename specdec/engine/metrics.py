@@ -56,6 +56,28 @@ class Metrics:
     passes: int = _make_metric("passes_total", "counter", "Forward passes of the target.")
     time_to_first_token: Histogram = field(default_factory=Histogram)
 
+    def record_prompt(self, n_tokens: int, n_cached: int) -> None:
+        """Count a prompt that has been prefilled, and its tokens that were found in a cache."""
+        self.prompt_tokens += n_tokens
+        self.cached_tokens += n_cached
+
+    def record_pass(self) -> None:
+        """Count a forward pass of the target."""
+        self.passes += 1
+
+    def record_end(self, is_cancelled: bool) -> None:
+        """Count a sequence that has ended, as cancelled or as done."""
+        self.cancelled += is_cancelled
+        self.done += not is_cancelled
+
+    def record_failure(self) -> None:
+        """Count a sequence that failed."""
+        self.failed += 1
+
+    def set_load(self, running: int, queued: int) -> None:
+        """Set the numbers of sequences that run and that wait."""
+        self.running, self.queued = running, queued
+
     def record_step(self, step: Step) -> None:
         """Count the tokens of a step."""
         self.generated_tokens += len(step.tokens)

@@ -74,15 +74,15 @@ class PrefixCache:
 
     Args:
         bundle: The models.
-        disk_cache: Keeps prefilled prompts of the target for later processes; None for none.
-        max_bytes: Memory limit of all slots, in bytes; infinite by default.
         max_idle: Most idle slots; beyond it, the one that is idle longest serves the next conversation.
+        prompt_cache: Keeps prefilled prompts of the target on disk for later processes; None for none.
+        max_bytes: Memory limit of all slots, in bytes; infinite by default.
     """
 
     def __init__(
-        self, bundle: ModelBundle, max_idle: int, disk_cache: "PromptCache | None" = None, max_bytes: float = math.inf
+        self, bundle: ModelBundle, max_idle: int, prompt_cache: "PromptCache | None" = None, max_bytes: float = math.inf
     ) -> None:
-        self._bundle, self._disk_cache, self._max_bytes, self._max_idle = bundle, disk_cache, max_bytes, max_idle
+        self._bundle, self._prompt_cache, self._max_bytes, self._max_idle = bundle, prompt_cache, max_bytes, max_idle
         self._lock: threading.RLock
         create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
@@ -93,7 +93,7 @@ class PrefixCache:
 
         The slot that holds the prefix is returned where little else in it would be lost, otherwise another slot with a copy of
         the prefix. A copy serves, for example, instructions that many prompts begin with. Idle slots are dropped to free memory.
-        The prefix cache, if there is one, may add more of the prompt.
+        The prompt cache on disk, if there is one, may add more of the prompt.
 
         Args:
             prompt: Tokens of the prompt.
@@ -121,8 +121,8 @@ class PrefixCache:
             del self._idle[0]
         if source and source is not slot:
             slot.copy_from(source, prompt)
-        if self._disk_cache and len(prompt) <= self._bundle.target.n_positions:
-            self._disk_cache.restore(slot.caches.target, prompt, cache_salt)
+        if self._prompt_cache and len(prompt) <= self._bundle.target.n_positions:
+            self._prompt_cache.restore(slot.caches.target, prompt, cache_salt)
         self._in_use.append(slot)
         return slot
 
@@ -150,8 +150,8 @@ class PrefixCache:
             tokens: Tokens of the sequence.
             is_prefilled: Whether the prefill of the tokens is complete.
         """
-        if self._disk_cache:
-            self._disk_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
+        if self._prompt_cache:
+            self._prompt_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
 
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
         """Take a slot for a prompt from the idle slots, or make a new one, and return it.

@@ -7,7 +7,7 @@ and the library run a scheduler with one sequence, the server one with many (eng
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from specdec.draft.draft_length import CostModel
 from specdec.draft.settings import SpeculativeSettings
@@ -97,13 +97,14 @@ class Scheduler:
         for sequence in self._shares.interleave(self.running):
             if len(prefilling) + len(ready) == self._max_running:
                 break
-            if sequence.status is SequenceStatus.PREFILL:
-                yield from self._prepare(sequence, prefilling)
+            if sequence.status is SequenceStatus.PREFILL and (yield from self._prepare(sequence)):
+                prefilling.append(sequence)
             if sequence.status is SequenceStatus.DECODE:
                 ready.append(sequence)
         decode_batch = list[Sequence]()
         if not self._is_prefill_turn:
-            yield from self._propose(ready, MAX_BATCH_TOKENS - (MIN_PREFILL_CHUNK_TOKENS if prefilling else 0), decode_batch)
+            max_tokens = MAX_BATCH_TOKENS - (MIN_PREFILL_CHUNK_TOKENS if prefilling else 0)
+            decode_batch = yield from self._propose(ready, max_tokens)
         prefilling = self._shares.hold_back(prefilling, decode_batch)
         has_tree = bool(decode_batch) and decode_batch[0].has_tree  # which runs alone
         chunks = [] if has_tree else self._select_prefill_chunks(prefilling, decode_batch)
@@ -169,44 +170,43 @@ class Scheduler:
             if progress := sequence.prefill_progress:
                 yield sequence, progress
 
-    def _prepare(self, sequence: Sequence, prefilling: list[Sequence]) -> Iterator[SequenceEvent]:
-        """Add a sequence to those whose target has tokens to prefill, or finish its prefill, a chunk of a draft model at a time.
+    def _prepare(self, sequence: Sequence) -> Generator[SequenceEvent, None, bool]:
+        """Return whether the target has tokens of a sequence to prefill; if not, finish its prefill, a draft chunk at a time.
 
         Yields the `Prompt` event when the sequence is ready to decode. A sequence that may not generate any token ends.
         """
         try:
             if sequence.update_prefix_wait(self.running):
-                return
+                return False
             if sequence.n_prefill_tokens:
-                prefilling.append(sequence)
-                return
+                return True
             if sequence.state.drafter and sequence.prefill_draft_models():
                 if progress := sequence.prefill_progress:
                     yield sequence, progress
-                return
+                return False
             event = sequence.start_decoding()
         except Exception as error:
             yield sequence, self._fail(sequence, error)
-            return
+            return False
         if event:
             request = sequence.request
             self._prefix_cache.save_to_disk(sequence.slot, request.prompt)
-            self.metrics.prompt_tokens += len(request.prompt)
-            self.metrics.cached_tokens += sequence.n_cached
+            self.metrics.record_prompt(len(request.prompt), sequence.n_cached)
             if sequence.state.is_finished:
                 self._remove(sequence)
             yield sequence, event
+        return False
 
-    def _propose(self, ready: list[Sequence], max_tokens: int, decode_batch: list[Sequence]) -> Iterator[SequenceEvent]:
-        """Fill the decode batch: ready sequences whose last tokens and drafts fit into `max_tokens`; yield each new `Proposal`.
+    def _propose(self, ready: list[Sequence], max_tokens: int) -> Generator[SequenceEvent, None, list[Sequence]]:
+        """Return the ready sequences whose last tokens and drafts fit into `max_tokens`; yield each new `Proposal`.
 
         A sequence with a tree is alone. Those that do not fit go first in the next pass.
         """
         if self._costs:
             self._costs.begin_pass(len(ready), max_tokens)
-        n_tokens = 0
-        for sequence in sorted(ready, key=lambda sequence: not sequence.has_draft) if len(ready) > 1 else ready:
-            if not sequence.has_draft:
+        decode_batch, n_tokens = list[Sequence](), 0
+        for sequence in sorted(ready, key=lambda sequence: not sequence.has_proposed) if len(ready) > 1 else ready:
+            if not sequence.has_proposed:
                 try:
                     sequence.propose()
                 except Exception as error:
@@ -222,7 +222,8 @@ class Scheduler:
             if self._costs:
                 self._costs.add_tokens(n - 1)
             if sequence.has_tree:
-                return
+                break
+        return decode_batch
 
     def _select_prefill_chunks(self, prefilling: list[Sequence], decode_batch: list[Sequence]) -> list[PrefillChunk]:
         """Return the sequences to prefill in the next pass, each with the number of tokens of its chunk.
@@ -257,7 +258,7 @@ class Scheduler:
         start = time.perf_counter()
         results = self._runner.run(chunks, decode_batch)
         seconds = time.perf_counter() - start
-        self.metrics.passes += 1
+        self.metrics.record_pass()
         counts = [*chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in decode_batch)]
         self._shares.charge(counts, seconds)
         if len(self.running) > 1:
@@ -340,9 +341,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         """End a sequence and count it as cancelled or as done."""
-        is_cancelled = sequence.is_cancelled and not sequence.is_finished
-        self.metrics.cancelled += is_cancelled
-        self.metrics.done += not is_cancelled
+        self.metrics.record_end(sequence.is_cancelled and not sequence.is_finished)
         sequence.finish()
 
     def _fail(self, sequence: Sequence, error: Exception) -> Exception:
@@ -350,6 +349,6 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self._prefix_cache.drop(sequence.slot)
-        self.metrics.failed += 1
+        self.metrics.record_failure()
         sequence.finish()
         return error

@@ -1,7 +1,7 @@
 """Sequence: one request being generated, with its status, its KV caches and its decoding state."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Sequence:
         submit_time: When the request arrived, as `time.perf_counter`.
         start_time: When the sequence got its slot.
         n_cached: Prompt tokens found in a KV cache, which need not run.
-        has_draft: Whether the current draft has not been verified yet.
+        has_proposed: Whether the sequence has a draft, possibly an empty one, that has not been verified yet.
         prefix_donor: Another sequence that is prefilling a prefix of both prompts. This sequence waits for it and then copies the
             KV cache of the prefix. None if there is no such sequence.
         n_shared_prefix: Tokens of the prefix that both prompts share.
@@ -64,7 +64,7 @@ class Sequence:
         self.status, self.is_cancelled = SequenceStatus.WAITING, False
         self.submit_time = self.start_time = time.perf_counter()
         self.n_cached = self.n_shared_prefix = self.n_steps = 0
-        self.has_draft = self.has_sent_prompt = False
+        self.has_proposed = self.has_sent_prompt = False
         self.prefix_donor: Sequence | None = None
         self.first_token_seconds: float | None = None
         self._detokenizer = detokenizer
@@ -90,7 +90,7 @@ class Sequence:
     @property
     def has_tree(self) -> bool:
         """Whether the draft to verify is a tree of tokens, which needs a forward pass of its own."""
-        return self.has_draft and self.state.draft.parents is not None
+        return self.has_proposed and self.state.draft.parents is not None
 
     def cancel(self) -> None:
         """Mark the sequence as cancelled; the scheduler removes it before its next pass."""
@@ -125,7 +125,7 @@ class Sequence:
     def propose(self) -> None:
         """Make the draft for the next pass."""
         self.state.propose()
-        self.has_draft = True
+        self.has_proposed = True
 
     def make_proposal_event(self) -> Proposal:
         """Return the `Proposal` event of the current draft."""
@@ -133,7 +133,7 @@ class Sequence:
 
     def finish_step(self, step: Step) -> Step:
         """Add the text to a committed step, and end the sequence if the step ends it."""
-        self.has_draft = False
+        self.has_proposed = False
         self.n_steps += 1
         if self._extra_seconds:
             step, self._extra_seconds = replace(step, seconds=step.seconds + self._extra_seconds), 0.0
@@ -163,16 +163,20 @@ class Sequence:
 
     def prefill_draft_models(self) -> bool:
         """Run a prefill chunk of a draft model that has not run all tokens; return False if there is none."""
-        for cache in self.slot.caches.all[1:]:
-            tokens = replace_unknown_tokens(self.tokens, cache.model.vocab_size)
-            if len(tokens) > cache.model.n_positions or cache in self._skipped_caches:
-                continue
-            if n_left := cache.count_prefill_tokens(tokens):
+        for cache, tokens in self._iter_prefill_inputs():
+            n_left = cache.count_prefill_tokens(tokens) if cache is not self.cache else 0
+            if n_left:
                 cache.forward(tokens[: len(tokens) - 1 - max(n_left - MAX_BATCH_TOKENS, 0)], 0, len(tokens))
                 if cache.count_prefill_tokens(tokens) >= n_left:
                     self._skipped_caches.append(cache)
                 return True
         return False
+
+    def _iter_prefill_inputs(self) -> Iterator[tuple[KVCache, list[int]]]:
+        """Yield each cache that can prefill the sequence, with the tokens as its model knows them."""
+        for cache in self.slot.caches.all:
+            if len(self.tokens) <= cache.model.n_positions and cache not in self._skipped_caches:
+                yield cache, replace_unknown_tokens(self.tokens, cache.model.vocab_size)
 
     @property
     def prefill_progress(self) -> PrefillProgress | None:
@@ -184,12 +188,9 @@ class Sequence:
 
     def _count_prefill_work(self) -> int:
         """Return the tokens that all models have yet to run, times the bytes of their weights."""
-        work = 0
-        for cache in self.slot.caches.all:
-            tokens = replace_unknown_tokens(self.tokens, cache.model.vocab_size)
-            if len(tokens) <= cache.model.n_positions and cache not in self._skipped_caches:
-                work += cache.count_prefill_tokens(tokens) * cache.model.weights.n_bytes
-        return work
+        return sum(
+            cache.count_prefill_tokens(tokens) * cache.model.weights.n_bytes for cache, tokens in self._iter_prefill_inputs()
+        )
 
     def find_prefix_donor(self, running: Collection["Sequence"]) -> bool:
         """Find an earlier sequence that is prefilling a prefix of this prompt, and return whether there is one.

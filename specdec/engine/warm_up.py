@@ -46,7 +46,7 @@ class WarmUp:
         models, verify, verifier = [*self._bundle.models.values()], settings.verify, VERIFIERS[settings.verify]
         n_ids = self._bundle.draft.vocabulary.n_target
         yield f"passes {[model.n_threads > 1 for model in models]}", lambda: self._time_generation(2, settings)
-        if self._bundle.draft.model_or_ngram:
+        if not self._bundle.draft.is_empty:
             yield verify, lambda: warm_up_verifier(verifier, n_ids)
         if is_tree_drafting(self._bundle, settings):
             from specdec.draft.tree import warm_up_trees

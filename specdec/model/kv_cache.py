@@ -19,7 +19,7 @@ from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
 from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
-from specdec.runtime.op_program import BatchEntry, Executor
+from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import Float32, round_up
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class KVCache:
         self._capacity = 0
         self._buffers: Buffers
         self._executors: list[Executor]  # of normal sequences, and of those with long RoPE factors if there are any
-        model.run_exclusive(self._allocate, round_up(min(model.n_positions, INITIAL_CAPACITY), PANEL_ROWS))
+        with model.exclusive():
+            self._allocate(round_up(min(model.n_positions, INITIAL_CAPACITY), PANEL_ROWS))
 
     @property
     def n_tokens(self) -> int:
@@ -82,7 +83,8 @@ class KVCache:
             Logits (n_logits, V) at the last tokens, valid until the model's next pass.
         """
         tokens, n_logits = self.check_input(tokens, n_logits)
-        return self.model.run_exclusive(self.run, tokens, [], n_logits, n_total)
+        with self.model.exclusive():
+            return self.run(tokens, [], n_logits, n_total)
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
@@ -122,7 +124,8 @@ class KVCache:
         if n + (deepest := max(compute_depths(parents), default=0)) > n_positions:
             raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {n_positions} positions")
         n_logits = n_rows if n_logits is None else check_int("n_logits", n_logits, 0, n_rows)
-        return self.model.run_exclusive(self.run, tokens, [*zip(nodes, parents, strict=True)], n_logits)
+        with self.model.exclusive():
+            return self.run(tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
     def can_draft(self, tokens: list[int]) -> bool:
         """Return whether a draft model can predict the token that follows the given ones."""
@@ -144,7 +147,14 @@ class KVCache:
         Raises:
             RuntimeError: As in `Model.forward`.
         """
-        return self.model.run_exclusive(self._get_hidden_states, tokens, first)
+        if not self.hidden_layers:
+            return zeros(0, 0)
+        with self.model.exclusive():
+            n = count_common_prefix(self._tokens, tokens, len(tokens))
+            if n == len(self._tokens) and (path := self._find_tree_path(tokens[n:])):
+                n = self._commit_path(path)
+            states: Float32 = self._buffers.hidden_states[first:n]
+            return states
 
     def copy_from(self, other: "KVCache", tokens: list[int]) -> None:
         """Replace the contents by what another cache holds of a sequence, except its last token, which is yet to run.
@@ -158,7 +168,21 @@ class KVCache:
             MemoryError: If the cache cannot grow.
             RuntimeError: As in `Model.forward`.
         """
-        self.model.run_exclusive(self._copy_from, other, max(len(tokens) - 1, 0) - other.count_prefill_tokens(tokens))
+        model = self.model
+        if other.model is not model or other.hidden_layers != self.hidden_layers:
+            raise ValueError("a KV cache can be copied only to another one of the same model with the same hidden_layers")
+        with model.exclusive():
+            n = max(len(tokens) - 1, 0) - other.count_prefill_tokens(tokens)
+            cached = other._tokens[:n]
+            self._reserve(n)
+            self._switch_rope(other._has_long_rope)
+            self._rewind(0)
+            sizes = model.get_buffer_sizes(round_up(n, PANEL_ROWS), len(self.hidden_layers))
+            model.architecture.copy_sequence(model.config, model.weights, sizes, other._buffers, self._buffers)
+            self._tokens, self._min_rewind = cached, other._min_rewind
+            self._snapshots[:] = other._snapshots
+            self._truncate(n)
+            model.window_evictor.evict(self._buffers, 0, self._min_rewind)
 
     def commit_path(self, path: Sequence[int]) -> None:
         """Append the tokens of a path of the last tree to the cached sequence, and drop all other nodes of the tree.
@@ -172,11 +196,14 @@ class KVCache:
             ValueError: If there is no such path.
             TypeError, RuntimeError: As in `Model.forward`.
         """
-        self.model.run_exclusive(self._commit_path, check_ints("path", path))
+        path = check_ints("path", path)
+        with self.model.exclusive():
+            self._commit_path(path)
 
     def export_kv(self, work: Callable[[Buffers, list[int], Snapshots], ReturnT]) -> ReturnT:
         """Call `work` with the buffers, the cached tokens and the snapshots, under the model's lock, and return its result."""
-        return self.model.run_exclusive(lambda: work(self._buffers, self._tokens, self._snapshots))
+        with self.model.exclusive():
+            return work(self._buffers, self._tokens, self._snapshots)
 
     def import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
         """Load keys, values and states of a sequence into the cache, behind those of its tokens that are cached already.
@@ -185,7 +212,16 @@ class KVCache:
             tokens: Tokens of the sequence.
             fill: Function that fills buffers, given them and the number of cached tokens; returns the new number, and snapshots.
         """
-        self.model.run_exclusive(self._import_kv, tokens, fill)
+        with self.model.exclusive():
+            self._reserve(len(tokens))
+            self._switch_rope(self.model.config.has_long_rope(len(tokens)))
+            self._rewind(n_kept := self.count_reusable_tokens(tokens, len(tokens) - 1))
+            n, snapshots = fill(self._buffers, n_kept)
+            if n > n_kept:
+                self._tokens, self._min_rewind = tokens[:n], n + 1 if self.model.has_recurrent_state else self._min_rewind
+                for snapshot in snapshots:
+                    self._snapshots.add(snapshot)
+                self._truncate(n)
 
     def count_prefill_tokens(self, tokens: list[int]) -> int:
         """Return the number of tokens that a prefill would run: all but the last, without those that the cache holds."""
@@ -269,32 +305,11 @@ class KVCache:
         self._advance(n_new)
         return self._executor, start
 
-    def load_tokens(self, tokens: list[int], row: int) -> None:
-        """Write tokens of a pass into the buffers that all caches of the model share, from a row on."""
-        self.model.weights.load_tokens(tokens, self._buffers, row)
-
-    def run_batch(self, entries: Sequence[BatchEntry], n_logits: int) -> Float32:
-        """Run a pass over several sequences, this cache's first or elsewhere among them, and return all rows of its logits."""
-        self._executor.run_batch(entries, n_logits, self.model.n_threads)
-        rows: Float32 = self._buffers.logits[:, : self.model.config.vocab_size]
-        return rows
-
     def end_batch(self, new: list[int], n_logits: int, n_total: int) -> None:
         """Add the tokens that a pass over several sequences has run for this one."""
         self._tokens += new
         if not n_logits:
             self._maybe_take_snapshot(n_total)
-
-    def _import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
-        self._reserve(len(tokens))
-        self._switch_rope(self.model.config.has_long_rope(len(tokens)))
-        self._rewind(n_kept := self.count_reusable_tokens(tokens, len(tokens) - 1))
-        n, snapshots = fill(self._buffers, n_kept)
-        if n > n_kept:
-            self._tokens, self._min_rewind = tokens[:n], n + 1 if self.model.has_recurrent_state else self._min_rewind
-            for snapshot in snapshots:
-                self._snapshots.add(snapshot)
-            self._truncate(n)
 
     def _find_long_rope_rows(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
         """Return a bool for each row of logits, or one for the sequence if n_logits is 0: whether it uses long RoPE factors."""
@@ -330,7 +345,7 @@ class KVCache:
             # Of several passes, the last is full, so that it holds all n_logits tokens and all nodes.
             batch = new[: len(new) % MAX_BATCH_TOKENS or MAX_BATCH_TOKENS]
             del new[: len(batch)]
-            self.load_tokens(batch, 0)
+            self.model.weights.load_tokens(batch, self._buffers, 0)
             self._advance(len(batch))
             self._executor(len(batch), len(self._tokens) + n_nodes, 0 if new else n_logits, n_threads, len(tokens))
             self._tokens += batch[: len(tokens) - len(self._tokens)] if nodes else batch
@@ -363,21 +378,6 @@ class KVCache:
         """Take a snapshot after a prefill pass if it is worth its memory."""
         if self.model.has_recurrent_state:
             self._snapshots.maybe_take(self._buffers, len(self._tokens), n_total)
-
-    def _copy_from(self, other: "KVCache", n: int) -> None:
-        """Replace the contents by the first n tokens of another cache; see `copy_from`."""
-        if other.model is not self.model or other.hidden_layers != self.hidden_layers:
-            raise ValueError("a KV cache can be copied only to another one of the same model with the same hidden_layers")
-        cached = other._tokens[:n]
-        self._reserve(n)
-        self._switch_rope(other._has_long_rope)
-        self._rewind(0)
-        model, sizes = self.model, self.model.get_buffer_sizes(round_up(n, PANEL_ROWS), len(self.hidden_layers))
-        model.architecture.copy_sequence(model.config, model.weights, sizes, other._buffers, self._buffers)
-        self._tokens, self._min_rewind = cached, other._min_rewind
-        self._snapshots[:] = other._snapshots
-        self._truncate(n)
-        model.window_evictor.evict(self._buffers, 0, self._min_rewind)
 
     def _advance(self, n: int) -> None:
         """Raise `_min_rewind` for a pass over n more tokens, and evict keys and values that no window reaches any more."""
@@ -419,16 +419,6 @@ class KVCache:
                 self._buffers.hidden_states[n_cached : n_cached + len(path)] = self._buffers.hidden_states[n_cached + nodes]
         self._tokens += tokens
         return len(self._tokens)
-
-    def _get_hidden_states(self, tokens: list[int], first: int) -> Float32:
-        """Return the states of `get_hidden_states`; commit the path of the last tree that the tokens follow, if any."""
-        if not self.hidden_layers:
-            return zeros(0, 0)
-        n = count_common_prefix(self._tokens, tokens, len(tokens))
-        if n == len(self._tokens) and (path := self._find_tree_path(tokens[n:])):
-            n = self._commit_path(path)
-        states: Float32 = self._buffers.hidden_states[first:n]
-        return states
 
     def _reserve(self, n_slots: int) -> None:
         """Grow the buffers, to twice the capacity or more, if they cannot hold n_slots tokens of a sequence and its tree."""

@@ -4,8 +4,9 @@ Shapes: N logits of a sequence, V vocab.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -23,7 +24,6 @@ from specdec.runtime.parallel_region import create_fork_safe_lock, get_available
 from specdec.runtime.simd import Float32, round_up
 
 KVFormatName = Literal["auto", "f32", "f16", "q8"]  # format of keys and values
-ReturnT = TypeVar("ReturnT")
 # One sequence of a batch: its cache, all of its tokens, the number of logits at its end, and optionally its final length
 BatchInput = tuple[KVCache, Sequence[int], int] | tuple[KVCache, Sequence[int], int, int]
 REENTRANT_CALL_MESSAGE = "this thread is in the middle of a pass of this model; a signal handler cannot use it"
@@ -197,7 +197,8 @@ class Model:
         jobs = [(each[0], *each[0].check_input(each[1], each[2]), each[3] if len(each) > 3 else 0) for each in batch]
         if len(jobs) == 1 and jobs[0][0].model is self:
             cache, tokens, n_logits, n_total = jobs[0]
-            return [self.run_exclusive(cache.run, tokens, [], n_logits, n_total)]
+            with self.exclusive():
+                return [cache.run(tokens, [], n_logits, n_total)]
         caches = [cache for cache, *_ in jobs]
         if any(cache.model is not self or cache.hidden_layers != caches[0].hidden_layers for cache in caches):
             raise ValueError("the caches of a batch must belong to this model and have the same hidden_layers")
@@ -205,7 +206,8 @@ class Model:
             raise ValueError("the caches of a batch must be different ones")
         if not jobs:
             return []
-        logits = self.run_exclusive(self._run_batch, sorted(jobs, key=lambda job: job[2] > 0))
+        with self.exclusive():
+            logits = self._run_batch(sorted(jobs, key=lambda job: job[2] > 0))
         return [logits[id(cache)] for cache in caches]
 
     def _run_batch(self, jobs: list[tuple[KVCache, list[int], int, int]]) -> dict[int, Float32]:
@@ -217,14 +219,19 @@ class Model:
         new = [cache.select_uncached(tokens, n_logits, n_total) for cache, tokens, n_logits, n_total in jobs]
         if (n := sum(map(len, new))) > MAX_BATCH_TOKENS:
             raise ValueError(f"{n} tokens of {len(jobs)} sequences must run; a pass runs at most {MAX_BATCH_TOKENS}")
-        lead, entries, row, n_rows = jobs[0][0], list[BatchEntry](), 0, sum(len(new[i]) for i, job in enumerate(jobs) if job[2])
+        entries, row = list[BatchEntry](), 0
+        n_rows = sum(len(own) for own, (_, _, n_logits, _) in zip(new, jobs, strict=True) if n_logits)
         for (cache, tokens, n_logits, _), own in zip(jobs, new, strict=True):
             executor, start = cache.begin_batch(tokens, len(own))
-            lead.load_tokens(own, row)
+            assert self._shared_buffers.buffers
+            self.weights.load_tokens(own, self._shared_buffers.buffers, row)
             if own:
                 entries.append(BatchEntry(executor, len(own), start, n_logits))
             row += len(own)
-        rows = lead.run_batch(entries, n_rows)
+        if entries:
+            entries[0].executor.run_batch(entries, n_rows, self.n_threads)
+        assert self._shared_buffers.buffers
+        rows = self._shared_buffers.buffers.logits[:, : self.config.vocab_size]
         end, logits = n_rows - n, dict[int, Float32]()
         for (cache, _, n_logits, n_total), own in zip(jobs, new, strict=True):
             cache.end_batch(own, n_logits, n_total)
@@ -232,14 +239,15 @@ class Model:
             logits[id(cache)] = rows[end - n_logits : end]
         return logits
 
-    def run_exclusive(self, work: Callable[..., ReturnT], *arguments: Any) -> ReturnT:
-        """Call `work` under the model's lock and return its result; raise RuntimeError if this thread is in a pass already."""
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the model's lock for a pass or a change of a cache; raise RuntimeError if this thread is in a pass already."""
         with self.lock:
             if self._is_running:
                 raise RuntimeError(REENTRANT_CALL_MESSAGE)
             try:
                 self._is_running = True
-                return work(*arguments)
+                yield
             finally:
                 self._is_running = False
 

@@ -1,4 +1,4 @@
-"""The server's endpoints: one method per path. Knows requests and responses and the scheduler, but no sockets."""
+"""The server's endpoints: one method per path. Knows requests and responses and the engine, but no sockets."""
 
 import asyncio
 import base64
@@ -144,7 +144,7 @@ class Endpoints:
         async with acquire_model(self._model_manager, body, request.receive) as (instance, disconnected):
             async with permit:
                 embedding_request = await asyncio.to_thread(parse_embedding_request, body, instance.model)
-            futures = instance.scheduler.submit_auxiliary(embedding_request.tasks, request.scope["api_client"])
+            futures = instance.engine.submit_auxiliary(embedding_request.tasks, request.scope["api_client"])
             vectors = await wait_unless_disconnected(disconnected, asyncio.gather(*map(asyncio.wrap_future, futures)))
             data = await asyncio.to_thread(embedding_request.format_response, vectors, instance.model.name)
             return Response(data, media_type="application/json")

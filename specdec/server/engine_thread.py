@@ -97,8 +97,8 @@ class EngineThread:
     @property
     def metrics(self) -> Metrics:
         """The counters of the engine, updated with the numbers of sequences that run and wait now."""
-        self._metrics.running = len(self._scheduler.running) if self._scheduler else 0
-        self._metrics.queued = len(self._handles) - self._metrics.running
+        n_running = len(self._scheduler.running) if self._scheduler else 0
+        self._metrics.set_load(n_running, len(self._handles) - n_running)
         return self._metrics
 
     def submit(
@@ -229,6 +229,6 @@ class EngineThread:
             self._handles.clear()
             self._incoming.clear()
         for handle in handles:
-            self._metrics.failed += 1
+            self._metrics.record_failure()
             handle.send(error)
         self._auxiliary_tasks.fail_all(error)

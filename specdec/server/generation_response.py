@@ -174,7 +174,7 @@ class ResponseStreamer:
                 constraint = await wait_unless_disconnected(disconnected, build)
             requests = [replace(request, constraint=constraint) for request in requests]
         with wrap_errors(None):
-            handles = instance.scheduler.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
+            handles = instance.engine.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
         try:
             await (self._send_stream if response.options.shared.is_stream else self._send_complete)(response)
             scope["notes"].append(f"{response.n_prompt}+{response.n_generated} tokens")
@@ -183,7 +183,7 @@ class ResponseStreamer:
                 handle.cancel()
 
     def _on_event(self, index: int, event: Event | Exception) -> None:
-        """Pass an event of the output `index` from the scheduler's thread to the event loop, unless the loop has ended."""
+        """Pass an event of the output `index` from the engine's thread to the event loop, unless the loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 

@@ -25,16 +25,16 @@ UNKNOWN_NAME_MAX_AGE_S = 2.0  # of the list, for a request for a model that is n
 
 
 class ModelInstance(NamedTuple):
-    """A loaded model with its scheduler.
+    """A loaded model with its engine.
 
     Attributes:
         model: The model with its name and its chat template.
-        scheduler: Generates the outputs of the model.
+        engine: Generates the outputs of the model.
         created: Time of loading, in Unix seconds.
     """
 
     model: ServedModel
-    scheduler: EngineThread
+    engine: EngineThread
     created: int
 
 
@@ -51,7 +51,7 @@ class ModelSource(Protocol):
         """Return the size in bytes of each available model, by the name that clients use."""
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
-        """Load a model by its name and return it with its scheduler; reports the progress, from 0 to 1, to a callback.
+        """Load a model by its name and return it with its engine; reports the progress, from 0 to 1, to a callback.
 
         Raises:
             ValueError: The model cannot be loaded.
@@ -152,7 +152,7 @@ class ModelManager:
     def metrics(self) -> Metrics:
         """The sums of the metrics of all models, also of those that were unloaded."""
         with self._lock:
-            return merge_metrics([self._unloaded_metrics, *(instance.scheduler.metrics for instance in self._instances)])
+            return merge_metrics([self._unloaded_metrics, *(instance.engine.metrics for instance in self._instances)])
 
     def acquire(self, name: str) -> ModelEntry:
         """Return the entry of a model and count a request that uses it; starts to load the model if needed.
@@ -211,7 +211,7 @@ class ModelManager:
                 if not entry.loading.done():
                     entry.loading.set_exception(ShutdownError())
         for instance in self._instances:
-            instance.scheduler.close(max(deadline - time.monotonic(), 0.0))
+            instance.engine.close(max(deadline - time.monotonic(), 0.0))
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, entry: ModelEntry) -> None:
@@ -240,7 +240,7 @@ class ModelManager:
                 entry.instance = instance
                 entry.loading.set_result(None)
         if not entry.instance:
-            instance.scheduler.close(0.0)
+            instance.engine.close(0.0)
         self._source.limit_caches(self._instances)
 
     def _report_progress(self, entry: ModelEntry, progress: float) -> None:
@@ -274,9 +274,9 @@ class ModelManager:
 
     def _unload(self, entry: ModelEntry) -> None:
         if entry.instance:
-            entry.instance.scheduler.close(0.0)
+            entry.instance.engine.close(0.0)
             with self._lock:
-                self._unloaded_metrics = merge_metrics([self._unloaded_metrics, entry.instance.scheduler.metrics])
+                self._unloaded_metrics = merge_metrics([self._unloaded_metrics, entry.instance.engine.metrics])
             entry.instance = None
         gc.collect()  # frees the weights at once, since models are reference cycles
         self._log(f"unloaded {entry.name}")

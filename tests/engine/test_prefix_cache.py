@@ -158,16 +158,16 @@ def test_the_prefix_donor_of_a_short_prompt_is_prefilled_first(endless):
 
 
 def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, monkeypatch):
-    copy_from, n_failed = KVCache._copy_from, 0
+    copy_from, n_failed = KVCache.copy_from, 0
 
-    def fail_five_times(cache, other, n):
+    def fail_five_times(cache, other, tokens):
         nonlocal n_failed
         if n_failed < 5:
             n_failed += 1
             raise MemoryError("out of memory")
-        copy_from(cache, other, n)
+        copy_from(cache, other, tokens)
 
-    monkeypatch.setattr(KVCache, "_copy_from", fail_five_times)
+    monkeypatch.setattr(KVCache, "copy_from", fail_five_times)
     scheduler, prefix = make_scheduler(endless, max_running=3), [BOS, *random_tokens(200)]
     sequences = [
         add(scheduler, endless, [*prefix[: 30 + 5 * i], *random_tokens(10)], 20, Sampling(1.0, seed=i)) for i in range(30)

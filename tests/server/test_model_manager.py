@@ -248,4 +248,4 @@ def test_a_model_loaded_during_shutdown_is_closed(make_manager):
     with pytest.raises(ShutdownError):
         manager.acquire("b").loading.result(30)
     manager._loader.shutdown()
-    assert not other.scheduler._thread.is_alive()
+    assert not other.engine._thread.is_alive()
