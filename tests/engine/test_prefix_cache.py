@@ -215,7 +215,7 @@ def test_a_failed_restore_leaves_no_slot_in_use(endless):
             raise MemoryError
 
     prefixes = CountingCache(endless, 2)
-    prefixes._disk_cache = Broken()
+    prefixes._prompt_cache = Broken()
     for _ in range(5):
         with pytest.raises(MemoryError):
             prefixes.acquire([*PREFIX, *random_tokens(10)], 200)
