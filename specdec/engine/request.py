@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdec.argument_checks import check_int, check_strings, shorten
 from specdec.draft.model_bundle import ModelBundle
@@ -12,6 +12,9 @@ from specdec.protocols import Constraint
 from specdec.sampling import Sampling, SamplingOverrides
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import AnyTokenizer
+
+if TYPE_CHECKING:
+    from specdec.text.reasoning import ReasoningMarks
 
 Stop = str | Sequence[str]
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -32,6 +35,7 @@ class GenerationRequest:
         constraint: The constraint of the output; None for none.
         visible_tokens: Special tokens that appear in the output, with their names there.
         include_draft_text: Whether events contain the text of draft tokens.
+        reasoning_marks: The marks around a thought, in which stop strings have no effect; None for none.
     """
 
     prompt: list[int]
@@ -43,10 +47,12 @@ class GenerationRequest:
     constraint: Constraint | None = None
     visible_tokens: Mapping[int, str] = field(default_factory=dict)
     include_draft_text: bool = False
+    reasoning_marks: "ReasoningMarks | None" = None
 
     def make_detokenizer(self, tokenizer: AnyTokenizer) -> EventDetokenizer:
         """Return a new detokenizer, which adds text to the events of a sequence for this request."""
-        return EventDetokenizer(tokenizer, self.stop_strings, self.visible_tokens, self.include_draft_text)
+        splitter = self.reasoning_marks.make_splitter() if self.reasoning_marks else None
+        return EventDetokenizer(tokenizer, self.stop_strings, self.visible_tokens, self.include_draft_text, splitter)
 
 
 class GenerationKwargs(SamplingOverrides, total=False):

@@ -71,7 +71,7 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     chat |= {"messages": messages or None, "max_tokens": max_tokens, "tools": tools or None}
     chat |= fields.take("tool_choice", _parse_tool_choice, dict[str, Any]())
     chat["stop"] = fields.pop("stop_sequences") or None
-    is_thinking = fields.take("thinking", _parse_thinking, None)
+    is_thinking, chat["thinking_budget_tokens"] = fields.take("thinking", _parse_thinking, (None, None))
     if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
     chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
@@ -150,10 +150,11 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
     return {"tool_choice": choice, "parallel_tool_calls": not is_single_call}
 
 
-def _parse_thinking(name: str, value: Any) -> bool:
-    """Return whether the field `thinking` switches the model's thinking on; the field's token budget is ignored."""
+def _parse_thinking(name: str, value: Any) -> tuple[bool, int | None]:
+    """Return whether the field `thinking` switches the model's thinking on, and the maximum number of tokens of a thought."""
     types = ["enabled", "adaptive", "disabled"]
-    return check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
+    is_thinking = check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
+    return is_thinking, Fields(value).take_int("budget_tokens", None, 0)
 
 
 def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
@@ -182,7 +183,11 @@ class MessagesFormatter(PartsFormatter):
             return _format_event({"type": "content_block_start", "index": part.index, "content_block": block})
         if change == "delta":
             return _format_event({"type": "content_block_delta", "index": part.index, "delta": {"type": delta_type, key: text}})
-        return _format_event({"type": "content_block_stop", "index": part.index})
+        stop = _format_event({"type": "content_block_stop", "index": part.index})
+        if part.kind != "reasoning":
+            return stop
+        signature = {"type": "signature_delta", "signature": ""}
+        return _format_event({"type": "content_block_delta", "index": part.index, "delta": signature}) + stop
 
     def format_end(self) -> bytes:
         """Return the server-sent events that end a message: of its last block, the stop reason and the number of tokens."""

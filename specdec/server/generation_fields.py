@@ -17,6 +17,7 @@ from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
 from specdec.text.grammar_worker import WorkerLostError
+from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.text.structured_output import Grammar
 from specdec.tokenizer import RenderedSegment, TokenizerError
 
@@ -46,12 +47,14 @@ class ServedModel:
         decoder: The target and its draft models.
         template: The chat template; None for a model that cannot chat.
         default_sampling: Sampling settings for the fields that a request leaves out.
+        reasoning_budget: Maximum number of tokens of a thought, for requests without a limit; None or -1 for none.
     """
 
     name: str
     decoder: SpeculativeDecoder
     template: ChatTemplate | None
     default_sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
+    reasoning_budget: int | None = None
 
     @property
     def max_chars(self) -> int:
@@ -154,6 +157,7 @@ class ResponseOptions:
         tool_parser: The parser for tool calls; None if they are not parsed.
         tools: Schemas of the arguments of the offered tools, by name.
         grammar: The grammar of all outputs, which is built later.
+        reasoning_constraint: What the constraint of the grammar becomes a part of; None if it holds from the start.
     """
 
     shared: GenerationFields
@@ -162,6 +166,7 @@ class ResponseOptions:
     tool_parser: type[ToolParser] | None = None
     tools: ToolSchemas = field(default_factory=dict)
     grammar: Grammar | None = None
+    reasoning_constraint: ReasoningConstraint | None = None
 
 
 def _parse_sampling(fields: Fields, model: ServedModel) -> Sampling:

@@ -172,6 +172,8 @@ class ResponseStreamer:
             build = asyncio.ensure_future(self._state.constraint_builder.build(grammar, client.name))
             with wrap_encoding_errors(response.model, grammar.request_field):
                 constraint = await wait_unless_disconnected(disconnected, build)
+            if wrapper := response.options.reasoning_constraint:
+                constraint = await asyncio.to_thread(wrapper.with_inner, constraint)
             requests = [replace(request, constraint=constraint) for request in requests]
         with wrap_errors(None):
             handles = instance.engine.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)

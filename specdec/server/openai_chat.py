@@ -23,6 +23,7 @@ from specdec.server.field_validation import (
     parse_body,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
+from specdec.server.reasoning_fields import ReasoningFields
 from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
@@ -76,7 +77,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
             grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
     max_completion_tokens = fields.take_int("max_completion_tokens", None, 1)
     max_tokens = fields.take_int("max_tokens", None, 1)
-    template_options = _parse_template_options(fields, model.template)
+    template_options, reasoning = _parse_template_options(fields, model.template), ReasoningFields(fields, model)
     shared = GenerationFields(fields, model)
     with wrap_encoding_errors(model, "messages"):
         prompt = model.decoder.encode_chat(messages, offered_tools or None, template_options)
@@ -87,7 +88,8 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
         "messages", [prompt], max_completion_tokens or max_tokens, n_top_logprobs if has_logprobs else None, visible_tokens
     )
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered_tools}
-    return requests, ResponseOptions(shared, True, is_single_call, tool_parser, schemas, grammar)
+    options = ResponseOptions(shared, True, is_single_call, tool_parser, schemas, grammar)
+    return reasoning.apply(requests, options, response_schema is not None or choice == "required")
 
 
 def _make_tool_grammar(
@@ -311,7 +313,8 @@ class CompletionFormatter(ResponseFormatter):
         if not self.options.is_chat:
             return {"index": index, "text": delta.get_text("text"), **finish}
         message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
-        texts = {"reasoning_content": delta.get_text("reasoning"), "content": delta.get_text("text")}
+        reasoning = delta.get_text("reasoning")  # which clients know by either name
+        texts = {"reasoning_content": reasoning, "reasoning": reasoning, "content": delta.get_text("text")}
         message |= {name: text for name, text in texts.items() if text}
         if calls := [self._format_call(index, piece, is_complete) for piece in delta.deltas if piece.kind == "tool_call"]:
             message |= ({"content": texts["content"] or None} if is_complete else {}) | {"tool_calls": calls}
@@ -336,6 +339,7 @@ class CompletionFormatter(ResponseFormatter):
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
+                "reasoning_tokens": self.n_reasoning_tokens,
             },
         }
 

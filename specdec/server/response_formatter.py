@@ -13,7 +13,8 @@ from specdec.events import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ResponseOptions, ServedModel
 from specdec.server.json_values import parse_json
-from specdec.server.tool_parsers.base import SPECIAL_TOKEN_MARK, Delta
+from specdec.server.tool_parsers.base import Delta, OutputParser
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 
 # stop reasons that mean a truncated output
 TRUNCATING_STOP_REASONS = ("max_tokens", "seq_len", "interrupted")
@@ -62,9 +63,12 @@ class Choice:
     """One of the outputs of a response, which turns the events of its generation into deltas."""
 
     def __init__(self, request: GenerationRequest, options: ResponseOptions) -> None:
-        self._options = options
-        self._tool_parser = options.tool_parser(options.tools, request.visible_tokens) if options.tool_parser else None
-        self.statistics, self.n_calls = Statistics(), 0
+        self._options, marks, splitter = options, request.reasoning_marks, None
+        tool_parser = options.tool_parser(options.tools, request.visible_tokens) if options.tool_parser else None
+        if marks and not (tool_parser and tool_parser.is_always_parsed):
+            splitter = marks.make_splitter(tool_parser.open_mark if tool_parser else "")
+        self._parser = OutputParser(splitter, tool_parser)
+        self.statistics, self.n_calls, self.n_reasoning_tokens = Statistics(), 0, 0
         self._arguments = list[str]()  # of the last call that was returned
         self.stop_string: str | None = None  # the one that ended the output
 
@@ -77,13 +81,8 @@ class Choice:
         if not isinstance(event, Step):
             return ChoiceDelta()
         self.stop_string = event.stop_string
-        deltas = [Delta("text", event.text)] if event.text else []
-        if self._tool_parser:
-            deltas = self._tool_parser.push(event.text)
-            if event.stop_reason:
-                deltas += self._tool_parser.end()
         delta = ChoiceDelta(logprobs=list(event.logprobs or ()))
-        for piece in deltas:
+        for piece in self._parse(event):
             self.n_calls += piece.name is not None
             if piece.kind == "tool_call" and self._options.is_single_call and self.n_calls > 1:
                 continue
@@ -100,6 +99,15 @@ class Choice:
             if event.stop_reason:
                 delta.details |= format_statistics(self.statistics)
         return delta
+
+    def _parse(self, step: Step) -> list[Delta]:
+        """Return the output of a step, and count its tokens that are inside a thought, without its marks."""
+        deltas = list[Delta]()
+        for i, text in enumerate(step.pieces):
+            was_reasoning = self._parser.is_reasoning
+            deltas += self._parser.push(text)
+            self.n_reasoning_tokens += was_reasoning and self._parser.is_reasoning and i < len(step.tokens)
+        return deltas + (self._parser.end() if step.stop_reason else [])
 
     @property
     def _has_complete_call(self) -> bool:
@@ -173,6 +181,11 @@ class ResponseFormatter:
     def n_generated(self) -> int:
         """Number of tokens generated for all outputs."""
         return sum(choice.statistics.n_generated for choice in self.choices)
+
+    @property
+    def n_reasoning_tokens(self) -> int:
+        """Number of tokens of the thoughts in all outputs."""
+        return sum(choice.n_reasoning_tokens for choice in self.choices)
 
     def format_start(self) -> bytes:
         """Return the first server-sent events of a stream; empty by default."""

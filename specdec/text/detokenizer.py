@@ -2,10 +2,13 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.tokenizer import NO_TOKENS, AnyTokenizer, StreamingDetokenizer
+
+if TYPE_CHECKING:
+    from specdec.text.reasoning import ReasoningSplitter
 
 PromptEventT = TypeVar("PromptEventT", Prompt, PrefillProgress)
 
@@ -90,6 +93,7 @@ class EventDetokenizer:
         stops: The stop strings.
         visible_tokens: See `StreamingDetokenizer`.
         include_draft_text: See `GenerationRequest`.
+        splitter: Finds where the answer begins, in which stop strings are searched; None if all text is the answer.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class EventDetokenizer:
         stops: Collection[str] = (),
         visible_tokens: Mapping[int, str] = NO_TOKENS,
         include_draft_text: bool = False,
+        splitter: "ReasoningSplitter | None" = None,
     ) -> None:
         specials: Mapping[str, int] = getattr(tokenizer, "specials", {}) if visible_tokens and stops else {}
         visible_names = {name: visible_tokens[token] for name, token in specials.items() if token in visible_tokens}
@@ -109,7 +114,8 @@ class EventDetokenizer:
                 visible_stop = visible_stop.replace(name, visible_names[name])
             self._stops.setdefault(visible_stop, stop)
         self._stream, self._stop_filter = StreamingDetokenizer(tokenizer, visible_tokens), StopStringFilter(self._stops)
-        self._include_draft_text = include_draft_text
+        self._include_draft_text, self._splitter = include_draft_text, splitter if stops else None
+        self._text_before = ""  # that may belong to the mark of a thought, or to the answer
         self._prompt_text: str | None = None
 
     def add_prompt_text(self, event: PromptEventT) -> PromptEventT:
@@ -135,7 +141,8 @@ class EventDetokenizer:
         pieces += self._detokenize_tokens(step.tokens[step.n_accepted :])
         n = len(pieces)
         if stop_reason := "stop" if stop_filter.found is not None else step.stop_reason:
-            pieces.append(stop_filter.push(stream.flush()) + stop_filter.flush())
+            text = self._filter_stop_strings(stream.flush())
+            pieces.append(text + stop_filter.push(self._text_before) + stop_filter.flush())
         stop_string = None if stop_filter.found is None else self._stops[stop_filter.found]
         return replace(
             step, tokens=step.tokens[:n], n_accepted=n_accepted, stop_reason=stop_reason, stop_string=stop_string,
@@ -149,5 +156,15 @@ class EventDetokenizer:
         pieces = list[str]()
         for token in tokens:
             if self._stop_filter.found is None:
-                pieces.append(self._stop_filter.push(self._stream.push(token)))
+                pieces.append(self._filter_stop_strings(self._stream.push(token)))
         return pieces
+
+    def _filter_stop_strings(self, piece: str) -> str:
+        """Add a piece to the text and return all text that is now certain not to belong to a stop string of the answer."""
+        if not self._splitter or self._splitter.phase == "answer":
+            return self._stop_filter.push(piece)
+        text = self._text_before + piece
+        n_answer = sum(len(part) for kind, part in self._splitter.push(piece) if kind == "text")
+        self._text_before = text if self._splitter.phase == "before" else ""
+        before = "" if self._text_before else text[: len(text) - n_answer]
+        return before + (self._stop_filter.push(text[len(text) - n_answer :]) if n_answer else "")

@@ -258,19 +258,21 @@ def test_text_that_spells_a_special_token_is_not_a_mark(make_test_app, decoder, 
         assert calls == ([{"city": city}] if city else []) and b"\\ud" not in response.body
 
 
-def test_stop_strings_may_contain_special_tokens(make_test_app, decoder, monkeypatch):
+def test_stop_strings_may_contain_special_tokens_and_have_no_effect_in_a_thought(make_test_app, decoder, monkeypatch):
     marks = "{# <|channel|><|message|> #}"
     monkeypatch.setattr(decoder.chat_template, "source", marks + "{{ messages[0].content }}")
     specials = {name: 390 + i for i, name in enumerate(find_tool_parser(marks).get_marks())}
     monkeypatch.setattr(decoder.tokenizer, "specials", specials)
-    parts = ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|start|>", "assistant"]
+    message = ["<|end|>", "<|start|>", "assistant"]
+    parts = ["<|channel|>", "analysis", "<|message|>", "a", *message, "<|channel|>", "final", "<|message|>", "a", *message]
     tokens = [token for part in parts for token in ([specials[part]] if part in specials else decoder.encode(part))]
     for stop in ("<|end|>", "<|end|><|start|>", "a<|end|>"):
         response = send_request(
             make_test_app(TokenScheduler(decoder, tokens, 1)), MESSAGES, BODIES[MESSAGES] | {"stop_sequences": [stop]}
         ).json
         assert response["stop_sequence"] == stop
-        assert "".join(block["thinking"] for block in response["content"]) == "a".removesuffix(stop[0])
+        texts = {"thinking": "a", "text": "a".removesuffix(stop[0])}
+        assert [block[block["type"]] for block in response["content"]] == [text for text in texts.values() if text]
 
 
 def test_the_stop_string_is_returned(app, decoder):

@@ -9,14 +9,13 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK, PartKind, ReasoningSplitter
 from specdec.text.structured_output import Grammar
 from specdec.tokenizer import AnyTokenizer
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by tool name
 Reader = Generator[None, str, None]  # is sent the characters of an output, then "" until it stops
 Layout = Literal["sequence", "lines", "list"]
-# precedes the name of a special token where only special tokens are marks; a lone surrogate, which no text contains
-SPECIAL_TOKEN_MARK = "\udc3c"
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class ToolParser:
         has_special_marks: Whether text that spells a mark is not one, if the tokenizer has all marks as special tokens.
         is_always_parsed: Whether outputs are parsed even without tools.
         is_ended: Whether the output has ended.
+        is_reasoning: Whether the output is inside a thought that the format itself marks.
     """
 
     template_signs: ClassVar[tuple[tuple[str, ...], ...]] = ()
@@ -71,8 +71,10 @@ class ToolParser:
     is_always_parsed: ClassVar[bool] = False
 
     def __init__(self, tools: ToolSchemas, visible_tokens: Mapping[int, str] = {}) -> None:
-        self.tools, self.is_ended = tools, False
-        self._only_special_marks = any(name[0] == SPECIAL_TOKEN_MARK for name in visible_tokens.values())
+        self.tools, self.is_ended, self.is_reasoning = tools, False, False
+        self._only_special_marks = self.has_special_marks and any(
+            name[0] == SPECIAL_TOKEN_MARK for name in visible_tokens.values()
+        )
         self._input, self._deltas, self._is_special = deque[str](), list[Delta](), False
         self._pending_space, self._has_called = "", False
         self._reader = self.read_output()
@@ -247,6 +249,49 @@ class ToolParser:
         grammar.add_lines(f"OTHER: {ANY_TEXT} & ~/(?s:.*){re.escape(cls.open_mark)}(?s:.*)/")
         opening = grammar.add_rule("/(?s:.*)/", f"[suffix={quote(cls.open_mark)}]")
         return f"OTHER | {cls.write_calls(grammar, call, opening)}"
+
+
+class OutputParser:
+    """A parser of one output into a thought, text and tool calls.
+
+    A tool call in a thought is a part of it, unless the thought has no end.
+
+    Args:
+        splitter: Splits the thought from the answer; None if there is no thought, or `tool_parser` reads it.
+        tool_parser: Reads the tool calls of the answer; None if there are none.
+    """
+
+    def __init__(self, splitter: ReasoningSplitter | None, tool_parser: ToolParser | None) -> None:
+        self._splitter, self._tool_parser = splitter, tool_parser
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the output is inside a thought."""
+        parser = self._splitter or self._tool_parser
+        return parser is not None and parser.is_reasoning
+
+    def push(self, text: str) -> list[Delta]:
+        """Take more of the output, and return the pieces that are now certain."""
+        return self._parse(self._splitter.push(text) if self._splitter else [("text", text)])
+
+    def end(self) -> list[Delta]:
+        """Return the pieces that are pending when the output ends."""
+        deltas = self._parse(self._splitter.end()) if self._splitter else []
+        deltas += self._tool_parser.end() if self._tool_parser else []
+        if self._splitter and self._splitter.is_reasoning:  # a thought without an end, which may have calls
+            return [replace(each, kind="reasoning") if each.kind == "text" else each for each in deltas]
+        return deltas
+
+    def _parse(self, parts: Sequence[tuple[PartKind, str]]) -> list[Delta]:
+        deltas = list[Delta]()
+        for kind, text in parts:
+            if self._splitter:
+                text = text.replace(SPECIAL_TOKEN_MARK, "")
+            if self._tool_parser and kind != "reasoning":
+                deltas += self._tool_parser.push(text)
+            elif text:
+                deltas.append(Delta("reasoning" if kind == "reasoning" else "text", text))
+        return deltas
 
 
 @lru_cache

@@ -33,7 +33,7 @@ class HarmonyParser(ToolParser):
     def read_output(self) -> Reader:
         """Read all messages, each with its header."""
         while mark := (yield from self.read_text()):
-            header = ""
+            header, self.is_reasoning = "", False
             while mark not in END_MARKS and not header.endswith(MESSAGE) and len(header) <= MAX_HEADER_CHARS:
                 if not (char := (yield)):
                     return self.emit(Delta("text", mark + header))
@@ -48,7 +48,7 @@ class HarmonyParser(ToolParser):
         channel = channel.rpartition(CHANNEL)[2]
         name = rest.split(maxsplit=1)[0].partition("<")[0] if rest.strip() else ""
         self._kind = "reasoning" if channel.strip().startswith("analysis") and not rest else "text"
-        self._arguments = None
+        self._arguments, self.is_reasoning = None, self._kind == "reasoning"
         if name in self.tools:
             self._kind, self._arguments = "tool_call", JsonScanner()
             self.emit(Delta("tool_call", "", name))

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from specdec.server.json_values import parse_json
-from specdec.server.tool_parsers.base import SPECIAL_TOKEN_MARK, Delta, Reader, ToolParser
+from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 
 GEMMA_QUOTES = ('<|"|>', "<escape>")  # of Gemma and FunctionGemma; opening and closing quotes are the same
 CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}

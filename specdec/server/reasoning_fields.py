@@ -1,0 +1,62 @@
+"""The fields of a request that control a model's thoughts, and their effect on the engine's requests. Knows no interface."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specdec.engine.request import GenerationRequest
+from specdec.server.field_validation import Fields
+from specdec.server.generation_fields import ResponseOptions, ServedModel
+from specdec.text.reasoning import find_reasoning_marks
+from specdec.text.reasoning_constraint import ReasoningConstraint
+
+REASONING_FORMATS = ("auto", "deepseek", "none")
+NO_BUDGET = -1  # llama.cpp's value for thoughts of any length
+
+
+class ReasoningFields:
+    """The fields `reasoning_format` and `thinking_budget_tokens`, parsed.
+
+    Args:
+        fields: The remaining fields of the body.
+        model: The served model.
+
+    Raises:
+        APIError: A field is invalid.
+    """
+
+    def __init__(self, fields: Fields, model: ServedModel) -> None:
+        self._model = model
+        self._is_raw = fields.take_choice("reasoning_format", REASONING_FORMATS, "auto") == "none"
+        budget = fields.take_int("thinking_budget_tokens", model.reasoning_budget, NO_BUDGET)
+        self._budget = None if budget == NO_BUDGET else budget
+
+    def apply(
+        self, requests: Sequence[GenerationRequest], options: ResponseOptions, is_required: bool
+    ) -> tuple[list[GenerationRequest], ResponseOptions]:
+        """Return the requests of a chat and its options with what its thoughts need: their marks, and a constraint.
+
+        Args:
+            requests: The engine's requests, all with the same prompt.
+            options: What the response contains.
+            is_required: Whether the outputs must match the grammar, so that they cannot end in a thought.
+        """
+        template, tokenizer = self._model.template, self._model.decoder.tokenizer
+        marks = find_reasoning_marks(template, tokenizer, requests[0].prompt) if template else None
+        if not marks:
+            return [*requests], options
+        parser, grammar, constraint = options.tool_parser, options.grammar, None
+        # the format's own grammar of calls has the thoughts
+        has_own_thoughts = parser is not None and parser.is_always_parsed and grammar is not None and grammar.kind == "tools"
+        if (grammar or self._budget is not None) and not (marks.closes_in_prompt or has_own_thoughts):
+            constraint = ReasoningConstraint(marks, tokenizer, budget=self._budget, is_required=is_required)
+        visible = {token: text[self._is_raw :] for token, text in marks.visible_tokens.items()}
+        marked = [
+            replace(
+                request,
+                visible_tokens={**visible, **request.visible_tokens},
+                reasoning_marks=None if self._is_raw else marks,
+                constraint=None if grammar else constraint,
+            )
+            for request in requests
+        ]
+        return marked, replace(options, reasoning_constraint=constraint if grammar else None)

@@ -1,0 +1,245 @@
+"""Tell a model's thoughts from its answers: the marks around a thought, and the incremental splitter. Independent of models.
+
+The marks are derived from the chat template, as llama.cpp does (common/chat-diff-analyzer.cpp): an assistant's turn is rendered
+with and without `reasoning_content`, and the difference has the marks. A table has those of templates that do not take it.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from specdec.text.chat_template import ChatTemplate, ChatTokenizer, TemplateError
+from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer
+
+# precedes the name of a special token where only special tokens are marks; a lone surrogate, which no text contains
+SPECIAL_TOKEN_MARK = "\udc3c"
+MAX_MARK_CHARS = 40
+N_TAIL_TOKENS = 32  # of a prompt, which contain the mark that may be at its end
+THOUGHT, ANSWER = "Hmm, a thought", "The answer"  # of a conversation that is rendered to find the marks
+LAST_TAG = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])$")
+PartKind = Literal["reasoning", "text", "unclosed"]
+
+
+class TemplateMarks(NamedTuple):
+    """The marks around a thought in the output of a model.
+
+    Attributes:
+        start: Precedes a thought.
+        end: Follows a thought.
+        closing: Text that ends a thought at its token limit; "" for the end mark.
+    """
+
+    start: str
+    end: str
+    closing: str = ""
+
+
+HARMONY_MARKS = TemplateMarks(
+    "<|channel|>analysis", "<|channel|>final<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+)
+# by a string that templates contain
+KNOWN_MARKS = {
+    "<|channel|>": HARMONY_MARKS,
+    "[/THINK]": TemplateMarks("[THINK]", "[/THINK]"),
+    "</seed:think>": TemplateMarks("<seed:think>", "</seed:think>"),
+    "<channel|>": TemplateMarks("<|channel>thought", "<channel|>"),
+    "</think>": TemplateMarks("<think>", "</think>"),
+}
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """The marks around a thought as the text of one output has them, where `SPECIAL_TOKEN_MARK` precedes each special token.
+
+    Attributes:
+        start: Precedes a thought.
+        end: Follows a thought.
+        opens_in_prompt: Whether the prompt ends inside a thought.
+        closes_in_prompt: Whether the prompt ends after a thought, since thinking is disabled.
+        start_tokens: Token ids of the start mark.
+        closing_tokens: Token ids of a text that ends the thought.
+        visible_tokens: Ids of the marks' special tokens, with their text in the output.
+    """
+
+    start: str
+    end: str
+    opens_in_prompt: bool = False
+    closes_in_prompt: bool = False
+    start_tokens: tuple[int, ...] = ()
+    closing_tokens: tuple[int, ...] = ()
+    visible_tokens: Mapping[int, str] = field(default_factory=dict)
+
+    def make_splitter(self, hold_mark: str = "") -> "ReasoningSplitter":
+        """Return a new splitter for one output; see `ReasoningSplitter`."""
+        return ReasoningSplitter(self.start, self.end, self.opens_in_prompt, hold_mark)
+
+
+def find_template_marks(template: ChatTemplate) -> TemplateMarks | None:
+    """Return the marks around thoughts of the model that a chat template belongs to; None if it does not think."""
+    return _find_marks(template.source, template.location, tuple(template.variables.items()))
+
+
+@functools.lru_cache(maxsize=16)
+def _find_marks(source: str, location: str, variables: tuple[tuple[str, str], ...]) -> TemplateMarks | None:
+    if "reasoning_content" in source:
+        try:
+            if marks := _derive_marks(ChatTemplate(source, location, dict(variables))):
+                return marks
+        except (TemplateError, ValueError):  # the template rejects such a conversation
+            pass
+    return next((marks for sign, marks in KNOWN_MARKS.items() if sign in source), None)
+
+
+def _derive_marks(template: ChatTemplate) -> TemplateMarks | None:
+    """Return the marks that a template writes around the `reasoning_content` of an answer; None if it writes none."""
+    question, answer = {"role": "user", "content": "A question"}, {"role": "assistant", "content": ANSWER}
+    without = template.render([question, answer])
+    before, _, rest = template.render([question, answer | {"reasoning_content": THOUGHT}]).partition(THOUGHT)
+    end, is_before_answer, _ = rest.partition(ANSWER)
+    n_common = next((i for i, pair in enumerate(zip(before, without, strict=False)) if pair[0] != pair[1]), len(before))
+    start, end = before[n_common:].strip(), end.strip()
+    if not start and (match := LAST_TAG.search(before.rstrip())):  # the template writes an empty thought where there is none
+        start = match[0]
+    is_valid = is_before_answer and all(1 < len(mark) <= MAX_MARK_CHARS for mark in (start, end))
+    return TemplateMarks(start, end) if is_valid else None
+
+
+def find_reasoning_marks(template: ChatTemplate, tokenizer: AnyTokenizer, prompt: list[int]) -> ReasoningMarks | None:
+    """Return the marks around a thought in the output after a prompt; None for a model that does not think.
+
+    Args:
+        template: The model's chat template.
+        tokenizer: The model's tokenizer.
+        prompt: The token ids of the rendered prompt.
+    """
+    if not (marks := find_template_marks(template)):
+        return None
+    specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
+    visible = {name: SPECIAL_TOKEN_MARK + name for name in specials if name and any(name in mark for mark in marks)}
+    stream = StreamingDetokenizer(tokenizer, {token: name for name, token in specials.items()})
+    tail = "".join([stream.push(token) for token in prompt[-N_TAIL_TOKENS:]]).rstrip()
+    return ReasoningMarks(
+        _replace_names(marks.start, visible),
+        _replace_names(marks.end, visible),
+        tail.endswith(marks.start),
+        tail.endswith(marks.end),
+        _encode_mark(tokenizer, marks.start),
+        _encode_mark(tokenizer, marks.closing or marks.end),
+        {specials[name]: text for name, text in visible.items()},
+    )
+
+
+def _replace_names(mark: str, visible: Mapping[str, str]) -> str:
+    names = sorted(visible, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, names)) or r"(?!)", lambda match: visible[match[0]], mark)
+
+
+def _encode_mark(tokenizer: AnyTokenizer, mark: str) -> tuple[int, ...]:
+    """Return the token ids of a mark in the middle of a text, without a space that the tokenizer adds at a start."""
+    if not isinstance(tokenizer, ChatTokenizer):
+        return tuple(tokenizer.encode(mark))
+    newline, tokens = (tokenizer.encode_rendered([RenderedSegment(text, False)]) for text in ("\n", f"\n{mark}"))
+    is_prefix = tokens[: len(newline)] == newline
+    return tuple(tokens[len(newline) :] if is_prefix else tokenizer.encode_rendered([RenderedSegment(mark, False)]))
+
+
+class ReasoningSplitter:
+    """A splitter of streamed output into a thought, which can only be at its beginning, and the answer after it.
+
+    Each piece is returned as soon as it cannot become part of a mark. Newlines at both ends of the thought are dropped, and those
+    before the answer. Without a thought the text is returned as it is.
+
+    Args:
+        start: The mark before the thought.
+        end: The mark after the thought.
+        is_open: Whether the output begins inside the thought.
+        hold_mark: A mark from which on a thought is held back until its end; "" for none. If the thought has no end, what was
+            held back is returned as "unclosed".
+
+    Attributes:
+        phase: Whether the output is before a possible thought, in it, held back in it, after its end mark, or in the answer.
+    """
+
+    def __init__(self, start: str, end: str, is_open: bool = False, hold_mark: str = "") -> None:
+        self._start, self._end, self._hold_mark = start, end, hold_mark
+        self.phase: Literal["before", "thought", "held", "after", "answer"] = "thought" if is_open else "before"
+        self._pending, self._held, self._has_reasoning = "", list[str](), False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the output is inside the thought."""
+        return self.phase in ("thought", "held")
+
+    def push(self, text: str) -> list[tuple[PartKind, str]]:
+        """Take more of the output, and return the parts that are now certain, each with its kind."""
+        if self.phase == "answer":
+            return [("text", text)] if text else []
+        parts = list[tuple[PartKind, str]]()
+        self._pending += text
+        if self.phase == "before":
+            self._read_start(parts)
+        if self.phase == "thought":
+            self._read_thought(parts)
+        if self.phase == "held":
+            self._read_held(parts)
+        if self.phase == "after" and (rest := self._pending.lstrip("\r\n")):
+            self.phase = "answer"
+            parts.append(("text", rest))
+        if self.phase in ("after", "answer"):
+            self._pending = ""
+        return parts
+
+    def end(self) -> list[tuple[PartKind, str]]:
+        """Return the parts that are pending when the output ends."""
+        pending, self._pending = self._pending, ""
+        match self.phase:
+            case "before":
+                return [("text", pending)] if pending else []
+            case "thought":
+                return [("reasoning", pending)] if pending.strip("\r\n") else []
+            case "held":
+                return [("unclosed", "".join([*self._held, pending]))]
+        return []
+
+    def _read_start(self, parts: list[tuple[PartKind, str]]) -> None:
+        stripped = self._pending.lstrip()
+        if stripped.startswith(self._start):
+            self.phase, self._pending = "thought", stripped[len(self._start) :]
+        elif not self._start.startswith(stripped):
+            self.phase = "answer"
+            parts.append(("text", self._pending))
+
+    def _read_thought(self, parts: list[tuple[PartKind, str]]) -> None:
+        """Move the text up to the next mark from the pending text to the parts; what may become a mark stays."""
+        text = self._pending if self._has_reasoning else self._pending.lstrip("\r\n")
+        marks = [mark for mark in (self._end, self._hold_mark) if mark]
+        first, mark = min([(at, mark) for mark in marks if (at := text.find(mark)) >= 0], default=(len(text), ""))
+        n_partial = 0 if mark else max(_count_partial(text, each) for each in marks)
+        thought = text[: first - n_partial]
+        if mark != self._hold_mark or not mark:  # newlines may be the last of the thought
+            thought = thought.rstrip("\r\n")
+        if thought:
+            self._has_reasoning = True
+            parts.append(("reasoning", thought))
+        if not mark:
+            self._pending = text[len(thought) :]
+        elif mark == self._end:
+            self.phase, self._pending = "after", text[first + len(mark) :]
+        else:
+            self.phase, self._pending = "held", text[first:]
+
+    def _read_held(self, parts: list[tuple[PartKind, str]]) -> None:
+        at = self._pending.find(self._end)
+        n = at if at >= 0 else len(self._pending) - _count_partial(self._pending, self._end)
+        self._held.append(self._pending[:n])
+        self._pending = self._pending[n:]
+        if at >= 0:
+            parts.append(("reasoning", "".join(self._held).rstrip("\r\n")))
+            self.phase, self._pending = "after", self._pending[len(self._end) :]
+
+
+def _count_partial(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text are a beginning of a mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,0 +1,275 @@
+"""Constraints on outputs that begin with a thought: they hold from behind its end mark, and the thought has a token limit.
+
+All of it is a function of the tokens so far, so the output is the target's own with any draft. In a draft, the end mark may be at
+any position: the rows before it are free, and the inner constraint masks the part of the draft after it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from specdec.protocols import Constraint, ConstraintState
+from specdec.text.reasoning import ReasoningMarks
+from specdec.tokenizer import AnyTokenizer
+from specdec.verification import Draft
+
+MAX_NEWLINES = 2  # between the end mark and the constrained text
+
+
+class Position(NamedTuple):
+    """A position in an output that may begin with a thought.
+
+    Attributes:
+        phase: Whether the position is before a possible thought or in its start mark, in the thought, behind its end mark or
+            newlines after it, or in the answer.
+        n: The tokens of the start mark, or of the thought, or the newlines after it.
+        tail: The last bytes of the thought, which may be a part of the end mark.
+    """
+
+    phase: Literal["before", "thought", "after", "answer"]
+    n: int = 0
+    tail: bytes = b""
+
+
+ANSWER_POSITION = Position("answer")
+
+
+class ReasoningConstraint:
+    """A constraint that holds after a thought, and limits the tokens of the thought; implements `protocols.Constraint`.
+
+    A model that opens its thoughts itself may also answer at once. Then the inner constraint holds from the start.
+
+    Args:
+        marks: The marks around the thought.
+        tokenizer: The tokenizer of the sequence.
+        inner: The constraint of the answer; None for any answer.
+        budget: The maximum number of tokens of the thought; then its end is forced. None for no limit.
+        is_required: Whether the output must have an answer, so that it cannot end in its thought.
+
+    Attributes:
+        tokenizer: The tokenizer of the sequence.
+        inner: The constraint of the answer; None for any answer.
+    """
+
+    def __init__(
+        self,
+        marks: ReasoningMarks,
+        tokenizer: AnyTokenizer,
+        inner: Constraint | None = None,
+        budget: int | None = None,
+        is_required: bool = False,
+    ) -> None:
+        self.tokenizer, self.inner, self._marks, self._budget = tokenizer, inner, marks, budget
+        self._is_required, self._end = is_required, _to_bytes(marks.end)
+        self.start = Position("thought") if marks.opens_in_prompt else Position("before")
+        self._banned: dict[int, list[int]] = {}  # token ids by number of bytes of the end mark before them
+        self._newlines: dict[int, int] = {}  # numbers of newlines by token id
+        if inner:
+            self._banned, self._newlines = _find_tokens(tokenizer, self._end)  # type: ignore[arg-type]
+        self._eos_tokens = [*tokenizer.eos_tokens] if inner and is_required else []
+
+    def with_inner(self, inner: Constraint) -> "ReasoningConstraint":
+        """Return a copy with another constraint of the answer."""
+        return ReasoningConstraint(self._marks, self.tokenizer, inner, self._budget, self._is_required)
+
+    def begin(self, prompt: list[int]) -> ConstraintState:
+        """Start a new sequence with this prompt and return its state in the constraint."""
+        return ReasoningConstraintState(self, self.inner.begin(prompt) if self.inner else None)
+
+    def advance(self, position: Position, token: int) -> Position:
+        """Return the position after a token, which is allowed at the given one."""
+        phase, n, tail = position
+        if phase == "before" and self._marks.start_tokens[n : n + 1] == (token,):
+            is_complete = n + 1 == len(self._marks.start_tokens)
+            return Position("thought") if is_complete else Position("before", n + 1)
+        if phase == "thought":
+            data = tail + self._get_bytes(token)
+            _, is_end, rest = data.partition(self._end)
+            n_forced = n + 1 - self._budget if self._budget is not None else 0
+            if is_end and rest.strip(b"\n") and not self.inner:
+                return ANSWER_POSITION
+            if is_end or n_forced >= len(self._marks.closing_tokens) > 0:
+                return Position("after", len(rest))
+            return Position("thought", n + 1, data[1 - len(self._end) :])
+        if phase == "after" and n + self._newlines.get(token, MAX_NEWLINES + 1) <= MAX_NEWLINES:
+            return Position("after", n + self._newlines[token])
+        return ANSWER_POSITION
+
+    def get_forced_token(self, position: Position) -> int | None:
+        """Return the only token that may follow, in a start mark or after the last token of a thought; None for others."""
+        phase, n, _ = position
+        if phase == "thought" and self._budget is not None and n >= self._budget:
+            return next(iter(self._marks.closing_tokens[n - self._budget :]), None)
+        return self._marks.start_tokens[n] if phase == "before" and n and self.inner else None
+
+    def get_banned_tokens(self, position: Position) -> list[int]:
+        """Return the tokens that may not follow in a thought: those with an end mark and a part of the answer, and EOS tokens."""
+        banned = [*self._eos_tokens]
+        for n, tokens in self._banned.items():
+            banned += tokens if position.tail.endswith(self._end[:n]) else []
+        return banned
+
+    def get_free_tokens(self, position: Position) -> list[int]:
+        """Return the tokens that may follow before the answer, whether or not the inner constraint allows them."""
+        if position.phase == "before":
+            return [*self._marks.start_tokens[:1]]
+        return [token for token, n in self._newlines.items() if position.n + n <= MAX_NEWLINES]
+
+    def _get_bytes(self, token: int) -> bytes:
+        if text := self._marks.visible_tokens.get(token):
+            return _to_bytes(text)
+        return self.tokenizer.token_to_bytes(token) or b""
+
+
+class ReasoningConstraintState:
+    """The progress of one sequence through its thought, then through the inner constraint; a `protocols.ConstraintState`.
+
+    Args:
+        constraint: The constraint.
+        inner: The state of the inner constraint, which is at its start until the answer begins; None for any answer.
+    """
+
+    def __init__(self, constraint: ReasoningConstraint, inner: ConstraintState | None) -> None:
+        self._constraint, self._inner, self._position = constraint, inner, constraint.start
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that the inner constraint's state has stored, or None."""
+        return self._inner.error if self._inner else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer satisfies the inner constraint and may only end; False without an inner constraint."""
+        return bool(self._position.phase == "answer" and self._inner and self._inner.is_complete)
+
+    def get_forced_tokens(self, max_n: int) -> list[int]:
+        """Return the next tokens, at most `max_n`, for which the budget or the inner constraint leaves no choice."""
+        if self._position.phase == "answer":
+            return self._inner.get_forced_tokens(max_n) if self._inner else []
+        tokens, position = list[int](), self._position
+        while len(tokens) < max_n and (token := self._constraint.get_forced_token(position)) is not None:
+            tokens.append(token)
+            position = self._constraint.advance(position, token)
+        return tokens
+
+    def _walk(self, tokens: Sequence[int]) -> tuple[Position, int]:
+        """Return the position after the tokens before the answer, and their number; a token that is not allowed ends them."""
+        position = self._position
+        for i, token in enumerate(tokens):
+            if not self._is_allowed(position, token):
+                return position, i
+            position = self._constraint.advance(position, token)
+            if position.phase == "answer":
+                return position, i
+        return position, len(tokens)
+
+    def _is_allowed(self, position: Position, token: int) -> bool:
+        """Return whether a token before the answer is allowed."""
+        if (forced := self._constraint.get_forced_token(position)) is not None:
+            return token == forced
+        return position.phase != "thought" or token not in self._constraint.get_banned_tokens(position)
+
+    def count_allowed(self, tokens: list[int]) -> int:
+        """Return how many of the given tokens, from the first on, may follow."""
+        position, n = self._walk(tokens)
+        if position.phase != "answer":
+            return n
+        return n + self._inner.count_allowed(tokens[n:]) if self._inner else len(tokens)
+
+    def find_end(self, tokens: list[int]) -> int | None:
+        """Return after how many of the given tokens the inner constraint is complete, or None if they do not complete it."""
+        position, n = self._walk(tokens)
+        end = self._inner.find_end(tokens[n:]) if self._inner and position.phase == "answer" else None
+        return None if end is None else n + end
+
+    def mask_logits(self, logits: Any, draft: Draft) -> None:
+        """Set the logits of tokens that may not follow to -inf, in place, in each row of a draft.
+
+        Raises:
+            ValueError: The inner constraint could not be checked in the first row.
+        """
+        if self._position.phase == "answer":
+            if self._inner:
+                self._inner.mask_logits(logits, draft)
+        else:
+            self._mask_subtree(logits, draft, -1, self._position)
+
+    def _mask_subtree(self, logits: Any, draft: Draft, node: int, position: Position) -> None:
+        """Mask the row of logits after a draft node (-1: after the sequence) at a position before the answer, and those below."""
+        if node + 1 >= len(logits) or not np.isfinite((row := logits[node + 1]).max()):
+            return
+        constraint = self._constraint
+        if (forced := constraint.get_forced_token(position)) is not None:
+            logit = row[forced]
+            row.fill(-np.inf)
+            row[forced] = logit if np.isfinite(logit) else 0.0
+        elif position.phase == "thought":
+            row[[token for token in constraint.get_banned_tokens(position) if token < len(row)]] = -np.inf
+        next_positions = {child: constraint.advance(position, draft.tokens[child]) for child in draft.children(node)}
+        if position.phase != "thought" and forced is None and self._inner:
+            before_answer = {child for child, following in next_positions.items() if following.phase != "answer"}
+            self._mask_answer(logits, draft, node, before_answer, constraint.get_free_tokens(position))
+        for child, following in next_positions.items():
+            if following.phase != "answer":
+                self._mask_subtree(logits, draft, child, following)
+
+    def _mask_answer(self, logits: Any, draft: Draft, node: int, before_answer: set[int], free_tokens: list[int]) -> None:
+        """Mask the row after a node where the answer may begin, and the rows of the answer below, by the inner constraint.
+
+        Args:
+            logits: The rows of logits.
+            draft: The draft.
+            node: The node, after which the inner constraint is at its start.
+            before_answer: Children of the node that do not belong to the answer.
+            free_tokens: Tokens that may follow the node although they do not belong to the answer.
+        """
+        assert self._inner
+        indices, parents = {node: -1}, list[int]()  # of the part of the draft
+        for child, token_parent in enumerate(draft.parents or range(-1, len(draft.tokens) - 1)):
+            if token_parent in indices and child not in before_answer and child + 1 < len(logits):
+                indices[child] = len(parents)
+                parents.append(indices[token_parent])
+        rows = [each + 1 for each in indices]
+        part, tokens = logits[rows], [draft.tokens[each] for each in [*indices][1:]]
+        is_chain = draft.parents is None
+        self._inner.mask_logits(part, Draft(tokens, parents=None if is_chain else parents))
+        free = [token for token in free_tokens if token < part.shape[1]]
+        part[0, free] = logits[rows[0], free]
+        logits[rows] = part
+
+    def commit(self, tokens: list[int]) -> None:
+        """Add accepted tokens to the sequence and advance its state."""
+        n = 0
+        while n < len(tokens) and self._position.phase != "answer":
+            following = self._constraint.advance(self._position, tokens[n])
+            self._position = following
+            n += following.phase != "answer"
+        if self._inner and tokens[n:]:
+            self._inner.commit(tokens[n:])
+
+
+def _to_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+@functools.lru_cache(maxsize=4)
+def _find_tokens(tokenizer: AnyTokenizer, end: bytes) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Return the tokens with the rest of an end mark and text after it, and those of newlines with their number.
+
+    The first are by the number of bytes of the mark that must precede them. A token may have newlines after the mark.
+    """
+    banned, newlines = dict[int, list[int]](), dict[int, int]()
+    for token in range(tokenizer.vocab_size):
+        data = tokenizer.token_to_bytes(token)
+        if not data:
+            continue
+        if not data.strip(b"\n") and len(data) <= MAX_NEWLINES:
+            newlines[token] = len(data)
+        if end[-1:] in data[:-1]:
+            for n in range(len(end)):
+                before, is_end, rest = data.partition(end[n:])
+                if is_end and (not before or not n) and (rest.strip(b"\n") or len(rest) > MAX_NEWLINES):
+                    banned.setdefault(n, []).append(token)
+    return banned, newlines
