@@ -1,0 +1,171 @@
+"""Outputs with a thought under a constraint and a budget equal those of a rule on the whole output, with any draft."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specdec.draft.draft_length import FixedLength
+from specdec.draft.tree import TreeDrafter
+from specdec.model.kv_cache import KVCache
+from specdec.sampling import TARGET_NOISE, Sampler, Sampling
+from specdec.text.reasoning import ReasoningMarks
+from specdec.text.reasoning_constraint import ReasoningConstraint
+from specdec.verification import CoupledVerifier, Draft
+from tests.engine.test_constrained_decoding import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
+from tests.tools.decode import END_MARKS, collect, decode, make_model_drafter
+from tests.tools.random_models import tiny_model
+from tests.tools.regular_languages import EMPTY_STRING, LanguageConstraint, byte_class, derive_all, get_allowed, literal, repeat
+
+START, END = b"xy", b"cz"  # each also the text of several tokens
+WORDS = [*VOCABULARY[:100], b"xy", b"cz", b"\n", b"z\n", b"za"]
+START_TOKENS, CLOSING_TOKENS = (100,), (5, 101)  # the second is "ccz", of which the first part may also be a part of the thought
+LIKELY = [101, 16, 103, 104, 5, 100, 102]
+LANGUAGES = {"none": None, "free": FREE, "short": literal("abxyc"), "any": repeat(byte_class("abcxyz "))}
+SAMPLINGS = [Sampling(0.0), Sampling(1.0, seed=2), Sampling(1.5, 20, 1.0, 3)]
+
+
+class Tokenizer:
+    """A tokenizer of WORDS."""
+
+    vocab_size, eos_tokens = len(WORDS), END_MARKS
+
+    def token_to_bytes(self, token):
+        return WORDS[token]
+
+
+TOKENIZER = Tokenizer()
+
+
+class ThinkingCache(KVCache):
+    """A KV cache of a model that likes the tokens of marks."""
+
+    def forward(self, tokens, n_logits=1):
+        logits = super().forward(tokens, n_logits)
+        logits[:, LIKELY] += 3.0
+        return logits
+
+    def forward_tree(self, *arguments):
+        logits = super().forward_tree(*arguments)
+        logits[:, LIKELY] += 3.0
+        return logits
+
+
+class TrueDrafter:
+    """Proposes the next tokens of a known output."""
+
+    def __init__(self, expected):
+        self.expected = expected
+
+    def prepare(self, tokens):
+        pass
+
+    def propose(self, tokens, policy):
+        n = len(tokens) - len(PROMPT)
+        return Draft(self.expected[n : n + policy.max_tokens])
+
+
+def split(tokens, is_open):
+    """Return the tokens of the thought so far, or those of the answer, and the number of newlines before them."""
+    if not is_open:
+        if not tokens:
+            return "start", [], 0
+        if tokens[0] != START_TOKENS[0]:
+            return "answer", tokens, 0
+        tokens = tokens[1:]
+    for n in range(len(tokens) + 1):
+        _, is_end, rest = b"".join([WORDS[token] for token in tokens[:n]]).partition(END)
+        if is_end:
+            n_newlines, answer = len(rest), tokens[n:]
+            if rest.strip(b"\n"):
+                return "answer", answer, 0
+            while answer and answer[0] == 102 and n_newlines < 2:
+                n_newlines, answer = n_newlines + 1, answer[1:]
+            return "answer" if answer else "after", answer, n_newlines
+    return "thought", tokens, 0
+
+
+def list_allowed(tokens, is_open, language, budget, is_required):
+    """Return the tokens that may follow, as a boolean array."""
+    kind, part, n_newlines = split(tokens, is_open)
+    everything = np.ones(len(WORDS), bool)
+    if kind == "thought":
+        if budget is not None and len(part) >= budget:
+            return np.arange(len(WORDS)) == CLOSING_TOKENS[len(part) - budget]
+        if language is None:
+            return everything
+        for token in range(len(WORDS)):
+            _, is_end, rest = b"".join([WORDS[each] for each in [*part, token]]).partition(END)
+            everything[token] = not (is_end and rest.strip(b"\n")) and not (is_required and token in END_MARKS)
+        return everything
+    if language is None:
+        return everything
+    allowed = np.array(get_allowed(derive_all(language, b"".join([WORDS[token] for token in part])), WORDS, END_MARKS))
+    if kind == "start":
+        allowed[START_TOKENS[0]] = True
+    if kind == "after" and n_newlines < 2:
+        allowed[102] = True
+    return allowed
+
+
+def generate(target, sampling, max_tokens, is_open, language, budget, is_required):
+    """Return the masked target's own tokens, one pass per token."""
+    cache, sampler, tokens = ThinkingCache(target), Sampler(target.vocab_size, sampling), [*PROMPT]
+    probs = sampler.new_probs()
+    while (n := len(tokens) - len(PROMPT)) < max_tokens:
+        generated = tokens[len(PROMPT) :]
+        kind, answer, _ = split(generated, is_open)
+        if kind == "answer" and language and derive_all(language, b"".join([WORDS[each] for each in answer])) == EMPTY_STRING:
+            break
+        logits = cache.forward(tokens)[0].copy()
+        logits[~list_allowed(generated, is_open, language, budget, is_required)] = -np.inf
+        token = sampler.draw(probs, logits, TARGET_NOISE, len(tokens))
+        if token in END_MARKS:
+            break
+        tokens.append(token)
+        assert n < max_tokens
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("budget", [None, 0, 1, 6])
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_output_equals_the_masked_targets_for_every_draft(name, budget, is_open):
+    language, target, draft_model, kinds = LANGUAGES[name], tiny_model(0, layers=3), tiny_model(1), set()
+    marks = ReasoningMarks(START.decode(), END.decode(), is_open, False, START_TOKENS, CLOSING_TOKENS)
+    inner = LanguageConstraint(language, WORDS, END_MARKS) if language else None
+    for sampling, is_required in itertools.product(SAMPLINGS, (False, True)):
+        constraint = ReasoningConstraint(marks, TOKENIZER, inner, budget, is_required)
+        expected = generate(target, sampling, 24, is_open, language, budget, is_required)
+        kinds.add(split(expected, is_open)[0])
+        verifier = CoupledVerifier(105, sampling)
+        drafters = {
+            "none": None, "true": TrueDrafter([*expected, 3, 4, 5]), "arbitrary": ArbitraryDrafter(),
+            "model": make_model_drafter(draft_model, verifier, sampling),
+            "tree": TreeDrafter(ThinkingCache(target), Sampler(105, sampling), verifier.get_draft_stream, END_MARKS),
+        }  # fmt: skip
+        for (drafter_name, drafter), gamma in itertools.product(drafters.items(), (2, 8)):
+            events = decode(ThinkingCache(target), drafter, verifier, PROMPT, 24, FixedLength(gamma), constraint=constraint)
+            assert collect(events)[0] == expected, (sampling, is_required, drafter_name, gamma)
+    assert "answer" in kinds
+
+
+def test_the_end_of_a_thought_is_forced_at_the_budget():
+    marks = ReasoningMarks("xy", "cz", True, False, START_TOKENS, CLOSING_TOKENS)
+    state = ReasoningConstraint(marks, TOKENIZER, None, 2).begin(PROMPT)
+    assert state.get_forced_tokens(9) == [] and state.count_allowed([3, 4, 5, 101, 7]) == 5
+    assert state.count_allowed([3, 4, 7]) == 2
+    state.commit([3, 4])
+    assert state.get_forced_tokens(9) == [*CLOSING_TOKENS] and state.get_forced_tokens(1) == [5]
+    state.commit([5, 101])
+    assert state.get_forced_tokens(9) == [] and state.count_allowed([7, 8]) == 2 and not state.is_complete
+
+
+def test_without_a_thought_the_constraint_holds_from_the_start():
+    marks = ReasoningMarks("xy", "cz", False, False, START_TOKENS, CLOSING_TOKENS)
+    inner = LanguageConstraint(literal("abxyc"), WORDS, END_MARKS)
+    state = ReasoningConstraint(marks, TOKENIZER, inner, None, True).begin(PROMPT)
+    logits = np.zeros((1, len(WORDS)), np.float32)
+    state.mask_logits(logits, Draft([]))
+    assert {WORDS[token] for token in np.flatnonzero(logits[0] == 0)} == {b"a", b"ab", b"xy"}
+    assert state.find_end([6, 13, 5]) == 3 and state.find_end([100, 3, 101, 102, 6, 13, 5, 9]) == 7
