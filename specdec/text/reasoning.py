@@ -198,7 +198,7 @@ class ReasoningSplitter:
             case "before":
                 return [("text", pending)] if pending else []
             case "thought":
-                return [("reasoning", pending)] if pending.strip("\r\n") else []
+                return [("reasoning", thought)] if (thought := pending.rstrip("\r\n")) else []
             case "held":
                 return [("unclosed", "".join([*self._held, pending]))]
         return []
