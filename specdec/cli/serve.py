@@ -49,7 +49,7 @@ class ServeRequest(Request):
 
     option_names = (
         f"word model draft {MODEL_OPTIONS} template gamma tree served_temperature served_top_p served_top_k threads host port "
-        "api_key_file no_key slots queue cache keep_alive grace"
+        "api_key_file no_key slots queue cache keep_alive grace reasoning_budget"
     )
     served_temperature: float | None = sampling_option(
         None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_DEFAULT_HELP} 0.7. 0: greedy."
@@ -84,6 +84,14 @@ class ServeRequest(Request):
     )  # fmt: skip
     grace: float = server_option(
         10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that running requests get to finish after SIGTERM."
+    )
+
+    reasoning_budget: int = server_option(
+        -1,
+        "--reasoning-budget",
+        metavar="N",
+        min=-1,
+        help="Maximum number of tokens of a thought; then the answer begins. -1: off.",
     )
 
     def resolve(self) -> "ServeRequest":
@@ -241,7 +249,8 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
     print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
     engine = EngineThread(decoder, request.slots, request.queue, cache_bytes)
     sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
-    return ModelInstance(ServedModel(request.name, decoder, template, sampling), engine, int(time.time()))
+    model = ServedModel(request.name, decoder, template, sampling, request.reasoning_budget)
+    return ModelInstance(model, engine, int(time.time()))
 
 
 def prewarm(decoder: SpeculativeDecoder) -> None:

@@ -47,14 +47,14 @@ class ServedModel:
         decoder: The target and its draft models.
         template: The chat template; None for a model that cannot chat.
         default_sampling: Sampling settings for the fields that a request leaves out.
-        reasoning_budget: Maximum number of tokens of a thought, for requests without a limit; None or -1 for none.
+        reasoning_budget: Maximum number of tokens of a thought, for requests without a limit; -1 for none.
     """
 
     name: str
     decoder: SpeculativeDecoder
     template: ChatTemplate | None
     default_sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
-    reasoning_budget: int | None = None
+    reasoning_budget: int = -1
 
     @property
     def max_chars(self) -> int:

@@ -36,7 +36,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
 TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # clients also send back fields of responses, such as refusal; they must be empty
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-THINKING_OPTION = "enable_thinking"  # the option of most templates that can switch thinking on and off
+# the option of most templates that can switch thinking on and off, and that of DeepSeek's and Granite's
+THINKING_OPTION, OTHER_THINKING_OPTION = "enable_thinking", "thinking"
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or its string value
 RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
 MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
@@ -143,13 +144,18 @@ def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> Par
 def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
-    A reasoning effort is an option of some templates; for others it switches thinking on or off.
+    A reasoning effort switches thinking on or off, and is also an option of some templates.
     """
     options = fields.take("chat_template_kwargs", _check_template_options, dict[str, bool | int | str]())
     effort = fields.take("reasoning_effort", _check_word, "")
-    if effort and template.has_reference_to("reasoning_effort"):
-        return {"reasoning_effort": effort, **options}
-    return {THINKING_OPTION: effort != "none", **options} if effort else options
+    takes_effort = template.has_reference_to("reasoning_effort")
+    if effort and (not takes_effort or template.has_reference_to(THINKING_OPTION)):
+        options = {THINKING_OPTION: effort != "none", **options}
+    if effort and takes_effort:
+        options = {"reasoning_effort": effort, **options}
+    if THINKING_OPTION in options and template.takes_variable(OTHER_THINKING_OPTION):
+        options = {OTHER_THINKING_OPTION: options[THINKING_OPTION], **options}
+    return options
 
 
 def _check_template_options(name: str, value: Any) -> dict[str, bool | int | str]:

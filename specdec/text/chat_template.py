@@ -83,6 +83,12 @@ class ChatTemplate:
         """Return whether the template's source contains a name, given as a regex, as a whole word."""
         return re.search(rf"\b{name}\b", self.source) is not None
 
+    def takes_variable(self, name: str) -> bool:
+        """Return whether the template reads a variable that its caller may set."""
+        from specdec.text.jinja_renderer import find_variables
+
+        return name in find_variables(self.source)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.source, self.location, self.variables)
 

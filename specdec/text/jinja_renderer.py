@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -289,6 +289,15 @@ def compile_template(source: str) -> jinja2.Template:
     template = ENVIRONMENT.from_string(source)
     template.root_render_func.__globals__["str_join"] = join_strings
     return template
+
+
+@functools.lru_cache(maxsize=8)
+def find_variables(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads and that its caller may set; empty if it is not valid."""
+    try:
+        return frozenset(meta.find_undeclared_variables(ENVIRONMENT.parse(source)))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
 
 
 @contextmanager

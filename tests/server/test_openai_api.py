@@ -188,7 +188,10 @@ def test_template_options_reach_the_template(app: Any, decoder: SpeculativeDecod
     assert calls[0][0][1]["reasoning_content"] == "Birds fly."
     monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_effort }}{% if enable_thinking %}!{% endif %}x")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "high"}).status == 200
-    assert calls[-1][1] == {"reasoning_effort": "high"}
+    assert calls[-1][1] == {"reasoning_effort": "high", "enable_thinking": True}
+    monkeypatch.setattr(decoder.chat_template, "source", "{% if thinking %}!{% endif %}{{ messages[0].content }}")
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "none"}).status == 200
+    assert calls[-1][1] == {"enable_thinking": False, "thinking": False}
     with pytest.raises(ValueError, match=r"role of messages\[0\] is 'bot'; expected one of system, user, assistant"):
         decoder.encode_chat([{"role": "bot", "content": "x"}])
 
