@@ -1,0 +1,190 @@
+"""Thoughts in the three interfaces: apart from the answer, whole and streamed, under a schema, with tools and with a budget."""
+
+import json
+
+import pytest
+
+from specdec import Prompt, SpeculativeDecoder, Step
+from specdec.loaders import optional_dependencies
+from specdec.server.access_control import AuthMiddleware
+from specdec.server.app import Endpoints
+from specdec.server.engine_thread import EngineThread
+from specdec.server.generation_fields import ServedModel
+from tests.server.test_anthropic_and_responses import MESSAGES, RESPONSES, TokenScheduler
+from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
+    CHAT,
+    CONVERSATION,
+    TOOL,
+    FakeScheduler,
+    decoder,
+    make_state,
+    make_test_app,
+    scheduler,
+    send_request,
+)
+from tests.test_end_to_end import make_folder
+from tests.text.test_reasoning import SOURCES
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+TOOLS = "{% if tools %}<tool_call>{% endif %}"
+BODY = {"messages": CONVERSATION, "max_tokens": 200, "temperature": 1.0, "seed": 3}
+SCHEMA = {"type": "array", "items": {"enum": [7, 70]}, "maxItems": 3}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+needs_guidance = pytest.mark.skipif(
+    not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance"
+)
+
+
+def split_steps(text, size, stop_reason="eos"):
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    steps = [Step([1], [], 0, 0.0, 0.0, pieces=[piece]) for piece in pieces]
+    return [Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, stop_reason, pieces=[""])]
+
+
+@pytest.fixture
+def answer(make_test_app, decoder, monkeypatch):
+    """Return a function that sends a request to a model in the style of Qwen3 or R1 that generates the given text."""
+
+    def send(text, path=CHAT, name="Qwen3", size=3, stop_reason="eos", **fields):
+        monkeypatch.setattr(decoder.chat_template, "source", TOOLS + SOURCES[name][0])
+        app = make_test_app(FakeScheduler(*split_steps(text, size, stop_reason)))
+        body = {"input": "Why?", "max_output_tokens": 99} if path == RESPONSES else {"messages": CONVERSATION, "max_tokens": 99}
+        response = send_request(app, path, body | fields)
+        assert response.status == 200, response.body
+        return response
+
+    return send
+
+
+@pytest.mark.parametrize("size", [1, 4, 99])
+@pytest.mark.parametrize(("name", "text"), [("Qwen3", "<think>\nHm.\n</think>\n\nYes."), ("R1", "Hm.\n</think>\n\nYes.")])
+def test_thoughts_are_apart_from_answers(answer, name, text, size):
+    message = answer(text, name=name, size=size).json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "Yes.")
+    events = answer(text, name=name, size=size, stream=True).events
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert ["".join(each.get(key, "") for each in deltas) for key in ("reasoning_content", "content")] == ["Hm.", "Yes."]
+    content = answer(text, MESSAGES, name, size).json["content"]
+    assert content == [{"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Yes."}]
+    reasoning, answered = answer(text, RESPONSES, name, size).json["output"]
+    assert (reasoning["type"], reasoning["summary"]) == ("reasoning", [])
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and answered["content"][0]["text"] == "Yes."
+
+
+def test_streams_of_messages_and_responses_have_the_events_of_thoughts(answer):
+    text = "<think>Hm</think>Yes"
+    events = answer(text, MESSAGES, size=99, stream=True).events
+    assert [event["type"] for event in events[1:6]] == [
+        "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop", "content_block_start",
+    ]  # fmt: skip
+    assert events[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert [event["delta"] for event in events[2:4]] == [
+        {"type": "thinking_delta", "thinking": "Hm"}, {"type": "signature_delta", "signature": ""},
+    ]  # fmt: skip
+    events = answer(text, RESPONSES, size=99, stream=True).events
+    by_type = {event["type"]: event for event in events}
+    assert by_type["response.reasoning_text.delta"]["delta"] == by_type["response.reasoning_text.done"]["text"] == "Hm"
+    assert events[2]["item"]["type"] == "reasoning" and events[-1]["type"] == "response.completed"
+
+
+def test_a_cut_thought_leaves_an_empty_answer(answer):
+    for name, text in (("Qwen3", "<think>\nHm, </thi"), ("R1", "Hm, </thi")):
+        (choice,) = answer(text, name=name, stop_reason="max_tokens").json["choices"]
+        assert choice["finish_reason"] == "length" and choice["message"]["content"] == ""
+        assert choice["message"]["reasoning_content"] == "Hm, </thi"
+        assert [block["type"] for block in answer(text, MESSAGES, name, stop_reason="max_tokens").json["content"]] == ["thinking"]
+
+
+def test_raw_outputs_keep_the_marks(answer):
+    text = "<think>\nHm.\n</think>\n\nYes."
+    message = answer(text, reasoning_format="none").json["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": text, "refusal": None}
+
+
+@pytest.mark.parametrize("size", [1, 99])
+def test_a_call_in_a_thought_is_one_if_the_thought_has_no_end(answer, size):
+    for text, reasoning, content, n_calls in (
+        (f"<think>Hm {CALL}\n</think>\n\nNo.", f"Hm {CALL}", "No.", 0), (f"<think>Hm {CALL}", "Hm ", None, 1),
+        (f"<think>Hm</think>\n\n{CALL}", "Hm", None, 1), ("<think>Hm <tool_call> no", "Hm <tool_call> no", "", 0),
+    ):  # fmt: skip
+        (choice,) = answer(text, size=size, tools=[TOOL]).json["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"], len(message.get("tool_calls", []))) == (
+            reasoning,
+            content,
+            n_calls,
+        )
+        assert choice["finish_reason"] == ("tool_calls" if n_calls else "stop")
+
+
+@pytest.mark.parametrize("size", [1, 5, 99])
+def test_special_tokens_are_marks_and_their_text_is_not(make_test_app, decoder, monkeypatch, size):
+    monkeypatch.setattr(decoder.chat_template, "source", SOURCES["Ministral"][0])
+    specials = {"[THINK]": 390, "[/THINK]": 391}
+    monkeypatch.setattr(decoder.tokenizer, "specials", specials)
+    thought, text = decoder.encode("a [/THINK] b stop"), decoder.encode("c [THINK] stop d")
+    tokens = [390, *thought, 391, *text]
+    body = {"messages": CONVERSATION, "stop": [" stop"], "specdec": True}
+    response = send_request(make_test_app(TokenScheduler(decoder, tokens, size)), CHAT, body)
+    message = response.json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"].strip()) == ("a [/THINK] b stop", "c [THINK]")
+    assert response.json["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thought)
+    assert b"\\ud" not in response.body
+    raw = send_request(
+        make_test_app(TokenScheduler(decoder, tokens, size)), CHAT, body | {"reasoning_format": "none", "stop": []}
+    )
+    assert raw.json["choices"][0]["message"]["content"].startswith("[THINK]a [/THINK] b stop[/THINK]")
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """Return the app of a random model that opens its thoughts itself or in the prompt, by the template, and its template."""
+    path = make_folder(tmp_path_factory.mktemp("thinking") / "talker", positions=320, padding=40)
+    vocabulary = json.loads((path / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(("<think>", "</think>"))]
+    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    decoder = SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
+    scheduler = EngineThread(decoder, 4, 32, 10**8)
+    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
+    yield AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder.chat_template
+    scheduler.close(0.0)
+
+
+def ask(thinker, name, **fields):
+    app, template = thinker
+    template.source = TOOLS + SOURCES[name][0]
+    response = send_request(app, CHAT, BODY | fields)
+    assert response.status == 200, response.body
+    return response.json["choices"][0], response.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+
+@needs_guidance
+@pytest.mark.parametrize("name", ["Qwen3", "R1", "SmolLM3"])
+def test_schemas_and_forced_calls_hold_behind_the_thought(thinker, name):
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "parallel_tool_calls": False}
+    n_thoughts = 0
+    for seed in range(4):
+        bias = {"400": 8 * (seed % 2)}
+        choice, n = ask(thinker, name, seed=seed, response_format=RESPONSE_FORMAT, thinking_budget_tokens=9, logit_bias=bias)
+        assert choice["finish_reason"] == "stop" and set(json.loads(choice["message"]["content"])) <= {7, 70}
+        n_thoughts += bool(choice["message"].get("reasoning_content"))
+        assert n <= 9 and (n == 9) >= (name == "R1")
+        choice, n = ask(thinker, name, seed=seed, thinking_budget_tokens=9, logit_bias=bias, **tools)
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert n_thoughts
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "logit_bias": {"400": 8}}
+    if name != "R1":
+        choice, n = ask(thinker, name, response_format=RESPONSE_FORMAT, **options)
+        assert n == 0 and isinstance(json.loads(choice["message"]["content"]), list)
+
+
+def test_a_budget_ends_the_thought_at_its_limit(thinker):
+    for budget in (0, 1, 7):
+        choice, n = ask(thinker, "R1", thinking_budget_tokens=budget, max_tokens=40)
+        assert n == budget and choice["message"]["content"]
+    choice, n = ask(thinker, "R1", thinking_budget_tokens=-1, max_tokens=20)
+    assert (n, choice["finish_reason"], choice["message"]["content"]) == (20, "length", "")
