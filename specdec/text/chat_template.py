@@ -121,6 +121,10 @@ class ChatTemplate:
         from specdec.text.jinja_renderer import Rendering, RenderingError
 
         visible = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in messages]
+        if self.has_reference_to("message.thinking"):  # of gpt-oss, which rejects it with both calls and content
+            for each in visible:
+                if "reasoning_content" in each and not (each.get("tool_calls") and each.get("content")):
+                    each["thinking"] = each["reasoning_content"]
         try:
             rendering = Rendering(self.source, {**self.variables, **options}, visible, [*tools] if tools else None)
             if (n := rendering.n_characters) > MAX_CHARACTERS:

@@ -37,7 +37,7 @@ class TemplateMarks(NamedTuple):
 
 
 HARMONY_MARKS = TemplateMarks(
-    "<|channel|>analysis", "<|channel|>final<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
 )
 # by a string that templates contain
 KNOWN_MARKS = {

@@ -165,3 +165,10 @@ def test_stop_strings_are_found_in_the_answer_alone(size):
         n = next((i for i, step in enumerate(done) if step.stop_string), len(done) - 1)
         assert "".join(step.text for step in done[: n + 1]) == expected, text
         assert (done[n].stop_string == "STOP") == (expected != text)
+
+
+def test_thoughts_that_come_back_reach_the_template_by_its_own_name():
+    template = ChatTemplate("{% for message in messages %}{{ message.thinking }}{{ message.content }}{% endfor %}", "oss", {})
+    answer = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm. "}
+    assert template.render([answer, {"role": "user", "content": "Why?"}]) == "Hm. Yes.Why?"
+    assert template.render([answer | {"tool_calls": [{}]}]) == "Yes."

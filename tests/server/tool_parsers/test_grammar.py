@@ -295,3 +295,22 @@ def test_a_response_follows_its_schema_or_is_a_call(chat_app):
             assert json.loads(message["content"]) in ([], [7], [7, 7], [7, 7, 7])
         kinds.add(bool(calls))
     assert kinds
+
+
+def test_a_response_of_harmony_follows_its_schema_in_the_final_channel(marked_model, monkeypatch):
+    """With and without a thought, which ends at its budget."""
+    decoder, scheduler = marked_model
+    source = "{# <|channel|><|message|> #}{{ messages[0].content }}<|start|>assistant"
+    monkeypatch.setattr(decoder.chat_template, "source", source)
+    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
+    app, thoughts = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), set()
+    schema = {"type": "array", "items": {"const": 7}, "maxItems": 3}
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "thinking_budget_tokens": 8}
+    for seed in range(6):
+        bias = {str(400 + MARKS.index("<|channel|>")): 4 if seed % 2 else -20}
+        body = {"messages": CONVERSATION, "max_tokens": 120, "temperature": 1, "seed": seed, "logit_bias": bias, **fields}
+        response = send_request(app, CHAT, body).json
+        message = response["choices"][0]["message"]
+        assert json.loads(message["content"]) in ([], [7], [7, 7], [7, 7, 7])
+        thoughts.add("reasoning_content" in message)
+    assert thoughts == {True, False}
