@@ -36,8 +36,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
 TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # clients also send back fields of responses, such as refusal; they must be empty
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-# the option of most templates that can switch thinking on and off, and that of DeepSeek's and Granite's
-THINKING_OPTION, OTHER_THINKING_OPTION = "enable_thinking", "thinking"
+# options that switch thinking on and off: that of most templates, that of DeepSeek's and Granite's, and that of Seed-OSS's
+THINKING_OPTION, OTHER_THINKING_OPTION, THINKING_BUDGET_OPTION = "enable_thinking", "thinking", "thinking_budget"
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or its string value
 RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
 MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
@@ -155,6 +155,8 @@ def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
         options = {"reasoning_effort": effort, **options}
     if THINKING_OPTION in options and template.takes_variable(OTHER_THINKING_OPTION):
         options = {OTHER_THINKING_OPTION: options[THINKING_OPTION], **options}
+    if options.get(THINKING_OPTION) is False and template.takes_variable(THINKING_BUDGET_OPTION):
+        options = {THINKING_BUDGET_OPTION: 0, **options}
     return options
 
 

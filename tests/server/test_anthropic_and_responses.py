@@ -468,7 +468,7 @@ def test_random_bodies_cause_no_internal_errors(app, path, n_bodies):
     body = {"input": "a", "dimensions": 3} if path == EMBEDDINGS else BODIES.get(path) or BODIES[MESSAGES]
     names = [*body, "system", "tools", "tool_choice", "thinking", "output_config", "instructions", "text", "reasoning", "stop",
              "stop_sequences", "response_format", "logit_bias", "min_p", "repetition_penalty", "chat_template_kwargs", "metadata",
-             "include", "n", "stream", "parallel_tool_calls"]  # fmt: skip
+             "include", "n", "stream", "parallel_tool_calls", "reasoning_format", "thinking_budget_tokens"]  # fmt: skip
     statuses = set()
     for _ in range(n_bodies):
         variant = json.loads(json.dumps(body | (TOOLS.get(path, {}) if rng.random() < 0.5 else {})))

@@ -192,6 +192,9 @@ def test_template_options_reach_the_template(app: Any, decoder: SpeculativeDecod
     monkeypatch.setattr(decoder.chat_template, "source", "{% if thinking %}!{% endif %}{{ messages[0].content }}")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "none"}).status == 200
     assert calls[-1][1] == {"enable_thinking": False, "thinking": False}
+    monkeypatch.setattr(decoder.chat_template, "source", "{{ thinking_budget }}{{ messages[0].content }}")
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "none"}).status == 200
+    assert calls[-1][1] == {"enable_thinking": False, "thinking_budget": 0}
     with pytest.raises(ValueError, match=r"role of messages\[0\] is 'bot'; expected one of system, user, assistant"):
         decoder.encode_chat([{"role": "bot", "content": "x"}])
 

@@ -1,6 +1,7 @@
 """Thoughts in the three interfaces: apart from the answer, whole and streamed, under a schema, with tools and with a budget."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -188,3 +189,42 @@ def test_a_budget_ends_the_thought_at_its_limit(thinker):
         assert n == budget and choice["message"]["content"]
     choice, n = ask(thinker, "R1", thinking_budget_tokens=-1, max_tokens=20)
     assert (n, choice["finish_reason"], choice["message"]["content"]) == (20, "length", "")
+
+
+@needs_guidance
+def test_batched_answers_equal_those_alone(thinker):
+    requests = [
+        {"seed": seed, "max_tokens": 60, **fields}
+        for seed in (1, 2)
+        for fields in (
+            {"thinking_budget_tokens": 5, "response_format": RESPONSE_FORMAT}, {"thinking_budget_tokens": 9, "stop": ["a"]},
+            {"thinking_budget_tokens": 0, "tools": [TOOL]}, {},
+        )
+    ]  # fmt: skip
+    alone = [ask(thinker, "R1", **fields) for fields in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        together = [*pool.map(lambda fields: ask(thinker, "R1", **fields), requests)]
+    for (choice, n), (other, n_other) in zip(alone, together, strict=True):
+        assert n == n_other and {**choice, "message": None} == {**other, "message": None}
+        assert [choice["message"].get(key) for key in ("content", "reasoning")] == [
+            other["message"].get(key) for key in ("content", "reasoning")
+        ]
+
+
+def test_anthropics_budget_limits_the_thought(thinker):
+    app, template = thinker
+    template.source = SOURCES["R1"][0]
+    body = {"messages": CONVERSATION, "max_tokens": 30, "thinking": {"type": "enabled", "budget_tokens": 4}, "seed": 1}
+    response = send_request(app, MESSAGES, body)
+    assert [block["type"] for block in response.json["content"]] == ["thinking", "text"]
+    tokens = send_request(app, RESPONSES, {"input": "Why?", "max_output_tokens": 7, "seed": 1}).json
+    assert [item["type"] for item in tokens["output"]] == ["reasoning"] and tokens["status"] == "incomplete"
+    assert tokens["usage"]["output_tokens_details"]["reasoning_tokens"] == tokens["usage"]["output_tokens"] == 7
+
+
+@pytest.mark.parametrize("fields", [
+    {"reasoning_format": "some"}, {"reasoning_format": 1}, {"thinking_budget_tokens": -2}, {"thinking_budget_tokens": "9"},
+])  # fmt: skip
+def test_invalid_fields_are_rejected_by_name(thinker, fields):
+    response = send_request(thinker[0], CHAT, BODY | fields)
+    assert (response.status, response.error["param"]) == (400, *fields)

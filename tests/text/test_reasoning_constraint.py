@@ -11,7 +11,7 @@ from specdec.model.kv_cache import KVCache
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.reasoning import ReasoningMarks
 from specdec.text.reasoning_constraint import ReasoningConstraint
-from specdec.verification import CoupledVerifier, Draft
+from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.engine.test_constrained_decoding import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
 from tests.tools.decode import END_MARKS, collect, decode, make_model_drafter
 from tests.tools.random_models import tiny_model
@@ -148,6 +148,21 @@ def test_output_equals_the_masked_targets_for_every_draft(name, budget, is_open)
             events = decode(ThinkingCache(target), drafter, verifier, PROMPT, 24, FixedLength(gamma), constraint=constraint)
             assert collect(events)[0] == expected, (sampling, is_required, drafter_name, gamma)
     assert "answer" in kinds
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_every_token_is_allowed_with_other_verifiers(verify):
+    target, draft_model = tiny_model(0, layers=3), tiny_model(1)
+    for name, is_open, budget, seed in itertools.product(LANGUAGES, (True, False), (None, 3), range(4)):
+        language, sampling = LANGUAGES[name], Sampling(1.0, seed=seed)
+        marks = ReasoningMarks(START.decode(), END.decode(), is_open, False, START_TOKENS, CLOSING_TOKENS)
+        inner = LanguageConstraint(language, WORDS, END_MARKS) if language else None
+        constraint, verifier = ReasoningConstraint(marks, TOKENIZER, inner, budget, True), VERIFIERS[verify](105, sampling)
+        drafter = make_model_drafter(draft_model, verifier, sampling)
+        events = decode(ThinkingCache(target), drafter, verifier, PROMPT, 24, FixedLength(4), constraint=constraint)
+        tokens = collect(events)[0]
+        for n, token in enumerate(tokens):
+            assert list_allowed(tokens[:n], is_open, language, budget, True)[token], (name, is_open, budget, seed, n)
 
 
 def test_the_end_of_a_thought_is_forced_at_the_budget():
