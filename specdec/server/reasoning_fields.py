@@ -49,6 +49,7 @@ class ReasoningFields:
         has_own_thoughts = parser is not None and parser.is_always_parsed and grammar is not None and grammar.kind == "tools"
         if (grammar or self._budget is not None) and not (marks.closes_in_prompt or has_own_thoughts):
             constraint = ReasoningConstraint(marks, tokenizer, budget=self._budget, is_required=is_required)
+        # a raw output has the names of special tokens without `SPECIAL_TOKEN_MARK` in front
         visible = {token: text[self._is_raw :] for token, text in marks.visible_tokens.items()}
         marked = [
             replace(
