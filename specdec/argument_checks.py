@@ -176,9 +176,9 @@ def replace_unknown_tokens(tokens: list[int], vocab_size: int) -> list[int]:
 
 
 def count_common_prefix(a: list[Any], b: list[Any], limit: int) -> int:
-    """Return the length of the common prefix of two lists, at most `limit`."""
-    n = min(len(a), limit)
-    a = a if n == len(a) else a[:n]
-    if a == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    """Return the length of the common prefix of two lists, at most `limit`; another thread may change the lists meanwhile."""
+    a = a[:limit]
+    b = b[: len(a)]
+    if a == b:
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

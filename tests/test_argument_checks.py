@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specdec import CheckpointError, Sampling, SpeculativeDecoder
+from specdec.argument_checks import count_common_prefix
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +142,9 @@ def test_a_pickled_or_copied_decoder_generates_the_same_output(decoder):
     for copied in (pickle.loads(pickle.dumps(decoder)), copy.deepcopy(decoder)):
         assert copied.generate("ab", 40, seed=3).text == text
         assert (copied.gamma, copied.verify) == (decoder.gamma, decoder.verify)
+
+
+def test_common_prefix_of_lists_that_another_thread_shortens():
+    assert count_common_prefix([1, 2, 3], [1, 2], 3) == 2
+    assert count_common_prefix([1, 2], [1, 2, 3], 9) == 2
+    assert count_common_prefix([1, 2, 3], [1, 5, 3], 2) == 1

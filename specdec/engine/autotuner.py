@@ -9,10 +9,36 @@ from specdec.draft.draft_length import CostModel
 from specdec.draft.model_bundle import NGRAM, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner, choose_threads
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
+from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 
 MIN_NGRAM_PASS_S = 3e-4  # minimum time of a target pass for n-gram drafts, since the search costs up to 5 us of Python
 MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
+MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes
+FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS  # of such a pass
+
+
+class PrefillLimit:
+    """The number of prompt tokens that a pass without decoding sequences runs, so that it takes at most MAX_PREFILL_PASS_S.
+
+    Attributes:
+        n_tokens: The number of tokens.
+    """
+
+    def __init__(self) -> None:
+        self.n_tokens = FIRST_PREFILL_TOKENS
+
+    def update(self, seconds: float) -> None:
+        """Halve or double the number if the last pass took too long, or less than half of what it may.
+
+        Args:
+            seconds: Time of the pass.
+        """
+        if seconds > MAX_PREFILL_PASS_S:
+            self.n_tokens = max(self.n_tokens // 2, MIN_PREFILL_TOKENS)
+        elif seconds < MAX_PREFILL_PASS_S / 2:
+            self.n_tokens = min(2 * self.n_tokens, MAX_BATCH_TOKENS)
 
 
 class Autotuner:
@@ -22,6 +48,7 @@ class Autotuner:
         bundle: The models.
         acceptance: How often draft tokens were accepted so far.
         stage_calibration: The costs and the acceptance of the second-level draft; None before they are measured, or without one.
+        prefill_limit: How many prompt tokens a pass runs.
         thread_choices: The numbers of threads to choose from.
         relative_step_times: By number of threads, the time of a step relative to that on the first number; empty without a trial.
     """
@@ -30,6 +57,7 @@ class Autotuner:
         self.bundle = bundle
         self.acceptance = Acceptance(bundle.draft.prior_acceptance)
         self.stage_calibration: tuple[CostCurve, Acceptance] | None = None
+        self.prefill_limit = PrefillLimit()
         self.thread_choices = get_thread_choices() if bundle.can_choose_threads else [bundle.target.n_threads]
         self.relative_step_times: dict[int, float] = {}
         self._curve: CostCurve | None = None  # the cost of passes once measured; None without a draft

@@ -126,6 +126,8 @@ class PromptCache:
             is_prefilled: Whether the prefill is complete, so that the tail is worth a file.
             cache_salt: Prompts are shared only among requests with the same salt.
         """
+        if cache.has_long_rope != cache.model.config.has_long_rope(len(tokens)):
+            return  # the keys are rotated with the factors of another length
         n, token_keys = (
             cache.export_kv(lambda _, held, more: count_common_prefix(held, tokens, len(tokens))),
             self._get_token_keys(cache, tokens),
@@ -322,8 +324,7 @@ class PromptCache:
             try:
                 work()
             except Exception as error:
-                reason = error.strerror if isinstance(error, OSError) else repr(error)
-                self._report_once("written", f"cannot keep prompts in {self.folder}: {reason}")
+                self.report_failure(error)
             finally:
                 del work  # and the arrays that it holds
                 self._queue.task_done()
@@ -360,6 +361,11 @@ class PromptCache:
             with suppress(OSError):
                 os.unlink(path)
                 excess -= size
+
+    def report_failure(self, error: Exception) -> None:
+        """Report, once, that prompts cannot be kept."""
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        self._report_once("written", f"cannot keep prompts in {self.folder}: {reason}")
 
     def _report_once(self, what: str, line: str) -> None:
         if what not in self._reported:

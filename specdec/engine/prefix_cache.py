@@ -2,7 +2,9 @@
 
 import math
 import threading
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from specdec.argument_checks import replace_unknown_tokens
@@ -86,7 +88,8 @@ class PrefixCache:
         self._lock: threading.RLock
         create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
-        self._idle, self._in_use = list[KVSlot](), list[KVSlot]()  # the first one has been idle longest
+        self._idle, self._in_use = list[KVSlot](), weakref.WeakSet[KVSlot]()  # the first idle one has been idle longest
+        self._ended = deque[tuple[KVSlot, int | None]]()  # slots that are in use no more, with the length if it is known
 
     def acquire(self, prompt: list[int], n_tokens: int, cache_salt: str = "") -> KVSlot | None:
         """Return a slot for a new sequence, filled with the longest cached prefix of its prompt; None while memory is short.
@@ -101,6 +104,7 @@ class PrefixCache:
             cache_salt: Only slots with the same salt are reused.
         """
         with self._lock:
+            self._settle()
             if not self._can_fit(self._in_use, n_tokens):
                 return None
             return self._acquire(prompt, n_tokens, cache_salt)
@@ -123,20 +127,29 @@ class PrefixCache:
             slot.copy_from(source, prompt)
         if self._prompt_cache and len(prompt) <= self._bundle.target.n_positions:
             self._prompt_cache.restore(slot.caches.target, prompt, cache_salt)
-        self._in_use.append(slot)
+        self._in_use.add(slot)
         return slot
 
     def release(self, slot: KVSlot, n_tokens: int) -> None:
-        """Make a slot idle after its sequence has ended with n_tokens tokens; the KV caches stay for later prompts."""
-        with self._lock:
-            self._in_use.remove(slot)
-            slot.release(n_tokens)
-            self._idle.append(slot)
+        """Make a slot idle after its sequence has ended with n_tokens tokens; the KV caches stay for later prompts.
+
+        This takes no lock, since the garbage collector may end an abandoned stream at any point.
+        """
+        self._ended.append((slot, n_tokens))
 
     def drop(self, slot: KVSlot) -> None:
-        """Remove a slot in use from the pool together with its KV caches, for example after an error."""
-        with self._lock:
-            self._in_use.remove(slot)
+        """Remove a slot in use together with its KV caches, for example after an error; this takes no lock either."""
+        self._ended.append((slot, None))
+
+    def _settle(self) -> None:
+        """Make idle the slots that have ended, and drop those that are idle longest beyond the limit."""
+        while self._ended:
+            slot, n_tokens = self._ended.popleft()
+            self._in_use.discard(slot)
+            if n_tokens is not None:
+                slot.release(n_tokens)
+                self._idle.append(slot)
+        del self._idle[: max(len(self._idle) - self._max_idle, 0)]
 
     def limit_bytes(self, max_bytes: float) -> None:
         """Set the memory limit of all slots, for sequences that start from now on."""
@@ -151,7 +164,10 @@ class PrefixCache:
             is_prefilled: Whether the prefill of the tokens is complete.
         """
         if self._prompt_cache:
-            self._prompt_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
+            try:
+                self._prompt_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
+            except Exception as error:  # no output may fail because its prompt cannot be kept
+                self._prompt_cache.report_failure(error)
 
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
         """Take a slot for a prompt from the idle slots, or make a new one, and return it.
@@ -187,10 +203,12 @@ class PrefixCache:
         both_fit = self._can_fit((*self._in_use, source), n_tokens)
         return source.n_held - n_prefix >= (MIN_SHARED_PREFIX_TOKENS if both_fit else n_prefix + 1)
 
-    def _can_fit(self, slots: Sequence[KVSlot], n_tokens: int) -> bool:
+    def _can_fit(self, slots: Iterable[KVSlot], n_tokens: int) -> bool:
         """Return whether a slot for n_tokens tokens fits into memory next to the given slots; True if there are none."""
-        capacities = [round_up(n_tokens, CAPACITY_STEP_TOKENS), *(slot.capacity for slot in slots)]
-        for capacity in {*capacities} - {*self._bytes_by_capacity}:
-            if slots:
-                self._bytes_by_capacity[capacity] = self._bundle.get_sequence_bytes(capacity)
-        return not slots or sum(self._bytes_by_capacity[capacity] for capacity in capacities) <= self._max_bytes
+        others = [slot.capacity for slot in slots]
+        if not others:
+            return True
+        capacities = [round_up(n_tokens, CAPACITY_STEP_TOKENS), *others]
+        for capacity in {*capacities} - self._bytes_by_capacity.keys():
+            self._bytes_by_capacity[capacity] = self._bundle.get_sequence_bytes(capacity)
+        return sum(self._bytes_by_capacity[capacity] for capacity in capacities) <= self._max_bytes

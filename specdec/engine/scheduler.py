@@ -20,11 +20,8 @@ from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Event, PrefillProgress, Step
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 
 MAX_ADDED_PREFILL_S = 0.1  # that prefill chunks may add to a pass which decoding sequences wait for
-MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes
-FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS  # of such a pass
 MIN_PREFILL_CHUNK_TOKENS = 8
 
 INTERRUPTED = "interrupted"  # the stop reason of aborted sequences
@@ -67,7 +64,6 @@ class Scheduler:
         self.waiting, self.running = deque[Sequence](), list[Sequence]()
         self.metrics = metrics or Metrics()
         self._is_prefill_turn = False  # since the last pass had no capacity left for prefill chunks
-        self._max_prefill_tokens = FIRST_PREFILL_TOKENS  # of a pass without decoding sequences
         self._last_pass_end = 0.0  # 0.0 after the scheduler was idle
 
     def add(self, sequence: Sequence) -> None:
@@ -84,15 +80,16 @@ class Scheduler:
                         raise event
                     yield event
         finally:
-            if self._costs and self._settings.is_adaptive:
-                self._autotuner.save_costs(self._costs, sequence.n_steps)
             sequence.cancel()
             self.reap()
+            if self._costs and self._settings.is_adaptive:
+                self._autotuner.save_costs(self._costs, sequence.n_steps)
 
     def step(self) -> Iterator[SequenceEvent]:
         """Admit waiting sequences, run one forward pass, and yield the events and errors of all sequences."""
         self.reap()
-        yield from self._admit()
+        if self.waiting:
+            yield from self._admit()
         ready, prefilling = list[Sequence](), list[Sequence]()  # together at most max_running
         for sequence in self._shares.interleave(self.running):
             if len(prefilling) + len(ready) == self._max_running:
@@ -164,6 +161,10 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 yield sequence, self._fail(sequence, error)
                 continue
+            except BaseException:  # an interrupt
+                if slot:
+                    self._prefix_cache.drop(slot)
+                raise
             self.waiting.remove(sequence)
             self._shares.start(sequence.client.name, self.running)
             self.running.append(sequence)
@@ -233,7 +234,7 @@ class Scheduler:
         """
         if not prefilling:
             return []
-        budget = self._max_prefill_tokens
+        budget = self._autotuner.prefill_limit.n_tokens
         if decode_batch:
             assert self._costs
             cost, n_decode_tokens = self._costs.pass_cost, sum(1 + len(each.state.draft.tokens) for each in decode_batch)
@@ -274,7 +275,7 @@ class Scheduler:
         if decode_batch:
             yield from self._commit(decode_batch, results, start, seconds, has_chunks=bool(chunks))
         else:
-            self._adapt_prefill_tokens(seconds)
+            self._autotuner.prefill_limit.update(seconds)
         self._last_pass_end = time.perf_counter()
 
     def _commit(
@@ -325,19 +326,14 @@ class Scheduler:
         n = len(sequence.tokens)
         return any(n - n_new <= length < n for length in self._recompute_lengths)
 
-    def _adapt_prefill_tokens(self, seconds: float) -> None:
-        """Halve or double the size of prefill passes if the last one took too long, or less than half of what it may."""
-        if seconds > MAX_PREFILL_PASS_S:
-            self._max_prefill_tokens = max(self._max_prefill_tokens // 2, MIN_PREFILL_TOKENS)
-        elif seconds < MAX_PREFILL_PASS_S / 2:
-            self._max_prefill_tokens = min(2 * self._max_prefill_tokens, MAX_BATCH_TOKENS)
-
     def _remove(self, sequence: Sequence) -> None:
         """Remove a running sequence and release its slot, which keeps the KV caches for later prompts."""
         self.running.remove(sequence)
-        self._prefix_cache.save_to_disk(sequence.slot, sequence.tokens)
-        self._prefix_cache.release(sequence.slot, len(sequence.tokens))
-        self._finish(sequence)
+        try:
+            self._prefix_cache.save_to_disk(sequence.slot, sequence.tokens)
+        finally:
+            self._prefix_cache.release(sequence.slot, len(sequence.tokens))
+            self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         """End a sequence and count it as cancelled or as done."""

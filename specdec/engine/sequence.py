@@ -109,6 +109,8 @@ class Sequence:
 
     def start_decoding(self) -> Prompt | None:
         """End the prefill and prepare the drafter; return the `Prompt` event, once."""
+        # Drop what the cache holds beyond the sequence: a head would draft from the hidden states of an earlier output.
+        self.cache.forward(self.tokens[:-1], 0, len(self.tokens))
         if self.state.drafter:
             self.state.drafter.prepare([*self.tokens])
         self.status, now = SequenceStatus.DECODE, time.perf_counter()

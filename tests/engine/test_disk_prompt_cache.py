@@ -24,6 +24,7 @@ from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture, sliding_window_eviction
 from specdec.model.model import Model
 from specdec.quant import INT8
+from tests.tools.configs import replace_config
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import random_tokens
 
@@ -489,3 +490,17 @@ def test_q8_caches_and_hidden_states_are_restored(folder):
     save_prompt(folder(), cache, tokens)
     assert folder().restore(later, tokens) == 499
     np.testing.assert_array_equal(later.get_hidden_states(tokens, 0), cache.get_hidden_states(tokens, 0))
+
+
+def test_keys_with_the_rope_factors_of_another_length_are_not_saved(folder):
+    config, weights = load_weights("phi3_long")
+    cache = Model(replace_config(config, longrope_threshold=BLOCK_TOKENS + 20), weights, 1).new_cache()
+    tokens, prompts = random_tokens(config, BLOCK_TOKENS + 21), folder()
+    cache.forward(tokens[:-1])
+    assert not cache.has_long_rope
+    prompts.save(cache, tokens)  # as a sequence that has just become too long for its factors
+    prompts.flush()
+    assert not [*prompts.folder.iterdir()]
+    prompts.save(cache, tokens[:-1])
+    prompts.flush()
+    assert [*prompts.folder.iterdir()]

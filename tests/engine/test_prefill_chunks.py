@@ -3,7 +3,7 @@
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.engine.scheduler import FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS
+from specdec.engine.autotuner import FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.model import Model
 from specdec.tokenizer import Tokenizer

@@ -1,11 +1,13 @@
 """The prefix cache: which KV caches are reused or copied, which sequences wait, and how much memory they take."""
 
+import threading
 from collections import defaultdict
 
 import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
+from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence
@@ -177,6 +179,7 @@ def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, monkeypat
     for sequence in sequences:
         if sequence not in failed:
             assert_same(endless, sequence, events[sequence])
+    scheduler._prefix_cache._settle()
     assert len(failed) == n_failed == 5 and not scheduler._prefix_cache._in_use
 
 
@@ -220,3 +223,57 @@ def test_a_failed_restore_leaves_no_slot_in_use(endless):
         with pytest.raises(MemoryError):
             prefixes.acquire([*PREFIX, *random_tokens(10)], 200)
     assert prefixes.n_made == 5 and not prefixes._in_use
+
+
+def test_a_slot_is_released_while_another_thread_holds_the_lock(endless):
+    prefixes = CountingCache(endless, 4)
+    slot = prefixes.prefill([BOS, *PREFIX], 2)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with prefixes._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    prefixes.release(slot, 10)  # as the garbage collector does with an abandoned stream
+    done.set()
+    thread.join()
+    assert prefixes.acquire([BOS, *PREFIX], 20) is slot
+
+
+def test_idle_slots_beyond_the_limit_are_dropped(endless):
+    streams = [endless.stream([BOS, i], 9) for i in range(5)]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()
+    endless.generate([BOS, 9], 2)
+    endless._prefix_cache._settle()
+    assert len(endless._prefix_cache._idle) == 1 and not endless._prefix_cache._in_use
+
+
+def test_an_interrupted_admission_leaves_no_slot_in_use(endless, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.engine.scheduler.make_decoding_state", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        endless.generate([BOS, 5], 3)
+    monkeypatch.undo()
+    endless._prefix_cache._settle()
+    assert not endless._prefix_cache._in_use and len(endless.generate([BOS, 5], 3).tokens) == 3
+
+
+def test_a_prompt_that_cannot_be_kept_fails_no_output(pair, tmp_path, monkeypatch):
+    def fail(*_):
+        raise MemoryError("too little")
+
+    lines = []
+    prompts = PromptCache(tmp_path / "prompts", 10**9, 1, lines.append)
+    decoder = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1, prompt_cache=prompts)
+    monkeypatch.setattr(PromptCache, "save", fail)
+    assert len(decoder.generate([BOS, 5], 3).tokens) == 3
+    assert len(lines) == 1 and "too little" in lines[0]

@@ -106,6 +106,19 @@ def test_draft_tokens_are_drawn_with_the_targets_noise():
 
 
 @pytest.mark.parametrize("verify", VERIFIERS)
+def test_a_repeated_request_gives_the_same_steps(tokenizer, verify):
+    """The target still holds the end of the first output, from which a head must not draft."""
+    target = tiny_model(5, layers=3, vocab=tokenizer.vocab_size)
+    decoder = SpeculativeDecoder(target, make_head(target, seed=4), tokenizer, gamma=4, verify=verify)
+    for seed in range(12):
+        first, second = (
+            [(step.tokens, step.draft_tokens) for step in decoder.stream([1, 5, 7, 9, 11, 13], 60, temperature=1.0, seed=seed)
+             if isinstance(step, Step)] for _ in range(2)
+        )  # fmt: skip
+        assert first == second
+
+
+@pytest.mark.parametrize("verify", VERIFIERS)
 def test_sequences_that_take_turns_equal_those_alone(verify):
     target, sampling = tiny_model(5, layers=3), Sampling(1.0, 0, 0.0, 7)
     heads = [make_head(target, draft_vocab_size=60), make_head(target, seed=1, draft_vocab_size=90)]
@@ -201,6 +214,7 @@ def test_the_target_prefills_before_the_head(pair: Pair, tmp_path: Path) -> None
     prompt = [1, *[260, 261] * 50]
     fractions = [*decoder.read(prompt)]
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
+    decoder._prefix_cache._settle()
     [slot] = decoder._prefix_cache._idle
     assert [cache.count_prefill_tokens(prompt) for cache in slot.caches.all] == [0, 0]
     assert [*decoder.read(prompt)] == []

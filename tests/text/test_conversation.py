@@ -86,6 +86,7 @@ def test_a_turn_runs_only_its_new_tokens(make_conversation: Callable[..., Conver
         (conversation.regenerate, N_TOKENS),
         (lambda: (conversation.clear(), conversation.ask(QUESTION))[1], None),
     ):
+        conversation._decoder._prefix_cache._settle()
         cached = conversation._decoder._prefix_cache._idle[0].caches.target._tokens[:]
         counts.clear()
         events = list(start())

@@ -89,6 +89,7 @@ def random_words(rng):
 
 def get_slots(decoder):
     """Return the slots with the KV caches of a decoder's sequences."""
+    decoder._prefix_cache._settle()
     return [*decoder._prefix_cache._idle, *decoder._prefix_cache._in_use]
 
 
