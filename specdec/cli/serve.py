@@ -1,6 +1,7 @@
 """`specdec serve`: the OpenAI and Anthropic APIs over HTTP, and a chat page."""
 
 import ipaddress
+import logging
 import os
 import queue
 import socket
@@ -188,7 +189,8 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     from specdec.server.listener import Listener
     from specdec.server.model_manager import ModelManager, make_single_model_manager
 
-    log = StderrLog().write_line
+    logging.getLogger("specdec.server").addHandler(handler := StderrLog())
+    log = handler.write_line
     if models:
         manager = make_single_model_manager(make_served_model(request, models.decoder))
         draft_note = f"; tokens are guessed {request.labels.draft_label}" if request.labels.draft_label else ""
@@ -287,10 +289,11 @@ class CatalogModelSource:
                 each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
 
 
-class StderrLog:
+class StderrLog(logging.Handler):
     """A log on stderr written by a thread, so that a reader that stalls blocks nothing; lines that do not fit are dropped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines, self._n_dropped = queue.Queue[str](MAX_LOG_LINES), 0
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
@@ -300,6 +303,10 @@ class StderrLog:
             self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
         except queue.Full:
             self._n_dropped += 1
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the message of a log record as a line."""
+        self.write_line(record.getMessage())
 
     def _write_lines(self) -> None:
         """Write queued lines to stderr forever, without Python's buffers: a blocked write would hold their lock, even at exit."""

@@ -150,7 +150,9 @@ class ResponseStreamer:
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            if self._is_open:
+            if self._body.get("stream") is True and (rejection := self._formatter.format_rejection(to_api_error(error))):
+                await self._send_chunk(rejection, True)
+            elif self._is_open:
                 api_error = to_api_error(error)
                 events = self._format_start()
                 if self._response:
@@ -231,7 +233,7 @@ class ResponseStreamer:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": i + 1 < len(chunks)})
 
     async def _send_stream(self, response: ResponseFormatter) -> None:
-        """Send the outputs as server-sent events while they are generated, with comments when there are none for a while.
+        """Send the outputs as server-sent events while they are generated, with heartbeats when there are none for a while.
 
         The response starts with the first delta, so that an error before that gets an HTTP status.
         """
@@ -240,7 +242,7 @@ class ResponseStreamer:
             if item and item[1]:
                 await self._send_chunk(self._format_start() + response.format_delta(*item))
             elif self._loop.time() - self._last_sent > HEARTBEAT_INTERVAL_S:
-                await self._send_chunk(self._format_start() + b": waiting\n\n")
+                await self._send_chunk(self._format_start() + response.format_heartbeat())
         await self._send_chunk(self._format_start() + response.format_end(), True)
 
     def _format_start(self) -> bytes:

@@ -182,6 +182,15 @@ class ResponseFormatter:
         """Return the server-sent events for a delta of the choice with the given index."""
         raise NotImplementedError
 
+    def format_heartbeat(self) -> bytes:
+        """Return what keeps a stream without output alive: a comment, or an event where clients wait for one."""
+        return b": waiting\n\n"
+
+    @classmethod
+    def format_rejection(cls, error: APIError) -> bytes:
+        """Return the server-sent events that reject a request for a stream; empty for a plain error response."""
+        return b""
+
     def format_end(self) -> bytes:
         """Return the last server-sent events of a stream."""
         raise NotImplementedError

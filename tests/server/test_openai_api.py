@@ -320,7 +320,7 @@ REJECTED_REQUESTS: list[tuple[str, dict[str, Any], str, int, str]] = [
     *[
         (CHAT, {name: value}, name, 400, "invalid_value")
         for name, value in (
-            ("temperature", -1), ("temperature", "hot"), ("temperature", True), ("top_p", 2), ("top_p", "x"), ("top_k", -1),
+            ("temperature", -1), ("temperature", "hot"), ("temperature", True), ("top_p", 2), ("top_p", "x"), ("top_k", -2),
             ("top_k", 1.5), ("seed", 2**63), ("seed", "x"), ("max_tokens", 0), ("max_completion_tokens", -5), ("n", 0), ("n", 17),
             ("n", True), ("stop", ""), ("stop", ["a"] * 17), ("stop", ["x" * 1001]), ("stop", [1]), ("stream", "yes"),
             ("stream_options", 1), ("logprobs", 2), ("top_logprobs", 2), ("user", 1), ("messages", []), ("messages", "hi"),
