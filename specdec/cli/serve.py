@@ -266,7 +266,7 @@ def prewarm(decoder: SpeculativeDecoder) -> None:
 
 
 class CatalogModelSource:
-    """A source of the models that `specdec models` lists, or of a folder's, which loads a model by name with the server's options."""
+    """A source of the models that `specdec models` lists, or of a folder's, which loads one with the server's options."""
 
     def __init__(self, request: ServeRequest) -> None:
         self._request, self.memory_bytes = request, get_physical_memory_bytes()

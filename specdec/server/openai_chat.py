@@ -22,12 +22,14 @@ from specdec.server.field_validation import (
     check_object,
     iter_objects,
     join_text_parts,
+    log_once,
     parse_body,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
 from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
+from specdec.server.tool_parsers.generic import GenericParser, describe_tools
 from specdec.text.chat_template import Options, PromptTooLongError, TemplateError
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
 
@@ -55,13 +57,12 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     fields.take_string("model")
     if not model.template:
         raise APIError("this model has no chat template; use /v1/completions", "messages", "unsupported_model")
-    tool_parser = find_tool_parser(model.template.source)
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     strict_names = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
     is_single_call = not fields.take_bool("parallel_tool_calls", True)
-    if tools and not model.template.supports_tools:
-        raise APIError("the model's chat template does not support tools", "tools", UNSUPPORTED)
+    is_generic = bool(tools) and not model.template.supports_tools
+    tool_parser = GenericParser if is_generic else find_tool_parser(model.template.source)
     if body.get("messages") is None:
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
@@ -82,7 +83,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     template_options = _parse_template_options(fields, model)
     shared = GenerationFields(fields, model)
     with wrap_encoding_errors(model, "messages"):
-        prompt = _encode_messages(model, messages, offered_tools or None, template_options)
+        prompt = _encode_messages(model, messages, offered_tools, template_options)
     if tool_parser and not (offered_tools or tool_parser.is_always_parsed):
         tool_parser = None
     visible_tokens = tool_parser.get_visible_tokens(getattr(model.decoder.tokenizer, "specials", {})) if tool_parser else {}
@@ -116,7 +117,7 @@ def _make_tool_grammar(
 
 
 def _encode_messages(
-    model: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: Options
+    model: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: Options
 ) -> list[int]:
     """Return the token ids of a chat; if the template raises, change what many templates reject, and try again.
 
@@ -124,14 +125,18 @@ def _encode_messages(
         TemplateError: The template rejects the messages.
     """
     messages = _join_system_messages(messages)
+    if model.template and not model.template.supports_tools:
+        if tools:
+            log_once(f"the chat template of {model.name} takes no tools; the system message describes them")
+        messages, tools = describe_tools(messages, tools), []
     try:
-        return model.decoder.encode_chat(messages, tools, options)
+        return model.decoder.encode_chat(messages, tools or None, options)
     except PromptTooLongError:
         raise
     except TemplateError as error:
-        if (simple := _simplify_messages(messages)) != messages:
+        for n_kept in (1, 0):  # the first message may be the system's, except in templates without this role
             with suppress(TemplateError):
-                return model.decoder.encode_chat(simple, tools, options)
+                return model.decoder.encode_chat(_simplify_messages(messages, n_kept), tools or None, options)
         raise error
 
 
@@ -142,16 +147,17 @@ def _join_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]
     return [{"role": "system", "content": system}, *messages[n:]] if n > 1 else messages
 
 
-def _simplify_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _simplify_messages(messages: list[dict[str, Any]], n_kept: int) -> list[dict[str, Any]]:
     """Return the messages in a form that more templates accept.
 
-    Later system messages become the user's, adjacent messages of the user are joined, and broken arguments become an object.
+    System messages after the first `n_kept` messages become the user's, adjacent messages of the user are joined, and broken
+    arguments become an object.
     """
-    simple = messages[:1]
-    for message in messages[1:]:
+    simple = messages[:n_kept]
+    for message in messages[n_kept:]:
         if message["role"] == "system":
             message = {"role": "user", "content": message["content"]}
-        if message["role"] == simple[-1]["role"] == "user":
+        if simple and message["role"] == simple[-1]["role"] == "user":
             simple[-1] = {"role": "user", "content": f"{simple[-1]['content']}\n\n{message['content']}"}
         else:
             simple.append(message)
