@@ -12,7 +12,7 @@ from specdec.argument_checks import check_choice, check_int, check_string, short
 from specdec.server.json_values import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
-ANTHROPIC_PREFIX = "/v1/messages"  # of the paths of Anthropic's API
+ANTHROPIC_PREFIX, OLLAMA_PREFIX = "/v1/messages", "/api/"  # of the paths of their APIs
 INVALID, UNSUPPORTED, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
 # error types of OpenAI's and Anthropic's APIs by status, and the one for other server errors
 OPENAI_ERROR_TYPES = {429: "rate_limit_error"}, "server_error"
@@ -50,6 +50,16 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("previous_response_id", "conversation", "prompt"), STORES_NOTHING),
     },
     "embeddings field": dict.fromkeys(("user", "input_type", "truncate"), str),
+    "ollama field": {
+        **dict.fromkeys(("keep_alive", "truncate", "shift"), object), "logprobs": (False,), "top_logprobs": (0,),
+        **dict.fromkeys(("context", "images"), ([],)), **dict.fromkeys(("template", "suffix"), ("",)),
+    },
+    "ollama option": {
+        **dict.fromkeys(("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"), object),
+        **dict.fromkeys(("low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock"), object),
+        **dict.fromkeys(("typical_p", "tfs_z"), (1,)), "mirostat": (0,), "repeat_last_n": (64, -1),
+        **dict.fromkeys(("mirostat_tau", "mirostat_eta", "penalize_newline"), object),
+    },
     "messages tool": {"*": SKIP},  # Anthropic's own, such as web_search_20250305, bash_20250124 and memory_20250818
     "responses tool": {"*": SKIP},  # those that a server runs itself, and kinds of calls that no template supports
     "responses item": {"item_reference": STORES_NOTHING, "*": SKIP},
@@ -89,8 +99,10 @@ class APIError(Exception):
     def format_body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body of the error response, as a dict.
 
-        The error type is one of OpenAI's or Anthropic's API, depending on the request path.
+        The format is OpenAI's, with an error type of OpenAI's or Anthropic's API, or ollama's, depending on the request path.
         """
+        if path.startswith(OLLAMA_PREFIX):
+            return {"error": str(self)}
         types, server_error_type = ANTHROPIC_ERROR_TYPES if path.startswith(ANTHROPIC_PREFIX) else OPENAI_ERROR_TYPES
         error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else server_error_type)
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}, "type": "error"}

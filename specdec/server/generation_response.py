@@ -21,7 +21,6 @@ from specdec.text.structured_output import ConstraintError
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
 PROGRESS_INTERVAL_S = 1.0  # between progress comments while a model is being loaded
 HEARTBEAT_INTERVAL_S = 5.0  # between comments in a stream without output
-SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 RequestParser = Callable[[Mapping[str, Any], ServedModel], ParsedRequest]
 Value = TypeVar("Value")
 
@@ -163,7 +162,8 @@ class ResponseStreamer:
             raise
 
     async def _send_progress(self, entry: ModelEntry) -> None:
-        await self._send_chunk(f": loading {' '.join(entry.name.split())}, {entry.progress:.0%}\n\n".encode())
+        if comment := self._formatter.format_comment(f"loading {' '.join(entry.name.split())}, {entry.progress:.0%}"):
+            await self._send_chunk(comment)
 
     async def _respond(
         self, response: ResponseFormatter, instance: ModelInstance, scope: Scope, disconnected: "asyncio.Future[Any]"
@@ -256,7 +256,8 @@ class ResponseStreamer:
         """Send a chunk of the event stream, after the HTTP headers if it is the first one."""
         if not self._is_open:
             self._is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            headers = [(b"content-type", self._formatter.media_type), (b"cache-control", b"no-store")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._last_sent = self._loop.time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 

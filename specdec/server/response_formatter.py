@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec.engine.request import GenerationRequest
 from specdec.events import Event, Statistics, Step, TokenLogprob
@@ -146,6 +146,7 @@ class ResponseFormatter:
     Subclasses for other APIs than OpenAI's are in files of their own.
 
     Attributes:
+        media_type: Content type of a stream.
         body: The body of the request.
         requests: The requests to the engine, one per output.
         options: What the response contains.
@@ -154,6 +155,7 @@ class ResponseFormatter:
         choices: The outputs. Formats for a single output use the first one.
     """
 
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     body: Mapping[str, Any]
     requests: Sequence[GenerationRequest]
     options: ResponseOptions
@@ -182,9 +184,14 @@ class ResponseFormatter:
         """Return the server-sent events for a delta of the choice with the given index."""
         raise NotImplementedError
 
+    @classmethod
+    def format_comment(cls, text: str) -> bytes:
+        """Return a comment in a stream; empty if the format has none."""
+        return f": {text}\n\n".encode()
+
     def format_heartbeat(self) -> bytes:
         """Return what keeps a stream without output alive: a comment, or an event where clients wait for one."""
-        return b": waiting\n\n"
+        return self.format_comment("waiting")
 
     @classmethod
     def format_rejection(cls, error: APIError) -> bytes:
