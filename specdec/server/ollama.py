@@ -70,9 +70,7 @@ def _parse_common(fields: Fields) -> dict[str, Any]:
     limit = options.take_int("num_predict", -1, -2)
     options.reject_remaining("ollama option")
     common |= {"model": fields.pop("model"), "stream": fields.take_bool("stream", True), "max_tokens": max(limit, -1) or 1}
-    if output_format := fields.pop("format"):
-        is_json = output_format == "json"
-        common["response_format"] = {"type": "json_object", "schema": None if is_json else check_schema(output_format)}
+    common["response_format"] = fields.take("format", _parse_format, None)
     match fields.pop("think"):
         case False:
             common["reasoning_effort"] = "none"
@@ -84,11 +82,11 @@ def _parse_common(fields: Fields) -> dict[str, Any]:
     return common
 
 
-def check_schema(value: Any) -> dict[str, Any]:
-    """Return the value of the field `format` if it is a schema; raises APIError for another value."""
-    if not isinstance(value, dict):
-        raise APIError('format must be "json" or a JSON schema', "format")
-    return value
+def _parse_format(name: str, value: Any) -> dict[str, Any] | None:
+    """Return the `response_format` of a chat request for ollama's: "json", a schema, or an empty string for text."""
+    if value in ("", "json"):
+        return {"type": "json_object"} if value else None
+    return {"type": "json_object", "schema": check_object(name, value)}
 
 
 def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:

@@ -129,15 +129,18 @@ def _encode_messages(
         if tools:
             log_once(f"the chat template of {model.name} takes no tools; the system message describes them")
         messages, tools = describe_tools(messages, tools), []
-    try:
-        return model.decoder.encode_chat(messages, tools or None, options)
-    except PromptTooLongError:
-        raise
-    except TemplateError as error:
-        for n_kept in (1, 0):  # the first message may be the system's, except in templates without this role
-            with suppress(TemplateError):
-                return model.decoder.encode_chat(_simplify_messages(messages, n_kept), tools or None, options)
-        raise error
+    candidates, errors = [messages], list[TemplateError]()
+    for n_kept in (1, 0):  # the first message may be the system's, except in templates without this role
+        if (simple := _simplify_messages(messages, n_kept)) not in candidates:
+            candidates.append(simple)
+    for candidate in candidates:
+        try:
+            return model.decoder.encode_chat(candidate, tools or None, options)
+        except PromptTooLongError:
+            raise
+        except TemplateError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _join_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
