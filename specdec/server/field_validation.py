@@ -52,7 +52,7 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "embeddings field": dict.fromkeys(("user", "input_type", "truncate"), str),
     "ollama field": {
         **dict.fromkeys(("keep_alive", "truncate", "shift"), object), "logprobs": (False,), "top_logprobs": (0,),
-        **dict.fromkeys(("context", "images"), ([],)), **dict.fromkeys(("template", "suffix"), ("",)),
+        **dict.fromkeys(("context", "images"), ([],)), "template": ("",),
     },
     "ollama option": {
         **dict.fromkeys(("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"), object),

@@ -47,18 +47,20 @@ def parse_ollama_chat(body: Mapping[str, Any], model: ServedModel) -> ParsedRequ
 
 
 def parse_ollama_generate(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse a body of ollama's /api/generate into requests to the engine: a chat of one message, or a completion if it is raw.
+    """Parse a body of ollama's /api/generate into requests to the engine.
+
+    It is a chat of one message, or a completion if it is raw, has a suffix, or the model cannot chat.
 
     Raises:
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    prompt, system = fields.take_string("prompt"), fields.take_string("system")
-    is_raw = fields.take_bool("raw") or not model.template
+    prompt, system, suffix = (fields.take_string(name) for name in ("prompt", "system", "suffix"))
+    is_raw = fields.take_bool("raw") or suffix or not model.template
     common = _parse_common(fields)
     if is_raw:
         common = {key: value for key, value in common.items() if key not in ("chat_template_kwargs", "reasoning_effort")}
-        return parse_completion_request({"prompt": system + prompt, "max_tokens": -1} | common, model)
+        return parse_completion_request({"prompt": system + prompt, "suffix": suffix} | common, model)
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
     return parse_chat_request({"messages": messages} | common, model)
 

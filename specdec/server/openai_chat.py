@@ -26,6 +26,7 @@ from specdec.server.field_validation import (
     parse_body,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
+from specdec.server.infill import encode_prompt
 from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
@@ -190,16 +191,24 @@ def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> Par
     with wrap_encoding_errors(model, "response_format"):
         grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
     max_tokens = fields.take_limit("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    suffix = fields.take_string("suffix")
     shared = GenerationFields(fields, model)
-    for prompt in prompts:
+    for prompt in (*prompts, suffix):
         limit, unit = (model.max_chars, "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
         if len(prompt) > limit:
             raise APIError(f"prompt has {len(prompt)} {unit}; the context holds at most {limit}", "prompt", TOO_LONG)
     with wrap_encoding_errors(model, "prompt"):
-        encode = model.decoder.tokenizer.encode
-        encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
+        encoded = [_encode_prompt(model, prompt, suffix) for prompt in prompts]
     requests = shared.make_requests("prompt", encoded, max_tokens, n_top_logprobs)
     return requests, ResponseOptions(shared, grammar=grammar)
+
+
+def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> list[int]:
+    if isinstance(prompt, str):
+        return encode_prompt(model.decoder.tokenizer, prompt, suffix)
+    if suffix:
+        raise APIError("suffix needs a prompt that is a text", "suffix")
+    return model.decoder.encode(prompt)
 
 
 def _parse_template_options(fields: Fields, model: ServedModel) -> Options:

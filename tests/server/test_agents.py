@@ -1,6 +1,7 @@
 """Requests as agents send them: parts that have no effect here, later system messages, broken calls, limits of -1."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,13 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec import SpeculativeDecoder
 from specdec.server import field_validation, generation_response
 from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra
+from specdec.server.generation_fields import ServedModel
+from specdec.server.infill import INFILL_MARKS
+from specdec.server.ollama import parse_ollama_generate
+from specdec.server.openai_chat import parse_completion_request
 from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
     CHAT,
     COMPLETIONS,
@@ -24,6 +30,7 @@ from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
     send_request,
     step,
 )
+from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
 
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
@@ -204,3 +211,29 @@ def test_a_stream_without_output_sends_events(make_test_app: Any, monkeypatch: p
     assert [each["type"] for each in events].count(event) >= 3
     if path == RESPONSES:
         assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+
+@pytest.fixture
+def coder(tmp_path: Path) -> ServedModel:
+    """Return a model whose tokenizer has the tokens of Qwen 2.5 Coder, which its file does not mark as special."""
+    path = make_folder(tmp_path / "coder", positions=320, padding=40)
+    vocabulary = json.loads((path / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(INFILL_MARKS[0])]
+    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return ServedModel("coder", SpeculativeDecoder(path, "ngram", n_threads=1), None)
+
+
+def test_a_suffix_fills_in_the_middle(coder: ServedModel, app: Any) -> None:
+    begin, end = "def f(n):\n    return ", "\n\nprint(f(3))"
+    (request,), _ = parse_completion_request({"prompt": begin, "suffix": end}, coder)
+    encode = coder.decoder.tokenizer.encode
+    assert request.prompt == [400, *encode(begin), 401, *encode(end), 402]
+    (written,), _ = parse_completion_request({"prompt": f"<|fim_prefix|>{begin}<|fim_suffix|>{end}<|fim_middle|>"}, coder)
+    assert written.prompt == request.prompt, "as clients with templates of their own write it"
+    (infilled,), _ = parse_ollama_generate({"prompt": begin, "suffix": end}, coder)
+    assert infilled.prompt == request.prompt
+    for body, word in (({"prompt": [5], "suffix": "x"}, "text"), ({"prompt": "a", "suffix": "x" * 10**5}, "context")):
+        with pytest.raises(APIError, match=word):
+            parse_completion_request(body, coder)
+    assert "has no tokens for it" in send_request(app, COMPLETIONS, {"prompt": "a", "suffix": "b"}).error["message"]
