@@ -237,3 +237,13 @@ def test_a_suffix_fills_in_the_middle(coder: ServedModel, app: Any) -> None:
         with pytest.raises(APIError, match=word):
             parse_completion_request(body, coder)
     assert "has no tokens for it" in send_request(app, COMPLETIONS, {"prompt": "a", "suffix": "b"}).error["message"]
+
+
+@pytest.mark.parametrize("pattern", ["\\d\\w\\b", "^(?=a).*$", "^(?!a)", "(?<=a)b", "(?<!a)b"])
+def test_a_pattern_that_cannot_be_enforced_is_not_where_the_tool_is_not_strict(app: Any, pattern: str) -> None:
+    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    inner = {"type": "object", "properties": {"s": {"type": "string", "pattern": pattern}}, "required": ["s"]}
+    parameters = {"type": "object", "properties": {"o": inner, "pattern": {"type": "string"}}}
+    for is_strict, status in ((False, 200), (True, 400)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}
+        assert send_request(app, CHAT, {"messages": CONVERSATION, "tools": [tool], "max_tokens": 1}).status == status
