@@ -14,8 +14,9 @@ from specdec.draft.model_bundle import MTP
 from specdec.draft.self_copy import can_self_draft
 from specdec.loaders import CheckpointError, has_builtin_head, hf_hub, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
+from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_file import list_shard_names
-from specdec.loaders.model_paths import get_model_folders, list_model_paths
+from specdec.loaders.model_paths import find_local, get_model_folders, list_model_paths
 from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.text.tokenizer_lookup import MAX_PADDING_ROWS
@@ -88,12 +89,20 @@ def list_entries(folder: Path | None = None) -> list[CatalogEntry]:
     return [_read_entry(name, path) for path, name in _find_models(folder).items()]
 
 
-def get_model_sizes() -> dict[str, int]:
-    """Return the size in bytes of each installed model that can be loaded, by name.
+def get_model_sizes(folder: Path | None = None) -> dict[str, int]:
+    """Return the size in bytes of each model that can be loaded, by name: of all installed ones and aliases, or of a folder's.
 
     A model's header is read again only if its files have changed.
+
+    Raises:
+        CheckpointError: The folder cannot be listed.
     """
-    sizes = {name: _get_model_size(path, _get_fingerprint(path)) for path, name in _find_models().items()}
+    paths = {Path(name).name if folder else name: path for path, name in _find_models(folder).items()}
+    for alias, model in () if folder else read_aliases().items():
+        with suppress(CheckpointError):
+            if alias not in paths and (path := find_local(model)):
+                paths[alias] = path
+    sizes = {name: _get_model_size(path, _get_fingerprint(path)) for name, path in paths.items()}
     return {name: size for name, size in sizes.items() if size}
 
 

@@ -1,6 +1,7 @@
 """`specdec serve`: the OpenAI and Anthropic APIs over HTTP, and a chat page."""
 
 import ipaddress
+import logging
 import os
 import queue
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import specdec
@@ -21,7 +23,6 @@ from specdec.cli.prompt_sources import read_text_input
 from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.settings import AUTO
 from specdec.loaders import optional_dependencies
-from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_loader import get_memory_headroom
 from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.sampling import Sampling, override_sampling
@@ -40,6 +41,7 @@ MAX_KEY_LENGTH = 1000
 MAX_LOG_LINES = 1000  # log lines that wait to be written
 _DEFAULT_HELP = "for requests that set none. By default the model's own (generation_config.json), else"
 SINGLE_MODEL_OPTIONS = ("tokenizer", "template", "stage")  # options that need -m
+ON_DEMAND_OPTIONS = ("keep_alive", "models")  # options of a server without -m
 CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
 
 
@@ -49,7 +51,7 @@ class ServeRequest(Request):
 
     option_names = (
         f"word model draft {MODEL_OPTIONS} template gamma tree served_temperature served_top_p served_top_k threads host port "
-        "api_key_file no_key slots queue cache keep_alive grace reasoning_budget"
+        "models api_key_file no_key slots queue cache keep_alive grace reasoning_budget"
     )
     served_temperature: float | None = sampling_option(
         None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_DEFAULT_HELP} 0.7. 0: greedy."
@@ -64,6 +66,9 @@ class ServeRequest(Request):
         "127.0.0.1", "--host", metavar="HOST", help="Address to listen on. One that other machines can reach needs a key."
     )
     port: int = server_option(8080, "--port", metavar="N", min=0, max=65535, help="Port to listen on. 0: any free port.")
+    models: str = server_option(
+        "", "--models", metavar="DIR", help="Offer the models of this folder, such as GGUF files, instead of the installed ones."
+    )
     api_key_file: str = server_option(
         "", "--api-key-file", metavar="FILE", help="Require one of the API keys in this file (one per line)."
     )
@@ -112,8 +117,10 @@ class ServeRequest(Request):
                 f"--host {self.host} accepts other machines; set their API keys with --api-key-file FILE, or use --no-key"
             )
         model = self.word or self.model
-        if model and "keep_alive" in self.given:
-            raise ValueError("--keep-alive needs a server without -m, which loads models on demand")
+        if model and (on_demand := [option for field, option in self.given.items() if field in ON_DEMAND_OPTIONS]):
+            raise ValueError(f"{on_demand[0]} needs a server without -m, which loads models on demand")
+        if self.models and (not os.path.isdir(self.models) or os.path.exists(os.path.join(self.models, "config.json"))):
+            raise ValueError(f"--models {self.models} is not a folder of models; name a single model with -m")
         if not model and (fixed := [option for field, option in self.given.items() if field in SINGLE_MODEL_OPTIONS]):
             raise ValueError(f"{fixed[0]} needs a single model; name it with -m")
         return with_models(replace(self, word=None, model=model), AUTO) if model else self
@@ -158,7 +165,7 @@ def run(request: ServeRequest) -> None:
 
     specdec serve -m HuggingFaceTB/SmolLM2-135M-Instruct
 
-    Without -m, the server offers every model that `specdec models` lists and loads each on demand.
+    Without -m, the server offers every model that `specdec models` lists, or those of --models DIR, and loads each on demand.
     """
     request = request.resolve()
     paths, keys = resolve_model_paths(request, REQUIRED_PACKAGES) if request.model else [], request.api_keys
@@ -196,17 +203,20 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     from specdec.server.listener import Listener
     from specdec.server.model_manager import ModelManager, make_single_model_manager
 
-    log = StderrLog().write_line
+    logging.getLogger("specdec.server").addHandler(handler := StderrLog())
+    log = handler.write_line
     if models:
-        manager = make_single_model_manager(make_served_model(request, models.decoder))
+        manager = make_single_model_manager(make_served_model(request, models.decoder, request.name))
         draft_note = f"; tokens are guessed {request.labels.draft_label}" if request.labels.draft_label else ""
         description = f"{request.name} ({models.decoder.weights}){draft_note}"
     else:
         manager = ModelManager(CatalogModelSource(request), request.keep_alive, log)
         n = len(manager.list_models())
         if not n:
-            raise ValueError("no model is installed; download one with specdec models pull org/name, or name one with -m")
-        description = f"{n} models, each loaded on demand; specdec models lists them"
+            problem = f"{request.models} has no model that can be loaded" if request.models else "no model is installed"
+            raise ValueError(f"{problem}; download one with specdec models pull org/name, or name one with -m")
+        lister = f"specdec models {request.models}".strip()
+        description = f"{n} models, each loaded on demand; {lister} lists them"
     service = ServerState(manager, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
     app = AuthMiddleware(Endpoints(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
@@ -227,7 +237,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     signals.clear_end_signal()
 
 
-def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "ModelInstance":
+def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ModelInstance":
     """Return a loaded decoder as an instance that the server can use, with its engine, template and default sampling.
 
     Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
@@ -249,7 +259,7 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder) -> "Mo
     print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
     engine = EngineThread(decoder, request.slots, request.queue, cache_bytes)
     sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
-    model = ServedModel(request.name, decoder, template, sampling, request.reasoning_budget)
+    model = ServedModel(name, decoder, template, sampling, request.reasoning_budget)
     return ModelInstance(model, engine, int(time.time()))
 
 
@@ -265,7 +275,7 @@ def prewarm(decoder: SpeculativeDecoder) -> None:
 
 
 class CatalogModelSource:
-    """A source of the models that `specdec models` lists, which loads a model by name with the server's options."""
+    """A source of the models that `specdec models` lists, or of a folder's, which loads one with the server's options."""
 
     def __init__(self, request: ServeRequest) -> None:
         self._request, self.memory_bytes = request, get_physical_memory_bytes()
@@ -274,8 +284,7 @@ class CatalogModelSource:
         """Return the size in bytes of each model that can be loaded, by name, aliases included."""
         from specdec.cli.installed_models import get_model_sizes  # imported here, since no other command needs it
 
-        sizes = get_model_sizes()
-        return sizes | {alias: sizes[name] for alias, name in read_aliases().items() if name in sizes}
+        return get_model_sizes(Path(self._request.models) if self._request.models else None)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> "ModelInstance":
         """Load a model by name and return its instance; called on the loader thread.
@@ -284,9 +293,9 @@ class CatalogModelSource:
             name: Name or alias of the model.
             on_progress: Called with the loaded fraction.
         """
-        request = with_models(replace(self._request, model=name), AUTO)
+        request = with_models(replace(self._request, model=os.path.join(self._request.models, name)), AUTO)
         decoder = load_decoder(request, resolve_model_paths(request), lambda _, share: on_progress(share))
-        return make_served_model(request, decoder)
+        return make_served_model(request, decoder, name)
 
     def limit_caches(self, instances: list["ModelInstance"]) -> None:
         """Divide half of the memory that the weights leave free equally among the models' KV caches, unless --cache is given."""
@@ -296,10 +305,11 @@ class CatalogModelSource:
                 each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
 
 
-class StderrLog:
+class StderrLog(logging.Handler):
     """A log on stderr written by a thread, so that a reader that stalls blocks nothing; lines that do not fit are dropped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lines, self._n_dropped = queue.Queue[str](MAX_LOG_LINES), 0
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
@@ -309,6 +319,10 @@ class StderrLog:
             self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
         except queue.Full:
             self._n_dropped += 1
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the message of a log record as a line."""
+        self.write_line(record.getMessage())
 
     def _write_lines(self) -> None:
         """Write queued lines to stderr forever, without Python's buffers: a blocked write would hold their lock, even at exit."""

@@ -1,12 +1,14 @@
 """Anthropic's Messages API, translated to and from chat requests. Knows no server."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_string, shorten
+from specdec.argument_checks import check_choice, check_string
 from specdec.server.field_validation import (
     ANTHROPIC_PREFIX,
+    TOO_LONG,
     UNSUPPORTED,
     APIError,
     Fields,
@@ -15,13 +17,13 @@ from specdec.server.field_validation import (
     check_object,
     iter_objects,
     join_text_parts,
+    skip_extra,
 )
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
 from specdec.server.json_values import parse_json
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
-IGNORED_FIELDS = ("metadata", "context_management", "diagnostics")  # accepted objects without effect
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CONTENT_BLOCKS: Mapping[str, tuple[dict[str, Any], str, str]] = {
@@ -41,7 +43,7 @@ def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> Parse
     if not (max_tokens := fields.take_int("max_tokens", 0, 1)):
         message = "max_tokens is missing; expected the maximum number of tokens to generate"
         raise APIError(message, "max_tokens", "missing_parameter")
-    parsed = parse_chat_request(_make_chat(fields, max_tokens), model)
+    parsed = _parse_chat(_make_chat(fields, max_tokens), model)
     if body["messages"][-1]["role"] == "assistant":
         message = "continuing an assistant message is not supported; the last message must be the user's"
         raise APIError(message, "messages", UNSUPPORTED)
@@ -56,8 +58,25 @@ def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     """
     fields = Fields(body)
     fields.take_int("max_tokens", 1, 1)
-    (request,), _ = parse_chat_request(_make_chat(fields, 1), model)
+    (request,), _ = _parse_chat(_make_chat(fields, 1), model)
     return {"input_tokens": len(request.prompt)}
+
+
+def _parse_chat(chat: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+    """Parse the body of a chat request; the error for a prompt that is too long has Anthropic's words, which agents look for.
+
+    If the prompt is too long to be tokenized, the number is the fewest tokens that its characters may have.
+    """
+    try:
+        return parse_chat_request(chat, model)
+    except APIError as error:
+        if error.code != TOO_LONG:
+            raise
+        maximum = model.decoder.n_positions
+        found = re.search(r"(\d+) (tokens|characters)", str(error))
+        n = int(found[1]) if found and found[2] == "tokens" else int(found[1]) * maximum // model.max_chars if found else 0
+        n = max(n, maximum + 1)
+        raise APIError(f"prompt is too long: {n} tokens > {maximum} maximum", error.param, TOO_LONG) from None
 
 
 def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
@@ -75,14 +94,12 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
     chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
-    for name in IGNORED_FIELDS:
-        fields.take_object(name)
-    fields.reject_remaining({})
+    fields.reject_remaining("messages field")
     return chat
 
 
-def _join_paragraphs(name: str, value: Any) -> str:
-    return join_text_parts(name, value, separator="\n\n")
+def _join_paragraphs(name: str, value: Any, kind: str = "") -> str:
+    return join_text_parts(name, value, separator="\n\n", kind=kind)
 
 
 def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -103,7 +120,7 @@ def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]
     results, others = list[dict[str, Any]](), list[Any]()
     for label, block in iter_objects(f"content of {name}", check_list(f"content of {name}", blocks)):
         if block.get("type") == "tool_result":
-            content = _join_paragraphs(f"content of {label}", block.get("content") or "")
+            content = _join_paragraphs(f"content of {label}", block.get("content") or "", "tool output part")
             prefix = "Error: " * check_bool(f"is_error of {label}", block.get("is_error") or False)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": prefix + content})
         else:
@@ -135,10 +152,12 @@ def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     tools = list[dict[str, Any]]()
     for label, tool in iter_objects(name, value):
         if (tool_type := tool.get("type") or "custom") != "custom":
-            message = f"{label} has the type {shorten(tool_type, repr)}, which is not supported; expected custom"
-            raise APIError(message, name, UNSUPPORTED)
+            skip_extra("messages tool", label, tool_type)
+            continue
         function = {key: tool.get(key) for key in ("name", "description", "strict")} | {"parameters": tool.get("input_schema")}
         tools.append({"type": "function", "function": function})
+    if value and not tools:
+        raise APIError("none of the tools has the type custom, and the server runs no tools itself", name, UNSUPPORTED)
     return tools
 
 
@@ -165,7 +184,7 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
     if response_format := fields.take_object("format"):
         check_choice(f"type of format of {name}", response_format.get("type"), ["json_schema"])
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}
-    fields.reject_remaining({})
+    fields.reject_remaining()
     return chat
 
 
@@ -193,6 +212,10 @@ class MessagesFormatter(PartsFormatter):
         """Return the server-sent events that end a message: of its last block, the stop reason and the number of tokens."""
         message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": {"output_tokens": self.n_generated}}
         return self._end_last_part() + _format_event(message_delta) + _format_event({"type": "message_stop"})
+
+    def format_heartbeat(self) -> bytes:
+        """Return the server-sent event that keeps a stream without output alive."""
+        return _format_event({"type": "ping"})
 
     def format_error(self, error: APIError) -> bytes:
         """Return the server-sent event that reports an error within a stream."""

@@ -14,12 +14,14 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route, Router
 
 from specdec.engine.metrics import format_prometheus
+from specdec.server import ollama
 from specdec.server.access_control import Receive, Scope, Send
 from specdec.server.anthropic_messages import MessagesFormatter, count_tokens, parse_messages_request
 from specdec.server.body_limits import SMALL_BODY_BYTES, BodyBuffer, read_body
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.fair_grammar_builds import FairSemaphore
 from specdec.server.field_validation import APIError, parse_body
+from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import (
     RequestParser,
     ResponseStreamer,
@@ -40,6 +42,11 @@ INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
     "/v1/messages": (parse_messages_request, MessagesFormatter),
     "/v1/responses": (parse_response_request, ResponsesFormatter),
 }
+OLLAMA_INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
+    "/api/chat": (ollama.parse_ollama_chat, ollama.OllamaChatFormatter),
+    "/api/generate": (ollama.parse_ollama_generate, ollama.OllamaGenerateFormatter),
+}
+EMBEDDING_PARSERS = {"/v1/embeddings": parse_embedding_request, "/api/embed": ollama.parse_ollama_embedding}
 QUERY_HANDLERS = {"/v1/messages/count_tokens": count_tokens, "/tokenize": tokenize, "/detokenize": detokenize}
 ROUTING_ERRORS = {404: "path not found; the chat endpoint is /v1/chat/completions", 405: "method not allowed for this path"}
 MAX_CONCURRENT_LARGE_BODIES = 1  # large bodies that are tokenized at once, so that small ones find a free process
@@ -61,7 +68,12 @@ class Endpoints:
                 Route("/v1/models/{name:path}", self.model),
                 *(Route(path, self.generate, methods=["POST"]) for path in INTERFACES),
                 *(Route(path, self.query, methods=["POST"]) for path in QUERY_HANDLERS),
-                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                *(Route(path, self.embeddings, methods=["POST"]) for path in EMBEDDING_PARSERS),
+                *(Route(path, self.ollama_generate, methods=["POST"]) for path in OLLAMA_INTERFACES),
+                Route("/api/version", self.ollama_version),
+                Route("/api/tags", self.ollama_models),
+                Route("/api/ps", self.ollama_models),
+                Route("/api/show", self.ollama_model, methods=["POST"]),
             ]
         )
 
@@ -131,6 +143,39 @@ class Endpoints:
         """Return the response to a request that generates tokens."""
         return ResponseStreamer(self._state, INTERFACES[request.scope["path"]], *await self._read_body(request))
 
+    async def ollama_generate(self, request: Request) -> Any:
+        """Return the response to a request of ollama's API that generates tokens, or only loads a model."""
+        body, permit = await self._read_body(request)
+        body = ollama.normalize_body(body)
+        if ollama.is_load_request(body):
+            async with acquire_model(self._model_manager, body, request.receive) as (instance, _):
+                return JSONResponse(ollama.format_loaded(instance.model.name))
+        return ResponseStreamer(self._state, OLLAMA_INTERFACES[request.scope["path"]], body, permit)
+
+    async def ollama_version(self, _: Request) -> Response:
+        """Return the version of ollama's API."""
+        return JSONResponse({"version": ollama.API_VERSION})
+
+    async def ollama_models(self, request: Request) -> Response:
+        """Return the list of available models, or of the loaded ones, in ollama's format."""
+        sizes = await asyncio.to_thread(self._model_manager.list_models)
+        models = [(*each, self._get_model(each[0])) for each in sizes.items()]
+        is_loaded_only = request.scope["path"] == "/api/ps"
+        return JSONResponse({"models": [ollama.format_model(*each) for each in models if each[2] or not is_loaded_only]})
+
+    async def ollama_model(self, request: Request) -> Response:
+        """Return the details of a model in ollama's format, without loading it; raises APIError if it is not available."""
+        body, _ = await self._read_body(request)
+        name = ollama.normalize_body(body)["model"]
+        sizes = await asyncio.to_thread(self._model_manager.list_models)
+        if name not in sizes:
+            raise APIError("model not found; /api/tags lists the models", "model", "model_not_found", 404)
+        return JSONResponse(ollama.format_model_details(name, sizes[name], self._get_model(name)))
+
+    def _get_model(self, name: str) -> ServedModel | None:
+        instance = self._model_manager.get_instance(name)
+        return instance.model if instance else None
+
     async def query(self, request: Request) -> Response:
         """Return the JSON response to a request that generates nothing."""
         handle = QUERY_HANDLERS[request.scope["path"]]
@@ -140,10 +185,10 @@ class Endpoints:
 
     async def embeddings(self, request: Request) -> Response:
         """Return the JSON response to an embedding request, with a vector for each input."""
-        body, permit = await self._read_body(request)
+        (body, permit), parse = await self._read_body(request), EMBEDDING_PARSERS[request.scope["path"]]
         async with acquire_model(self._model_manager, body, request.receive) as (instance, disconnected):
             async with permit:
-                embedding_request = await asyncio.to_thread(parse_embedding_request, body, instance.model)
+                embedding_request = await asyncio.to_thread(parse, body, instance.model)
             futures = instance.engine.submit_auxiliary(embedding_request.tasks, request.scope["api_client"])
             vectors = await wait_unless_disconnected(disconnected, asyncio.gather(*map(asyncio.wrap_future, futures)))
             data = await asyncio.to_thread(embedding_request.format_response, vectors, instance.model.name)

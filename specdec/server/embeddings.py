@@ -19,7 +19,6 @@ from specdec.server.generation_response import encode_json
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 Pooling = Literal["mean", "last", "cls"]
-IGNORED_FIELDS = ("user", "input_type", "truncate")  # accepted strings without effect
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,7 @@ def parse_embedding_request(body: Mapping[str, Any], model: ServedModel) -> Embe
         raise APIError("input is missing; expected a string, token ids, or a list of them", "input", "missing_parameter")
     encoding = fields.take_choice("encoding_format", ["float", "base64"], "float")
     dimensions = fields.take_int("dimensions", None, 1, decoder.target.config.dim)
-    for name in IGNORED_FIELDS:
-        fields.take_string(name)
-    fields.reject_remaining({})
+    fields.reject_remaining("embeddings field")
     with wrap_encoding_errors(model, "input"):
         tokenized = [
             decoder.tokenizer.encode(each[: model.max_chars + 1]) if isinstance(each, str) else decoder.encode(each)

@@ -1,6 +1,7 @@
 """Validation of request bodies and their fields; unsupported features are rejected by name. Knows no models and no server."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from specdec.argument_checks import check_choice, check_int, check_string, short
 from specdec.server.json_values import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
-ANTHROPIC_PREFIX = "/v1/messages"  # of the paths of Anthropic's API
+ANTHROPIC_PREFIX, OLLAMA_PREFIX = "/v1/messages", "/api/"  # of the paths of their APIs
 INVALID, UNSUPPORTED, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
 # error types of OpenAI's and Anthropic's APIs by status, and the one for other server errors
 OPENAI_ERROR_TYPES = {429: "rate_limit_error"}, "server_error"
@@ -22,17 +23,50 @@ ANTHROPIC_ERROR_TYPES = {
 JSON_STRING_PATTERN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also an unterminated one, in linear time
 Value = TypeVar("Value")
 Default = TypeVar("Default")
-# unsupported parameters, with the values that change nothing
-NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_tokens", "mirostat", "n_probs"), (0,)),
-    **dict.fromkeys(("typical_p", "length_penalty", "best_of"), (1,)),
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
-    "cache_prompt": (True, False),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
-}
+STORES_NOTHING = "is not supported, since the server stores nothing; send the whole conversation"
+SKIP = "skip"
+MAX_LOGGED = 100  # different things that were left out
+# What happens to parts of a request that have no effect here, by kind and name. The names are fields of an interface, or types of
+# tools, items and content parts; "*" stands for all others, which are rejected if it is missing.
+# - a class: a field is accepted without effect if its value has this type (`object`: any type)
+# - a tuple: a field is accepted if it has one of these values, which change nothing
+# - SKIP: left out, which the log says once
+# - a message: rejected with this message
+EXTRAS: Mapping[str, Mapping[str, Any]] = {
+    "chat field": {
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"), str),
+        "service_tier": str, "metadata": dict, "cache_prompt": (True, False), "modalities": (["text"],), "suffix": ("",),
+        **dict.fromkeys(("min_tokens", "mirostat", "n_probs"), (0,)),
+        **dict.fromkeys(("typical_p", "length_penalty", "best_of"), (1,)),
+        **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+        **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
+        **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
+    },
+    "stream option": {"include_obfuscation": (False,)},
+    "messages field": dict.fromkeys(("metadata", "context_management", "diagnostics"), dict),
+    "responses field": {
+        **dict.fromkeys(("stream_options", "client_metadata", "include", "max_tool_calls"), object),
+        "store": bool, "background": (False,), "truncation": ("disabled", "auto"), "top_logprobs": (0,),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt"), STORES_NOTHING),
+    },
+    "embeddings field": dict.fromkeys(("user", "input_type", "truncate"), str),
+    "ollama field": {
+        **dict.fromkeys(("keep_alive", "truncate", "shift"), object), "logprobs": (False,), "top_logprobs": (0,),
+        **dict.fromkeys(("context", "images"), ([],)), "template": ("",),
+    },
+    "ollama option": {
+        **dict.fromkeys(("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa"), object),
+        **dict.fromkeys(("low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock"), object),
+        **dict.fromkeys(("typical_p", "tfs_z"), (1,)), "mirostat": (0,), "repeat_last_n": (64, -1),
+        **dict.fromkeys(("mirostat_tau", "mirostat_eta", "penalize_newline"), object),
+    },
+    "messages tool": {"*": SKIP},  # Anthropic's own, such as web_search_20250305, bash_20250124 and memory_20250818
+    "responses tool": {"*": SKIP},  # those that a server runs itself, and kinds of calls that no template supports
+    "responses item": {"item_reference": STORES_NOTHING, "*": SKIP},
+    "tool output part": dict.fromkeys(("image", "image_url", "input_image", "document", "input_file"), SKIP),
+}  # fmt: skip
+logger = logging.getLogger("specdec.server")
+_logged = set[str]()
 
 
 class APIError(Exception):
@@ -65,8 +99,10 @@ class APIError(Exception):
     def format_body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body of the error response, as a dict.
 
-        The error type is one of OpenAI's or Anthropic's API, depending on the request path.
+        The format is OpenAI's, with an error type of OpenAI's or Anthropic's API, or ollama's, depending on the request path.
         """
+        if path.startswith(OLLAMA_PREFIX):
+            return {"error": str(self)}
         types, server_error_type = ANTHROPIC_ERROR_TYPES if path.startswith(ANTHROPIC_PREFIX) else OPENAI_ERROR_TYPES
         error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else server_error_type)
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}, "type": "error"}
@@ -151,11 +187,6 @@ class Fields:
         """Remove a field from the body and return its value, true or false, or the default if it is missing."""
         return self.take(name, check_bool, default)
 
-    def take_false(self, name: str) -> None:
-        """Remove a field from the body; raises APIError if it is true, which is not supported."""
-        if self.take_bool(name):
-            raise APIError(f"{name} is not supported; expected false", name, UNSUPPORTED)
-
     def take_string(self, name: str) -> str:
         """Remove a field from the body and return its value, a string, or "" if it is missing."""
         return self.take(name, check_string, "")
@@ -172,23 +203,67 @@ class Fields:
         """Remove a field from the body and return its value, an integer in the given range, or the default if it is missing."""
         return self.take(name, partial(check_int, minimum=minimum, maximum=maximum), default)
 
+    def take_limit(self, name: str, default: int | None = None) -> int | None:
+        """Remove a field from the body and return its value, at least 1; None for -1, which means no limit."""
+        return self.take(name, _check_limit, default)
+
     def pop(self, name: str) -> Any:
         """Remove a field from the body and return its value as it is, or None if it is missing or null."""
         return self._body.pop(name, None)
 
-    def reject_remaining(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
-        """Raise APIError if one of the fields left is unknown, or has a value that would have an effect.
+    def reject_remaining(self, kind: str = "") -> None:
+        """Raise APIError for the fields left, except those that have no effect by the table `EXTRAS`.
 
         Args:
-            neutral: The unsupported fields, each with its values that change nothing and are accepted.
+            kind: The kind of the fields in that table; "" for fields without extra ones.
         """
+        known = EXTRAS.get(kind, {})
         for name, value in self._body.items():
-            if name not in neutral:
-                raise APIError(f"unknown parameter {shorten(name)}", shorten(name), UNKNOWN)
-            if not any((value == each and type(value) is not bool) or value is each for each in neutral[name]):
-                accepted = " or ".join(map(json.dumps, neutral[name]))
+            with wrap_errors(shorten(name)):
+                _check_extra_field(name, value, known.get(name))
+
+
+def _check_limit(name: str, value: Any) -> int | None:
+    return None if value == -1 else check_int(name, value, 1)
+
+
+def _check_extra_field(name: str, value: Any, rule: Any) -> None:
+    """Raise APIError or TypeError unless a field without effect has a value that its rule in `EXTRAS` accepts."""
+    match rule:
+        case None:
+            raise APIError(f"unknown parameter {shorten(name)}", None, UNKNOWN)
+        case str():
+            raise APIError(f"{name} {rule}", None, UNSUPPORTED)
+        case tuple():
+            if not any((value == each and type(value) is not bool) or value is each for each in rule):
+                accepted = " or ".join(map(json.dumps, rule))
                 hint = f"; expected {accepted}, or leave it out" if accepted else "; leave it out"
-                raise APIError(f"{name} is not supported{hint}", name, UNSUPPORTED)
+                raise APIError(f"{name} is not supported{hint}", None, UNSUPPORTED)
+        case _ if rule is not object:
+            {str: check_string, dict: check_object, bool: check_bool}[rule](name, value)
+
+
+def skip_extra(kind: str, label: str, value: Any) -> None:
+    """Log once that a part of a request is left out; raise APIError if the table `EXTRAS` rejects it.
+
+    Args:
+        kind: The kind of the part in that table.
+        label: The part's name in the request, such as `tools[0]`.
+        value: The part's type in the request.
+    """
+    rules = EXTRAS[kind]
+    rule = rules.get(value, rules.get("*")) if isinstance(value, str) else None
+    if rule != SKIP:
+        expected = f" {rule}" if rule else ", which is not supported"
+        raise APIError(f"{label} has the type {shorten(value, repr)}{expected}", None, UNSUPPORTED)
+    log_once(f"left out: {kind} of the type {shorten(value)}")
+
+
+def log_once(message: str) -> None:
+    """Log a message if it was not logged before."""
+    if message not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add(message)
+        logger.warning(message)
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -224,7 +299,7 @@ def iter_objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]
         yield f"{name}[{i}]", check_object(f"{name}[{i}]", value)
 
 
-def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text",), separator: str = "") -> str:
+def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text",), separator: str = "", kind: str = "") -> str:
     """Return the content of a message as one string: the string that it is, or the joined texts of its content parts.
 
     Args:
@@ -232,6 +307,7 @@ def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text"
         value: A string or a list of content parts, which are objects with type and text.
         part_types: The allowed types of parts.
         separator: String between the texts of parts.
+        kind: The kind of other parts in `EXTRAS`, whose place a note takes if the table skips them; "" rejects them.
 
     Raises:
         TypeError: The value is neither.
@@ -241,9 +317,13 @@ def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text"
         return check_string(name, value)
     texts = list[str]()
     for label, part in iter_objects(name, value):
-        if (part_type := part.get("type")) not in part_types:
+        if (part_type := part.get("type")) in part_types:
+            texts.append(check_string(f"text of {label}", part.get("text")))
+        elif kind and isinstance(part_type, str) and part_type in EXTRAS[kind]:
+            skip_extra(kind, label, part_type)
+            texts.append(f"[{part_type} left out]")
+        else:
             raise APIError(
                 f"{label} has the type {shorten(part_type, repr)}, which is not supported; expected text", name, UNSUPPORTED
             )
-        texts.append(check_string(f"text of {label}", part.get("text")))
     return separator.join(texts)

@@ -33,8 +33,6 @@ SAMPLING_FIELDS = {
 }
 # fields with the same name and meaning in all interfaces
 COMMON_FIELDS = ("model", *SAMPLING_FIELDS, "stream", "chat_template_kwargs", "service_tier", "specdec")
-# accepted strings without effect
-IGNORED_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "verbosity")
 PATH_PATTERN = r"(?<![\w./\\-]){}(?:[/\\][^\s:;,'\"]*)?(?![\w-]|\.\w)"  # a path, or one of a file in it
 
 
@@ -86,14 +84,10 @@ class GenerationFields:
         self.is_stream = fields.take_bool("stream")
         options = Fields(fields.take_object("stream_options"))
         self.include_usage = options.take_bool("include_usage")
-        options.take_false("include_obfuscation")
-        options.reject_remaining()
+        options.reject_remaining("stream option")
         self._prediction = fields.take("prediction", _parse_prediction, "")
         self.has_details = fields.take_bool("specdec")
-        fields.take_object("metadata")
-        for name in IGNORED_FIELDS:
-            fields.take_string(name)
-        fields.reject_remaining()
+        fields.reject_remaining("chat field")
 
     def make_requests(
         self,
@@ -187,11 +181,12 @@ def _check_sampling_value(name: str, value: Any, n_ids: int) -> Any:
         case "top_p":
             return check_float(name, value, 1, "a number from 0 to 1")
         case "top_k":
-            return check_int(name, value, 0)
+            return 0 if value == -1 else check_int(name, value, 0)  # llama.cpp and vLLM: -1 is off
         case "temperature":
             return check_float(name, value, math.inf, "0 or more")
         case "seed":
-            return check_int(name, value, -N_SEEDS, N_SEEDS - 1) % N_SEEDS
+            seed = check_int(name, value, -N_SEEDS, N_SEEDS - 1) % N_SEEDS
+            return secrets.randbits(31) if value == -1 else seed
         case "logit_bias":
             for key in check_object(name, value):  # a string of digits, as in all JSON objects
                 if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < n_ids):

@@ -21,7 +21,6 @@ from specdec.text.structured_output import ConstraintError
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
 PROGRESS_INTERVAL_S = 1.0  # between progress comments while a model is being loaded
 HEARTBEAT_INTERVAL_S = 5.0  # between comments in a stream without output
-SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 RequestParser = Callable[[Mapping[str, Any], ServedModel], ParsedRequest]
 Value = TypeVar("Value")
 
@@ -150,7 +149,9 @@ class ResponseStreamer:
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            if self._is_open:
+            if self._body.get("stream") is True and (rejection := self._formatter.format_rejection(to_api_error(error))):
+                await self._send_chunk(rejection, True)
+            elif self._is_open:
                 api_error = to_api_error(error)
                 events = self._format_start()
                 if self._response:
@@ -161,7 +162,8 @@ class ResponseStreamer:
             raise
 
     async def _send_progress(self, entry: ModelEntry) -> None:
-        await self._send_chunk(f": loading {' '.join(entry.name.split())}, {entry.progress:.0%}\n\n".encode())
+        if comment := self._formatter.format_comment(f"loading {' '.join(entry.name.split())}, {entry.progress:.0%}"):
+            await self._send_chunk(comment)
 
     async def _respond(
         self, response: ResponseFormatter, instance: ModelInstance, scope: Scope, disconnected: "asyncio.Future[Any]"
@@ -233,7 +235,7 @@ class ResponseStreamer:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": i + 1 < len(chunks)})
 
     async def _send_stream(self, response: ResponseFormatter) -> None:
-        """Send the outputs as server-sent events while they are generated, with comments when there are none for a while.
+        """Send the outputs as server-sent events while they are generated, with heartbeats when there are none for a while.
 
         The response starts with the first delta, so that an error before that gets an HTTP status.
         """
@@ -242,7 +244,7 @@ class ResponseStreamer:
             if item and item[1]:
                 await self._send_chunk(self._format_start() + response.format_delta(*item))
             elif self._loop.time() - self._last_sent > HEARTBEAT_INTERVAL_S:
-                await self._send_chunk(self._format_start() + b": waiting\n\n")
+                await self._send_chunk(self._format_start() + response.format_heartbeat())
         await self._send_chunk(self._format_start() + response.format_end(), True)
 
     def _format_start(self) -> bytes:
@@ -256,7 +258,8 @@ class ResponseStreamer:
         """Send a chunk of the event stream, after the HTTP headers if it is the first one."""
         if not self._is_open:
             self._is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            headers = [(b"content-type", self._formatter.media_type), (b"cache-control", b"no-store")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._last_sent = self._loop.time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 

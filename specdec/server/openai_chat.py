@@ -1,9 +1,11 @@
 """OpenAI's chats and completions: validated requests, where unsupported features are rejected by name, and responses."""
 
 import itertools
+import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,25 +22,29 @@ from specdec.server.field_validation import (
     check_object,
     iter_objects,
     join_text_parts,
+    log_once,
     parse_body,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
+from specdec.server.infill import encode_prompt
 from specdec.server.reasoning_fields import ReasoningFields
 from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
-from specdec.text.chat_template import ChatTemplate, Options
+from specdec.server.tool_parsers.generic import GenericParser, describe_tools
+from specdec.text.chat_template import Options, PromptTooLongError, TemplateError
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
 
 MAX_TOOLS = 512
 MAX_TOP_LOGPROBS = 20  # per token
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
-TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 # clients also send back fields of responses, such as refusal; they must be empty
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 # options that switch thinking on and off: that of most templates, that of DeepSeek's and Granite's, and that of Seed-OSS's
 THINKING_OPTION, OTHER_THINKING_OPTION, THINKING_BUDGET_OPTION = "enable_thinking", "thinking", "thinking_budget"
-OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or its string value
+OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or a reasoning effort
+MAX_OPTION_CHARS = 64 << 10  # of all template options as JSON
 RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
 MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
 ParsedRequest = tuple[list[GenerationRequest], ResponseOptions]  # one request per output
@@ -54,13 +60,12 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     fields.take_string("model")
     if not model.template:
         raise APIError("this model has no chat template; use /v1/completions", "messages", "unsupported_model")
-    tool_parser = find_tool_parser(model.template.source)
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
     strict_names = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
     is_single_call = not fields.take_bool("parallel_tool_calls", True)
-    if tools and not model.template.supports_tools:
-        raise APIError("the model's chat template does not support tools", "tools", UNSUPPORTED)
+    is_generic = bool(tools) and not model.template.supports_tools
+    tool_parser = GenericParser if is_generic else find_tool_parser(model.template.source)
     if body.get("messages") is None:
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
@@ -76,12 +81,12 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
             grammar = _make_tool_grammar(model, tool_parser, functions, choice == "required", is_single_call, response_schema)
         else:
             grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
-    max_completion_tokens = fields.take_int("max_completion_tokens", None, 1)
-    max_tokens = fields.take_int("max_tokens", None, 1)
-    template_options, reasoning = _parse_template_options(fields, model.template), ReasoningFields(fields, model)
+    max_completion_tokens = fields.take_limit("max_completion_tokens")
+    max_tokens = fields.take_limit("max_tokens")
+    template_options, reasoning = _parse_template_options(fields, model), ReasoningFields(fields, model)
     shared = GenerationFields(fields, model)
     with wrap_encoding_errors(model, "messages"):
-        prompt = model.decoder.encode_chat(messages, offered_tools or None, template_options)
+        prompt = _encode_messages(model, messages, offered_tools, template_options)
     if tool_parser and not (offered_tools or tool_parser.is_always_parsed):
         tool_parser = None
     visible_tokens = tool_parser.get_visible_tokens(getattr(model.decoder.tokenizer, "specials", {})) if tool_parser else {}
@@ -115,6 +120,66 @@ def _make_tool_grammar(
     return None
 
 
+def _encode_messages(
+    model: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: Options
+) -> list[int]:
+    """Return the token ids of a chat; if the template raises, change what many templates reject, and try again.
+
+    Raises:
+        TemplateError: The template rejects the messages.
+    """
+    messages = _join_system_messages(messages)
+    if model.template and not model.template.supports_tools:
+        if tools:
+            log_once(f"the chat template of {model.name} takes no tools; the system message describes them")
+        messages, tools = describe_tools(messages, tools), []
+    candidates, errors = [messages], list[TemplateError]()
+    for n_kept in (1, 0):  # the first message may be the system's, except in templates without this role
+        if (simple := _simplify_messages(messages, n_kept)) not in candidates:
+            candidates.append(simple)
+    for candidate in candidates:
+        try:
+            return model.decoder.encode_chat(candidate, tools or None, options)
+        except PromptTooLongError:
+            raise
+        except TemplateError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _join_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the leading system messages joined into one, since many templates support only one."""
+    n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    system = "\n\n".join(each["content"] for each in messages[:n] if each["content"])
+    return [{"role": "system", "content": system}, *messages[n:]] if n > 1 else messages
+
+
+def _simplify_messages(messages: list[dict[str, Any]], n_kept: int) -> list[dict[str, Any]]:
+    """Return the messages in a form that more templates accept.
+
+    System messages after the first `n_kept` messages become the user's, adjacent messages of the user are joined, and broken
+    arguments become an object.
+    """
+    simple = messages[:n_kept]
+    for message in messages[n_kept:]:
+        if message["role"] == "system":
+            message = {"role": "user", "content": message["content"]}
+        if simple and message["role"] == simple[-1]["role"] == "user":
+            simple[-1] = {"role": "user", "content": f"{simple[-1]['content']}\n\n{message['content']}"}
+        else:
+            simple.append(message)
+    for i, message in enumerate(simple):
+        if "tool_calls" in message:
+            simple[i] = message | {"tool_calls": [*map(_simplify_call, message["tool_calls"])]}
+    return simple
+
+
+def _simplify_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    is_broken = isinstance(function["arguments"], str)
+    return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_broken else call
+
+
 def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
     """Parse a body of OpenAI's /v1/completions into requests to the engine, with its prompts as tokens.
 
@@ -128,26 +193,37 @@ def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> Par
     response_schema = fields.take("response_format", _parse_response_format, None)
     with wrap_encoding_errors(model, "response_format"):
         grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
-    max_tokens = fields.take_int("max_tokens", DEFAULT_COMPLETION_TOKENS, 1)
+    max_tokens = fields.take_limit("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    suffix = fields.take_string("suffix")
     shared = GenerationFields(fields, model)
-    for prompt in prompts:
+    for prompt in (*prompts, suffix):
         limit, unit = (model.max_chars, "characters") if isinstance(prompt, str) else (model.decoder.n_positions, "tokens")
         if len(prompt) > limit:
             raise APIError(f"prompt has {len(prompt)} {unit}; the context holds at most {limit}", "prompt", TOO_LONG)
     with wrap_encoding_errors(model, "prompt"):
-        encode = model.decoder.tokenizer.encode
-        encoded = [encode(prompt) if isinstance(prompt, str) else model.decoder.encode(prompt) for prompt in prompts]
+        encoded = [_encode_prompt(model, prompt, suffix) for prompt in prompts]
     requests = shared.make_requests("prompt", encoded, max_tokens, n_top_logprobs)
     return requests, ResponseOptions(shared, grammar=grammar)
 
 
-def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
+def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> list[int]:
+    if isinstance(prompt, str):
+        return encode_prompt(model.decoder.tokenizer, prompt, suffix)
+    if suffix:
+        raise APIError("suffix needs a prompt that is a text", "suffix")
+    return model.decoder.encode(prompt)
+
+
+def _parse_template_options(fields: Fields, model: ServedModel) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
     A reasoning effort switches thinking on or off, and is also an option of some templates.
     """
-    options = fields.take("chat_template_kwargs", _check_template_options, dict[str, bool | int | str]())
+    specials = getattr(model.decoder.tokenizer, "specials", {})
+    options = fields.take("chat_template_kwargs", partial(_check_template_options, specials=specials), dict[str, Any]())
     effort = fields.take("reasoning_effort", _check_word, "")
+    if not (template := model.template):
+        return options
     takes_effort = template.has_reference_to("reasoning_effort")
     if effort and (not takes_effort or template.has_reference_to(THINKING_OPTION)):
         options = {THINKING_OPTION: effort != "none", **options}
@@ -160,14 +236,17 @@ def _parse_template_options(fields: Fields, template: ChatTemplate) -> Options:
     return options
 
 
-def _check_template_options(name: str, value: Any) -> dict[str, bool | int | str]:
-    for key, each in check_object(name, value).items():
+def _check_template_options(name: str, value: Any, specials: Collection[str]) -> dict[str, Any]:
+    """Return template options of any JSON type; raises ValueError for reserved names, too much text, and special tokens."""
+    for key in check_object(name, value):
         if not OPTION_PATTERN.fullmatch(key) or key in RESERVED_OPTIONS:
             raise ValueError(
                 f"{name} has the key {shorten(key, repr)}, which is not a template option; expected for example {THINKING_OPTION}"
             )
-        if not isinstance(each, bool | int):
-            _check_word(f"{key} of {name}", each)
+    if len(text := json.dumps(value, ensure_ascii=False)) > MAX_OPTION_CHARS:
+        raise ValueError(f"{name} has {len(text)} characters; at most {MAX_OPTION_CHARS} are allowed")
+    if special := next((each for each in specials if each in text), None):
+        raise ValueError(f"{name} contains the special token {special}")
     return dict(value)
 
 
@@ -214,7 +293,7 @@ def _parse_tool(name: str, value: Any) -> dict[str, Any]:
     check_choice(f"type of {name}", check_object(name, value).get("type"), ["function"])
     function = check_object(f"function of {name}", value.get("function"))
     if not TOOL_NAME_PATTERN.fullmatch(check_string(f"name of {name}", function.get("name"))):
-        raise ValueError(f"name of {name} is {shorten(function['name'], repr)}; expected 1 to 64 letters, digits, _, . and -")
+        raise ValueError(f"name of {name} is {shorten(function['name'], repr)}; expected 1 to 128 letters, digits, _, . and -")
     check_string(f"description of {name}", function.get("description") or "")
     check_object(f"parameters of {name}", function.get("parameters") or {})
     is_strict = check_bool(f"strict of {name}", function.get("strict") or False)
@@ -240,7 +319,7 @@ def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str])
     content, calls = value.get("content"), value.get("tool_calls")
     if role == "assistant" and content is None:
         content = ""
-    text = join_text_parts(f"content of {name}", content)
+    text = join_text_parts(f"content of {name}", content, kind="tool output part" if role == "tool" else "")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     if reasoning and role == "assistant":
@@ -256,14 +335,15 @@ def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str])
 
 
 def _parse_call(name: str, value: Any) -> dict[str, Any]:
-    """Return a validated tool call of a message with its arguments as a dict, not a string, as chat templates expect it."""
+    """Return a validated tool call of a message with its arguments as a dict, as chat templates expect it.
+
+    Arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
+    """
     check_choice(f"type of {name}", check_object(name, value).get("type", "function"), ["function"])
     function = check_object(f"function of {name}", value.get("function"))
     arguments: Any = check_string(f"arguments of {name}", function.get("arguments"))
-    try:
+    with suppress(APIError):
         arguments = parse_body(arguments.encode()) if arguments else {}
-    except APIError as error:
-        raise ValueError(f"arguments of {name}: {error}") from None
     called_function = {"name": check_string(f"name of {name}", function.get("name")), "arguments": arguments}
     return {"id": check_string(f"id of {name}", value.get("id")), "type": "function", "function": called_function}
 
@@ -279,8 +359,9 @@ def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
     if format_type == "text":
         return None
     if format_type == "json_object":
-        return ANY_OBJECT_SCHEMA
-    schema = check_object(f"json_schema of {name}", value.get("json_schema")).get("schema")
+        schema = value.get("schema") or ANY_OBJECT_SCHEMA
+    else:
+        schema = check_object(f"json_schema of {name}", value.get("json_schema")).get("schema")
     serialize_schema(check_object(f"schema of {name}", schema))
     return schema
 

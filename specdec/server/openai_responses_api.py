@@ -4,21 +4,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_string, shorten
-from specdec.server.field_validation import UNSUPPORTED, APIError, Fields, check_list, check_object, iter_objects, join_text_parts
+from specdec.argument_checks import check_choice, check_string
+from specdec.server.field_validation import (
+    TOO_LONG,
+    UNSUPPORTED,
+    APIError,
+    Fields,
+    check_list,
+    check_object,
+    iter_objects,
+    join_text_parts,
+    skip_extra,
+)
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request
-from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
+from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event, make_id
 
 # fields that mean the same in a chat request
 CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
-IGNORED_FIELDS = ("stream_options", "client_metadata", "include", "max_tool_calls")  # accepted without effect
-STATEFUL_FIELDS = ("previous_response_id", "conversation", "prompt")  # would need stored conversations
-# tools hidden from the model: those that a server runs itself, and kinds of calls that no template supports
-IGNORED_TOOL_TYPES = (
-    "web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "local_shell", "namespace",
-    "custom",
-)  # fmt: skip
 # fields of a request that the response repeats
 ECHOED_FIELDS = ("metadata", "tools", "tool_choice", "text", "max_output_tokens", "reasoning")
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
@@ -32,36 +35,20 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    for name in STATEFUL_FIELDS:
-        if name in body and body[name] is not None:
-            message = f"{name} is not supported, since the server stores nothing; send the whole conversation"
-            raise APIError(message, name, UNSUPPORTED)
     if isinstance(include := body.get("include"), list) and LOGPROBS_INCLUDE in include:
         raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
     chat = {name: fields.pop(name) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
     messages = fields.take("input", _parse_input, list[dict[str, Any]]())
     if instructions := fields.take_string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
-    chat["messages"] = _merge_system_messages(messages) or None
+    chat["messages"] = messages or None
     chat["tools"] = fields.take("tools", _parse_tools, list[dict[str, Any]]()) or None
     chat["tool_choice"] = fields.take("tool_choice", _parse_tool_choice, None)
-    chat["max_tokens"] = fields.take_int("max_output_tokens", None, 1)
+    chat["max_tokens"] = fields.take_limit("max_output_tokens")
     chat |= fields.take("text", _parse_text_format, dict[str, Any]())
     chat |= fields.take("reasoning", _parse_reasoning, dict[str, Any]())
-    fields.take_bool("store")
-    fields.take_false("background")
-    fields.take_choice("truncation", ["disabled", "auto"], "disabled")
-    for name in IGNORED_FIELDS:
-        fields.pop(name)
-    fields.reject_remaining({"top_logprobs": (0,)})
+    fields.reject_remaining("responses field")
     return parse_chat_request(chat, model)
-
-
-def _merge_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the leading system messages merged into one, since many templates support only one."""
-    n = next((i for i, each in enumerate(messages) if each["role"] not in ("system", "developer")), len(messages))
-    system = "\n\n".join(each["content"] for each in messages[:n])
-    return [*([{"role": "system", "content": system}] if system else []), *messages[n:]]
 
 
 def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
@@ -77,13 +64,13 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
                 text = join_text_parts(f"content of {label}", each.get("content"), TEXT_PART_TYPES)
                 if role == "assistant":
                     _get_assistant_message(messages)["content"] += text
-                else:
+                elif text or role == "user":
                     messages.append({"role": role, "content": text})
             case "function_call":
                 call = {"id": each.get("call_id"), "function": {key: each.get(key) for key in ("name", "arguments")}}
                 _get_assistant_message(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                text = join_text_parts(f"output of {label}", each.get("output"), TEXT_PART_TYPES)
+                text = join_text_parts(f"output of {label}", each.get("output"), TEXT_PART_TYPES, kind="tool output part")
                 messages.append({"role": "tool", "tool_call_id": each.get("call_id"), "content": text})
             case "reasoning":
                 content = each.get("content") or each.get("summary") or ""
@@ -91,7 +78,7 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
                     message = _get_assistant_message(messages)
                     message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case _:
-                raise APIError(f"{label} has the type {shorten(item_type, repr)}, which is not supported", name, UNSUPPORTED)
+                skip_extra("responses item", label, item_type)
     return messages
 
 
@@ -103,14 +90,12 @@ def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """Convert the field `tools` into the tools of a chat request; skips the types in `IGNORED_TOOL_TYPES`."""
+    """Convert the field `tools` into the tools of a chat request; leaves out those of other types."""
     tools = list[dict[str, Any]]()
     for label, tool in iter_objects(name, value):
-        tool_type = tool.get("type")
-        if tool_type in IGNORED_TOOL_TYPES:
+        if tool.get("type") != "function":
+            skip_extra("responses tool", label, tool.get("type"))
             continue
-        if tool_type != "function":
-            raise APIError(f"{label} has the type {shorten(tool_type, repr)}; expected function", name, UNSUPPORTED)
         function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
         tools.append({"type": "function", "function": function})
     return tools
@@ -127,7 +112,7 @@ def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
     fields = Fields(check_object(name, value))
     fields.take_string("verbosity")
     response_format = fields.take_object("format")
-    fields.reject_remaining({})
+    fields.reject_remaining()
     if response_format.get("type") == "json_schema":
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}}
     return {"response_format": response_format} if response_format else {}
@@ -138,7 +123,7 @@ def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
     for each in ("summary", "generate_summary"):
         fields.take_string(each)
     effort = fields.take_string("effort")
-    fields.reject_remaining({})
+    fields.reject_remaining()
     return {"reasoning_effort": effort} if effort else {}
 
 
@@ -152,6 +137,27 @@ class ResponsesFormatter(PartsFormatter):
         """Return the server-sent events that start a response, without output yet."""
         response = self._make_response_object("in_progress", [])
         return b"".join(self._format_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
+
+    def format_heartbeat(self) -> bytes:
+        """Return the server-sent event that keeps a stream without output alive."""
+        return self._format_event("response.in_progress", response=self._make_response_object("in_progress", []))
+
+    @classmethod
+    def format_rejection(cls, error: APIError) -> bytes:
+        """Return the events of a failed response for a prompt that is too long, which agents look for."""
+        if error.code != TOO_LONG:
+            return b""
+        response: dict[str, Any] = {
+            "id": f"resp_{make_id()}",
+            "object": "response",
+            "status": "in_progress",
+            "error": None,
+            "output": [],
+        }
+        failed = response | {"status": "failed", "error": {"code": error.code, "message": str(error)}}
+        events = ("response.created", response), ("response.failed", failed)
+        numbered = [({"type": name, "sequence_number": i, "response": each}, name) for i, (name, each) in enumerate(events)]
+        return b"".join([format_sse_event(*each) for each in numbered])
 
     def format_end(self) -> bytes:
         """Return the server-sent events that end the last output item and the response."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec.engine.request import GenerationRequest
 from specdec.events import Event, Statistics, Step, TokenLogprob
@@ -154,6 +154,7 @@ class ResponseFormatter:
     Subclasses for other APIs than OpenAI's are in files of their own.
 
     Attributes:
+        media_type: Content type of a stream.
         body: The body of the request.
         requests: The requests to the engine, one per output.
         options: What the response contains.
@@ -162,6 +163,7 @@ class ResponseFormatter:
         choices: The outputs. Formats for a single output use the first one.
     """
 
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     body: Mapping[str, Any]
     requests: Sequence[GenerationRequest]
     options: ResponseOptions
@@ -194,6 +196,20 @@ class ResponseFormatter:
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
         """Return the server-sent events for a delta of the choice with the given index."""
         raise NotImplementedError
+
+    @classmethod
+    def format_comment(cls, text: str) -> bytes:
+        """Return a comment in a stream; empty if the format has none."""
+        return f": {text}\n\n".encode()
+
+    def format_heartbeat(self) -> bytes:
+        """Return what keeps a stream without output alive: a comment, or an event where clients wait for one."""
+        return self.format_comment("waiting")
+
+    @classmethod
+    def format_rejection(cls, error: APIError) -> bytes:
+        """Return the server-sent events that reject a request for a stream; empty for a plain error response."""
+        return b""
 
     def format_end(self) -> bytes:
         """Return the last server-sent events of a stream."""

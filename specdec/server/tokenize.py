@@ -18,7 +18,7 @@ def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     fields.take_string("model")
     content = fields.take_string("content")
     add_special = fields.take_bool("add_special")
-    fields.reject_remaining()
+    fields.reject_remaining("chat field")
     with wrap_encoding_errors(model, "content"):
         prefix, tokens = (model.decoder.tokenizer.encode(each) for each in ("", content))
     return {"tokens": tokens if add_special or tokens[: len(prefix)] != prefix else tokens[len(prefix) :]}
@@ -33,7 +33,7 @@ def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     fields = Fields(body)
     fields.take_string("model")
     tokens = fields.take("tokens", lambda name, value: _check_token_ids(name, value, model), list[int]())
-    fields.reject_remaining()
+    fields.reject_remaining("chat field")
     return {"content": model.decoder.tokenizer.decode(tokens)}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # role and content; an answer can have tokens, the ids that were generated; tool calls have the other MESSAGE_KEYS
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as templates take them
-Options = Mapping[str, bool | int | str]  # template variables next to the messages, for example enable_thinking
+Options = Mapping[str, Any]  # template variables next to the messages, for example enable_thinking
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # passed to templates
 NO_OPTIONS: Options = {}
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import typer
 
-from specdec.cli import installed_models
+from specdec.cli import installed_models, serve
 from specdec.cli.app import app
+from specdec.cli.serve import CatalogModelSource, ServeRequest
 from specdec.draft.self_copy import make_self_draft
 from specdec.loaders import model_paths, model_removal
+from specdec.loaders.model_aliases import set_alias
 from specdec.loaders.model_loader import Loader, load_model
 from specdec.ui import progress
 from tests.cli.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
@@ -192,3 +194,30 @@ def test_self_draft_is_listed_only_where_supported(run: Run, tmp_path: Path, kin
     (row,) = from_json(run("models", path, "--json"))["models"]
     assert (row["self"], row["drafts"]) == (is_made, [])
     assert run("models", path)[1].split()[-2:] == (["self,", "ngram"] if is_made else [str(row["vocabulary"]), "ngram"])
+
+
+def test_server_offers_aliases_of_files_anywhere_and_the_models_of_a_folder(
+    pair: Pair, tmp_path: Path, alias_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    shutil.copy(pair.target, folder / "one.bin")
+    (folder / "no_model.bin").write_bytes(b"x")
+    set_alias("short", str(folder / "one.bin"))
+    set_alias("gone", str(folder / "two.bin"))
+    installed = CatalogModelSource(ServeRequest()).list_models()
+    assert installed["short"] == pair.target.stat().st_size and "gone" not in installed
+    source = CatalogModelSource(ServeRequest(models=str(folder)))
+    assert source.list_models() == {"one.bin": pair.target.stat().st_size}
+    served = list[tuple[Any, str]]()
+    monkeypatch.setattr(serve, "load_decoder", lambda request, paths, _: paths)
+    monkeypatch.setattr(serve, "make_served_model", lambda request, paths, name: served.append((paths[0], name)))
+    source.load("one.bin", lambda _: None)
+    CatalogModelSource(ServeRequest()).load("short", lambda _: None)
+    assert served == [(folder / "one.bin", "one.bin"), (folder / "one.bin", "short")]
+
+
+@pytest.mark.parametrize("arguments", [["-m", "a.bin", "--models", "."], ["--models", "nowhere"]])
+def test_a_folder_of_models_must_exist_and_excludes_a_single_model(run: Run, arguments: list[str]) -> None:
+    code, _, err = run("serve", *arguments)
+    assert code and "--models" in err

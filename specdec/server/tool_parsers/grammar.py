@@ -16,6 +16,8 @@ ANY_TEXT = "/(?s:.+)/"
 # schema keys that only set a type, or nothing
 SUPPORTED_KEYS = PLAIN_SCHEMA_KEYS - {"properties", "required"} | {"default", "examples"}
 OBJECT_KEYS = ("properties", "required", "additionalProperties")  # additional properties are never generated
+VALUE_KEYS = ("const", "enum", "default", "examples")  # of schemas, with values that are no schemas
+LOOKAROUND_PATTERN = re.compile(r"\\[bB]|\(\?<?[=!]")
 MAX_REFERENCES = 64  # of a schema to another one, in a row
 
 
@@ -46,6 +48,7 @@ class GrammarBuilder:
         self._error_prefix, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
         try:
             schema = tool.get("parameters") or {"type": "object"}
+            schema = schema if self._is_strict else _drop_lookarounds(schema)
             if schema.keys() <= PLAIN_SCHEMA_KEYS:
                 schema = {"type": "object", "properties": {}, "additionalProperties": False, **schema}
             serialize_schema(schema, not self._is_strict)
@@ -117,6 +120,18 @@ class GrammarBuilder:
             raise ValueError(
                 f"it uses {', '.join(map(shorten, unsupported))} of {value_name}, which this model's calls do not support"
             )
+
+
+def _drop_lookarounds(schema: Any) -> Any:
+    """Return a schema without the patterns that llguidance cannot compile, since they look around or end at a word."""
+    if isinstance(schema, list):
+        return [_drop_lookarounds(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    pattern = schema.get("pattern")
+    is_dropped = isinstance(pattern, str) and LOOKAROUND_PATTERN.search(pattern)
+    kept = {key: each for key, each in schema.items() if key != "pattern" or not is_dropped}
+    return {key: each if key in VALUE_KEYS else _drop_lookarounds(each) for key, each in kept.items()}
 
 
 def quote(text: str) -> str:

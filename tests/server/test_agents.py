@@ -1,0 +1,249 @@
+"""Requests as agents send them: parts that have no effect here, later system messages, broken calls, limits of -1."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra [serve] is not installed")
+pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec import SpeculativeDecoder
+from specdec.server import field_validation, generation_response
+from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra
+from specdec.server.generation_fields import ServedModel
+from specdec.server.infill import INFILL_MARKS
+from specdec.server.ollama import parse_ollama_generate
+from specdec.server.openai_chat import parse_completion_request
+from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
+    CHAT,
+    COMPLETIONS,
+    CONVERSATION,
+    TOOL,
+    FakeScheduler,
+    Prompt,
+    app,
+    decoder,
+    make_test_app,
+    scheduler,
+    send_request,
+    step,
+)
+from tests.test_end_to_end import make_folder
+from tests.tools.hf_folders import FIXTURES
+
+MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
+CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+BROKEN_CALL = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "weather", "arguments": '{"city": "Os'}}]}
+LATER_SYSTEM = [*CONVERSATION, {"role": "assistant", "content": "South."}, {"role": "system", "content": "Be brief."}]
+
+
+@pytest.fixture
+def prompts(app: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets the messages, tools and options of each rendered chat."""
+    calls, encode = list[Any](), decoder.encode_chat
+    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: calls.append(arguments) or encode(*arguments))
+    return calls
+
+
+def use_template(decoder: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(decoder.chat_template, "source", (FIXTURES / "chat" / f"{name}.jinja").read_text())
+
+
+def test_each_rule_of_the_table_is_a_class_a_tuple_or_a_word() -> None:
+    for kind, rules in EXTRAS.items():
+        for name, rule in rules.items():
+            assert isinstance(rule, type | tuple | str), (kind, name)
+            assert not kind.endswith("field") or name != "*", "unknown fields are rejected by name"
+
+
+def test_what_is_left_out_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(field_validation, "_logged", set())
+    for _ in range(2):
+        skip_extra("responses tool", "tools[0]", "mcp")
+    assert [record.getMessage() for record in caplog.records] == ["left out: responses tool of the type mcp"]
+    for value in (None, 5, ["mcp"]):
+        with pytest.raises(APIError, match=r"tools\[0\] has the type .*, which is not supported"):
+            skip_extra("responses tool", "tools[0]", value)
+    for i in range(500):
+        log_once(str(i))
+    assert len(caplog.records) == field_validation.MAX_LOGGED
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}, {"name": "f", "input_schema": {}}]}),
+        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}, {"type": "custom", "name": "f", "input_schema": {}}]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "m" * 128}}]}),
+        (RESPONSES, {"tools": [{"type": "tool_search"}, {"type": "mcp", "server_label": "x"}, RESPONSES_TOOL]}),
+        (RESPONSES, {"input": [{"role": "user", "content": "hi"}, {"type": "web_search_call", "id": "w"}]}),
+        (RESPONSES, {"input": [
+            {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}, {"role": "user", "content": "hi"},
+        ]}),
+        (CHAT, {"seed": -1, "top_k": -1, "max_tokens": 3}),
+        (CHAT, {"chat_template_kwargs": {"date": "26 Jul 2024", "list": [1, {"a": None}], "none": None, "x": {"y": 0.5}}}),
+    ],
+)  # fmt: skip
+def test_what_agents_send_along_is_accepted(app: Any, path: str, body: dict[str, Any]) -> None:
+    defaults = {CHAT: {"messages": CONVERSATION}, MESSAGES: {"messages": CONVERSATION}, RESPONSES: {"input": "x"}}[path]
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    response = send_request(app, path, {limit: 1, **defaults, **body})
+    assert response.status == 200, response.body
+
+
+def test_tools_and_items_that_are_left_out_do_not_reach_the_template(app: Any, prompts: list[Any]) -> None:
+    body = {"tools": [{"type": "mcp"}, RESPONSES_TOOL], "input": [{"type": "web_search_call"}, {"role": "user", "content": "x"}]}
+    assert send_request(app, RESPONSES, {**body, "max_output_tokens": 1}).status == 200
+    messages, tools, _ = prompts[0]
+    assert messages == [{"role": "user", "content": "x"}] and [tool["function"]["name"] for tool in tools] == ["weather"]
+
+
+def test_a_note_stands_for_an_image_in_the_output_of_a_tool(app: Any, prompts: list[Any]) -> None:
+    output = [{"type": "input_text", "text": "seen: "}, IMAGE]
+    items = [{"role": "user", "content": "x"}, CALL, {"type": "function_call_output", "call_id": "c1", "output": output}]
+    assert send_request(app, RESPONSES, {"input": items, "tools": [RESPONSES_TOOL], "max_output_tokens": 1}).status == 200
+    assert prompts[0][0][-1]["content"] == "seen: [input_image left out]"
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": {}}]}
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "weather", "input": {}}]}
+    messages = [*CONVERSATION, use, {"role": "user", "content": [result]}]
+    assert send_request(app, MESSAGES, {"messages": messages, "max_tokens": 1}).status == 200
+    assert prompts[1][0][-1]["content"] == "[image left out]"
+    body = {"input": [{"role": "user", "content": [IMAGE]}]}
+    assert send_request(app, RESPONSES, body).error["code"] == "unsupported_parameter", (
+        "a question about an image cannot be answered"
+    )
+
+
+def test_leading_system_messages_are_joined(app: Any, prompts: list[Any]) -> None:
+    first = [{"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}]
+    assert send_request(app, CHAT, {"messages": [*first, *CONVERSATION], "max_tokens": 1}).status == 200
+    assert prompts[0][0][0] == {"role": "system", "content": "One.\n\nTwo."} and len(prompts[0][0]) == 2
+    assert send_request(app, CHAT, {"messages": [*first[:1], *CONVERSATION], "max_tokens": 1}).status == 200
+    assert prompts[1][0][0] == first[0]
+
+
+def test_later_system_messages_are_the_users_where_the_template_raises(
+    app: Any, decoder: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": [*LATER_SYSTEM, {"role": "user", "content": "And the wren?"}], "max_tokens": 1}
+    assert send_request(app, CHAT, body).status == 200
+    assert [each["role"] for each in prompts.pop()[0]] == ["user", "assistant", "system", "user"]
+    use_template(decoder, monkeypatch, "qwen35")
+    assert send_request(app, CHAT, body).status == 200
+    assert prompts[-1][0][-1] == {"role": "user", "content": "Be brief.\n\nAnd the wren?"}
+    monkeypatch.setattr(decoder.chat_template, "source", "{{ raise_exception('never') }}")
+    assert "never" in send_request(app, CHAT, body).error["message"]
+
+
+def test_broken_arguments_of_an_earlier_call_reach_the_template(
+    app: Any, decoder: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"role": "tool", "tool_call_id": "c", "content": "cut off"}
+    body = {"messages": [*CONVERSATION, BROKEN_CALL, result], "tools": [TOOL], "max_tokens": 1}
+    assert send_request(app, CHAT, body).status == 200
+    assert prompts[-1][0][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Os'
+    use_template(decoder, monkeypatch, "qwen35")  # takes objects alone
+    assert send_request(app, CHAT, {**body, "tools": None}).status == 200
+    assert prompts[-1][0][1]["tool_calls"][0]["function"]["arguments"] == {"arguments": '{"city": "Os'}
+    items = [{"role": "user", "content": "x"}, CALL | {"arguments": "{"}, {"role": "user", "content": "y"}]
+    assert send_request(app, RESPONSES, {"input": items, "max_output_tokens": 1}).status == 200
+
+
+def test_the_schema_of_json_object_holds(app: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"], "additionalProperties": False}
+    response_format = {"type": "json_object", "schema": schema}
+    response = send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format, "max_tokens": 40}).json
+    assert json.loads(response["choices"][0]["message"]["content"]) == {"n": 7}
+
+
+def test_minus_one_means_no_limit_and_a_random_seed(make_test_app: Any, decoder: Any) -> None:
+    fake = FakeScheduler(Prompt([1], 0.0), step("a", "eos"))
+    for path, body in ((CHAT, {"messages": CONVERSATION}), (COMPLETIONS, {"prompt": "a"})):
+        for _ in range(2):
+            response = send_request(make_test_app(fake), path, {**body, "seed": -1, "top_k": -1, "max_tokens": -1})
+            assert response.status == 200, response.body
+    assert len({request.sampling.seed for request in fake.requests}) == 4
+    for request in fake.requests:
+        assert request.sampling.top_k == 0 and request.max_tokens == decoder.n_positions + 1 - len(request.prompt)
+
+
+@pytest.mark.parametrize("value", ["x<|im_end|>", ["<|im_end|>"], {"<|im_end|>": 1}, "x" * 70_000])
+def test_template_options_have_no_special_tokens_and_a_size(app: Any, value: Any) -> None:
+    response = send_request(app, CHAT, {"messages": CONVERSATION, "chat_template_kwargs": {"a": value}})
+    assert (response.status, response.error["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("n_words", [400, 90_000])
+def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_agents_look_for(app: Any, n_words: int) -> None:
+    text = "robin " * n_words
+    for path in (MESSAGES, COUNT):
+        response = send_request(app, path, {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "stream": True})
+        words = response.error["message"].split()
+        assert (
+            response.status == 400
+            and words[:4] == ["prompt", "is", "too", "long:"]
+            and words[5:] == ["tokens", ">", "320", "maximum"]
+        )
+        assert int(words[4]) > 320
+    response = send_request(app, RESPONSES, {"input": text, "stream": True})
+    assert response.status == 200 and [event["type"] for event in response.events] == ["response.created", "response.failed"]
+    assert response.events[1]["response"]["error"]["code"] == "context_length_exceeded"
+    assert send_request(app, RESPONSES, {"input": text}).status == 400
+    assert send_request(app, RESPONSES, {"input": "x", "stream": True, "nonsense": 1}).status == 400
+
+
+@pytest.mark.parametrize(("path", "event"), [(MESSAGES, "ping"), (RESPONSES, "response.in_progress")])
+def test_a_stream_without_output_sends_events(make_test_app: Any, monkeypatch: pytest.MonkeyPatch, path: str, event: str) -> None:
+    monkeypatch.setattr(generation_response, "HEARTBEAT_INTERVAL_S", 0.0)
+    steps = [step(piece) for piece in ("<tool_call>", '{"name": ', '"weather"')]
+    body = {
+        MESSAGES: {"messages": CONVERSATION, "max_tokens": 9, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]},
+        RESPONSES: {"input": "x", "tools": [RESPONSES_TOOL]},
+    }[path]
+    app = make_test_app(FakeScheduler(Prompt([1], 0.0), *steps, step("", "eos")))
+    events = send_request(app, path, {**body, "stream": True}).events
+    assert [each["type"] for each in events].count(event) >= 3
+    if path == RESPONSES:
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+
+@pytest.fixture
+def coder(tmp_path: Path) -> ServedModel:
+    """Return a model whose tokenizer has the tokens of Qwen 2.5 Coder, which its file does not mark as special."""
+    path = make_folder(tmp_path / "coder", positions=320, padding=40)
+    vocabulary = json.loads((path / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(INFILL_MARKS[0])]
+    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return ServedModel("coder", SpeculativeDecoder(path, "ngram", n_threads=1), None)
+
+
+def test_a_suffix_fills_in_the_middle(coder: ServedModel, app: Any) -> None:
+    begin, end = "def f(n):\n    return ", "\n\nprint(f(3))"
+    (request,), _ = parse_completion_request({"prompt": begin, "suffix": end}, coder)
+    encode = coder.decoder.tokenizer.encode
+    assert request.prompt == [400, *encode(begin), 401, *encode(end), 402]
+    (written,), _ = parse_completion_request({"prompt": f"<|fim_prefix|>{begin}<|fim_suffix|>{end}<|fim_middle|>"}, coder)
+    assert written.prompt == request.prompt, "as clients with templates of their own write it"
+    (infilled,), _ = parse_ollama_generate({"prompt": begin, "suffix": end}, coder)
+    assert infilled.prompt == request.prompt
+    for body, word in (({"prompt": [5], "suffix": "x"}, "text"), ({"prompt": "a", "suffix": "x" * 10**5}, "context")):
+        with pytest.raises(APIError, match=word):
+            parse_completion_request(body, coder)
+    assert "has no tokens for it" in send_request(app, COMPLETIONS, {"prompt": "a", "suffix": "b"}).error["message"]
+
+
+@pytest.mark.parametrize("pattern", ["\\d\\w\\b", "^(?=a).*$", "^(?!a)", "(?<=a)b", "(?<!a)b"])
+def test_a_pattern_that_cannot_be_enforced_is_not_where_the_tool_is_not_strict(app: Any, pattern: str) -> None:
+    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    inner = {"type": "object", "properties": {"s": {"type": "string", "pattern": pattern}}, "required": ["s"]}
+    parameters = {"type": "object", "properties": {"o": inner, "pattern": {"type": "string"}}}
+    for is_strict, status in ((False, 200), (True, 400)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}
+        assert send_request(app, CHAT, {"messages": CONVERSATION, "tools": [tool], "max_tokens": 1}).status == status

@@ -1,0 +1,170 @@
+"""ollama's API: the same output as OpenAI's, in ollama's format."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra [serve] is not installed")
+pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec.server import generation_response
+from specdec.text.structured_output import ConstraintError
+from tests.fakes.asgi import Response
+from tests.server.test_anthropic_and_responses import random_json
+from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
+    CHAT,
+    COMPLETIONS,
+    CONVERSATION,
+    SAMPLING_FIELDS,
+    TAGGED_CALL,
+    TOOL,
+    FakeScheduler,
+    Prompt,
+    app,
+    decoder,
+    make_test_app,
+    scheduler,
+    send_request,
+    step,
+)
+
+OPTIONS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "num_predict": 12}
+CHAT_BODY = {"model": "talker:latest", "messages": CONVERSATION, "options": OPTIONS}
+
+
+def read_lines(response: Response) -> list[Any]:
+    assert response.status == 200 and response.headers["content-type"] == "application/x-ndjson", response.body
+    lines = [json.loads(line) for line in response.body.decode().splitlines()]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    return lines
+
+
+def test_a_chat_equals_that_of_openai_and_is_streamed_by_default(app: Any) -> None:
+    expected = send_request(app, CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS}).json
+    text = expected["choices"][0]["message"]["content"]
+    *lines, last = read_lines(send_request(app, "/api/chat", CHAT_BODY))
+    assert "".join(line["message"]["content"] for line in lines) == text and last["message"]["content"] == ""
+    complete = send_request(app, "/api/chat", {**CHAT_BODY, "stream": False}).json
+    assert complete["message"] == {"role": "assistant", "content": text} and complete["model"] == "talker" and complete["done"]
+    for answer in (last, complete):
+        assert answer["done_reason"] == "length" and answer["total_duration"] >= answer["eval_duration"] > 0
+        tokens = answer["prompt_eval_count"], answer["eval_count"]
+        assert tokens == (expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"])
+
+
+def test_generate_is_a_chat_or_a_raw_completion(app: Any) -> None:
+    prompt, system = CONVERSATION[0]["content"], {"role": "system", "content": "Be brief."}
+    for body, messages in (({}, CONVERSATION), ({"system": "Be brief."}, [system, *CONVERSATION])):
+        text = send_request(app, CHAT, {"messages": messages, **SAMPLING_FIELDS}).json["choices"][0]["message"]["content"]
+        lines = read_lines(send_request(app, "/api/generate", {"prompt": prompt, "options": OPTIONS, **body}))
+        assert "".join(line["response"] for line in lines) == text and "message" not in lines[0]
+    text = send_request(app, COMPLETIONS, {"prompt": prompt, **SAMPLING_FIELDS}).json["choices"][0]["text"]
+    body = {"prompt": prompt, "raw": True, "stream": False, "options": OPTIONS}
+    assert send_request(app, "/api/generate", body).json["response"] == text
+
+
+def test_tool_calls_are_objects_and_their_results_find_them(make_test_app: Any, decoder: Any, monkeypatch: Any) -> None:
+    steps = [step("Hm. "), step(TAGGED_CALL[:50]), step(TAGGED_CALL[50:], "eos")]
+    app = make_test_app(FakeScheduler(Prompt([1], 0.0), *steps))
+    body = {**CHAT_BODY, "tools": [TOOL]}
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    text, call, last = read_lines(send_request(app, "/api/chat", body))
+    assert text["message"]["content"] == "Hm." and call["message"]["tool_calls"][0]["function"] == function
+    assert last["done_reason"] == "stop"
+    message = send_request(app, "/api/chat", {**body, "stream": False}).json["message"]
+    assert message["content"] == "Hm." and [each["function"] for each in message["tool_calls"]] == [function]
+    cut = make_test_app(FakeScheduler(Prompt([1], 0.0), step(TAGGED_CALL[:58], "max_tokens")))
+    assert "weather" in send_request(cut, "/api/chat", {**body, "stream": False}).json["message"]["content"]
+    chats, encode = list[Any](), decoder.encode_chat
+    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: chats.append(arguments[0]) or encode(*arguments))
+    history = [*CONVERSATION, {"role": "assistant", "tool_calls": [{"function": function}]}, {"role": "tool", "content": "rain"}]
+    assert send_request(app, "/api/chat", {**body, "messages": history}).status == 200
+    assert chats[0][1]["tool_calls"][0]["function"] == function and chats[0][2]["name"] == "weather"
+
+
+def test_thinking_is_switched_by_think(app: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, encode = list[Any](), decoder.encode_chat
+    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: options.append(arguments[2]) or encode(*arguments))
+    for think in (True, False, "high", None):
+        assert send_request(app, "/api/chat", {**CHAT_BODY, "think": think}).status == 200
+    assert options == [{"enable_thinking": True}, {"enable_thinking": False}, {"enable_thinking": True}, {}]
+
+
+def test_a_format_holds(app: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    schema = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"], "additionalProperties": False}
+    for path, body in (("/api/chat", CHAT_BODY), ("/api/generate", {"prompt": "x"})):
+        response = send_request(app, path, {**body, "format": schema, "options": {"num_predict": 40}, "stream": False}).json
+        assert json.loads(response["message"]["content"] if path == "/api/chat" else response["response"]) == {"n": 7}
+    assert send_request(app, "/api/chat", {**CHAT_BODY, "format": "json"}).status == 200
+
+
+def test_models_are_listed_and_shown(app: Any, decoder: Any) -> None:
+    (model,) = send_request(app, "/api/tags").json["models"]
+    assert model["name"] == model["model"] == "talker" and model["size"] > 0 and send_request(app, "/api/ps").json["models"]
+    shown = send_request(app, "/api/show", {"model": "talker:latest"}).json
+    assert shown["model_info"]["llama.context_length"] == decoder.n_positions and "tools" in shown["capabilities"]
+    assert shown["template"] == decoder.chat_template.source
+    assert send_request(app, "/api/show", {"name": "other"}).json == {"error": "model not found; /api/tags lists the models"}
+    assert send_request(app, "/api/version").json["version"]
+
+
+def test_a_request_without_a_prompt_loads_the_model(app: Any) -> None:
+    for path in ("/api/chat", "/api/generate"):
+        response = send_request(app, path, {"model": "talker", "keep_alive": -1})
+        assert response.json["done_reason"] == "load" and response.json["done"]
+
+
+def test_embeddings_equal_those_of_openai(app: Any, decoder: Any) -> None:
+    texts = ["The robin", "robin " * 400]
+    expected = send_request(app, "/v1/embeddings", {"input": texts[:1], "dimensions": 3}).json["data"][0]["embedding"]
+    response = send_request(app, "/api/embed", {"model": "talker", "input": texts, "dimensions": 3, "keep_alive": "5m"}).json
+    assert response["embeddings"][0] == expected and len(response["embeddings"]) == 2 and response["prompt_eval_count"] > 320
+    assert send_request(app, "/api/embed", {"input": texts, "truncate": False}).status == 400
+    assert len(send_request(app, "/api/embed", {"input": "x"}).json["embeddings"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "images"),
+        ("/api/chat", {"nonsense": 1}, "nonsense"), ("/api/chat", {"options": {"mirostat": 2}}, "mirostat"),
+        ("/api/chat", {"format": "xml"}, "format"), ("/api/chat", {"model": "other"}, "other"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": 1}}]}]}, "arguments"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
+        ("/api/embed", {"input": [1.5]}, "input"), ("/api/embed", {}, "input"),
+    ],
+)  # fmt: skip
+def test_errors_are_strings_that_name_the_field(app: Any, path: str, body: dict[str, Any], word: str) -> None:
+    response = send_request(app, path, (CHAT_BODY if path == "/api/chat" else {}) | body)
+    assert response.status in (400, 404) and set(response.json) == {"error"} and word in response.json["error"]
+
+
+def test_a_stream_has_heartbeats_and_ends_with_its_error(make_test_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_response, "HEARTBEAT_INTERVAL_S", 0.0)
+    fake = FakeScheduler(Prompt([1], 0.0), step("<tool_call>"), step("<"), step("a"), ConstraintError("the shape cannot go on"))
+    response = send_request(make_test_app(fake), "/api/chat", {**CHAT_BODY, "tools": [TOOL], "stream": True})
+    *lines, last = [json.loads(line) for line in response.body.decode().splitlines()]
+    assert last == {"error": "the shape cannot go on"} and all("message" in line for line in lines)
+
+
+@pytest.mark.parametrize("n_bodies", [300, pytest.param(2500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/show"])
+def test_random_bodies_cause_no_internal_errors(app: Any, path: str, n_bodies: int) -> None:
+    rng = random.Random(path)
+    names = ["model", "messages", "prompt", "system", "raw", "tools", "format", "options", "think", "stream", "keep_alive",
+             "context", "images", "input", "truncate", "dimensions", "name"]  # fmt: skip
+    base = {"/api/chat": CHAT_BODY, "/api/generate": {"prompt": "a"}, "/api/embed": {"input": "a"}, "/api/show": {}}[path]
+    for _ in range(n_bodies):
+        body = {**base, **{rng.choice(names): random_json(rng, 0) for _ in range(rng.randrange(1, 3))}}
+        if path in ("/api/chat", "/api/generate"):
+            body.setdefault("options", {})
+            if isinstance(body["options"], dict):
+                body["options"] = {**body["options"], "num_predict": 1}
+        response = send_request(app, path, body)
+        assert response.status in (200, 400, 404), (body, response.body)
+        if response.status != 200:
+            assert set(response.json) == {"error"} and "\n" not in response.json["error"], response.body
