@@ -107,6 +107,23 @@ class Step:
         return "".join(self.pieces)
 
 
+@dataclass(frozen=True)
+class ThoughtStep(Step):
+    """A step with a part of a thought; its `pieces` have only the text of the answer.
+
+    Attributes:
+        thought_pieces: The text by token that belongs to the thought.
+        n_thought_tokens: Number of tokens of the thought so far, without its marks.
+        thought_seconds: Time of the thought so far.
+        is_thought_end: Whether the thought ends in this step.
+    """
+
+    thought_pieces: list[str] = field(default_factory=list)
+    n_thought_tokens: int = 0
+    thought_seconds: float = 0.0
+    is_thought_end: bool = False
+
+
 Event = Prompt | Proposal | Step
 
 

@@ -25,7 +25,7 @@ from specdec.protocols import Constraint
 from specdec.runtime.parallel_region import create_fork_safe_lock, rebuild
 from specdec.sampling import Sampling, override_sampling
 from specdec.text.detokenizer import Generation
-from specdec.tokenizer import AnyTokenizer
+from specdec.tokenizer import NO_TOKENS, AnyTokenizer
 from specdec.verification import VerifyMode
 
 if TYPE_CHECKING:
@@ -209,12 +209,14 @@ class SpeculativeDecoder:
         sampling: Sampling,
         stop: Stop = (),
         include_draft_text: bool = False,
+        visible_tokens: Mapping[int, str] = NO_TOKENS,
         **kwargs: Any,
     ) -> Iterator[Event | PrefillProgress]:
         constraint, sampling = kwargs.pop("shape", None), override_sampling(sampling, **kwargs)
         request = GenerationRequest(
-            self.encode(prompt), max_tokens, sampling, stop, constraint=constraint, include_draft_text=include_draft_text
-        )
+            self.encode(prompt), max_tokens, sampling, stop, constraint=constraint, visible_tokens=visible_tokens,
+            include_draft_text=include_draft_text,
+        )  # fmt: skip
         request = validate_request(request, self.bundle)
         self.warm_up()
         return self.make_scheduler(self._prefix_cache).stream(Sequence(request, request.make_detokenizer(self.tokenizer)))
@@ -336,13 +338,19 @@ class SpeculativeDecoder:
 
     @with_kwargs_signature
     def read_and_stream(
-        self, prompt: PromptInput, max_tokens: int, sampling: Sampling = DEFAULT_SAMPLING, **kwargs: "Unpack[GenerationKwargs]"
+        self,
+        prompt: PromptInput,
+        max_tokens: int,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        visible_tokens: Mapping[int, str] = NO_TOKENS,
+        **kwargs: "Unpack[GenerationKwargs]",
     ) -> Iterator[Event | PrefillProgress]:
         """Generate a completion as `stream` does, and yield also the progress of each prefill and the text of draft tokens.
 
-        A sequence that is prefilled again, because it has become too long for its RoPE factors, reports that progress too.
+        The text has the special tokens in `visible_tokens`, with the strings given there. A sequence that is prefilled again,
+        because it has become too long for its RoPE factors, reports that progress too.
         """
-        return self._stream(prompt, max_tokens, sampling, include_draft_text=True, **kwargs)
+        return self._stream(prompt, max_tokens, sampling, include_draft_text=True, visible_tokens=visible_tokens, **kwargs)
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Prefill the KV caches of all models with a prompt's tokens; yield the fraction of the work that is done, from 0 to 1.

@@ -10,17 +10,20 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from specdec import argument_checks
-from specdec.events import Event, PrefillProgress, Step
+from specdec.events import Event, PrefillProgress, Proposal, Step, ThoughtStep
 from specdec.loaders import CheckpointError, read_json_object, write_text_atomically
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
-from specdec.text.chat_template import Message, PromptTooLongError
-from specdec.tokenizer import AnyTokenizer
+from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK, ReasoningMarks, find_reasoning_marks
+from specdec.text.reasoning_constraint import ReasoningConstraint
+from specdec.tokenizer import AnyTokenizer, StreamingDetokenizer
 
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 MIN_ANSWER_DIVISOR = 8  # the oldest turns are dropped if less than 1/8 of the context is left for an answer
 FREED_CONTEXT_DIVISOR = 4  # ... and then 1/4 of the context is freed
+THINKING_OPTIONS = "enable_thinking", "thinking"  # names of the template variable that switches thoughts on and off
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,21 @@ class ChatDecoder(Protocol):
     def n_positions(self) -> int:
         """The context length in tokens."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the model."""
+
+    def encode_chat(self, messages: Sequence[Message], *, options: Options | None = None) -> list[int]:
         """Return the token ids of the prompt for a conversation: all messages, in the format of the chat template."""
 
     def read_and_stream(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling, *, shape: Constraint | None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        visible_tokens: Mapping[int, str],
+        *,
+        shape: Constraint | None,
     ) -> Iterator[Event | PrefillProgress]:
         """Decode one completion: yield the progress of reading the prompt, then the events of the generated tokens.
 
@@ -91,8 +104,52 @@ class ChatDecoder(Protocol):
             prompt: The prompt's token ids.
             max_tokens: The maximum number of generated tokens.
             sampling: The sampling settings.
+            visible_tokens: Special tokens that appear in the text, with the string to show for each.
             shape: A constraint that the completion must satisfy, or None.
         """
+
+
+class ThoughtFilter:
+    """A filter that separates the thought from the answer in the events of one answer.
+
+    Args:
+        marks: The marks around the thought.
+    """
+
+    def __init__(self, marks: ReasoningMarks) -> None:
+        self._splitter, self._n_tokens, self._seconds = marks.make_splitter(), 0, 0.0
+
+    def filter(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
+        """Return an event without the marks; a step that has a part of the thought becomes a `ThoughtStep`."""
+        if isinstance(event, Proposal):
+            return replace(event, pieces=_remove_token_marks(event.pieces))
+        if not isinstance(event, Step):
+            return event
+        pieces, thoughts, has_thought = list[str](), list[str](), self._splitter.is_reasoning
+        for i, piece in enumerate(event.pieces):
+            was_reasoning = self._splitter.is_reasoning
+            parts = self._splitter.push(piece)
+            self._n_tokens += was_reasoning and self._splitter.is_reasoning and i < len(event.tokens)
+            if event.stop_reason and i == len(event.pieces) - 1:
+                parts += self._splitter.end()
+            pieces.append("".join([text for kind, text in parts if kind == "text"]))
+            thoughts.append("".join([text for kind, text in parts if kind != "text"]))
+        fields = vars(event) | {"pieces": _remove_token_marks(pieces), "wrong": _remove_token_marks(event.wrong)}
+        if not (has_thought or self._splitter.is_reasoning or any(thoughts)):
+            return Step(**fields)
+        self._seconds += event.seconds
+        is_end = not self._splitter.is_reasoning or event.stop_reason is not None
+        return ThoughtStep(
+            **fields,
+            thought_pieces=_remove_token_marks(thoughts),
+            n_thought_tokens=self._n_tokens,
+            thought_seconds=self._seconds,
+            is_thought_end=is_end,
+        )
+
+
+def _remove_token_marks(pieces: list[str]) -> list[str]:
+    return [piece.replace(SPECIAL_TOKEN_MARK, "") for piece in pieces]
 
 
 class Conversation:
@@ -107,7 +164,9 @@ class Conversation:
         constraint: A constraint that every answer must satisfy.
 
     Attributes:
-        messages: All messages without the system prompt; an answer also has its tokens and the number of its attempt.
+        messages: All messages without the system prompt; an answer also has its tokens, the number of its
+            attempt and its thought as `reasoning_content`, if it has one.
+        thinking: Whether the model thinks before an answer; None for the default of the chat template.
         n_dropped: The number of oldest messages that the model no longer sees.
     """
 
@@ -124,10 +183,28 @@ class Conversation:
         self.system = argument_checks.check_string("the system prompt", system)
         self.messages: list[dict[str, Any]] = []
         self.n_dropped, self._constraint = 0, constraint
+        self.thinking: bool | None = None
 
     def clear(self) -> None:
         """Remove all messages to start over; the system prompt and the settings stay."""
         self.messages, self.n_dropped = [], 0
+
+    def set_thinking(self, is_on: bool) -> None:
+        """Switch thoughts on or off.
+
+        Raises:
+            ValueError: The chat template has no variable for it.
+        """
+        if not self._make_options(is_on):
+            raise ValueError("the model's chat template cannot switch thinking on or off")
+        self.thinking = is_on
+
+    def _make_options(self, thinking: bool | None) -> dict[str, Any]:
+        """Return the template variables that switch thoughts on or off, as far as the chat template reads them."""
+        if thinking is None:
+            return {}
+        options = dict.fromkeys(THINKING_OPTIONS, thinking) | ({} if thinking else {"thinking_budget": 0})
+        return {name: value for name, value in options.items() if self._decoder.chat_template.takes_variable(name)}
 
     def ask(self, question: str) -> Generator[Event | PrefillProgress]:
         """Add a question to the chat and return a generator of prefill progress, then of the events of the model's answer.
@@ -158,23 +235,38 @@ class Conversation:
         return self._stream_answer(last["attempt"] + 1, before)
 
     def _stream_answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | PrefillProgress]:
-        tokens, is_complete, text = list[int](), False, ""
+        tokens, is_complete, text, marks = list[int](), False, "", None
         try:
             prompt = self._encode_prompt()
             settings, max_new = self.settings, self._decoder.n_positions + 1 - len(prompt)
             max_tokens, sampling = min(settings.max_tokens, max_new), settings.make_sampling(attempt)
-            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, shape=self._constraint):
+            constraint, tokenizer = self._constraint, self._decoder.tokenizer
+            marks = self._find_marks(prompt)
+            if marks and constraint and not marks.closes_in_prompt:
+                constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
+            visible_tokens = marks.visible_tokens if marks else {}
+            thought_filter = ThoughtFilter(marks) if marks else None
+            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, visible_tokens, shape=constraint):
                 if isinstance(event, Step):
                     tokens += event.tokens
                     text += event.text
                     is_complete = event.stop_reason is not None
-                yield event
+                yield thought_filter.filter(event) if thought_filter else event
         finally:
             if tokens or is_complete:
-                answer = {"role": ASSISTANT, "content": text, "tokens": tokens, "attempt": attempt}
+                answer = {"role": ASSISTANT, **_split_thought(text, marks), "tokens": tokens, "attempt": attempt}
                 self.messages = [*self.messages, answer]
             else:
                 self.messages, self.n_dropped = before
+
+    def _find_marks(self, prompt: list[int]) -> ReasoningMarks | None:
+        """Return the marks around a thought after a prompt; Harmony's end mark includes the start of the next message."""
+        tokenizer = self._decoder.tokenizer
+        if not (marks := find_reasoning_marks(self._decoder.chat_template, tokenizer, prompt)):
+            return None
+        stream = StreamingDetokenizer(tokenizer, marks.visible_tokens)
+        closing = "".join([stream.push(token) for token in marks.closing_tokens])
+        return replace(marks, end=closing) if closing.endswith(marks.end) else marks
 
     def _get_visible_messages(self) -> list[Message]:
         """Return the messages that the model sees: the system prompt, if there is one, and the messages that were not dropped."""
@@ -191,17 +283,20 @@ class Conversation:
         tokens = self._encode_messages()
         if tokens is None or len(tokens) + min(self.settings.max_tokens, n_positions // MIN_ANSWER_DIVISOR) > n_positions:
             self._drop_oldest_turns(n_positions - n_positions // FREED_CONTEXT_DIVISOR)
-            tokens = self._decoder.encode_chat(self._get_visible_messages())
+            tokens = self._encode()
         if len(tokens) > n_positions:
             raise ValueError(
                 f"the message has {len(tokens)} tokens with the system prompt; the model's context holds {n_positions}"
             )
         return tokens
 
+    def _encode(self) -> list[int]:
+        return self._decoder.encode_chat(self._get_visible_messages(), options=self._make_options(self.thinking))
+
     def _encode_messages(self) -> list[int] | None:
         """Return the token ids of the visible messages, or None if they cannot fit the context and were therefore not encoded."""
         try:
-            return self._decoder.encode_chat(self._get_visible_messages())
+            return self._encode()
         except PromptTooLongError:
             return None
 
@@ -249,6 +344,7 @@ class Conversation:
         content = {
             "format": FORMAT, "revision": REVISION, "model": self.model, **self.metadata, "system": self.system,
             "settings": asdict(self.settings), "n_dropped": self.n_dropped, "messages": self.messages,
+            **({} if self.thinking is None else {"thinking": self.thinking}),
         }  # fmt: skip
         write_text_atomically(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", mode)
 
@@ -268,6 +364,7 @@ class Conversation:
             n_dropped = argument_checks.check_int("n_dropped", content.get("n_dropped"), 0, max(0, len(messages) - 2))
             if n_dropped % 2:
                 raise ValueError(f"n_dropped is {n_dropped}; expected whole turns")
+            thinking = _get_field(content, "thinking", bool) if "thinking" in content else None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged conversation: {error}") from None
         vocab_size = self._decoder.tokenizer.vocab_size
@@ -275,7 +372,19 @@ class Conversation:
             if not all(0 <= token < vocab_size for token in message.get("tokens", [])):
                 message["tokens"] = []
         self.settings, self.system, self.messages, self.n_dropped = settings, system, messages, n_dropped
+        self.thinking = thinking
         return model
+
+
+def _split_thought(text: str, marks: ReasoningMarks | None) -> dict[str, str]:
+    """Return the fields of a message with an answer: its content, and its thought if there is one."""
+    if not marks:
+        return {"content": text}
+    splitter = marks.make_splitter()
+    parts = [(kind, part.replace(SPECIAL_TOKEN_MARK, "")) for kind, part in [*splitter.push(text), *splitter.end()]]
+    thought = "".join([part for kind, part in parts if kind != "text"])
+    fields = {"content": "".join([part for kind, part in parts if kind == "text"])}
+    return fields | ({"reasoning_content": thought} if thought else {})
 
 
 def _read_saved(path: Path) -> dict[str, Any]:
@@ -313,6 +422,9 @@ def _parse_message(i: int, value: Any) -> dict[str, Any]:
     message = {"role": role, "content": argument_checks.check_string(f"content of messages[{i}]", value.get("content"))}
     if role == USER:
         return message
+    if "reasoning_content" in value:
+        name = f"reasoning_content of messages[{i}]"
+        message["reasoning_content"] = argument_checks.check_string(name, value["reasoning_content"])
     tokens = _get_field(value, "tokens", list)
     return message | {
         "tokens": [argument_checks.check_int("a token", token, 0) for token in tokens],

@@ -16,12 +16,22 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specdec import argument_checks
-from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step, ThoughtStep
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.keyboard import Keyboard
 from specdec.ui.line_editor import PROMPT, LineEditor
 from specdec.ui.panel import LivePanel
-from specdec.ui.plain_views import ModelLabels, SilentView, StreamSanitizer, View, print_summary, run_view, sanitize, to_json
+from specdec.ui.plain_views import (
+    ModelLabels,
+    SilentView,
+    StreamSanitizer,
+    View,
+    format_thought,
+    print_summary,
+    run_view,
+    sanitize,
+    to_json,
+)
 from specdec.ui.progress import show_prefill_progress
 from specdec.ui.signals import signals
 from specdec.ui.terminal_window import MAX_FRAME_WIDTH, STYLES, STYLES_NO_COLOR, Window, find_obstacle
@@ -34,6 +44,7 @@ COMMAND_HELP = {
     "/regen": "another answer to the last question",
     "/system TEXT": 'another system prompt; "" for none, alone to see it',
     "/set NAME VALUE": "temperature, top_p, seed and others; alone to see all",
+    "/think on|off": "whether the model thinks before it answers; alone to see it",
     "/stats": "all statistics of the last answer",
     "/panel": "switch the panel that shows every draft token on or off",
     "/save FILE": "save the conversation and its settings",
@@ -48,7 +59,10 @@ DESTRUCTIVE_COMMANDS = ("clear", "regen")  # they take no arguments, so that a t
 
 
 class AnswerView(View):
-    """A view that streams an answer: wrapped between words and coloured on a terminal, plain text elsewhere."""
+    """A view that streams an answer: wrapped between words and coloured on a terminal, plain text elsewhere.
+
+    A thought is shown dim, with its time and length after it, or left out if there are no styles or rows.
+    """
 
     def __init__(self, out: TextIO, get_width: Callable[[], int], styles: Mapping[str, str]) -> None:
         self._sanitizer, self._out = StreamSanitizer(), out
@@ -82,9 +96,22 @@ class AnswerView(View):
         elif isinstance(event, Step):
             self._is_mid_row = True
             self._is_resized = self._get_width() != self._width
+            if isinstance(event, ThoughtStep) and self._width and self._styles:
+                self._show_thought(event)
             for i, piece in enumerate(event.pieces):
                 self._add(self._sanitizer.push(piece), "accepted" if i < event.n_accepted else "target")
             self._out.flush()
+
+    def _show_thought(self, step: ThoughtStep) -> None:
+        self._add(self._sanitizer.push("".join(step.thought_pieces)), "faint")
+        if step.is_thought_end and self._has_begun:
+            self._add(self._sanitizer.end(), "faint")
+            self._end_rows()
+            self._begin_rows()
+            self._add(format_thought(step), "faint")
+            self._end_rows()
+            self._begin_rows()
+            self._sanitizer, self._has_begun = StreamSanitizer(), False
 
     def _add(self, text: str, style: str) -> None:
         text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)  # measured as it will be printed
@@ -150,7 +177,7 @@ class ChatSession:
         self._last_conversation_path: Path | None = None
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._print_help, "clear": self._clear, "regen": self._regenerate, "system": self._set_system_prompt,
-            "set": self._set_option,
+            "set": self._set_option, "think": self._set_thinking,
             "stats": self._print_stats, "panel": self._toggle_panel, "save": self._save, "load": self._load,
             "bye": self._quit, "exit": self._quit, "quit": self._quit,
         }  # fmt: skip
@@ -179,10 +206,11 @@ class ChatSession:
         self._statistics = statistics
         if isinstance(view, SilentView):
             conversation = self._conversation
-            attempt = conversation.messages[-1]["attempt"] if view.tokens else 0
+            message = conversation.messages[-1] if view.tokens else {}
             fields = {
-                "attempt": attempt,
+                "attempt": message.get("attempt", 0),
                 "settings": asdict(conversation.settings),
+                **({"reasoning_content": message["reasoning_content"]} if "reasoning_content" in message else {}),
                 **(self._json_extra or {}),
                 **conversation.metadata,
             }
@@ -310,6 +338,14 @@ class ChatSession:
         if text:
             self._conversation.settings = self._conversation.settings.with_value(name, value.strip())
         self._print_notice(", ".join(f"{name} {value}" for name, value in asdict(self._conversation.settings).items()))
+
+    def _set_thinking(self, text: str) -> None:
+        if text not in ("on", "off", ""):
+            raise ValueError(f"/think takes on or off, got {argument_checks.shorten(text, repr)}")
+        if text:
+            self._conversation.set_thinking(text == "on")
+        states = {True: "on", False: "off", None: "as the chat template has it"}
+        self._print_notice(f"thinking: {states[self._conversation.thinking]}")
 
     def _print_stats(self, _: str) -> None:
         if not self._statistics:

@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import ConsoleDimensions
 
-from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
-from specdec.ui.plain_views import ModelLabels, format_time_left, sanitize
+from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step, ThoughtStep
+from specdec.ui.plain_views import ModelLabels, format_thought, format_time_left, sanitize
 from specdec.ui.signals import signals
 from specdec.ui.terminal_window import MAX_FRAME_WIDTH, MIN_ROWS, MIN_WIDTH, Window, fit_items
 from specdec.ui.text_layout import (
@@ -205,6 +206,9 @@ class LivePanel(InteractiveView):
             self._proposed = None
         else:
             self._pending_steps.append(event)
+            if isinstance(event, ThoughtStep):
+                pieces = [*map("".join, zip(event.thought_pieces, event.pieces, strict=True))]
+                event = replace(event, pieces=pieces)
             self._passes.append(VerifiedPass(self._context or "", event))
             self._context = ((self._context or "") + event.text)[-CONTEXT_CHARACTERS:]
             self._next_step_time += self._pass_interval
@@ -287,6 +291,9 @@ class LivePanel(InteractiveView):
     def _flush_steps(self) -> None:
         """Append the text of the steps since the last call to the panel's styled text."""
         for step in self._pending_steps:
+            if isinstance(step, ThoughtStep):
+                end = f"\n{format_thought(step)}\n\n" if step.is_thought_end and step.n_thought_tokens else ""
+                self._styled_text.add("".join(step.thought_pieces) + end, "faint")
             self._styled_text.add_step(step)
         self._pending_steps.clear()
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
+from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step, ThoughtStep
 from specdec.ui.signals import signals
 
 # What terminals interpret: control sequences, control strings up to their end, short escapes; and bidirectional controls.
@@ -135,6 +135,12 @@ def run_view(view: View, events: Iterator[Event | PrefillProgress], statistics: 
             events.close()
         if prompt and not has_begun:
             view.show(prompt)
+
+
+def format_thought(step: ThoughtStep) -> str:
+    """Return the time and the number of tokens of a thought as text, such as "thought for 3.2 s, 212 tokens"."""
+    n = step.n_thought_tokens
+    return f"thought for {step.thought_seconds:.1f} s, {n} token{'s' * (n != 1)}"
 
 
 class PlainView(View):
