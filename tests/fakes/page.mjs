@@ -11,6 +11,7 @@ class Element {
   addEventListener(kind, act) { this.acts[kind] = act; }
   remove() { this.parent.children.splice(this.parent.children.indexOf(this), 1); }
   focus() {}
+  before(other) { other.parent = this.parent; this.parent.children.splice(this.parent.children.indexOf(this), 0, other); }
   of(kind) {
     const inner = this.children.filter((each) => each instanceof Element);
     return inner.flatMap((each) => [...(each.className.split(" ").includes(kind) ? [each] : []), ...each.of(kind)]);
@@ -68,7 +69,16 @@ if (process.argv[3] === "talk") {
   stream = chunk("third", "stop");
   await again();
   await place("chat").of("copy").at(-1).acts.click();
-  process.stdout.write(JSON.stringify({shown, asked, copied}));
+  const piece = (delta, runs) => event({choices: [{delta}], specdec: {runs}});
+  stream = piece({reasoning_content: "Hm "}, [["own", "<think>Hm "]]) + piece({reasoning_content: "<b>"}, [["guessed", "<b>"]]) +
+    piece({content: "Yes"}, [["guessed", "</think>"], ["own", "Yes"]]) + piece({content: "."}, [["guessed", "."]]) + chunk("", "stop") +
+    event({choices: [], usage: {completion_tokens_details: {reasoning_tokens: 212}}});
+  await say("four");
+  const turn = place("chat").of("turn").at(-1), thought = turn.of("thought")[0];
+  const thoughts = {shown: thought.children.map((each) => each.textContent), place: turn.children.map((each) => each.tagName)};
+  globalThis.fetch = async (path, options) => { asked.push(JSON.parse(options.body).messages.slice(-2)); throw new TypeError("gone"); };
+  await say("five");
+  process.stdout.write(JSON.stringify({shown, asked, copied, thoughts}));
   process.exit();
 }
 const told = JSON.parse(readFileSync(0, "utf8")).map((runs) => {

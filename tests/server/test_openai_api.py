@@ -810,7 +810,13 @@ def test_the_page_reports_an_unreachable_server_and_retries() -> None:
         [message],
     ]
     assert result["asked"][:3] == [["one"], ["one"], ["one", "first!", "two"]]
-    assert result["asked"][3:] == [["one", "first!", "two", "sec", "three"]] * 2 and result["copied"] == "third"
+    assert result["asked"][3:5] == [["one", "first!", "two", "sec", "three"]] * 2 and result["copied"] == "third"
+    # a thought is folded above the answer and goes back with the history
+    summary, thought = result["thoughts"]["shown"]
+    assert re.fullmatch(r"thought for \d+\.\d s, 212 tokens", summary) and thought == "Hm <b>"
+    assert result["thoughts"]["place"][:3] == ["H2", "DETAILS", "DIV"]
+    sent = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm <b>"}
+    assert result["asked"][-1] == [sent, {"role": "user", "content": "five"}]
 
 
 def test_metrics_are_in_prometheus_format(app: Any, scheduler: EngineThread) -> None:

@@ -25,9 +25,10 @@ from specdec.runtime.op_program import Executor
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.cli.prompt_sources import MAX_PROMPT_BYTES, read_first_message
-from specdec.events import PrefillProgress, Statistics, ThoughtStep
+from specdec.events import PrefillProgress, Proposal, Statistics, ThoughtStep
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.text.detokenizer import EventDetokenizer
+from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession
 from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.panel import LivePanel
@@ -691,3 +692,51 @@ def test_thinking_is_switched_if_the_template_takes_it(
     conversation.thinking = None
     chat._handle_input("/think off")
     assert "cannot switch thinking" in capsys.readouterr().err and conversation.thinking is None
+
+
+@pytest.mark.parametrize("size", [1, 5, 99])
+def test_special_tokens_are_the_marks_of_a_thought(
+    make_conversation: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Their names are not in the texts, also not after the thought and in drafts; Harmony's headers are not either."""
+    for specials, source, before, between, after in (
+        ({"[THINK]": 390, "[/THINK]": 391}, "[/THINK]", [390], [391], [391]),
+        (
+            {"<|channel|>": 390, "<|message|>": 391, "<|end|>": 392, "<|start|>": 393}, "<|channel|>",
+            [390, "analysis", 391], [392, 393, "assistant", 390, "final", 391], [],
+        ),
+    ):  # fmt: skip
+        conversation = make_conversation()
+        decoder = conversation._decoder
+        monkeypatch.setattr(decoder.chat_template, "source", f"{{{{ messages[-1].content }}}}{{# {source} #}}")
+        monkeypatch.setattr(decoder.tokenizer, "specials", specials)
+        parts = [*before, "Hm, a robin", *between, "Yes", *after]
+        tokens = [token for part in parts for token in ([part] if isinstance(part, int) else decoder.encode(part)[1:])]
+        steps = [Step(tokens[i : i + size], [], 0, 0.1, 0.0) for i in range(0, len(tokens), size)]
+
+        def stream(prompt: list[int], _n: int, _s: Sampling, visible_tokens: Any, steps: Any = steps, **_: Any) -> Iterator[Any]:
+            detokenizer = EventDetokenizer(decoder.tokenizer, (), visible_tokens, include_draft_text=True)  # noqa: B023
+            yield Prompt(prompt, 0.0)
+            yield detokenizer.add_draft_text(Proposal([390]))
+            yield from map(detokenizer.add_text, [*steps, Step([], [390], 0, 0.0, 0.0, "eos")])
+
+        monkeypatch.setattr(decoder, "read_and_stream", stream)
+        _, proposal, *events = conversation.ask(QUESTION)
+        answer, name = conversation.messages[-1], [*specials][0]
+        assert answer["reasoning_content"].strip() == "Hm, a robin"
+        assert answer["content"].strip() == "Yes" + "[/THINK]" * bool(after)
+        assert "".join(event.text for event in events) == answer["content"]
+        assert proposal.pieces == events[-1].wrong == [name]
+
+
+def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance", reason="the extra [json] is not installed")
+    conversation, shapes = thinker(""), list[Any]()
+    decoder = conversation._decoder
+    conversation._constraint = constraint = decoder.regex("70?")
+    monkeypatch.setattr(decoder, "read_and_stream", lambda *_, shape: shapes.append(shape) or iter([]))
+    for is_on in (True, False):
+        conversation.set_thinking(is_on)
+        assert [*conversation.ask(QUESTION)] == []
+    wrapped, plain = shapes
+    assert isinstance(wrapped, ReasoningConstraint) and wrapped.inner is constraint is plain
