@@ -15,9 +15,9 @@ from specdec.loaders import CheckpointError, read_json_object, write_text_atomic
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError
-from specdec.text.reasoning import SPECIAL_TOKEN_MARK, ReasoningMarks, find_reasoning_marks
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK, ReasoningMarks, find_reasoning_marks, find_template_marks
 from specdec.text.reasoning_constraint import ReasoningConstraint
-from specdec.tokenizer import AnyTokenizer, StreamingDetokenizer
+from specdec.tokenizer import AnyTokenizer
 
 FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -240,10 +240,11 @@ class Conversation:
             prompt = self._encode_prompt()
             settings, max_new = self.settings, self._decoder.n_positions + 1 - len(prompt)
             max_tokens, sampling = min(settings.max_tokens, max_new), settings.make_sampling(attempt)
-            constraint, tokenizer = self._constraint, self._decoder.tokenizer
-            marks = self._find_marks(prompt)
-            if marks and constraint and not marks.closes_in_prompt:
-                constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
+            constraint, template, tokenizer = self._constraint, self._decoder.chat_template, self._decoder.tokenizer
+            if marks := find_reasoning_marks(template, tokenizer, prompt):
+                if constraint and not marks.closes_in_prompt:
+                    constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
+                marks = _extend_end_mark(marks, template)
             visible_tokens = marks.visible_tokens if marks else {}
             thought_filter = ThoughtFilter(marks) if marks else None
             for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, visible_tokens, shape=constraint):
@@ -258,15 +259,6 @@ class Conversation:
                 self.messages = [*self.messages, answer]
             else:
                 self.messages, self.n_dropped = before
-
-    def _find_marks(self, prompt: list[int]) -> ReasoningMarks | None:
-        """Return the marks around a thought after a prompt; Harmony's end mark includes the start of the next message."""
-        tokenizer = self._decoder.tokenizer
-        if not (marks := find_reasoning_marks(self._decoder.chat_template, tokenizer, prompt)):
-            return None
-        stream = StreamingDetokenizer(tokenizer, marks.visible_tokens)
-        closing = "".join([stream.push(token) for token in marks.closing_tokens])
-        return replace(marks, end=closing) if closing.endswith(marks.end) else marks
 
     def _get_visible_messages(self) -> list[Message]:
         """Return the messages that the model sees: the system prompt, if there is one, and the messages that were not dropped."""
@@ -374,6 +366,15 @@ class Conversation:
         self.settings, self.system, self.messages, self.n_dropped = settings, system, messages, n_dropped
         self.thinking = thinking
         return model
+
+
+def _extend_end_mark(marks: ReasoningMarks, template: ChatTemplate) -> ReasoningMarks:
+    """Return marks whose end includes what closes the message of a thought, in formats such as Harmony."""
+    template_marks = find_template_marks(template)
+    closing = template_marks.closing if template_marks else ""
+    for name in marks.visible_tokens.values():
+        closing = closing.replace(name.removeprefix(SPECIAL_TOKEN_MARK), name)
+    return replace(marks, end=closing or marks.end)
 
 
 def _split_thought(text: str, marks: ReasoningMarks | None) -> dict[str, str]:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -694,6 +695,12 @@ def test_thinking_is_switched_if_the_template_takes_it(
     assert "cannot switch thinking" in capsys.readouterr().err and conversation.thinking is None
 
 
+def stream_with_text(tokenizer: Any, events: list[Any], *request: Any, **_: Any) -> Iterator[Any]:
+    detokenizer = EventDetokenizer(tokenizer, (), request[-1], include_draft_text=True)
+    add_text = {Step: detokenizer.add_text, Proposal: detokenizer.add_draft_text, Prompt: detokenizer.add_prompt_text}
+    return iter([add_text[type(event)](event) for event in events])
+
+
 @pytest.mark.parametrize("size", [1, 5, 99])
 def test_special_tokens_are_the_marks_of_a_thought(
     make_conversation: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, size: int
@@ -711,22 +718,18 @@ def test_special_tokens_are_the_marks_of_a_thought(
         monkeypatch.setattr(decoder.chat_template, "source", f"{{{{ messages[-1].content }}}}{{# {source} #}}")
         monkeypatch.setattr(decoder.tokenizer, "specials", specials)
         parts = [*before, "Hm, a robin", *between, "Yes", *after]
-        tokens = [token for part in parts for token in ([part] if isinstance(part, int) else decoder.encode(part)[1:])]
+        tokens = [token for part in parts for token in ([part] if isinstance(part, int) else decoder.encode(part))]
         steps = [Step(tokens[i : i + size], [], 0, 0.1, 0.0) for i in range(0, len(tokens), size)]
 
-        def stream(prompt: list[int], _n: int, _s: Sampling, visible_tokens: Any, steps: Any = steps, **_: Any) -> Iterator[Any]:
-            detokenizer = EventDetokenizer(decoder.tokenizer, (), visible_tokens, include_draft_text=True)  # noqa: B023
-            yield Prompt(prompt, 0.0)
-            yield detokenizer.add_draft_text(Proposal([390]))
-            yield from map(detokenizer.add_text, [*steps, Step([], [390], 0, 0.0, 0.0, "eos")])
-
+        events = [Prompt([1], 0.0), Proposal([390]), *steps, Step([], [390], 0, 0.0, 0.0, "eos")]
+        stream = partial(stream_with_text, decoder.tokenizer, events)
         monkeypatch.setattr(decoder, "read_and_stream", stream)
-        _, proposal, *events = conversation.ask(QUESTION)
-        answer, name = conversation.messages[-1], [*specials][0]
+        _, proposal, *shown = conversation.ask(QUESTION)
+        answer, name = conversation.messages[-1], next(iter(specials))
         assert answer["reasoning_content"].strip() == "Hm, a robin"
         assert answer["content"].strip() == "Yes" + "[/THINK]" * bool(after)
-        assert "".join(event.text for event in events) == answer["content"]
-        assert proposal.pieces == events[-1].wrong == [name]
+        assert "".join(step.text for step in shown) == answer["content"]
+        assert proposal.pieces == shown[-1].wrong == [name]
 
 
 def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> None:
