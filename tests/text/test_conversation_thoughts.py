@@ -1,0 +1,182 @@
+"""Thoughts in the chat: apart from the answer in the history, on the terminal and in the panel, and switched on and off."""
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec import Prompt, Step
+from specdec.events import Proposal, Statistics, ThoughtStep
+from specdec.text.conversation import Conversation
+from specdec.text.detokenizer import EventDetokenizer
+from specdec.text.reasoning_constraint import ReasoningConstraint
+from specdec.ui.chat import AnswerView, ChatSession
+from specdec.ui.panel import LivePanel
+from specdec.ui.plain_views import ModelLabels, sanitize
+from specdec.ui.terminal_window import STYLES, Window
+from tests.text.test_conversation import QUESTION, make_conversation, model  # noqa: F401  (fixtures)
+
+THINKER = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def thinker(make_conversation: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conversation]:
+    """Return a function that makes a conversation with a model in the style of Qwen3 that generates the given text."""
+
+    def make(text: str, size: int = 3, stop_reason: str = "eos") -> Conversation:
+        conversation = make_conversation()
+        decoder = conversation._decoder
+        monkeypatch.setattr(decoder.chat_template, "source", THINKER)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        steps = [Step([1], [], 0, 0.5, 0.0, pieces=[piece]) for piece in pieces]
+        events = [Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, stop_reason, pieces=[""])]
+        monkeypatch.setattr(decoder, "read_and_stream", lambda *_, **__: iter(events))
+        return conversation
+
+    return make
+
+
+@pytest.mark.parametrize("size", [1, 4, 99])
+def test_a_thought_is_kept_apart_from_the_answer_and_reaches_the_template(
+    thinker: Callable[..., Conversation], size: int, tmp_path: Path
+) -> None:
+    conversation = thinker("<think>\nHm, a robin.\n</think>\n\nYes.", size)
+    shown = [event for event in conversation.ask(QUESTION) if isinstance(event, Step)]
+    assert "".join(step.text for step in shown) == "Yes."
+    thought = "".join(piece for step in shown if isinstance(step, ThoughtStep) for piece in step.thought_pieces)
+    answer = conversation.messages[-1]
+    assert (answer["content"], answer["reasoning_content"]) == ("Yes.", "Hm, a robin.") and thought == "Hm, a robin."
+    assert [step.is_thought_end for step in shown if isinstance(step, ThoughtStep)].count(True) == 1
+    conversation.messages = [*conversation.messages, {"role": "user", "content": "Why?"}]
+    rendered = conversation._decoder.chat_template.render(conversation._get_visible_messages())
+    assert "<think>\nHm, a robin.\n</think>\n\nYes.<|im_end|>" in rendered
+    conversation.messages = conversation.messages[:-1]
+    conversation.save(tmp_path / "kept")
+    saved = conversation.messages
+    conversation.clear()
+    conversation.load(tmp_path / "kept")
+    assert conversation.messages == saved
+
+
+def test_an_interrupted_thought_is_kept_without_an_answer(thinker: Callable[..., Conversation]) -> None:
+    conversation = thinker("<think>\nHm, a robin.\n</think>\n\nYes.", 4)
+    events = conversation.ask(QUESTION)
+    for event in events:
+        if isinstance(event, ThoughtStep) and event.n_thought_tokens == 2:
+            break
+    events.close()
+    answer = conversation.messages[-1]
+    assert answer["content"] == "" and "Hm, a robin.".startswith(answer["reasoning_content"]) and answer["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("<think>\nHm, hm.\n</think>\n\nYes.", ["Hm, hm.", "thought for 9.0 s, 16 tokens", "Yes.", ""]),
+        ("<think>\n\n</think>\n\nYes.", ["Yes.", ""]),
+        ("Yes.", ["Yes.", ""]),
+    ],
+)
+def test_a_thought_is_shown_dim_on_a_terminal_and_left_out_elsewhere(
+    thinker: Callable[..., Conversation], text: str, rows: list[str]
+) -> None:
+    for width, styles, expected in ((40, STYLES, rows), (40, {}, rows[-2:]), (0, {}, rows[-2:])):
+        out = io.StringIO()
+        with AnswerView(out, lambda width=width: width, styles) as view:
+            for event in thinker(text, 1).ask(QUESTION):
+                view.show(event)
+        assert sanitize(out.getvalue()).split("\n") == expected
+        dim = "".join(re.findall(r"\x1b\[2m([^\x1b]*)", out.getvalue()))
+        assert dim == "".join(expected[:-2])
+
+
+def test_a_thought_is_shown_in_the_panel(thinker: Callable[..., Conversation]) -> None:
+    out = io.StringIO()
+    window = Window(Console(file=out, force_terminal=True, width=60, height=30))
+    panel = LivePanel(window, Statistics(), 99, ModelLabels("a"))
+    for event in thinker("<think>\nHm, hm.\n</think>\n\nYes.", 1).ask(QUESTION):
+        panel.show(event)
+    assert [row.strip() for row in sanitize(panel._final_page()).split("\n")[:4]] == [
+        "Hm, hm.", "thought for 9.0 s, 16 tokens", "", "Yes.",
+    ]  # fmt: skip
+
+
+def test_thinking_is_switched_if_the_template_takes_it(
+    thinker: Callable[..., Conversation], make_conversation: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = thinker("Yes.")
+    chat = ChatSession(conversation, ModelLabels("a"), plain=True)
+    conversation.messages = [{"role": "user", "content": QUESTION}]
+    default, decoder = conversation._encode(), conversation._decoder
+    for command, notice, is_default in (
+        ("/think", "as the chat template has it", True), ("/think off", "thinking: off", False),
+        ("/think maybe", "/think takes on or off", False), ("/think on", "thinking: on", True),
+    ):  # fmt: skip
+        chat._handle_input(command)
+        assert notice in capsys.readouterr().err and (conversation._encode() == default) == is_default
+    decoder.chat_template.source = "{{ messages[-1].content }}"
+    conversation.thinking = None
+    chat._handle_input("/think off")
+    assert "cannot switch thinking" in capsys.readouterr().err and conversation.thinking is None
+
+
+def stream_with_text(tokenizer: Any, events: list[Any], *request: Any, **_: Any) -> Iterator[Any]:
+    detokenizer = EventDetokenizer(tokenizer, (), request[-1], include_draft_text=True)
+    add_text = {Step: detokenizer.add_text, Proposal: detokenizer.add_draft_text, Prompt: detokenizer.add_prompt_text}
+    return iter([add_text[type(event)](event) for event in events])
+
+
+@pytest.mark.parametrize("size", [1, 5, 99])
+def test_special_tokens_are_the_marks_of_a_thought(
+    make_conversation: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Their names are not in the texts, also not after the thought and in drafts; Harmony's headers are not either."""
+    for specials, source, before, between, after in (
+        ({"[THINK]": 390, "[/THINK]": 391}, "[/THINK]", [390], [391], [391]),
+        (
+            {"<|channel|>": 390, "<|message|>": 391, "<|end|>": 392, "<|start|>": 393}, "<|channel|>",
+            [390, "analysis", 391], [392, 393, "assistant", 390, "final", 391], [],
+        ),
+    ):  # fmt: skip
+        conversation = make_conversation()
+        decoder = conversation._decoder
+        monkeypatch.setattr(decoder.chat_template, "source", f"{{{{ messages[-1].content }}}}{{# {source} #}}")
+        monkeypatch.setattr(decoder.tokenizer, "specials", specials)
+        parts = [*before, "Hm, a robin", *between, "Yes", *after]
+        tokens = [token for part in parts for token in ([part] if isinstance(part, int) else decoder.encode(part))]
+        steps = [Step(tokens[i : i + size], [], 0, 0.1, 0.0) for i in range(0, len(tokens), size)]
+
+        events = [Prompt([1], 0.0), Proposal([390]), *steps, Step([], [390], 0, 0.0, 0.0, "eos")]
+        stream = partial(stream_with_text, decoder.tokenizer, events)
+        monkeypatch.setattr(decoder, "read_and_stream", stream)
+        _, proposal, *shown = conversation.ask(QUESTION)
+        answer, name = conversation.messages[-1], next(iter(specials))
+        assert answer["reasoning_content"].strip() == "Hm, a robin"
+        assert answer["content"].strip() == "Yes" + "[/THINK]" * bool(after)
+        assert "".join(step.text for step in shown) == answer["content"]
+        assert proposal.pieces == shown[-1].wrong == [name]
+
+
+def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance", reason="the extra [json] is not installed")
+    conversation, shapes = thinker(""), list[Any]()
+    decoder = conversation._decoder
+    conversation._constraint = constraint = decoder.regex("70?")
+    monkeypatch.setattr(decoder, "read_and_stream", lambda *_, shape: shapes.append(shape) or iter([]))
+    for is_on in (True, False):
+        conversation.set_thinking(is_on)
+        assert [*conversation.ask(QUESTION)] == []
+    wrapped, plain = shapes
+    assert isinstance(wrapped, ReasoningConstraint) and wrapped.inner is constraint is plain
