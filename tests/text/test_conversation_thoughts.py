@@ -1,6 +1,7 @@
 """Thoughts in the chat: apart from the answer in the history, on the terminal and in the panel, and switched on and off."""
 
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -180,3 +181,11 @@ def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversati
         assert [*conversation.ask(QUESTION)] == []
     wrapped, plain = shapes
     assert isinstance(wrapped, ReasoningConstraint) and wrapped.inner is constraint is plain
+
+
+def test_json_output_has_the_thought_in_a_field(thinker: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]) -> None:
+    for text, thought, answer in (("<think>Hm</think>\n\nYes", "Hm", "Yes"), ("Yes", None, "Yes")):
+        conversation = thinker(text)
+        ChatSession(conversation, ModelLabels("a"), json_extra={}).show_answer(conversation.ask(QUESTION))
+        result = json.loads(capsys.readouterr().out)
+        assert (result["text"], result.get("reasoning_content")) == (answer, thought)
