@@ -83,11 +83,12 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     """Convert the fields of a request into the body of a chat request."""
     chat = {name: fields.pop(name) for name in COMMON_FIELDS}
     system = fields.take("system", _join_paragraphs, "")
-    messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
+    if not (messages := fields.take("messages", _parse_messages, list[dict[str, Any]]())):
+        raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     if system:
         messages.insert(0, {"role": "system", "content": system})
     tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
-    chat |= {"messages": messages or None, "max_tokens": max_tokens, "tools": tools or None}
+    chat |= {"messages": messages, "max_tokens": max_tokens, "tools": tools or None}
     chat |= fields.take("tool_choice", _parse_tool_choice, dict[str, Any]())
     chat["stop"] = fields.pop("stop_sequences") or None
     is_thinking, chat["thinking_budget_tokens"] = fields.take("thinking", _parse_thinking, (None, None))

@@ -84,6 +84,8 @@ class ReasoningConstraint:
         if phase == "before" and self._marks.start_tokens[n : n + 1] == (token,):
             is_complete = n + 1 == len(self._marks.start_tokens)
             return Position("thought") if is_complete else Position("before", n + 1)
+        if phase == "before" and not n and not self.inner and (self._get_bytes(token) or b"x").isspace():
+            return position
         if phase == "thought":
             data = tail + self._get_bytes(token)
             _, is_end, rest = data.partition(self._end)
@@ -98,11 +100,15 @@ class ReasoningConstraint:
         return ANSWER_POSITION
 
     def get_forced_token(self, position: Position) -> int | None:
-        """Return the only token that may follow, in a start mark or after the last token of a thought; None for others."""
+        """Return the only token that may follow after the last token of a thought; None for others."""
         phase, n, _ = position
         if phase == "thought" and self._budget is not None and n >= self._budget:
             return next(iter(self._marks.closing_tokens[n - self._budget :]), None)
-        return self._marks.start_tokens[n] if phase == "before" and n and self.inner else None
+        return None
+
+    def get_start(self, position: Position) -> list[int]:
+        """Return the tokens so far if they may be the start mark or the beginning of an answer; empty for other positions."""
+        return [*self._marks.start_tokens[: position.n]] if position.phase == "before" else []
 
     def get_banned_tokens(self, position: Position) -> list[int]:
         """Return the tokens that may not follow in a thought: those with an end mark and a part of the answer, and EOS tokens."""
@@ -114,7 +120,7 @@ class ReasoningConstraint:
     def get_free_tokens(self, position: Position) -> list[int]:
         """Return the tokens that may follow before the answer, whether or not the inner constraint allows them."""
         if position.phase == "before":
-            return [*self._marks.start_tokens[:1]]
+            return [*self._marks.start_tokens[position.n : position.n + 1]]
         return [token for token, n in self._newlines.items() if position.n + n <= MAX_NEWLINES]
 
     def _get_bytes(self, token: int) -> bytes:
@@ -176,11 +182,27 @@ class ReasoningConstraintState:
         position, n = self._walk(tokens)
         if position.phase != "answer":
             return n
-        return n + self._inner.count_allowed(tokens[n:]) if self._inner else len(tokens)
+        if not self._inner:
+            return len(tokens)
+        if self._position.phase == "before" and self._is_start(tokens[:n]):
+            start = self._constraint.get_start(self._position)
+            return max(n, self._inner.count_allowed([*start, *tokens]) - len(start))
+        return n + self._inner.count_allowed(tokens[n:])
+
+    def _is_start(self, tokens: list[int]) -> bool:
+        """Return whether tokens before the answer leave the position in the start mark, so that they belong to the answer."""
+        position = self._position
+        for token in tokens:
+            position = self._constraint.advance(position, token)
+        return position.phase == "before"
 
     def find_end(self, tokens: list[int]) -> int | None:
         """Return after how many of the given tokens the inner constraint is complete, or None if they do not complete it."""
         position, n = self._walk(tokens)
+        if self._inner and position.phase == "answer" and self._position.phase == "before" and self._is_start(tokens[:n]):
+            start = self._constraint.get_start(self._position)
+            end = self._inner.find_end([*start, *tokens])
+            return None if end is None else max(end - len(start), 0)
         end = self._inner.find_end(tokens[n:]) if self._inner and position.phase == "answer" else None
         return None if end is None else n + end
 
@@ -210,10 +232,42 @@ class ReasoningConstraintState:
         next_positions = {child: constraint.advance(position, draft.tokens[child]) for child in draft.children(node)}
         if position.phase != "thought" and forced is None and self._inner:
             before_answer = {child for child, following in next_positions.items() if following.phase != "answer"}
-            self._mask_answer(logits, draft, node, before_answer, constraint.get_free_tokens(position))
+            if position.phase != "before":
+                self._mask_answer(logits, draft, node, before_answer, constraint.get_free_tokens(position))
+            elif node == -1:
+                self._mask_start(logits, draft)
         for child, following in next_positions.items():
             if following.phase != "answer":
                 self._mask_subtree(logits, draft, child, following)
+
+    def _mask_start(self, logits: Any, draft: Draft) -> None:
+        """Mask the rows where the output may be in the start mark or in an answer without a thought by the inner constraint."""
+        assert self._inner
+        constraint, start = self._constraint, self._constraint.get_start(self._position)
+        positions, indices, parents = {-1: self._position}, {-1: len(start) - 1}, [*range(-1, len(start) - 1)]
+        for child, parent in enumerate(draft.parents or range(-1, len(draft.tokens) - 1)):
+            if parent not in indices or child + 1 >= len(logits):
+                continue
+            following = constraint.advance(positions[parent], draft.tokens[child]) if parent in positions else ANSWER_POSITION
+            if following.phase == "before":
+                positions[child] = following
+            elif following.phase != "answer":
+                continue
+            indices[child] = len(parents)
+            parents.append(indices[parent])
+        rows = [each + 1 for each in indices]
+        part = np.concatenate([np.zeros((len(start), logits.shape[1]), logits.dtype), logits[rows]])
+        tokens = start + [draft.tokens[each] for each in [*indices][1:]]
+        self._inner.mask_logits(part, Draft(tokens, parents=None if draft.parents is None else parents))
+        for i, node in enumerate(indices):
+            if node in positions:
+                prefix, row = constraint.get_start(positions[node]), part[len(start) + i]
+                if self._inner.count_allowed(prefix) < len(prefix):
+                    row.fill(-np.inf)
+                for token in constraint.get_free_tokens(positions[node]):
+                    if token < len(row):
+                        row[token] = logits[node + 1, token]
+        logits[rows] = part[len(start) :]
 
     def _mask_answer(self, logits: Any, draft: Draft, node: int, before_answer: set[int], free_tokens: list[int]) -> None:
         """Mask the row after a node where the answer may begin, and the rows of the answer below, by the inner constraint.
@@ -241,11 +295,12 @@ class ReasoningConstraintState:
 
     def commit(self, tokens: list[int]) -> None:
         """Add accepted tokens to the sequence and advance its state."""
-        n = 0
+        n, start = 0, self._constraint.get_start(self._position)
         while n < len(tokens) and self._position.phase != "answer":
-            following = self._constraint.advance(self._position, tokens[n])
-            self._position = following
-            n += following.phase != "answer"
+            previous, self._position = self._position, self._constraint.advance(self._position, tokens[n])
+            if self._position.phase == "answer" and previous.phase == "before":  # the start belongs to the answer
+                n, tokens = 0, [*start, *tokens]
+            n += self._position.phase != "answer"
         if self._inner and tokens[n:]:
             self._inner.commit(tokens[n:])
 

@@ -554,3 +554,9 @@ def test_fields_without_effect_are_accepted_where_the_api_has_them(app):
         send_request(app, RESPONSES, BODIES[RESPONSES] | {"prompt_cache_retention": 1}).error["param"] == "prompt_cache_retention"
     )
     assert send_request(app, MESSAGES, BODIES[MESSAGES] | {"prompt_cache_retention": "24h"}).error["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize("messages", [{}, {"messages": None}, {"messages": []}], ids=["missing", "null", "empty"])
+def test_messages_are_needed_next_to_a_system_prompt(app, messages):
+    response = send_request(app, MESSAGES, {"max_tokens": 2, "system": "s", **messages})
+    assert response.status == 400 and "messages" in response.error["message"]

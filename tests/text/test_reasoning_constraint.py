@@ -184,3 +184,29 @@ def test_without_a_thought_the_constraint_holds_from_the_start():
     state.mask_logits(logits, Draft([]))
     assert {WORDS[token] for token in np.flatnonzero(logits[0] == 0)} == {b"a", b"ab", b"xy"}
     assert state.find_end([6, 13, 5]) == 3 and state.find_end([100, 3, 101, 102, 6, 13, 5, 9]) == 7
+
+
+def test_an_answer_may_begin_like_a_start_mark_of_several_tokens():
+    x, y, a, b = (WORDS.index(word) for word in (b"x", b"y", b"a", b"b"))
+    marks = ReasoningMarks("xy", "cz", False, False, (x, y), CLOSING_TOKENS)
+    inner = LanguageConstraint(literal("xab"), WORDS, END_MARKS)
+    state = ReasoningConstraint(marks, TOKENIZER, inner, None, True).begin(PROMPT)
+    assert state.count_allowed([x, a, b]) == 3 and state.find_end([x, a, b]) == 3
+    assert state.count_allowed([x, y, 3, 101, x, a, b]) == 7 and state.count_allowed([x, b]) == 1
+    logits = np.zeros((3, len(WORDS)), np.float32)
+    state.mask_logits(logits, Draft([x, a]))
+    assert [{WORDS[token] for token in np.flatnonzero(row == 0)} for row in logits] == [
+        {b"x", b"xa"} & {*WORDS},
+        {b"y", b"a", b"ab"},
+        {b"b"},
+    ]
+    state.commit([x])
+    state.commit([a])
+    assert state.count_allowed([b]) == 1 and state.count_allowed([y]) == 0
+
+
+def test_white_space_before_a_thought_does_not_escape_the_budget():
+    marks = ReasoningMarks("xy", "cz", False, False, START_TOKENS, CLOSING_TOKENS)
+    state = ReasoningConstraint(marks, TOKENIZER, None, 2).begin(PROMPT)
+    state.commit([102, 100, 3, 4])
+    assert state.get_forced_tokens(9) == [*CLOSING_TOKENS]
