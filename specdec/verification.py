@@ -109,7 +109,8 @@ class SequentialVerifier:
 
     def verify(self, logits: Float32, draft: Draft, position: int) -> tuple[list[int], int]:
         """Return the sequence's next tokens and how many of them are accepted draft tokens; see `Verifier.verify`."""
-        tokens, node = list[int](), -1
+        tokens: list[int] = []
+        node = -1
         while node + 1 < len(logits):
             children = draft.children(node)
             token = self._sample_token(logits[node + 1], draft, children, position + len(tokens))

@@ -3,8 +3,7 @@
 from collections.abc import Sequence as GenericSequence
 
 from specdec.engine.sequence import Sequence
-from specdec.model.kv_cache import KVCache
-from specdec.model.model import Model
+from specdec.model.model import BatchInput, Model
 from specdec.speculative import Verified
 
 PrefillChunk = tuple[Sequence, int]  # a sequence and the number of tokens to run
@@ -49,7 +48,7 @@ class ModelRunner:
                     all_logits = [decode_batch[0].cache.forward_tree(state.tokens, state.draft.tokens, state.draft.parents)]
                 else:
                     # inputs: the prefill chunks, then the decode batch
-                    inputs = list[tuple[KVCache, list[int], int, int]]()
+                    inputs: list[BatchInput] = []
                     for sequence, n in chunks:
                         inputs.append((sequence.cache, sequence.get_prefill_input(n), 0, len(sequence.tokens)))
                     for sequence in decode_batch:

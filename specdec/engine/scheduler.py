@@ -90,7 +90,8 @@ class Scheduler:
         self.reap()
         if self.waiting:
             yield from self._admit()
-        ready, prefilling = list[Sequence](), list[Sequence]()  # together at most max_running
+        ready: list[Sequence] = []
+        prefilling: list[Sequence] = []  # together at most max_running
         for sequence in self._shares.interleave(self.running):
             if len(prefilling) + len(ready) == self._max_running:
                 break
@@ -98,13 +99,15 @@ class Scheduler:
                 prefilling.append(sequence)
             if sequence.status is SequenceStatus.DECODE:
                 ready.append(sequence)
-        decode_batch = list[Sequence]()
+        decode_batch: list[Sequence] = []
         if not self._is_prefill_turn:
             max_tokens = MAX_BATCH_TOKENS - (MIN_PREFILL_CHUNK_TOKENS if prefilling else 0)
             decode_batch = yield from self._propose(ready, max_tokens)
-        prefilling = self._shares.hold_back(prefilling, decode_batch)
-        has_tree = bool(decode_batch) and decode_batch[0].has_tree  # which runs alone
-        chunks = [] if has_tree else self._select_prefill_chunks(prefilling, decode_batch)
+        chunks: list[PrefillChunk] = []
+        if prefilling:
+            prefilling = self._shares.hold_back(prefilling, decode_batch)
+            if not (decode_batch and decode_batch[0].has_tree):  # a tree runs alone
+                chunks = self._select_prefill_chunks(prefilling, decode_batch)
         self._is_prefill_turn = bool(prefilling) and not chunks
         if decode_batch or chunks:
             yield from self._run(chunks, decode_batch)
@@ -205,7 +208,8 @@ class Scheduler:
         """
         if self._costs:
             self._costs.begin_pass(len(ready), max_tokens)
-        decode_batch, n_tokens = list[Sequence](), 0
+        decode_batch: list[Sequence] = []
+        n_tokens = 0
         for sequence in sorted(ready, key=lambda sequence: not sequence.has_proposed) if len(ready) > 1 else ready:
             if not sequence.has_proposed:
                 try:
@@ -291,7 +295,8 @@ class Scheduler:
             has_chunks: Whether prefill chunks ran in the same pass, so that its time shows nothing about drafts.
         """
         n_tokens, n_generated, experts = 0, 0, self._bundle.target.experts_read
-        events, n_verified = list[SequenceEvent](), 0
+        events: list[SequenceEvent] = []
+        n_verified = 0
         for sequence in decode_batch:
             verified = results[sequence]
             if isinstance(verified, Exception):
