@@ -83,7 +83,8 @@ class KVCache:
             Logits (n_logits, V) at the last tokens, valid until the model's next pass.
         """
         tokens, n_logits = self.check_input(tokens, n_logits)
-        return self.model.run_pass(self, tokens, [], n_logits, n_total)
+        with self.model.exclusive():
+            return self.run(tokens, [], n_logits, n_total)
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
@@ -123,7 +124,8 @@ class KVCache:
         if n + (deepest := max(compute_depths(parents), default=0)) > n_positions:
             raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {n_positions} positions")
         n_logits = n_rows if n_logits is None else check_int("n_logits", n_logits, 0, n_rows)
-        return self.model.run_pass(self, tokens, [*zip(nodes, parents, strict=True)], n_logits)
+        with self.model.exclusive():
+            return self.run(tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
     def can_draft(self, tokens: list[int]) -> bool:
         """Return whether a draft model can predict the token that follows the given ones."""

@@ -12,7 +12,6 @@ from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, SharedBuffers, Weights
 from specdec.layers.kv_formats import KV_FORMATS
-from specdec.layers.rope import TreeNode
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
@@ -198,7 +197,8 @@ class Model:
         jobs = [(each[0], *each[0].check_input(each[1], each[2]), each[3] if len(each) > 3 else 0) for each in batch]
         if len(jobs) == 1 and jobs[0][0].model is self:
             cache, tokens, n_logits, n_total = jobs[0]
-            return [self.run_pass(cache, tokens, [], n_logits, n_total)]
+            with self.exclusive():
+                return [cache.run(tokens, [], n_logits, n_total)]
         caches = [cache for cache, *_ in jobs]
         if any(cache.model is not self or cache.hidden_layers != caches[0].hidden_layers for cache in caches):
             raise ValueError("the caches of a batch must belong to this model and have the same hidden_layers")
@@ -238,17 +238,6 @@ class Model:
             end += len(own)
             logits[id(cache)] = rows[end - n_logits : end]
         return logits
-
-    def run_pass(self, cache: KVCache, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Return `KVCache.run` of one sequence, as inside `exclusive`, which would cost a small model several percent."""
-        with self.lock:
-            if self._is_running:
-                raise RuntimeError(REENTRANT_CALL_MESSAGE)
-            try:
-                self._is_running = True
-                return cache.run(tokens, nodes, n_logits, n_total)
-            finally:
-                self._is_running = False
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
