@@ -9,27 +9,15 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec import SpeculativeDecoder
+from specdec import Prompt, SpeculativeDecoder
 from specdec.server import field_validation, generation_response
 from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra
 from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import INFILL_MARKS
 from specdec.server.ollama import parse_ollama_generate
 from specdec.server.openai_chat import parse_completion_request
-from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
-    CHAT,
-    COMPLETIONS,
-    CONVERSATION,
-    TOOL,
-    FakeScheduler,
-    Prompt,
-    app,
-    decoder,
-    make_test_app,
-    scheduler,
-    send_request,
-    step,
-)
+from tests.fakes.asgi import send_request
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, step
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
 

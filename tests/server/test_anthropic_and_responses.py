@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdec import Step
+from specdec import Prompt, Step
 from specdec.engine.request import validate_request
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
@@ -24,22 +24,9 @@ from specdec.server.generation_fields import ServedModel
 from specdec.server.json_values import MAX_JSON_DEPTH, parse_json
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.text.structured_output import ConstraintError
-from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
-    CHAT,
-    CONVERSATION,
-    SAMPLING_FIELDS,
-    TAGGED_CALL,
-    TOOL,
-    FakeScheduler,
-    Prompt,
-    app,
-    decoder,
-    make_state,
-    make_test_app,
-    scheduler,
-    send_request,
-    step,
-)
+from tests.fakes.asgi import send_request
+from tests.fakes.server import CHAT, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_state, step
+from tests.server.tool_parsers.test_formats import TAGGED_CALL
 
 EMBEDDINGS = "/v1/embeddings"
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"

@@ -16,8 +16,9 @@ from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
+from tests.fakes.asgi import send_request
+from tests.fakes.server import CHAT, COMPLETIONS
 from tests.server.test_engine_thread import endless  # noqa: F401
-from tests.server.test_openai_api import CHAT, COMPLETIONS, send_request
 
 MESSAGES = "/v1/messages"
 BODY = {"prompt": "Once", "max_tokens": 8, "temperature": 0.7, "seed": 3}

@@ -9,26 +9,13 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec import Prompt
 from specdec.server import generation_response
 from specdec.text.structured_output import ConstraintError
-from tests.fakes.asgi import Response
+from tests.fakes.asgi import Response, send_request
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, step
 from tests.server.test_anthropic_and_responses import random_json
-from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
-    CHAT,
-    COMPLETIONS,
-    CONVERSATION,
-    SAMPLING_FIELDS,
-    TAGGED_CALL,
-    TOOL,
-    FakeScheduler,
-    Prompt,
-    app,
-    decoder,
-    make_test_app,
-    scheduler,
-    send_request,
-    step,
-)
+from tests.server.tool_parsers.test_formats import TAGGED_CALL
 
 OPTIONS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "num_predict": 12}
 CHAT_BODY = {"model": "talker:latest", "messages": CONVERSATION, "options": OPTIONS}

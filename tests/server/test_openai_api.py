@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,94 +16,25 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
-from specdec import Prompt, Sampling, SpeculativeDecoder, Step
+from specdec import Prompt, Sampling, SpeculativeDecoder
 from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
-from specdec.engine.request import GenerationRequest
-from specdec.engine.sequence import Client
 from specdec.events import TokenLogprob
 from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
-from specdec.server.engine_thread import EngineThread, EventCallback, QueueFullError, ShutdownError
+from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
-from specdec.server.generation_response import ServerState
 from specdec.server.json_values import JsonScanner
-from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN, ModelInstance, make_single_model_manager
+from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_state, step
 from tests.server.tool_parsers.test_formats import TAGGED_CALL
-from tests.test_end_to_end import make_folder
-from tests.tools.hf_folders import FIXTURES
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CONVERSATION = [{"role": "user", "content": "Where did the robin go?"}]
-SAMPLING_FIELDS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 12}
 SAMPLING = Sampling(temperature=0.8, top_p=0.9, seed=5)
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
-
-
-class FakeScheduler:
-    """A scheduler that sends the same events for every request, or raises."""
-
-    def __init__(self, *events: Any, error: Exception | None = None) -> None:
-        self.events, self.error, self.metrics, self.requests = events, error, Metrics(), list[GenerationRequest]()
-        self.n_cancelled = 0
-
-    def submit(
-        self, requests: Sequence[GenerationRequest], callbacks: Sequence[EventCallback], client: Client
-    ) -> list["FakeScheduler"]:
-        if self.error:
-            raise self.error
-        self.requests += requests
-        for on_event in callbacks:
-            for event in self.events:
-                on_event(event)
-        return [self for _ in requests]
-
-    def cancel(self) -> None:
-        self.n_cancelled += 1
-
-
-def make_state(model: ServedModel, scheduler: Any) -> ServerState:
-    return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)), "print")
-
-
-def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:
-    return Step([1], [], 0, 0.0, 0.0, stop_reason, pieces=[text], **fields)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
-    path = make_folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
-    source = (FIXTURES / "chat" / "smollm2.jinja").read_text()
-    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + source)
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    return SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
-
-
-@pytest.fixture(scope="module")
-def scheduler(decoder: SpeculativeDecoder) -> Iterator[EngineThread]:
-    scheduler = EngineThread(decoder, 4, 32, 10**8)
-    yield scheduler
-    scheduler.close(0.0)
-
-
-@pytest.fixture(scope="module")
-def make_test_app(decoder: SpeculativeDecoder, scheduler: EngineThread) -> Callable[..., Any]:
-    def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
-        state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-        return AuthMiddleware(Endpoints(state), keys, {"localhost"}, (log if log is not None else []).append)
-
-    return app
-
-
-@pytest.fixture(scope="module")
-def app(make_test_app: Callable[..., Any]) -> Any:
-    return make_test_app()
 
 
 def test_responses_and_streams_equal_library_output(app: Any, decoder: SpeculativeDecoder) -> None:

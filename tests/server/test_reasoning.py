@@ -11,18 +11,9 @@ from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
+from tests.fakes.asgi import send_request
+from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_state
 from tests.server.test_anthropic_and_responses import MESSAGES, RESPONSES, TokenScheduler
-from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
-    CHAT,
-    CONVERSATION,
-    TOOL,
-    FakeScheduler,
-    decoder,
-    make_state,
-    make_test_app,
-    scheduler,
-    send_request,
-)
 from tests.test_end_to_end import make_folder
 from tests.text.test_reasoning import SOURCES
 

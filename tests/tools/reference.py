@@ -369,3 +369,19 @@ def chi_square_limit(degrees: int, sigmas: float) -> float:
     """Return the value that chi-square exceeds as rarely as a normal variable exceeds `sigmas` (Wilson and Hilferty 1931)."""
     a = 2 / (9 * degrees)
     return degrees * (1 - a + sigmas * math.sqrt(a)) ** 3
+
+
+def check_counts(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float], min_cells: int) -> None:
+    """Check counts of outcomes against their probabilities by chi-square, with a false alarm below 1e-6.
+
+    Outcomes that are expected less than 8 times are one cell; at least min_cells others must be left.
+    """
+    assert set(counts) <= set(expected)
+    n_runs = sum(counts.values())
+    big = {cell: n_runs * p for cell, p in expected.items() if n_runs * p >= 8}
+    assert len(big) >= min_cells
+    rest = n_runs - sum(big.values())
+    chi_square = sum((counts.get(cell, 0) - e) ** 2 / e for cell, e in big.items())
+    if rest >= 8:
+        chi_square += (sum(n for cell, n in counts.items() if cell not in big) - rest) ** 2 / rest
+    assert chi_square < chi_square_limit(len(big), 4.8)

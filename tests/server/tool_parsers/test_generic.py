@@ -8,20 +8,11 @@ import pytest
 pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+from specdec import Prompt
 from specdec.server import field_validation
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
-from tests.server.test_openai_api import (  # noqa: F401  (fixtures)
-    CHAT,
-    CONVERSATION,
-    FakeScheduler,
-    Prompt,
-    app,
-    decoder,
-    make_test_app,
-    scheduler,
-    send_request,
-    step,
-)
+from tests.fakes.asgi import send_request
+from tests.fakes.server import CHAT, CONVERSATION, FakeScheduler, step
 from tests.server.tool_parsers.test_formats import parse, simplify
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"], "additionalProperties": False}

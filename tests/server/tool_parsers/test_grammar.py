@@ -13,7 +13,8 @@ from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
 from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
-from tests.server.test_openai_api import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, decoder, make_state, scheduler, send_request  # noqa: F401
+from tests.fakes.asgi import send_request
+from tests.fakes.server import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, make_state
 from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
 

@@ -1,0 +1,47 @@
+"""Fixtures of the server's tests: a small model that chats, its engine, and the app over it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.server.engine_thread import EngineThread
+from specdec.server.generation_fields import ServedModel
+from tests.fakes.server import TOOL_TEMPLATE_PREFIX, make_state
+from tests.tools.hf_folders import FIXTURES
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
+    from tests.test_end_to_end import make_folder
+
+    path = make_folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
+    source = (FIXTURES / "chat" / "smollm2.jinja").read_text()
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + source)
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    return SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
+
+
+@pytest.fixture(scope="module")
+def scheduler(decoder: SpeculativeDecoder) -> Iterator[EngineThread]:
+    scheduler = EngineThread(decoder, 4, 32, 10**8)
+    yield scheduler
+    scheduler.close(0.0)
+
+
+@pytest.fixture(scope="module")
+def make_test_app(decoder: SpeculativeDecoder, scheduler: EngineThread) -> Callable[..., Any]:
+    from specdec.server.access_control import AuthMiddleware
+    from specdec.server.app import Endpoints
+
+    def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
+        state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
+        return AuthMiddleware(Endpoints(state), keys, {"localhost"}, (log if log is not None else []).append)
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def app(make_test_app: Callable[..., Any]) -> Any:
+    return make_test_app()
