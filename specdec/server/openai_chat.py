@@ -33,6 +33,7 @@ from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
 from specdec.text.chat_template import Options, PromptTooLongError, TemplateError
+from specdec.text.reasoning import make_thinking_options
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
 
 MAX_TOOLS = 512
@@ -41,8 +42,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
 TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 # clients also send back fields of responses, such as refusal; they must be empty
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-# options that switch thinking on and off: that of most templates, that of DeepSeek's and Granite's, and that of Seed-OSS's
-THINKING_OPTION, OTHER_THINKING_OPTION, THINKING_BUDGET_OPTION = "enable_thinking", "thinking", "thinking_budget"
+THINKING_OPTION = "enable_thinking"
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or a reasoning effort
 MAX_OPTION_CHARS = 64 << 10  # of all template options as JSON
 RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
@@ -224,15 +224,13 @@ def _parse_template_options(fields: Fields, model: ServedModel) -> Options:
     effort = fields.take("reasoning_effort", _check_word, "")
     if not (template := model.template):
         return options
-    takes_effort = template.has_reference_to("reasoning_effort")
-    if effort and (not takes_effort or template.has_reference_to(THINKING_OPTION)):
+    takes_effort = template.takes_variable("reasoning_effort")
+    if effort and (not takes_effort or template.takes_variable(THINKING_OPTION)):
         options = {THINKING_OPTION: effort != "none", **options}
     if effort and takes_effort:
         options = {"reasoning_effort": effort, **options}
-    if THINKING_OPTION in options and template.takes_variable(OTHER_THINKING_OPTION):
-        options = {OTHER_THINKING_OPTION: options[THINKING_OPTION], **options}
-    if options.get(THINKING_OPTION) is False and template.takes_variable(THINKING_BUDGET_OPTION):
-        options = {THINKING_BUDGET_OPTION: 0, **options}
+    if THINKING_OPTION in options:
+        options = make_thinking_options(template, options[THINKING_OPTION]) | options
     return options
 
 

@@ -15,7 +15,14 @@ from specdec.loaders import CheckpointError, read_json_object, write_text_atomic
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError
-from specdec.text.reasoning import SPECIAL_TOKEN_MARK, ReasoningMarks, find_reasoning_marks, find_template_marks
+from specdec.text.reasoning import (
+    SPECIAL_TOKEN_MARK,
+    PartKind,
+    ReasoningMarks,
+    find_reasoning_marks,
+    find_template_marks,
+    make_thinking_options,
+)
 from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.tokenizer import AnyTokenizer
 
@@ -23,7 +30,6 @@ FORMAT, REVISION = "specdec conversation", 1
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 MIN_ANSWER_DIVISOR = 8  # the oldest turns are dropped if less than 1/8 of the context is left for an answer
 FREED_CONTEXT_DIVISOR = 4  # ... and then 1/4 of the context is freed
-THINKING_OPTIONS = "enable_thinking", "thinking"  # names of the template variable that switches thoughts on and off
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class ThoughtFilter:
 
     def __init__(self, marks: ReasoningMarks) -> None:
         self._splitter, self._n_tokens, self._seconds = marks.make_splitter(), 0, 0.0
+        self._text, self._thought = list[str](), list[str]()
 
     def filter(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
         """Return an event without the marks; a step that has a part of the thought becomes a `ThoughtStep`."""
@@ -132,20 +139,35 @@ class ThoughtFilter:
             self._n_tokens += was_reasoning and self._splitter.is_reasoning and i < len(event.tokens)
             if event.stop_reason and i == len(event.pieces) - 1:
                 parts += self._splitter.end()
-            pieces.append("".join([text for kind, text in parts if kind == "text"]))
-            thoughts.append("".join([text for kind, text in parts if kind != "text"]))
-        fields = vars(event) | {"pieces": _remove_token_marks(pieces), "wrong": _remove_token_marks(event.wrong)}
+            text, thought = _join_parts(parts)
+            pieces.append(text)
+            thoughts.append(thought)
+        self._text += pieces
+        self._thought += thoughts
+        fields = vars(event) | {"pieces": pieces, "wrong": _remove_token_marks(event.wrong)}
         if not (has_thought or self._splitter.is_reasoning or any(thoughts)):
             return Step(**fields)
         self._seconds += event.seconds
         is_end = not self._splitter.is_reasoning or event.stop_reason is not None
         return ThoughtStep(
             **fields,
-            thought_pieces=_remove_token_marks(thoughts),
+            thought_pieces=thoughts,
             n_thought_tokens=self._n_tokens,
             thought_seconds=self._seconds,
             is_thought_end=is_end,
         )
+
+    def end(self) -> dict[str, str]:
+        """Return the fields of a message with the answer so far: its content, and its thought if there is one."""
+        text, thought = _join_parts(self._splitter.end())
+        fields = {"content": "".join(self._text) + text}
+        return fields | ({"reasoning_content": thought} if (thought := "".join(self._thought) + thought) else {})
+
+
+def _join_parts(parts: list[tuple[PartKind, str]]) -> tuple[str, str]:
+    """Return the text and the thought of parts from a splitter, without marks of special tokens."""
+    text, thought = ["".join([part for kind, part in parts if (kind == "text") == is_text]) for is_text in (True, False)]
+    return text.replace(SPECIAL_TOKEN_MARK, ""), thought.replace(SPECIAL_TOKEN_MARK, "")
 
 
 def _remove_token_marks(pieces: list[str]) -> list[str]:
@@ -195,16 +217,9 @@ class Conversation:
         Raises:
             ValueError: The chat template has no variable for it.
         """
-        if not self._make_options(is_on):
+        if not make_thinking_options(self._decoder.chat_template, is_on):
             raise ValueError("the model's chat template cannot switch thinking on or off")
         self.thinking = is_on
-
-    def _make_options(self, thinking: bool | None) -> dict[str, Any]:
-        """Return the template variables that switch thoughts on or off, as far as the chat template reads them."""
-        if thinking is None:
-            return {}
-        options = dict.fromkeys(THINKING_OPTIONS, thinking) | ({} if thinking else {"thinking_budget": 0})
-        return {name: value for name, value in options.items() if self._decoder.chat_template.takes_variable(name)}
 
     def ask(self, question: str) -> Generator[Event | PrefillProgress]:
         """Add a question to the chat and return a generator of prefill progress, then of the events of the model's answer.
@@ -235,7 +250,7 @@ class Conversation:
         return self._stream_answer(last["attempt"] + 1, before)
 
     def _stream_answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | PrefillProgress]:
-        tokens, is_complete, text, marks = list[int](), False, "", None
+        tokens, is_complete, text, thought_filter = list[int](), False, "", None
         try:
             prompt = self._encode_prompt()
             settings, max_new = self.settings, self._decoder.n_positions + 1 - len(prompt)
@@ -244,9 +259,8 @@ class Conversation:
             if marks := find_reasoning_marks(template, tokenizer, prompt):
                 if constraint and not marks.closes_in_prompt:
                     constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
-                marks = _extend_end_mark(marks, template)
+                thought_filter = ThoughtFilter(_extend_end_mark(marks, template))
             visible_tokens = marks.visible_tokens if marks else {}
-            thought_filter = ThoughtFilter(marks) if marks else None
             for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, visible_tokens, shape=constraint):
                 if isinstance(event, Step):
                     tokens += event.tokens
@@ -255,8 +269,8 @@ class Conversation:
                 yield thought_filter.filter(event) if thought_filter else event
         finally:
             if tokens or is_complete:
-                answer = {"role": ASSISTANT, **_split_thought(text, marks), "tokens": tokens, "attempt": attempt}
-                self.messages = [*self.messages, answer]
+                content = thought_filter.end() if thought_filter else {"content": text}
+                self.messages = [*self.messages, {"role": ASSISTANT, **content, "tokens": tokens, "attempt": attempt}]
             else:
                 self.messages, self.n_dropped = before
 
@@ -283,7 +297,8 @@ class Conversation:
         return tokens
 
     def _encode(self) -> list[int]:
-        return self._decoder.encode_chat(self._get_visible_messages(), options=self._make_options(self.thinking))
+        options = {} if self.thinking is None else make_thinking_options(self._decoder.chat_template, self.thinking)
+        return self._decoder.encode_chat(self._get_visible_messages(), options=options)
 
     def _encode_messages(self) -> list[int] | None:
         """Return the token ids of the visible messages, or None if they cannot fit the context and were therefore not encoded."""
@@ -375,17 +390,6 @@ def _extend_end_mark(marks: ReasoningMarks, template: ChatTemplate) -> Reasoning
     for name in marks.visible_tokens.values():
         closing = closing.replace(name.removeprefix(SPECIAL_TOKEN_MARK), name)
     return replace(marks, end=closing or marks.end)
-
-
-def _split_thought(text: str, marks: ReasoningMarks | None) -> dict[str, str]:
-    """Return the fields of a message with an answer: its content, and its thought if there is one."""
-    if not marks:
-        return {"content": text}
-    splitter = marks.make_splitter()
-    parts = [(kind, part.replace(SPECIAL_TOKEN_MARK, "")) for kind, part in [*splitter.push(text), *splitter.end()]]
-    thought = "".join([part for kind, part in parts if kind != "text"])
-    fields = {"content": "".join([part for kind, part in parts if kind == "text"])}
-    return fields | ({"reasoning_content": thought} if thought else {})
 
 
 def _read_saved(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, TemplateError
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer
@@ -18,6 +18,8 @@ SPECIAL_TOKEN_MARK = "\udc3c"
 MAX_MARK_CHARS = 40
 N_TAIL_TOKENS = 32  # of a prompt, which contain the mark that may be at its end
 THOUGHT, ANSWER = "Hmm, a thought", "The answer"  # of a conversation that is rendered to find the marks
+# names of the template variable that switches thoughts on and off: of most templates, and of DeepSeek's and Granite's
+THINKING_OPTIONS = "enable_thinking", "thinking"
 LAST_TAG = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\])$")
 PartKind = Literal["reasoning", "text", "unclosed"]
 
@@ -74,6 +76,12 @@ class ReasoningMarks:
     def make_splitter(self, hold_mark: str = "") -> "ReasoningSplitter":
         """Return a new splitter for one output; see `ReasoningSplitter`."""
         return ReasoningSplitter(self.start, self.end, self.opens_in_prompt, hold_mark)
+
+
+def make_thinking_options(template: ChatTemplate, is_on: bool) -> dict[str, Any]:
+    """Return the template variables that switch thoughts on or off, as far as the chat template reads them."""
+    options = dict.fromkeys(THINKING_OPTIONS, is_on) | ({} if is_on else {"thinking_budget": 0})  # the last one of Seed-OSS
+    return {name: value for name, value in options.items() if template.takes_variable(name)}
 
 
 def find_template_marks(template: ChatTemplate) -> TemplateMarks | None:
