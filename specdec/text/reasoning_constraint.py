@@ -5,7 +5,6 @@ any position: the rows before it are free, and the inner constraint masks the pa
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -160,16 +159,21 @@ class ReasoningConstraintState:
             position = self._constraint.advance(position, token)
         return tokens
 
-    def _walk(self, tokens: Sequence[int]) -> tuple[Position, int]:
-        """Return the position after the tokens before the answer, and their number; a token that is not allowed ends them."""
+    def _split_answer(self, tokens: list[int]) -> tuple[int, list[int] | None]:
+        """Return how many tokens are allowed before the answer, and the answer's tokens; None if it does not begin.
+
+        The answer may begin with a part of the start mark, also with tokens of it that are in the sequence already.
+        """
         position = self._position
-        for i, token in enumerate(tokens):
+        if position.phase == "answer":
+            return 0, tokens
+        for n, token in enumerate(tokens):
             if not self._is_allowed(position, token):
-                return position, i
-            position = self._constraint.advance(position, token)
+                return n, None
+            previous, position = position, self._constraint.advance(position, token)
             if position.phase == "answer":
-                return position, i
-        return position, len(tokens)
+                return n, [*self._constraint.get_start(self._position), *tokens] if previous.phase == "before" else tokens[n:]
+        return len(tokens), None
 
     def _is_allowed(self, position: Position, token: int) -> bool:
         """Return whether a token before the answer is allowed."""
@@ -179,32 +183,17 @@ class ReasoningConstraintState:
 
     def count_allowed(self, tokens: list[int]) -> int:
         """Return how many of the given tokens, from the first on, may follow."""
-        position, n = self._walk(tokens)
-        if position.phase != "answer":
+        n, answer = self._split_answer(tokens)
+        if answer is None:
             return n
-        if not self._inner:
-            return len(tokens)
-        if self._position.phase == "before" and self._is_start(tokens[:n]):
-            start = self._constraint.get_start(self._position)
-            return max(n, self._inner.count_allowed([*start, *tokens]) - len(start))
-        return n + self._inner.count_allowed(tokens[n:])
-
-    def _is_start(self, tokens: list[int]) -> bool:
-        """Return whether tokens before the answer leave the position in the start mark, so that they belong to the answer."""
-        position = self._position
-        for token in tokens:
-            position = self._constraint.advance(position, token)
-        return position.phase == "before"
+        return max(n, len(tokens) - len(answer) + self._inner.count_allowed(answer)) if self._inner else len(tokens)
 
     def find_end(self, tokens: list[int]) -> int | None:
         """Return after how many of the given tokens the inner constraint is complete, or None if they do not complete it."""
-        position, n = self._walk(tokens)
-        if self._inner and position.phase == "answer" and self._position.phase == "before" and self._is_start(tokens[:n]):
-            start = self._constraint.get_start(self._position)
-            end = self._inner.find_end([*start, *tokens])
-            return None if end is None else max(end - len(start), 0)
-        end = self._inner.find_end(tokens[n:]) if self._inner and position.phase == "answer" else None
-        return None if end is None else n + end
+        _, answer = self._split_answer(tokens)
+        if not self._inner or answer is None or (end := self._inner.find_end(answer)) is None:
+            return None
+        return max(len(tokens) - len(answer) + end, 0)
 
     def mask_logits(self, logits: Any, draft: Draft) -> None:
         """Set the logits of tokens that may not follow to -inf, in place, in each row of a draft.
