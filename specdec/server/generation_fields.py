@@ -142,7 +142,7 @@ class GenerationFields:
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What the response to a generation request contains, and how its outputs are parsed.
+    """The contents of the response to a generation request, and the parser of its outputs.
 
     Attributes:
         shared: The fields that all generation requests share.

@@ -127,7 +127,7 @@ class ResponseStreamer:
         body: Mapping[str, Any],
         permit: AbstractAsyncContextManager[None],
     ) -> None:
-        self._state, (self._parse, self._formatter), self._body, self._permit = state, interface, body, permit
+        self._state, (self._parse, self._formatter_class), self._body, self._permit = state, interface, body, permit
         self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._response: ResponseFormatter | None = None
@@ -144,12 +144,12 @@ class ResponseStreamer:
             async with acquire_model(self._state.model_manager, self._body, receive, on_loading) as (instance, disconnected):
                 async with self._permit:
                     requests, options = await asyncio.to_thread(self._parse, self._body, instance.model)
-                self._response = self._formatter(self._body, requests, options, instance.model, self._state.fingerprint)
+                self._response = self._formatter_class(self._body, requests, options, instance.model, self._state.fingerprint)
                 await self._respond(self._response, instance, scope, disconnected)
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            if self._body.get("stream") is True and (rejection := self._formatter.format_rejection(to_api_error(error))):
+            if self._body.get("stream") is True and (rejection := self._formatter_class.format_rejection(to_api_error(error))):
                 await self._send_chunk(rejection, True)
             elif self._is_open:
                 api_error = to_api_error(error)
@@ -162,7 +162,7 @@ class ResponseStreamer:
             raise
 
     async def _send_progress(self, entry: ModelEntry) -> None:
-        if comment := self._formatter.format_comment(f"loading {' '.join(entry.name.split())}, {entry.progress:.0%}"):
+        if comment := self._formatter_class.format_comment(f"loading {' '.join(entry.name.split())}, {entry.progress:.0%}"):
             await self._send_chunk(comment)
 
     async def _respond(
@@ -258,7 +258,7 @@ class ResponseStreamer:
         """Send a chunk of the event stream, after the HTTP headers if it is the first one."""
         if not self._is_open:
             self._is_open = True
-            headers = [(b"content-type", self._formatter.media_type), (b"cache-control", b"no-store")]
+            headers = [(b"content-type", self._formatter_class.media_type), (b"cache-control", b"no-store")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         self._last_sent = self._loop.time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
