@@ -8,12 +8,12 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
-from tests.fakes.server import TOOL_TEMPLATE_PREFIX, make_state
 from tests.tools.hf_folders import FIXTURES
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
+    from tests.fakes.server import TOOL_TEMPLATE_PREFIX
     from tests.test_end_to_end import make_folder
 
     path = make_folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
@@ -34,6 +34,7 @@ def scheduler(decoder: SpeculativeDecoder) -> Iterator[EngineThread]:
 def make_test_app(decoder: SpeculativeDecoder, scheduler: EngineThread) -> Callable[..., Any]:
     from specdec.server.access_control import AuthMiddleware
     from specdec.server.app import Endpoints
+    from tests.fakes.server import make_state
 
     def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
         state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)

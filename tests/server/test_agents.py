@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
-pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, SpeculativeDecoder
 from specdec.server import field_validation, generation_response
 from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra

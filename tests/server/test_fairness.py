@@ -19,9 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from starlette.requests import Request
 
 from specdec import Sampling, SpeculativeDecoder

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.cli import serve
 from specdec.cli.serve import ServeRequest

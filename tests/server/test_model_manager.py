@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
 from specdec import SpeculativeDecoder
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints

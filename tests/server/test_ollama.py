@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
-pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt
 from specdec.server import generation_response
 from specdec.text.structured_output import ConstraintError

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
-pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder
 from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
 from specdec.events import TokenLogprob

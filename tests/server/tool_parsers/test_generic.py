@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra [serve] is not installed")
-pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
-pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt
 from specdec.server import field_validation
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
