@@ -1,4 +1,4 @@
-"""`specdec serve`: the OpenAI and Anthropic APIs over HTTP, and a chat page."""
+"""`specdec serve`: the APIs of OpenAI, Anthropic and ollama over HTTP, and a chat page."""
 
 import ipaddress
 import logging

@@ -17,6 +17,7 @@ from specdec.server.generation_response import encode_json
 from specdec.server.json_values import parse_json
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request, parse_completion_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter
+from specdec.text.reasoning import find_template_marks
 
 API_VERSION = "0.12.6"  # of ollama's API; clients require a minimum version
 DEFAULT_TAG = ":latest"  # clients add it to names without a tag
@@ -251,15 +252,17 @@ def format_model_details(name: str, n_bytes: int, model: ServedModel | None) -> 
     if model:
         family = model.decoder.target.config.architecture
         info = {"general.architecture": family, f"{family}.context_length": model.decoder.n_positions}
-    template = model.template.source if model and model.template else ""
-    can_chat = not model or model.template is not None
+    template = model.template if model else None
+    capabilities = ["completion"] + ["tools"] * (not model or template is not None)
+    if template and find_template_marks(template):
+        capabilities.append("thinking")
     return {
         "modelfile": "",
         "parameters": "",
-        "template": template,
+        "template": template.source if template else "",
         "details": item["details"],
         "model_info": info,
-        "capabilities": ["completion", *["tools"] * can_chat],
+        "capabilities": capabilities,
         "modified_at": item["modified_at"],
     }
 

@@ -85,12 +85,15 @@ def test_a_format_holds(app: Any) -> None:
     assert send_request(app, "/api/chat", {**CHAT_BODY, "format": "json"}).status == 200
 
 
-def test_models_are_listed_and_shown(app: Any, decoder: Any) -> None:
+def test_models_are_listed_and_shown(app: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (model,) = send_request(app, "/api/tags").json["models"]
     assert model["name"] == model["model"] == "talker" and model["size"] > 0 and send_request(app, "/api/ps").json["models"]
     shown = send_request(app, "/api/show", {"model": "talker:latest"}).json
     assert shown["model_info"]["llama.context_length"] == decoder.n_positions and "tools" in shown["capabilities"]
     assert shown["template"] == decoder.chat_template.source
+    assert "thinking" not in shown["capabilities"]
+    monkeypatch.setattr(decoder.chat_template, "source", "<think></think>")
+    assert "thinking" in send_request(app, "/api/show", {"model": "talker"}).json["capabilities"]
     assert send_request(app, "/api/show", {"name": "other"}).json == {"error": "model not found; /api/tags lists the models"}
     assert send_request(app, "/api/version").json["version"]
 
