@@ -23,6 +23,6 @@ def get_architecture(config: ModelConfig) -> Architecture:
     """
     name = config.architecture
     if name not in ARCHITECTURES:
-        raise ValueError(f"architecture {name!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     is_recurrent = name == "llama" and any(layer.mixer for layer in config.layers)
     return cast(Architecture, resolve_name(LLAMA_RECURRENT if is_recurrent else ARCHITECTURES[name]))

@@ -5,7 +5,7 @@ by `Tokenizer`. For other BPE models a tokenizer.json with the split named by th
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,10 @@ from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, AnyTokenizer, SentencePi
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 NO_EOS_TOKENS: Mapping[int, str] = MappingProxyType({})
 SPACE = "\u2581"  # SentencePiece's space
+TYPE_PHRASES: Mapping[type, str] = MappingProxyType({str: "a string", bool: "true or false"})
+LIST_PHRASES: Mapping[type, str] = MappingProxyType(
+    {str: "a list of strings", int: "a list of integers", float: "a list of numbers"}
+)
 EOS_KEYS = {"eos_token_id": "eos", "eot_token_id": "eot", "eom_token_id": "eom"}
 # Names of end-of-sequence tokens of any type. The keys can name too few: some files name <|im_end|> and not <|endoftext|>.
 EOS_NAMES = {
@@ -54,8 +58,7 @@ def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping
     values = _TokenizerKeys(path, keys, eos_tokens)
     kind = TOKENIZER_MODELS.get(values.get_value("model", str, ""))
     if kind is None:
-        *others, last = TOKENIZER_MODELS
-        raise values.make_error("model", f"{', '.join(others)} or {last}; other tokenizers are not supported")
+        raise values.make_unsupported_error("model", TOKENIZER_MODELS)
     if kind == SENTENCEPIECE:
         return Tokenizer(path, _make_sentencepiece_vocab(values))
     data = json.dumps((_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values)).encode()
@@ -97,13 +100,23 @@ class _TokenizerKeys:
             raise TokenizerError(f"{path}: {len(self.types)} token types for {len(self.tokens)} tokens")
 
     def make_error(self, key: str, expected: str) -> TokenizerError:
-        return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {shorten(self._keys.get(key), repr)}; expected {expected}")
+        """Return a TokenizerError, to be raised, about the value of a key; `expected` is a phrase for the valid values."""
+        return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {self._format_value(key)}; expected {expected}")
+
+    def make_unsupported_error(self, key: str, supported: Iterable[str]) -> TokenizerError:
+        """Return a TokenizerError, to be raised, with all supported values of a key at its end."""
+        names = ", ".join(supported)
+        return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {self._format_value(key)}; supported: {names}")
+
+    def _format_value(self, key: str) -> str:
+        value = self._keys.get(key)
+        return "missing" if value is None else shorten(value, repr)
 
     def get_value(self, key: str, kind: type, default: Any) -> Any:
         """Return the value of a key, or the default if the key is missing; raise TokenizerError if its type is not `kind`."""
         value = self._keys.get(key, default)
         if type(value) is not kind:
-            raise self.make_error(key, f"a {kind.__name__}")
+            raise self.make_error(key, TYPE_PHRASES[kind])
         return value
 
     def get_token_id(self, key: str) -> int | None:
@@ -179,7 +192,7 @@ class _TokenizerKeys:
     def _get_list(self, key: str, kind: type) -> list[Any]:
         values = self._keys.get(key)
         if not isinstance(values, list) or {*map(type, values)} != {kind}:
-            raise self.make_error(key, f"a list of {kind.__name__}")
+            raise self.make_error(key, LIST_PHRASES[kind])
         return values
 
 
@@ -230,7 +243,7 @@ def _make_byte_level_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
     """
     split = PRE_TOKENIZERS.get(keys.get_value("pre", str, DEFAULT_PRE_TOKENIZER))
     if split is None:
-        raise keys.make_error("pre", f"one of {', '.join(sorted(PRE_TOKENIZERS))}")
+        raise keys.make_unsupported_error("pre", sorted(PRE_TOKENIZERS))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_gpt2_regex}
     digits = [{"type": "Digits", "individual_digits": True}] if split.has_single_digits else []
     return _make_tokenizer_json(
