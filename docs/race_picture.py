@@ -28,15 +28,20 @@ FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
 
 class AnimationClock:
-    """CSS classes of elements that appear, or finish growing, at a moment of the race."""
+    """CSS classes of elements that appear, or finish growing, at a moment of a recording.
 
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown = slowdown
+    Args:
+        slowdown: Seconds of the animation for each measured second.
+        duration_s: Seconds of the whole animation, which then starts again.
+    """
+
+    def __init__(self, slowdown: float, duration_s: float) -> None:
+        self.slowdown, self._duration_s = slowdown, duration_s
         self._class_names: dict[tuple[str, str], str] = {}
 
     def get_class(self, seconds: float, how: str = "shown") -> str:
         """Return the class of an element that appears ("shown") or finishes growing ("grows") at a measured time."""
-        share = f"{100 * seconds * self.slowdown / (RACE_DURATION_S + END_HOLD_S):.2f}"
+        share = f"{100 * seconds * self.slowdown / self._duration_s:.2f}"
         return self._class_names.setdefault((share, how), f"{how[0]}{len(self._class_names)}")
 
     def to_css(self) -> str:
@@ -45,9 +50,8 @@ class AnimationClock:
         for (share, how), name in self._class_names.items():
             first, last = ("opacity:0", "opacity:1") if how == "shown" else ("transform:scaleX(0)", "transform:none")
             rules.append(f"@keyframes {name}{{0%{{{first}}}{share}%{{{last}}}}}.{name}{{animation-name:{name}}}")
-        seconds = RACE_DURATION_S + END_HOLD_S
         rules.append(
-            f"[class]{{animation-duration:{seconds:g}s;animation-iteration-count:infinite;animation-timing-function:step-end}}"
+            f"[class]{{animation-duration:{self._duration_s:g}s;animation-iteration-count:infinite;animation-timing-function:step-end}}"
         )
         rules.append("rect[class]{animation-timing-function:linear}@media(prefers-reduced-motion){[class]{animation:none}}")
         return "\n".join(rules)
@@ -109,7 +113,7 @@ def main(out: str = str(Path(__file__).with_name("race.svg")), *names: str) -> N
     decoder.warm_up()
     race = measure(decoder, PROMPT, MAX_TOKENS, SAMPLING)
     length = max(race.alone.end_seconds[-1], race.pair.end_seconds[-1])
-    clock = AnimationClock(RACE_DURATION_S / length)
+    clock = AnimationClock(RACE_DURATION_S / length, RACE_DURATION_S + END_HOLD_S)
     labels = ModelLabels(Path(target).stem, f"by {Path(draft).stem}")
     sides = [
         (race.alone, f"{labels.target} alone", PADDING),

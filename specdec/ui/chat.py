@@ -147,7 +147,7 @@ def format_statistics(s: Statistics) -> str:
     if s.n_generated:
         parts.append(f"{s.tokens_per_second:,.0f} tok/s")
     if s.n_drafted:
-        parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guesses right")
+        parts.append(f"{s.acceptance_rate:.0%} of {s.n_drafted} guess{'es' * (s.n_drafted != 1)} right")
     ends = {
         "interrupted": "interrupted",
         "max_tokens": "cut off (--max-tokens, /set max_tokens)",

@@ -10,10 +10,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -32,6 +34,7 @@ from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
 from tests.test_end_to_end import make_folder
+from tests.test_package import ROOT
 from tests.tools.hf_folders import FIXTURES, edit_config
 
 QUESTION = "Where did the robin go?"
@@ -579,3 +582,16 @@ def test_ctrl_c_stops_an_answer_and_the_chat_continues(model: Path, tmp_path: Pa
         assert int(job.read_report()) == 0
     assert json.loads((tmp_path / "kept").read_text())["messages"][1]["tokens"]
     assert not (tmp_path / "specdec").exists()
+
+
+def test_script_draws_animation_of_a_chat(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "chat.svg"
+    subprocess.run([sys.executable, ROOT / "docs/chat_picture.py", model, out], check=True, capture_output=True)
+    for path in (out, ROOT / "docs/chat.svg"):
+        texts = [element.text or "" for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+        assert "@keyframes" in path.read_text(encoding="utf-8") and path.stat().st_size < 1 << 20
+        assert [text for text in texts if text.startswith(">>> ")] == [
+            ">>> Write three sentences about the sea.",
+            ">>> Now repeat them, each on its own line.",
+        ]
+        assert len([text for text in texts if re.search(r"^\d+ tokens?, .* tok/s", text)]) == 2
