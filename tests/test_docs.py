@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_package import MAY_IMPORT, ROOT
 
-README_BYTES = 8_192
+README_BYTES = 8_000
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "models/README.md"]
 EXPERIMENTS = ROOT / "docs/experiments"
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -241,6 +241,20 @@ def test_distribution_name_command_and_package() -> None:
     assert "on no package index: `specdec` on PyPI is another project" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_badges_have_the_declared_versions_and_licence() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    versions = [
+        line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language :: Python :: 3.")
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, label, value in (
+        ("python", "Python ", f"{versions[0]} to {versions[-1]}"),
+        ("licence", "Licence: ", project["license"]),
+    ):
+        assert f"![{label}{value}](docs/badges/{name}.svg)" in readme
+        assert f">{value}</text>" in (ROOT / f"docs/badges/{name}.svg").read_text(encoding="utf-8")
+
+
 def test_ci_runs_commands_of_readme() -> None:
     """.ci/run runs all of them in a fresh clone; the workflow, on other systems, the last one."""
     mark = "<!-- typed in a fresh clone -->"
