@@ -36,6 +36,7 @@ class AnimationClock:
     """
 
     def __init__(self, slowdown: float, duration_s: float) -> None:
+        """Create a clock without classes."""
         self.slowdown, self._duration_s = slowdown, duration_s
         self._class_names: dict[tuple[str, str], str] = {}
 

@@ -64,6 +64,7 @@ class Head(nn.Module):
     embedding: Tensor
 
     def __init__(self, config: ModelConfig, target_ids: Tensor, embedding: Tensor | None = None) -> None:
+        """Create the parameters: norms of 1, matrices with small random weights."""
         super().__init__()
         assert config.head is not None
         self.config, self.head, self.target_ids = config, config.head, target_ids

@@ -154,6 +154,7 @@ class Model(nn.Module):
     rope: Tensor
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
+        """Create the parameters with random weights."""
         super().__init__()
         self.config = config
         self.dropout = nn.Dropout(dropout)

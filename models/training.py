@@ -66,6 +66,7 @@ class Trainer:
     """
 
     def __init__(self, model: Any, name: str, args: argparse.Namespace, export_path: Path) -> None:
+        """Create the optimizer, and resume from the checkpoint if there is one."""
         self.model, self.name, self.args, self.export_path = model, name, args, export_path
         norms = [p for name, p in model.named_parameters() if "rms" in name or "norm" in name]
         matrices = [p for name, p in model.named_parameters() if not ("rms" in name or "norm" in name)]

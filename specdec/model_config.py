@@ -483,6 +483,7 @@ class ModelConfig:
     head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
+        """Compute `head_dim` from the other sizes if it is 0."""
         if self.head_dim == 0 and self.n_heads > 0:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
 

@@ -67,6 +67,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
+        """Check all parameters and convert them to Python numbers."""
         numbers = {
             "temperature": check_float("temperature", self.temperature, math.inf, "0 (greedy) or a positive number"),
             "top_k": check_int("top_k", self.top_k, 0),

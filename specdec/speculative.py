@@ -81,6 +81,7 @@ class DecodingState:
     stop_reason: StopReason | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        """Compute the maximum length of the sequence and start its constraint."""
         # The last token is never run, so a sequence may have one token more than the target has positions.
         self._max_length = min(len(self.tokens) + self.max_tokens, self.n_positions + 1)
         self._constraint_state = self.constraint.begin(self.tokens) if self.constraint else None

@@ -105,6 +105,7 @@ class SpeculativeDecoder:
         progress: ProgressCallback = ignore_progress,
         prompt_cache: "PromptCache | None" = None,
     ) -> None:
+        """Load the models that are given by name, and check that they fit together."""
         self._settings = SpeculativeSettings(gamma, verify, tree)
         loader = Loader(n_threads, kv, progress, pack)
         self.bundle = bundle = load_bundle(target, draft, stage, tokenizer, quantize, loader)
@@ -120,11 +121,13 @@ class SpeculativeDecoder:
         create_fork_safe_lock(self, "_lock")
 
     def __repr__(self) -> str:
+        """Return the models and the settings of speculation as text."""
         named = {"target": self.target, "draft": self.bundle.draft.model_or_ngram, "stage": self.bundle.stage.model_or_ngram}
         parts = [f"{name}={source!r}" for name, source in named.items() if source]
         return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to rebuild the decoder with the same models, settings and chat template."""
         state, settings = dict[str, Any](), vars(self._settings) | {"stage": self.bundle.stage if self.has_stage else None}
         with suppress(ValueError):  # a decoder without a chat template can be pickled too
             state["chat_template"] = self.chat_template

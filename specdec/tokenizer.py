@@ -135,6 +135,7 @@ class Tokenizer:
         vocabulary: SentencePieceVocab | None = None,
         eos_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
+        """Read the file unless a vocabulary is given, and prepare the merges."""
         self.path = Path(path)
         vocab = vocabulary or _read_llama2c_vocab(self.path)
         all_eos = vocab.eos_tokens | {token: name for token, name in eos_tokens.items() if token < len(vocab.pieces)}
@@ -158,6 +159,7 @@ class Tokenizer:
         return len(self.pieces)
 
     def __repr__(self) -> str:
+        """Return the size of the vocabulary and the path as text."""
         return f"<Tokenizer of {self.vocab_size} tokens, {self.path}>"
 
     def encode(self, text: str) -> list[int]:
@@ -303,6 +305,7 @@ class StreamingDetokenizer:
     """
 
     def __init__(self, tokenizer: AnyTokenizer, visible_tokens: Mapping[int, str] = NO_TOKENS) -> None:
+        """Start before the first token."""
         self._tokenizer, self._visible_tokens = tokenizer, visible_tokens
         self._state = TEXT_NOT_STARTED
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.utf8_errors)

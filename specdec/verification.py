@@ -104,6 +104,7 @@ class SequentialVerifier:
     is_coupled = False
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+        """Create the sampler and its buffer of probabilities."""
         self._sampler = Sampler(vocab_size, sampling)
         self._probs = self._sampler.new_probs()
 
@@ -164,6 +165,7 @@ class RejectionVerifier(SequentialVerifier):
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+        """Create the sampler and the buffers of probabilities."""
         super().__init__(vocab_size, sampling)
         self._one_hot, self._residual = (self._sampler.new_probs() for _ in range(2))
 
@@ -199,6 +201,7 @@ class BlockVerifier:
     is_coupled = False
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
+        """Create the sampler and the buffers of probabilities."""
         self._sampler = Sampler(vocab_size, sampling)
         self._probs, self._accepted_probs, self._one_hot, self._zero_probs = (self._sampler.new_probs() for _ in range(4))
 

@@ -45,6 +45,7 @@ class BenchRequest(Request):
     int8: bool = flag("--int8", group="Random model", help="Quantize the weights to int8, as --quantize does.")
 
     def __post_init__(self) -> None:
+        """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
         _ = self.timed_thread_counts
         if not any((*self.parse_token_counts("--n-prompt", self.prompts), *self.parse_token_counts("--n-gen", self.counts))):

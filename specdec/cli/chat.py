@@ -51,6 +51,7 @@ class ChatRequest(Request):
     )
 
     def __post_init__(self) -> None:
+        """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
         check_string("system", self.system)
 

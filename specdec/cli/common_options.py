@@ -164,6 +164,7 @@ class Request:
     command: str = ""
 
     def __post_init__(self) -> None:
+        """Check the shared options; raise ValueError if one is not valid or two exclude each other."""
         if self.word not in (None, "", STDIN) and self.model:
             message = ", a message with -i" * ("prompt" in self.option_names.split())
             raise ValueError(f"{self.word!r} and -m {self.model!r} are two targets; name a draft with -d{message}")

@@ -56,6 +56,7 @@ class TextRequest(Request):
     version: bool = flag("--version", group="Output", help="Print the version and the arithmetic revision, and exit.")
 
     def __post_init__(self) -> None:
+        """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
         check_strings("stop", self.stop_strings)
 

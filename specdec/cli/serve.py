@@ -278,6 +278,7 @@ class CatalogModelSource:
     """A source of the models that `specdec models` lists, or of a folder's, which loads one with the server's options."""
 
     def __init__(self, request: ServeRequest) -> None:
+        """Remember the server's options; nothing is loaded yet."""
         self._request, self.memory_bytes = request, get_physical_memory_bytes()
 
     def list_models(self) -> dict[str, int]:
@@ -309,6 +310,7 @@ class StderrLog(logging.Handler):
     """A log on stderr written by a thread, so that a reader that stalls blocks nothing; lines that do not fit are dropped."""
 
     def __init__(self) -> None:
+        """Start the thread that writes the lines."""
         super().__init__()
         self._lines, self._n_dropped = queue.Queue[str](MAX_LOG_LINES), 0
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()

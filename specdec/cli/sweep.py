@@ -57,6 +57,7 @@ class SweepRequest(Request):
     svg: str = output_option("", "--svg", metavar="FILE", help="Write the speed-ups to this file as an SVG bar chart.")
 
     def __post_init__(self) -> None:
+        """Check the options; raise ValueError if one is not valid or two exclude each other."""
         super().__post_init__()
         _ = self.lengths, self.temperature_values, self.draft_lengths
         if self.as_json and self.as_csv:

@@ -60,6 +60,7 @@ class FastProcessValue:
     """
 
     def __init__(self, param: Any) -> None:
+        """Remember the parameter, and its own `process_value` as the fallback."""
         self._param, self.fallback = param, param.process_value
 
     def __call__(self, context: Any, value: Any) -> Any:

@@ -34,6 +34,7 @@ class Acceptance:
         weight: float = PRIOR_WEIGHT,
         pool: "Acceptance | None" = None,
     ) -> None:
+        """Start from the prior, without observations."""
         self._prior, self._weight, self._pool = [*prior], weight, pool
         self._accepted, self._seen = [0.0] * N_BUCKETS, [0.0] * N_BUCKETS
         self._all_accepted = self._all_expected = self._all_seen = 0.0

@@ -159,6 +159,7 @@ class CalibrationFile:
     """
 
     def __init__(self, models: Sequence[Model], draft: str) -> None:
+        """Find the file's path from the models, the draft and this machine; nothing is read yet."""
         self._target, self._has_draft = models[0], len(models) > 1
         parts = [(fingerprint_weights(model.weights), repr(model.config), model.kv, model.n_threads) for model in models]
         name = hashlib.sha256(repr((parts, draft, CPU_FEATURES, os.cpu_count())).encode()).hexdigest()[:24]

@@ -27,6 +27,7 @@ class ExpertCosts:
     """
 
     def __init__(self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float) -> None:
+        """Compute the extra seconds of all numbers of tokens from the arguments."""
         self.seconds, self.repeat_probability = seconds, repeat_probability
         self._n_experts, self._experts_per_token = n_experts, experts_per_token
         self.extra_seconds = [0.0] * (MAX_BATCH_TOKENS + 1)  # seconds by the number of tokens
@@ -83,6 +84,7 @@ class CostCurve:
         experts: ExpertCosts = NO_EXPERTS,
         eviction: float = 0.0,
     ) -> None:
+        """Interpolate the measured times, and make them rise with the number of tokens."""
         measured = sorted(pass_seconds)
         curve = np.interp(np.arange(MAX_BATCH_TOKENS + 1), measured, [max(pass_seconds[n], MIN_SECONDS) for n in measured])
         beyond = np.arange(measured[-1] + 1, MAX_BATCH_TOKENS + 1)

@@ -71,6 +71,7 @@ class CostModel:
     """
 
     def __init__(self, curve: CostCurve, earlier: "CostModel | None" = None) -> None:
+        """Start with the costs of the curve, or with the ratios of an earlier model."""
         self.curve, self.experts = curve, curve.experts.copy()
         self.pass_ratio = self.draft_ratio = 1.0  # drafted rounds' cost over the curve's, relative to plain steps
         self.version = 0  # changes when the two ratios or the speed-up have moved
@@ -312,6 +313,7 @@ class DraftLengthPolicy:
     """
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool) -> None:
+        """Start without rounds of its own."""
         self.costs, self.acceptance = costs, acceptance
         self.max_tokens = 0  # of this round's draft
         self._is_free = is_free
@@ -446,6 +448,7 @@ class FixedLength:
     """A draft length policy that drafts `gamma` tokens in each round, or as many as fit."""
 
     def __init__(self, gamma: int) -> None:
+        """Set the length of all drafts."""
         self._gamma = gamma
         self.max_tokens = self._n_left = 0
 

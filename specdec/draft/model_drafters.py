@@ -43,6 +43,7 @@ class ModelDrafter:
     """
 
     def __init__(self, cache: DraftCache, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
+        """Create a drafter without a proposal."""
         self._cache, self._model = cache, cache.model
         self._sampler, self._get_stream, self._eos_tokens = sampler, noise, eos_tokens
         self._vocab_size = self._model.vocab_size  # the target may know more tokens

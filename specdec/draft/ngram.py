@@ -25,6 +25,7 @@ class SuffixAutomaton:
     """
 
     def __init__(self) -> None:
+        """Create the automaton of the empty sequence."""
         self.tokens: list[int] = []
         # Of each state; state 0 is the empty string:
         self._transitions: list[dict[int, int]] = [{}]  # the state after another token
@@ -98,6 +99,7 @@ class NgramDrafter:
     """
 
     def __init__(self, eos_tokens: Container[int]) -> None:
+        """Create a drafter that has seen no tokens."""
         self._eos_tokens = eos_tokens
         self._reset()
 
@@ -151,6 +153,7 @@ class PredictionDrafter(NgramDrafter):
     """
 
     def __init__(self, eos_tokens: Container[int], n_prompt: int, prediction: Sequence[int]) -> None:
+        """Copy the prediction; no token of the output is known yet."""
         self._n_prompt, self._prediction = n_prompt, [*prediction]
         super().__init__(eos_tokens)
 

@@ -32,6 +32,7 @@ class SpeculativeSettings:
     tree: TreeMode = "off"
 
     def __post_init__(self) -> None:
+        """Check the settings, and convert `gamma` to an int."""
         if not isinstance(self.gamma, str) or self.gamma != AUTO:
             try:
                 object.__setattr__(self, "gamma", check_int("gamma", self.gamma, 1, MAX_GAMMA))

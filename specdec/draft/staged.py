@@ -40,6 +40,7 @@ class StagedDraftCache:
     can_slide = True
 
     def __init__(self, cache: KVCache, drafter: SecondLevelDrafter, costs: CostModel, policy: LengthPolicy) -> None:
+        """Wrap the draft model's cache; no second-level token is drafted yet."""
         self._cache, self._drafter, self._costs, self._policy = cache, drafter, costs, policy
         self.model = cache.model
         self._tokens: list[int] = []  # the sequence, without unverified tokens
@@ -121,6 +122,7 @@ class StagedDrafter(ModelDrafter):
         noise: Callable[[int], int],
         eos_tokens: Container[int],
     ) -> None:
+        """Wrap the first cache in a `StagedDraftCache` and draft from that."""
         self._second_level = second_level
         self._staged_cache = StagedDraftCache(caches[0], second_level, costs, policy)
         super().__init__(self._staged_cache, sampler, noise, eos_tokens)

@@ -31,6 +31,7 @@ class ThreadTuner:
     """
 
     def __init__(self, choices: Sequence[int], n_threads: int, set_threads: Callable[[int], None]) -> None:
+        """Start with `n_threads` threads and without measured steps."""
         self.n_threads, self._choices, self._default, self._set_threads = n_threads, choices, choices[0], set_threads
         self._min_seconds: dict[int, float] = {}  # minimum time of a step, by the number of tokens that the pass ran
         self._window_seconds = self._expected_seconds = 0.0  # time of this window's steps, and the minimum for such steps

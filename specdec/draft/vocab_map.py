@@ -30,6 +30,7 @@ class VocabMapper:
     """
 
     def __init__(self, target_ids: Sequence[int] | Int64, n_ids: int) -> None:
+        """Find the rows of the draft's logits that have an id in the target's vocabulary."""
         of_rows = np.array(target_ids, np.int64)
         self._rows = np.flatnonzero(of_rows >= 0)
         self._ids = of_rows[self._rows]
@@ -71,6 +72,7 @@ class VocabMappedModel(Model):
     """
 
     def __init__(self, model: Model, target_ids: Sequence[int], n_ids: int) -> None:
+        """Create a model that shares the weights of the draft model."""
         super().__init__(model.config, model.weights, model.max_threads, model.n_positions, model.kv)
         self.n_threads = model.n_threads
         self.target_ids = tuple(target_ids)
@@ -79,6 +81,7 @@ class VocabMappedModel(Model):
         self.vocab_mapper = VocabMapper(target_ids, n_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to rebuild the model with the same weights and token ids."""
         return VocabMappedModel, (super().with_capacity(self.n_positions), self.target_ids, len(self._draft_ids))
 
     @property

@@ -27,6 +27,7 @@ class PrefillLimit:
     """
 
     def __init__(self) -> None:
+        """Start with a small number of tokens."""
         self.n_tokens = FIRST_PREFILL_TOKENS
 
     def update(self, seconds: float) -> None:
@@ -54,6 +55,7 @@ class Autotuner:
     """
 
     def __init__(self, bundle: ModelBundle) -> None:
+        """Create an autotuner that has measured nothing yet."""
         self.bundle = bundle
         self.acceptance = Acceptance(bundle.draft.prior_acceptance)
         self.stage_calibration: tuple[CostCurve, Acceptance] | None = None

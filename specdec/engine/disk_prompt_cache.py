@@ -78,6 +78,7 @@ class PromptCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int, revision: int, report: Callable[[str], object]) -> None:
+        """Create the folder if it does not exist, and check that it can be read and written."""
         self.folder, self._max_bytes, self._revision = Path(folder), max_bytes, revision
         self._report, self._reported = report, set[str]()
         try:

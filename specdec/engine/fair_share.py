@@ -19,6 +19,7 @@ class FairShare:
     """
 
     def __init__(self, max_running: int) -> None:
+        """Start without clients."""
         self._max_running, self._seconds = max_running, dict[str, float]()
 
     def charge(self, token_counts: GenericSequence[tuple[Sequence, int]], seconds: float) -> None:

@@ -18,6 +18,7 @@ class ModelRunner:
     """
 
     def __init__(self, target: Model) -> None:
+        """Set the model that all passes run."""
         self._target = target
 
     def run(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:

@@ -31,6 +31,7 @@ class KVSlot:
     """
 
     def __init__(self, caches: SequenceCaches, cache_salt: str) -> None:
+        """Create a slot from caches that nothing else uses."""
         self.caches, self.cache_salt = caches, cache_salt
         self.n_reserved = self.n_peak = 0
 
@@ -84,6 +85,7 @@ class PrefixCache:
     def __init__(
         self, bundle: ModelBundle, max_idle: int, prompt_cache: "PromptCache | None" = None, max_bytes: float = math.inf
     ) -> None:
+        """Create a prefix cache without slots."""
         self._bundle, self._prompt_cache, self._max_bytes, self._max_idle = bundle, prompt_cache, max_bytes, max_idle
         self._lock: threading.RLock
         create_fork_safe_lock(self, "_lock")

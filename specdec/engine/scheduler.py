@@ -56,6 +56,7 @@ class Scheduler:
         max_running: int = 1,
         metrics: Metrics | None = None,
     ) -> None:
+        """Create a scheduler without sequences."""
         self._autotuner, self._settings, self._prefix_cache, self._max_running = autotuner, settings, prefix_cache, max_running
         self._bundle = autotuner.bundle
         self._runner, self._shares = ModelRunner(self._bundle.target), FairShare(max_running)

@@ -60,6 +60,7 @@ class Sequence:
     state: DecodingState
 
     def __init__(self, request: GenerationRequest, detokenizer: EventDetokenizer, client: Client = Client()) -> None:  # noqa: B008
+        """Create a waiting sequence that has no KV cache slot yet."""
         self.request, self.client = request, client
         self.status, self.is_cancelled = SequenceStatus.WAITING, False
         self.submit_time = self.start_time = time.perf_counter()

@@ -27,6 +27,7 @@ class WarmUp:
     """
 
     def __init__(self, autotuner: Autotuner) -> None:
+        """Create a warm-up that has done no task yet."""
         self._autotuner, self._bundle = autotuner, autotuner.bundle
         self._completed_tasks = set[str]()
 

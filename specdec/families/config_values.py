@@ -29,9 +29,11 @@ class ConfigValues:
         self._values = {**defaults, **given}
 
     def __getitem__(self, key: str) -> Any:
+        """Return the unchecked value of a key, or None if it is missing."""
         return self._values.get(self._prefix + key)
 
     def __contains__(self, key: str) -> bool:
+        """Return whether the file or the defaults have a key."""
         return self._prefix + key in self._values
 
     def make_error(self, key: str, expected: str) -> CheckpointError:

@@ -159,9 +159,11 @@ def list_no_tensors(config: ModelConfig) -> Iterable[str]:
 class TensorSource(Protocol):
     """The protocol of a model's files as a collection of tensors by name."""
 
-    def __contains__(self, name: str, /) -> bool: ...
+    def __contains__(self, name: str, /) -> bool:
+        """Return whether there is a tensor with this name."""
 
-    def __iter__(self) -> Iterator[str]: ...
+    def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names of the tensors."""
 
     def get_shape(self, name: str, /) -> tuple[int, ...]:
         """Return the shape of the tensor with this name; raise CheckpointError if it is missing."""
@@ -241,6 +243,7 @@ class GGUFMetadata(ConfigValues):
     def __init__(
         self, path: Path, given: Mapping[str, Any], prefix: str, common_fields: Mapping[str, Any], tensors: TensorSource
     ) -> None:
+        """Store the keys that the file gives, the fields that all families share, and the tensors."""
         super().__init__(path, given, prefix=prefix)
         self.common_fields, self.tensors = common_fields, tensors
 

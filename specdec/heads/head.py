@@ -59,6 +59,7 @@ class Head(Model):
         n_positions: int | None = None,
         kv: KVFormatName = "auto",
     ) -> None:
+        """Check the head against its target, and take the matrices that the head lacks from there."""
         if error := config.find_error() or _find_incompatibility(config, target.config):
             raise ValueError(error)
         (architecture := get_architecture(config)).check(config, weights)
@@ -82,6 +83,7 @@ class Head(Model):
         super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to rebuild the head with its own weights and its target."""
         named = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
         return rebuild, (type(self), (*self._own_config_and_weights, self.target, self.target_ids), named)
 
@@ -127,6 +129,7 @@ class HeadCache(KVCache):
     can_slide = False
 
     def __init__(self, head: Head, target_cache: KVCache) -> None:
+        """Check the target's cache and create an empty cache for the head."""
         if target_cache.model is not head.target or target_cache.hidden_layers != head.target_layers:
             raise ValueError(f"the head needs a cache of its target with the hidden states before layers {head.target_layers}")
         self.head, self.target_cache = head, target_cache

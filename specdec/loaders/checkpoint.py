@@ -147,6 +147,7 @@ class FileTensor:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def __getitem__(self, index: int | slice) -> Any:
+        """Read rows, or numbers of a vector, for a slice; return one inner tensor, unread, for an int."""
         inner = self.shape[1:]
         if isinstance(index, int):
             return replace(self, shape=inner, start=self.start + index * self.row_bytes)
@@ -217,5 +218,6 @@ class DerivedTensor:
     read_rows: Callable[[int, int], npt.NDArray[Any]]
 
     def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+        """Compute and return the rows of a slice."""
         first, last, _ = index.indices(self.shape[0])
         return self.read_rows(first, last)

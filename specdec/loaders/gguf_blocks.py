@@ -42,6 +42,7 @@ class BlockTensor:
         return rows, n_bytes // BLOCK_TYPES[self.type].n_bytes * BLOCK_TYPES[self.type].layout.block_columns
 
     def __getitem__(self, index: slice) -> Float32:
+        """Read the rows of a slice and return them as float32."""
         first, last, _ = index.indices(self.shape[0])
         return dequantize(self.type, self.read_blocks(first, last))
 

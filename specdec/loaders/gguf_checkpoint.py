@@ -100,6 +100,7 @@ class GGUFModel(TensorIndex[GGUFFile]):
     need_phrase, shape_phrase, model_phrase = "its keys need", "the keys say", "the keys describe"
 
     def __init__(self, path: Path) -> None:
+        """Open all shards, check that they belong together, and find the family."""
         super().__init__(path)
         self.first_file = GGUFFile(path)
         self.metadata = self.first_file.metadata

@@ -70,6 +70,7 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file and read its header; raise CheckpointError if it is not valid."""
         self.path = path
         self._file = ModelFile(path)
         self.metadata: dict[str, Any] = {}

@@ -77,6 +77,7 @@ class HFFolder(TensorIndex[SafetensorsFile]):
     need_phrase, shape_phrase, model_phrase = f"its {CONFIG} needs", f"{CONFIG} says", f"{CONFIG} describes"
 
     def __init__(self, path: Path, prefix: re.Pattern[str], ignored_names: re.Pattern[str]) -> None:
+        """Open the folder's files and index their tensors; raise CheckpointError if the files disagree."""
         super().__init__(path)
         files, listed = _open_files(path)
         for file in files:

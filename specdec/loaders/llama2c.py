@@ -139,6 +139,7 @@ class Int8Tensor:
         return math.gcd(self.file_group_size, self.shape[1])
 
     def __getitem__(self, index: slice) -> Int8Rows:
+        """Read the rows of a slice with their scales; raise CheckpointError if a scale is negative."""
         first, last, _ = index.indices(self.shape[0])
         n = self.shape[1]
         values = self.file.read(self.start + first * n, (last - first) * n).view(np.int8)

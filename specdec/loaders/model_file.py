@@ -44,6 +44,7 @@ class ModelFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Remember the file's size and identity; raise CheckpointError if it is not a readable file."""
         self.path = path
         with wrap_read_errors(path, CheckpointError, "a model file"):
             self._identity = _get_identity(path.stat())

@@ -52,6 +52,7 @@ class Loader:
     pack_mode: PackMode = "auto"
 
     def __post_init__(self) -> None:
+        """Check the settings; raise TypeError or ValueError if one is not valid."""
         check_choice("kv", self.kv, get_args(KVFormatName))
         check_choice("pack", self.pack_mode, get_args(PackMode))
         if self.n_threads is not None:

@@ -50,6 +50,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file and read its header; raise CheckpointError if it is not valid."""
         self.path = path
         self._file = ModelFile(path)
         self.entries = self._read_header()

@@ -34,14 +34,17 @@ class TensorIndex(Generic[File]):
     need_phrase = shape_phrase = model_phrase = ""
 
     def __init__(self, path: Path) -> None:
+        """Create an index without tensors."""
         self.path = path
         self._sources: dict[str, tuple[File, str]] = {}  # the file, and the name in it
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
+        """Return whether the files have a tensor with this name."""
         return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names of the tensors."""
         return iter(self._sources)
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -128,6 +131,7 @@ class TensorAssembler:
     """The state of `assemble_tensors`: its arguments, and the shapes of the architecture's tensors."""
 
     def __init__(self, config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> None:
+        """Store the arguments and compute the shapes of the architecture's tensors."""
         self.config, self.specs, self.source = config, specs, source
         self.shapes = get_architecture(config).shapes(config)
 

@@ -49,6 +49,7 @@ class KVCache:
     can_slide = True  # whether a draft may run a sequence from a later token on, when it exceeds the positions
 
     def __init__(self, model: "Model", hidden_layers: Sequence[int] = ()) -> None:
+        """Create an empty cache with memory for the first positions."""
         self.model, self.hidden_layers = model, _check_hidden_layers(model, hidden_layers)
         self._tokens: list[int] = []  # of the sequence, with keys and values in the cache
         self._tree_nodes: list[TreeNode] = []  # of the tree in the slots behind them

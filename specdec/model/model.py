@@ -77,6 +77,7 @@ class Model:
         n_positions: int | None = None,
         kv: KVFormatName = "auto",
     ) -> None:
+        """Check the config and the weights, and choose the threads and the KV cache format."""
         if error := config.find_error():
             raise ValueError(error)
         self.architecture = get_architecture(config)
@@ -96,10 +97,12 @@ class Model:
         self._n_passes = 0
 
     def __repr__(self) -> str:
+        """Return the architecture, the sizes and the weight formats as text."""
         c = self.config
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self.weights.format_names}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to rebuild the model with the same weights and options."""
         options = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
         return rebuild, (Model, (self.config, self.weights), options)
 

@@ -45,6 +45,7 @@ class SlidingWindowEvictor:
     """
 
     def __init__(self, architecture: Architecture, config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> None:
+        """Find the windowed layers, and how many tokens to keep so that a sequence can go back."""
         self._split_by_layer = architecture.split_by_layer
         self._config, self._weights = config, weights
         self._layers = (

@@ -280,6 +280,7 @@ class Kernel:
         return Op(self, arguments)
 
     def __reduce__(self) -> str:
+        """Return the kernel's name, by which pickle finds it again."""
         return self.__qualname__  # pickled by name: machine code is not copied
 
     def encode_arguments(self, arguments: Sequence[Any]) -> list[int]:

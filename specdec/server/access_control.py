@@ -42,6 +42,7 @@ class AuthMiddleware:
     """
 
     def __init__(self, app: App, keys: Collection[str], hosts: Collection[str], log: Callable[[str], object]) -> None:
+        """Store the app and the digests of the keys."""
         self._app, self._allowed_hosts, self._log = app, {host.lower() for host in hosts}, log
         self._key_digests = [_digest(key) for key in keys]
 

@@ -56,6 +56,7 @@ class Endpoints:
     """The ASGI app that routes each request path to the method that answers it; these share the server's state."""
 
     def __init__(self, state: ServerState) -> None:
+        """Create the routes for the server's state."""
         self._state, self._model_manager = state, state.model_manager
         self._body_buffer, self._large_bodies = BodyBuffer(), FairSemaphore(MAX_CONCURRENT_LARGE_BODIES)
         self._page = _load_page()

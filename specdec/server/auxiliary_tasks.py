@@ -15,11 +15,13 @@ class AuxiliaryTaskQueue:
     """A queue of tasks that run one at a time, step by step; after each task, another client gets a turn."""
 
     def __init__(self) -> None:
+        """Create an empty queue."""
         self._waiting = deque[tuple[str, Callable[[], AuxiliaryTask], Future[Any]]]()
         self._running_task: AuxiliaryTask | None = None  # of the first entry
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
+        """Return whether a task waits or runs."""
         return bool(self._waiting)
 
     def add(self, tasks: Sequence[Callable[[], AuxiliaryTask]], client: str) -> list[Future[Any]]:

@@ -30,6 +30,7 @@ class IncomingBody:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start an empty body that makes progress now."""
         self.data, self.last_progress = bytearray(), loop.time()
         self.dropped: asyncio.Future[Any] = loop.create_future()
         self._loop = loop
@@ -51,6 +52,7 @@ class BodyBuffer:
     """All request bodies that are being received; limits their memory against clients that send slowly or much."""
 
     def __init__(self) -> None:
+        """Start without bodies."""
         self.bodies = list[IncomingBody]()
 
     def reserve(self, n_bytes: int) -> None:

@@ -29,6 +29,7 @@ class QueueFullError(RuntimeError):
     """The error that rejects a request because too many requests or auxiliary tasks wait already."""
 
     def __init__(self) -> None:
+        """Set the message, which is always the same."""
         super().__init__("the request queue is full; try again later")
 
 
@@ -36,6 +37,7 @@ class ShutdownError(RuntimeError):
     """The error for a request that is rejected or stopped because the server is shutting down."""
 
     def __init__(self) -> None:
+        """Set the message, which is always the same."""
         super().__init__("the server is shutting down")
 
 
@@ -47,6 +49,7 @@ class RequestHandle:
     """
 
     def __init__(self, sequence: Sequence, on_event: EventCallback, wake: Callable[[], None]) -> None:
+        """Store the sequence, the callback, and the function that wakes the engine's thread."""
         self.sequence, self._on_event, self._wake = sequence, on_event, wake
 
     def cancel(self) -> None:
@@ -80,6 +83,7 @@ class EngineThread:
     """
 
     def __init__(self, decoder: SpeculativeDecoder, max_running: int, max_waiting: int, cache_bytes: int) -> None:
+        """Start the thread, which first warms up the models."""
         self._decoder, self._max_running, self._max_waiting = decoder, max_running, max_waiting
         self._prefix_cache = PrefixCache(decoder.bundle, IDLE_SLOTS_PER_SEQUENCE * max_running, decoder.prompt_cache, cache_bytes)
         self._scheduler: Scheduler | None = None  # once the models are warmed up

@@ -30,6 +30,7 @@ class BuilderBusyError(APIError):
     """
 
     def __init__(self, message: str, param: str, retry_after_s: float) -> None:
+        """Add the time of the next try, in whole seconds, to the message and to the headers."""
         n = max(math.ceil(retry_after_s), 1)
         super().__init__(
             f"{message}; try again in {n} s, or with a smaller schema", param, "shapes_busy", 429, {"retry-after": str(n)}
@@ -46,6 +47,7 @@ class FairSemaphore:
     """
 
     def __init__(self, max_concurrent: int) -> None:
+        """Create a semaphore that no client holds."""
         self._max_concurrent, self._waiting, self._active = max_concurrent, list[tuple[str, asyncio.Future[None]]](), set[str]()
 
     @property
@@ -96,6 +98,7 @@ class ConstraintBuilder:
     """
 
     def __init__(self) -> None:
+        """Create the worker threads' pool, and start without a debt of CPU time."""
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_BUILDS, "constraints")
         self._semaphore = FairSemaphore(MAX_CONCURRENT_BUILDS)
         self._cpu_seconds = dict[str, tuple[float, float]]()  # debt, and the time of its last update

@@ -88,6 +88,7 @@ class APIError(Exception):
         status: int = 400,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """Set the message, and the fields and headers of the response."""
         super().__init__(message)
         self.param, self.code, self.status, self.headers = param, code, status, headers or {}
 
@@ -165,6 +166,7 @@ class Fields:
     """The fields of a request body, which are validated and removed one by one; null counts as missing."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
+        """Copy the fields that are not null."""
         self._body = {name: value for name, value in body.items() if value is not None}
 
     def take(self, name: str, check: Callable[[str, Any], Value], default: Default) -> Value | Default:

@@ -77,6 +77,7 @@ class GenerationFields:
     """
 
     def __init__(self, fields: Fields, model: ServedModel) -> None:
+        """Take the shared fields out of `fields` and check them."""
         self._model = model
         self._sampling = _parse_sampling(fields, model)
         self._stop_strings = fields.take("stop", _parse_stops, list[str]())

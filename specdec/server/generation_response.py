@@ -127,6 +127,7 @@ class ResponseStreamer:
         body: Mapping[str, Any],
         permit: AbstractAsyncContextManager[None],
     ) -> None:
+        """Store the request; it is parsed when the response starts."""
         self._state, (self._parse, self._formatter_class), self._body, self._permit = state, interface, body, permit
         self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

@@ -49,6 +49,7 @@ class JsonScanner:
     """
 
     def __init__(self) -> None:
+        """Start before the first character."""
         self.stack, self.expected, self._escape_state = list[str](), "value", 0
         self._scalar = ""  # an unfinished number or constant
         self.is_in_string = self.is_complete = False

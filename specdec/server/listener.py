@@ -167,6 +167,7 @@ class LogForwarder(logging.Handler):
     """A log handler that forwards records of other packages as single lines, without tracebacks."""
 
     def __init__(self, log: Callable[[str], object]) -> None:
+        """Forward warnings and errors to `log`."""
         super().__init__(logging.WARNING)
         self._log = log
 
@@ -208,6 +209,7 @@ class Listener(threading.Thread):
     """
 
     def __init__(self, app: App, sock: socket.socket, grace: float, log: Callable[[str], object]) -> None:
+        """Configure the HTTP server; it runs from `start` on."""
         super().__init__(name="server")
         for name, level in LOG_LEVELS.items():
             logger = logging.getLogger(name)

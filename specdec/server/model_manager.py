@@ -91,6 +91,7 @@ class SingleModelSource:
     memory_bytes = 0.0
 
     def __init__(self, instance: ModelInstance) -> None:
+        """Set the only model."""
         self._instance = instance
 
     def list_models(self) -> Mapping[str, int]:
@@ -117,6 +118,7 @@ class ModelManager:
     """
 
     def __init__(self, source: ModelSource, keep_alive: float | None, log: Callable[[str], object]) -> None:
+        """Create a manager that has loaded no model."""
         self._source, self._keep_alive, self._log = source, keep_alive, log
         self._entries = dict[str, ModelEntry]()  # the most recently requested one is last
         self._lock = threading.Lock()  # the event loop acquires it, so hold it briefly

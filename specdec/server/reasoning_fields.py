@@ -25,6 +25,7 @@ class ReasoningFields:
     """
 
     def __init__(self, fields: Fields, model: ServedModel) -> None:
+        """Take the two fields out of `fields` and check them."""
         self._model = model
         self._is_raw = fields.take_choice("reasoning_format", REASONING_FORMATS, "auto") == "none"
         budget = fields.take_int("thinking_budget_tokens", model.reasoning_budget, NO_BUDGET)

@@ -38,6 +38,7 @@ class ChoiceDelta:
     details: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
+        """Return whether there is anything to send."""
         return bool(self.deltas or self.logprobs or self.finish_reason or self.details)
 
     def get_text(self, kind: str) -> str:
@@ -63,6 +64,7 @@ class Choice:
     """One of the outputs of a response, which turns the events of its generation into deltas."""
 
     def __init__(self, request: GenerationRequest, options: ResponseOptions) -> None:
+        """Create the choice's parser of thoughts and tool calls, without output so far."""
         self._options, marks, splitter = options, request.reasoning_marks, None
         tool_parser = options.tool_parser(options.tools, request.visible_tokens) if options.tool_parser else None
         if marks and not (tool_parser and tool_parser.is_always_parsed):
@@ -171,6 +173,7 @@ class ResponseFormatter:
     fingerprint: str
 
     def __post_init__(self) -> None:
+        """Set the time and the random part of the response's id, and add an empty choice for each request."""
         self.created, self.random_id = int(time.time()), secrets.token_hex(12)
         self.choices = [Choice(request, self.options) for request in self.requests]
 

@@ -71,6 +71,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, location: str, variables: Mapping[str, str]) -> None:
+        """Store the source and the variables; nothing is rendered yet."""
         self.source, self.location, self.variables = source, location, dict(variables)
         self._rendered_prefixes = dict[int, tuple[int, int]]()  # see `Rendering.find_prefix_ends`
 
@@ -90,6 +91,7 @@ class ChatTemplate:
         return name in find_variables(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to rebuild the template from its source."""
         return ChatTemplate, (self.source, self.location, self.variables)
 
     def render(self, messages: Sequence[Message]) -> str:

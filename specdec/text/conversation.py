@@ -52,6 +52,7 @@ class ChatSettings:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        """Check all settings."""
         self.make_sampling(0)
         argument_checks.check_int("max_tokens", self.max_tokens, 1)
 
@@ -123,6 +124,7 @@ class ThoughtFilter:
     """
 
     def __init__(self, marks: ReasoningMarks) -> None:
+        """Create a filter before the first event."""
         self._splitter, self._n_tokens, self._seconds = marks.make_splitter(), 0, 0.0
         self._text, self._thought = list[str](), list[str]()
 
@@ -201,6 +203,7 @@ class Conversation:
         metadata: Mapping[str, Any] = MappingProxyType({}),
         constraint: Constraint | None = None,
     ) -> None:
+        """Start a conversation without messages."""
         self._decoder, self.settings, self.model, self.metadata = decoder, settings or ChatSettings(), model, metadata
         self.system = argument_checks.check_string("the system prompt", system)
         self.messages: list[dict[str, Any]] = []

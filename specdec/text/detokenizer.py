@@ -43,6 +43,7 @@ class Generation:
         return cls(prompt + "".join(texts), statistics, tokens, "".join(texts))
 
     def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the text and the statistics."""
         return iter((self.text, self.statistics))
 
 
@@ -56,6 +57,7 @@ class StopStringFilter:
     """
 
     def __init__(self, stops: Collection[str]) -> None:
+        """Create a filter before the first text."""
         self._stops, self._max_stop_length = stops, max(map(len, stops), default=0)
         self._pending = ""
         self.found: str | None = None
@@ -104,6 +106,7 @@ class EventDetokenizer:
         include_draft_text: bool = False,
         splitter: "ReasoningSplitter | None" = None,
     ) -> None:
+        """Create a detokenizer before the first token."""
         specials: Mapping[str, int] = getattr(tokenizer, "specials", {}) if visible_tokens and stops else {}
         visible_names = {name: visible_tokens[token] for name, token in specials.items() if token in visible_tokens}
         # Stop strings by how they appear in the text, which can show special tokens under other names.

@@ -36,6 +36,7 @@ class Encoder:
     """
 
     def __init__(self, data: bytes) -> None:
+        """Load the tokenizer from the bytes of a tokenizer.json."""
         import tokenizers
 
         _check_added_tokens(data)
@@ -57,6 +58,7 @@ class Encoder:
         self.encode("a")  # raises now what any text would raise
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs to rebuild the encoder from its JSON."""
         return Encoder, (self._hf_tokenizer.to_str().encode(),)
 
     def encode(self, text: str) -> list[int]:

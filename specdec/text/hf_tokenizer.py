@@ -52,6 +52,7 @@ class HFTokenizer:
         eos_tokens: Mapping[int, str] | None = None,
         data: bytes | None = None,
     ) -> None:
+        """Load the tokenizer.json, and find its special and its end-of-sequence tokens."""
         self.path = _find_tokenizer_file(Path(path))
         data = read_file_bytes(self.path, "a tokenizer.json") if data is None else data
         self._encoder = _load_encoder(self.path, data)
@@ -73,6 +74,7 @@ class HFTokenizer:
         return REPLACE_EACH_BYTE if self._decoder.has_byte_fallback else "replace"
 
     def __repr__(self) -> str:
+        """Return the size of the vocabulary and the path as text."""
         return f"<HFTokenizer of {self.vocab_size} tokens, {self.path}>"
 
     def encode(self, text: str) -> list[int]:

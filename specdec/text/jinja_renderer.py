@@ -53,9 +53,11 @@ class PlaceholderMap(dict[int, str]):
     """
 
     def __init__(self) -> None:
+        """Create an empty mapping."""
         self.originals = dict[int, str]()
 
     def __missing__(self, code: int) -> str:
+        """Assign the next placeholder to a new code point; raise RenderingError if there is none left."""
         if len(self) == len(PLACEHOLDER_CODEPOINTS):
             raise RenderingError(f"the messages have more than {len(self)} different characters")
         placeholder = PLACEHOLDER_CODEPOINTS[len(self)]
@@ -142,12 +144,15 @@ class TrackedStr(str):
         return TrackedStr("".join([make_tracked(new) if has_placeholders(old) else new for old, new in pairs]))
 
     def __str__(self) -> str:
+        """Return the string itself, still tracked."""
         return self
 
     def __getitem__(self, key: Any) -> "TrackedStr":
+        """Return a part of the string, still tracked."""
         return TrackedStr(str.__getitem__(self, key))
 
     def __add__(self, other: str) -> "TrackedStr":
+        """Return the string with another one behind it, still tracked."""
         return TrackedStr(str.__add__(self, other))
 
     def replace(self, old: str, new: str, count: Any = -1) -> "TrackedStr":
@@ -339,6 +344,7 @@ class Rendering:
     def __init__(
         self, source: str, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
     ) -> None:
+        """Store the template and the conversation; raise RenderingError if jinja2 is too old to be safe."""
         self._source, self._variables, self._messages, self._tools = source, variables, messages, tools
         self._now, self.segment_edges, self.prefix_ends = datetime.datetime.now(), list[int](), list[int]()
         if [int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3]] < MIN_JINJA_VERSION:

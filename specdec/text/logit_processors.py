@@ -30,6 +30,7 @@ class LogitsProcessor:
     """
 
     def __init__(self, sampling: Sampling, n_ids: int | None = None) -> None:
+        """Create a processor that has seen no tokens."""
         self._sampling, self._n_ids = sampling, n_ids
         self._index_by_id: dict[int, int] = {}  # index of each token of prompt and completion in the arrays below
         self._ids = np.zeros(INITIAL_CAPACITY, np.int64)
@@ -113,6 +114,7 @@ class ProcessedConstraintState:
     """
 
     def __init__(self, state: ConstraintState | None, processor: LogitsProcessor, prompt: list[int]) -> None:
+        """Start after the prompt."""
         self._state, self._processor, self._tokens = state, processor, [*prompt]
         self._processor.update(prompt)
 
@@ -170,6 +172,7 @@ class ProcessedConstraint:
     """
 
     def __init__(self, constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> None:
+        """Store the inner constraint and the sampling settings."""
         self._constraint, self._sampling, self._n_ids = constraint, sampling, n_ids
 
     def begin(self, prompt: list[int]) -> ConstraintState:

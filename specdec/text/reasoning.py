@@ -171,6 +171,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, start: str, end: str, is_open: bool = False, hold_mark: str = "") -> None:
+        """Start before the first text."""
         self._start, self._end, self._hold_mark = start, end, hold_mark
         self.phase: Literal["before", "thought", "held", "after", "answer"] = "thought" if is_open else "before"
         self._pending, self._held, self._has_reasoning = "", list[str](), False

@@ -60,6 +60,7 @@ class ReasoningConstraint:
         budget: int | None = None,
         is_required: bool = False,
     ) -> None:
+        """Decide where the thought begins, and find the tokens that overlap its end mark."""
         self.tokenizer, self.inner, self._marks, self._budget = tokenizer, inner, marks, budget
         self._is_required, self._end = is_required, _to_bytes(marks.end)
         self.start = Position("thought") if marks.opens_in_prompt else Position("before")
@@ -137,6 +138,7 @@ class ReasoningConstraintState:
     """
 
     def __init__(self, constraint: ReasoningConstraint, inner: ConstraintState | None) -> None:
+        """Start where the prompt ends: in the thought, or before it."""
         self._constraint, self._inner, self._position = constraint, inner, constraint.start
 
     @property

@@ -62,6 +62,7 @@ class GrammarConstraint:
     """
 
     def __init__(self, vocabulary: "_LLGuidanceVocabulary", grammar: str) -> None:
+        """Compile the grammar."""
         self.vocabulary, self._grammar = vocabulary, grammar
         self.reset()
 
@@ -108,6 +109,7 @@ class GrammarState:
     """
 
     def __init__(self, constraint: GrammarConstraint) -> None:
+        """Start at the beginning of the grammar."""
         self._constraint, self._matcher = constraint, constraint.copy_matcher()
         self._vocab_size = len(constraint.vocabulary.tokens)
         self._bitmask = np.empty(-(-self._vocab_size // 32), "<u4")
@@ -333,12 +335,15 @@ class CPUTimer:
     """
 
     def __init__(self) -> None:
+        """Start with 0 seconds."""
         self.seconds = 0.0
 
     def __enter__(self) -> None:
+        """Start the clock of this thread."""
         self.seconds -= time.thread_time()
 
     def __exit__(self, *_: object) -> None:
+        """Stop the clock and add the CPU time of the block to `seconds`."""
         self.seconds += time.thread_time()
 
 

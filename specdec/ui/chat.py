@@ -65,6 +65,7 @@ class AnswerView(View):
     """
 
     def __init__(self, out: TextIO, get_width: Callable[[], int], styles: Mapping[str, str]) -> None:
+        """Start with an empty answer."""
         self._sanitizer, self._out = StreamSanitizer(), out
         self._encoding = out.encoding or "utf-8"
         self._get_width, self._styles = get_width, styles
@@ -78,6 +79,7 @@ class AnswerView(View):
         self._styled_text = StyledText(lambda text, style: append_run(self._pending_row, text, style))
 
     def __exit__(self, *_: Any) -> None:
+        """Write the text that was held back and end the last row."""
         self._add(self._sanitizer.end(), "target")
         self._end_rows()
 
@@ -169,6 +171,7 @@ class ChatSession:
     def __init__(
         self, conversation: Conversation, labels: ModelLabels, plain: bool = False, json_extra: Mapping[str, Any] | None = None
     ) -> None:
+        """Connect the conversation with the terminal and its commands."""
         self._conversation, self._labels, self._json_extra = conversation, labels, json_extra
         self._out, self._stderr = Console(highlight=False), Console(stderr=True, highlight=False)
         self._is_plain = plain or self._out.is_dumb_terminal

@@ -32,6 +32,7 @@ class Keyboard:
     """
 
     def __init__(self, stdin: IO[str] | None = None) -> None:
+        """Find out whether stdin is a terminal; its mode stays until `open`."""
         self._stdin = stdin or sys.stdin
         self._is_terminal = bool(termios and self._stdin and self._stdin.isatty())
         self._exit_stack = ExitStack()

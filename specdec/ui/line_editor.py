@@ -56,6 +56,7 @@ class LineEditor:
     def __init__(
         self, history: Path | None, is_command: Callable[[str], bool], get_completions: Callable[[str], list[str]], is_bold: bool
     ) -> None:
+        """Set up the terminal's line editing, and load the history."""
         self._history, self._is_command, self._get_completions = history, is_command, get_completions
         self._candidates: list[str] = []  # completions of the word at the cursor
         self._queued_lines: list[str] = []  # lines read ahead

@@ -70,6 +70,7 @@ class InteractiveView:
     SPEED, END, N_MEANINGS = "", "", 2  # what + and - change, what q does, colours in the legend
 
     def __init__(self, window: Window, labels: ModelLabels) -> None:
+        """Store the window and the names to show."""
         self._window, self._labels = window, labels
         self._console, self._painter, self._clock = window.console, window.painter, window.clock
         self._is_paused = self._shows_key_hints = self.ended = False
@@ -149,6 +150,7 @@ class LivePanel(InteractiveView):
     def __init__(
         self, window: Window, statistics: Statistics, max_tokens: int, labels: ModelLabels, pace: float | None = 0.0
     ) -> None:
+        """Create a panel without text; the window opens when the panel is entered."""
         super().__init__(window, labels)
         self._window_session = window.session(self._final_page)
         self._statistics = statistics
@@ -170,10 +172,12 @@ class LivePanel(InteractiveView):
         return self._window.was_drawn
 
     def __enter__(self) -> "LivePanel":
+        """Open the window and the keyboard."""
         self._window_session.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        """Close the window and print the final page."""
         self._window_session.__exit__(*raised)
 
     def _final_page(self) -> str:

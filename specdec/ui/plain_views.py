@@ -45,10 +45,12 @@ class View(Protocol):
     ended: bool = False
 
     def __enter__(self) -> "View":
+        """Start to show a generation; this one does nothing."""
         return self
 
     def __exit__(self, *_: Any) -> None:
-        return None
+        """Stop showing; this one does nothing."""
+        return
 
     def show(self, event: Event | PrefillProgress) -> None:
         """Show one decoding event, such as the prompt or a verified step."""
@@ -96,6 +98,7 @@ class StreamSanitizer:
     """A filter that removes control characters from text that comes in pieces, even if a control sequence spans pieces."""
 
     def __init__(self) -> None:
+        """Start before the first text."""
         self._partial = ""
 
     def push(self, text: str) -> str:
@@ -147,10 +150,12 @@ class PlainView(View):
     """A view that writes the prompt and the generated text to a stream as they come, without colours or statistics."""
 
     def __init__(self, out: TextIO) -> None:
+        """Set the stream to write to."""
         self._sanitizer, self._out = StreamSanitizer(), out
         self._is_mid_row = False
 
     def __exit__(self, *_: Any) -> None:
+        """Write the text that was held back and end the line."""
         self._out.write(self._sanitizer.end() + "\n")
         self._out.flush()
 
@@ -169,6 +174,7 @@ class SilentView(View):
     """A view that collects text and tokens and shows nothing, for JSON output at the end."""
 
     def __init__(self) -> None:
+        """Start without text and tokens."""
         self.text = ""
         self.tokens: list[int] = []
 

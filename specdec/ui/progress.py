@@ -64,6 +64,7 @@ class StatusLine:
     """
 
     def __init__(self, message: Message, after: float) -> None:
+        """Create a line that appears after `after` seconds."""
         self._message, self._compile_message = message, ""
         self._visible_from = time.monotonic() + after
         self._is_terminal = sys.stderr.isatty()

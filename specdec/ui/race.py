@@ -23,6 +23,7 @@ class RunReplay:
     """The replay of one recorded run up to a point in time, with the text and the counts at that point."""
 
     def __init__(self, name: str, run: RecordedRun) -> None:
+        """Start with the prompt, before the first pass."""
         self.name, self.end_seconds, self._steps = name, run.end_seconds, run.steps
         self.styled_text = StyledText()
         self.n_passes = self.n_tokens = 0
@@ -73,6 +74,7 @@ class RaceView(InteractiveView):
     SPEED, END = "faster, slower", "to the end"
 
     def __init__(self, race: Race, labels: ModelLabels, window: Window) -> None:
+        """Choose the slowdown, and start before the first pass of both runs."""
         super().__init__(window, labels)
         self._race = race
         self._replays = RunReplay(f"{labels.target} alone", race.alone), RunReplay(labels.pair, race.pair)

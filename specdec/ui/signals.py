@@ -33,6 +33,7 @@ class SignalHandler:
     """
 
     def __init__(self) -> None:
+        """Start without a signal; the handlers are installed by `install`."""
         self.end_signal = 0
         self.is_stop_requested = False
         self._end_signal_time = 0.0

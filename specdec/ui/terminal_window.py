@@ -31,6 +31,7 @@ class FramePainter:
     """A painter that builds the rows of a frame for a console and converts rows to terminal codes."""
 
     def __init__(self, console: Console) -> None:
+        """Choose characters and styles for the console."""
         self.is_utf = console.encoding.startswith("utf")
         self.ellipsis = "…" if self.is_utf else "..."
         self._styles = STYLES_NO_COLOR if console.no_color else STYLES
@@ -99,6 +100,7 @@ class Window:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = signals.sleep,
     ) -> None:
+        """Store the console and the keyboard; the screen stays until a `session`."""
         self.console, self._keyboard = console, keyboard or Keyboard()
         self.clock, self.sleep = clock, sleep
         self._exit_stack = ExitStack()

@@ -96,6 +96,7 @@ class WrappedRows:
     """
 
     def __init__(self, width: int, max_rows: int | None = None, on_write: OnWrite = lambda *_: None) -> None:
+        """Start with one empty row."""
         self._on_write = on_write
         self._width, self._safe_width = width, width - min(MAX_HELD_CELLS, width // 4)
         self._rows: deque[Row] = deque([[]], maxlen=max_rows)
@@ -157,6 +158,7 @@ class StyledText:
     """
 
     def __init__(self, on_write: OnWrite = lambda *_: None) -> None:
+        """Start with an empty text."""
         self._on_write = on_write
         self._sanitizer = StreamSanitizer()
         self._runs: Row = []

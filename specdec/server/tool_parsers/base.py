@@ -71,6 +71,7 @@ class ToolParser:
     is_always_parsed: ClassVar[bool] = False
 
     def __init__(self, tools: ToolSchemas, visible_tokens: Mapping[int, str] = {}) -> None:
+        """Create a parser before the first text."""
         self.tools, self.is_ended, self.is_reasoning = tools, False, False
         self._only_special_marks = self.has_special_marks and any(
             name[0] == SPECIAL_TOKEN_MARK for name in visible_tokens.values()
@@ -262,6 +263,7 @@ class OutputParser:
     """
 
     def __init__(self, splitter: ReasoningSplitter | None, tool_parser: ToolParser | None) -> None:
+        """Create a parser before the first text."""
         self._splitter, self._tool_parser = splitter, tool_parser
 
     @property

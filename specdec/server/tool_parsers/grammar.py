@@ -32,6 +32,7 @@ class GrammarBuilder:
     """
 
     def __init__(self, specials: Mapping[str, int], is_single_call: bool) -> None:
+        """Create a grammar without rules."""
         self.specials, self._is_single_call = specials, is_single_call
         self._lines = list[tuple[str, str]]()  # each with a prefix for its errors
         self._error_prefix, self._is_strict = "", True

@@ -23,6 +23,7 @@ class JsonCallParser(JsonScanner):
     """
 
     def __init__(self, tools: Collection[str]) -> None:
+        """Create a parser before the first character."""
         super().__init__()
         self._tools = tools
         self.pending, self._name, self._key = "", "", ""

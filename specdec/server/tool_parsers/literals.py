@@ -32,6 +32,7 @@ class LiteralReader:
     """
 
     def __init__(self, text: str) -> None:
+        """Start at the first lexeme of the text."""
         self._lexemes = LEXEME_PATTERN.finditer(text)
         self._advance()
 
