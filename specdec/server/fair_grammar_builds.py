@@ -33,7 +33,7 @@ class BuilderBusyError(APIError):
         """Add the time of the next try, in whole seconds, to the message and to the headers."""
         n = max(math.ceil(retry_after_s), 1)
         super().__init__(
-            f"{message}; try again in {n} s, or with a smaller schema", param, "shapes_busy", 429, {"retry-after": str(n)}
+            f"{message}; try again in {n} s, or with a smaller schema", param, "constraints_busy", 429, {"retry-after": str(n)}
         )
 
 

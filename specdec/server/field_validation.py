@@ -126,7 +126,8 @@ def parse_body(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise APIError(f"the body is not valid JSON: {shorten(error)}; expected an object", None) from None
     if not isinstance(value, dict):
-        raise APIError(f"the body is a {type(value).__name__}; expected an object", None)
+        found = "a list" if isinstance(value, list) else shorten(json.dumps(value))
+        raise APIError(f"the body is {found}; expected an object", None)
     level, depth = list[Any]([value]), 0
     while level:
         depth += 1

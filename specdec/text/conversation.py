@@ -27,6 +27,7 @@ from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.tokenizer import AnyTokenizer
 
 FORMAT, REVISION = "specdec conversation", 1
+TYPE_PHRASES: Mapping[type, str] = MappingProxyType({dict: "an object", list: "a list", bool: "true or false"})
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 MIN_ANSWER_DIVISOR = 8  # the oldest turns are dropped if less than 1/8 of the context is left for an answer
 FREED_CONTEXT_DIVISOR = 4  # ... and then 1/4 of the context is freed
@@ -411,7 +412,8 @@ def _read_saved(path: Path) -> dict[str, Any]:
 
 def _get_field(content: dict[str, Any], name: str, expected_type: type) -> Any:
     if not isinstance(content.get(name), expected_type):
-        raise ValueError(f"{name} is {argument_checks.shorten(content.get(name), repr)}; expected a {expected_type.__name__}")
+        expected = TYPE_PHRASES[expected_type]
+        raise ValueError(f"{name} is {argument_checks.shorten(content.get(name), repr)}; expected {expected}")
     return content[name]
 
 

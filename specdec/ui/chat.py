@@ -295,7 +295,7 @@ class ChatSession:
                     f"unknown command /{name}; " + (f"did you mean /{similar[0]}?" if similar else "/help lists them")
                 )
             if rest and name in DESTRUCTIVE_COMMANDS:
-                raise ValueError(f"/{name} takes no words; space in front of / makes it a message")
+                raise ValueError(f"/{name} takes no words; to send it as a message, put a space before /")
             self._commands[name](rest)
         except (TypeError, ValueError, MemoryError) as error:
             self._print_notice(" ".join(str(error).split()) or "not enough memory", style="")

@@ -384,6 +384,8 @@ def test_random_fields_are_answered_or_rejected_with_openai_errors(app: Any) -> 
         (b"[" * 40_000, "nested too deep"), (b'{"a":' * 40_000, "nested too deep"), (b"[" * 10**6, "lists and objects"),
         (b"[" * 60_000 + b'"' + b'\\"' * 10**6, "lists and objects"), (b'"' + b'[\\"' * 10**6, "not valid JSON"),
         (b"[" * 900 + b"]" * 900, "the body is a list"),
+        (b"null", "the body is null; expected an object"),
+        (b'"text"', 'the body is "text"; expected an object'),
         (b'{"x": ' + b"[" * MAX_BODY_DEPTH + b"]" * MAX_BODY_DEPTH + b"}", "nested too deep"),
         (b'{"prompt": [' + b"{}," * 10**6 + b"1]}", "lists and objects"),
         (b'{"prompt": "\\ud800"}', "half a character"), (b'{"\\udc00": 1}', "half a character"),

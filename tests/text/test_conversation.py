@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 import specdec
-from specdec import Prompt, Sampling, SpeculativeDecoder, Step
+from specdec import Prompt, Sampling, SpeculativeDecoder, Statistics, Step
 from specdec.runtime.op_program import Executor
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
@@ -29,7 +29,7 @@ from specdec.cli.prompt_sources import MAX_PROMPT_BYTES, read_first_message
 from specdec.events import PrefillProgress
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.text.detokenizer import EventDetokenizer
-from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession
+from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession, format_statistics
 from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
@@ -257,6 +257,20 @@ def test_a_damaged_file_does_not_change_a_conversation(make_conversation: Callab
         assert (conversation.messages, conversation.settings) == before
     assert len(messages) > 150
     assert all(str(path) in message and "\n" not in message for message in messages)
+    for changes, expected in (
+        ({"messages": {}}, "messages is {}; expected a list"),
+        ({"settings": 5}, "settings is 5; expected an object"),
+        ({"thinking": "yes"}, "thinking is 'yes'; expected true or false"),
+    ):
+        path.write_text(json.dumps(json.loads(valid) | changes))
+        with pytest.raises(ValueError, match=re.escape(f"{path} is a damaged conversation: {expected}")):
+            conversation.load(path)
+
+
+def test_statistics_of_one_guess_are_in_the_singular() -> None:
+    statistics = Statistics()
+    statistics.add(Step([1, 2], [1], 1, 0.5, 0.0, pieces=["a", "b"]))
+    assert format_statistics(statistics) == "2 tokens, 4 tok/s, 100% of 1 guess right"
 
 
 def test_invalid_file_names_are_reported_and_settings_shown_in_full(
