@@ -46,10 +46,11 @@ class ReasoningFields:
         if not marks:
             return [*requests], options
         parser, grammar, constraint = options.tool_parser, options.grammar, None
-        # the format's own grammar of calls has the thoughts
-        has_own_thoughts = parser is not None and parser.is_always_parsed and grammar is not None and grammar.kind == "tools"
-        if (grammar or self._budget is not None) and not (marks.closes_in_prompt or has_own_thoughts):
-            constraint = ReasoningConstraint(marks, tokenizer, budget=self._budget, is_required=is_required)
+        if (grammar or self._budget is not None) and not marks.closes_in_prompt:
+            # the format's own grammar of calls and answers has their headers
+            has_headers = parser is not None and parser.is_always_parsed and grammar is not None and grammar.kind == "tools"
+            limits = marks.without_header() if has_headers else marks
+            constraint = ReasoningConstraint(limits, tokenizer, budget=self._budget, is_required=is_required)
         # a raw output has the names of special tokens without `SPECIAL_TOKEN_MARK` in front
         visible = {token: text[self._is_raw :] for token, text in marks.visible_tokens.items()}
         marked = [

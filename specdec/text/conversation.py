@@ -20,7 +20,6 @@ from specdec.text.reasoning import (
     PartKind,
     ReasoningMarks,
     find_reasoning_marks,
-    find_template_marks,
     make_thinking_options,
 )
 from specdec.text.reasoning_constraint import ReasoningConstraint
@@ -263,7 +262,7 @@ class Conversation:
             if marks := find_reasoning_marks(template, tokenizer, prompt):
                 if constraint and not marks.closes_in_prompt:
                     constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
-                thought_filter = ThoughtFilter(_extend_end_mark(marks, template))
+                thought_filter = ThoughtFilter(marks)
             visible_tokens = marks.visible_tokens if marks else {}
             for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, visible_tokens, shape=constraint):
                 if isinstance(event, Step):
@@ -385,15 +384,6 @@ class Conversation:
         self.settings, self.system, self.messages, self.n_dropped = settings, system, messages, n_dropped
         self.thinking = thinking
         return model
-
-
-def _extend_end_mark(marks: ReasoningMarks, template: ChatTemplate) -> ReasoningMarks:
-    """Return marks whose end includes what closes the message of a thought, in formats such as Harmony."""
-    template_marks = find_template_marks(template)
-    closing = template_marks.closing if template_marks else ""
-    for name in marks.visible_tokens.values():
-        closing = closing.replace(name.removeprefix(SPECIAL_TOKEN_MARK), name)
-    return replace(marks, end=closing or marks.end)
 
 
 def _read_saved(path: Path) -> dict[str, Any]:

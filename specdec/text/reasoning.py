@@ -6,8 +6,8 @@ with and without `reasoning_content`, and the difference has the marks. A table 
 
 import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, TemplateError
@@ -15,7 +15,9 @@ from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenize
 
 # precedes the name of a special token where only special tokens are marks; a lone surrogate, which no text contains
 SPECIAL_TOKEN_MARK = "\udc3c"
+WHITE_SPACE = " \t\r\n"  # may precede the mark of a thought
 MAX_MARK_CHARS = 40
+MAX_NEWLINES = 2  # between the end mark and an answer with a constraint
 N_TAIL_TOKENS = 32  # of a prompt, which contain the mark that may be at its end
 THOUGHT, ANSWER = "Hmm, a thought", "The answer"  # of a conversation that is rendered to find the marks
 # names of the template variable that switches thoughts on and off: of most templates, and of DeepSeek's and Granite's
@@ -30,16 +32,26 @@ class TemplateMarks(NamedTuple):
     Attributes:
         start: Precedes a thought.
         end: Follows a thought.
-        closing: Text that ends a thought at its token limit; "" for the end mark.
+        before_end: Text that may precede the end mark and is no part of the thought; "" for none.
+        header_end: Ends the header that the end mark begins; "" for none.
+        message_end: Ends the message of a thought, in formats of messages with headers; "" for none.
     """
 
     start: str
     end: str
-    closing: str = ""
+    before_end: str = ""
+    header_end: str = ""
+    message_end: str = ""
+
+    @property
+    def closing(self) -> str:
+        """The text that ends a thought at its token limit."""
+        return self.before_end + self.end + self.header_end
 
 
+# the header of an answer may also have its format: `<|channel|>final <|constrain|>json<|message|>`
 HARMONY_MARKS = TemplateMarks(
-    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+    "<|channel|>analysis<|message|>", "<|channel|>final", "<|end|><|start|>assistant", "<|message|>", "<|end|>"
 )
 # by a string that templates contain
 KNOWN_MARKS = {
@@ -60,22 +72,37 @@ class ReasoningMarks:
         end: Follows a thought.
         opens_in_prompt: Whether the prompt ends inside a thought.
         closes_in_prompt: Whether the prompt ends after a thought, since thinking is disabled.
-        start_tokens: Token ids of the start mark.
         closing_tokens: Token ids of a text that ends the thought.
         visible_tokens: Ids of the marks' special tokens, with their text in the output.
+        before_end: Text that may precede the end mark and is no part of the thought; "" for none.
+        header_end: Ends the header that the end mark begins; "" for none.
+        header_end_tokens: Token ids of `header_end`.
+        message_end: Ends the message of a thought, in formats of messages with headers; "" for none.
+        message_end_tokens: Token ids of `message_end`.
+        max_newlines: The most newlines between the last mark and an answer with a constraint.
     """
 
     start: str
     end: str
     opens_in_prompt: bool = False
     closes_in_prompt: bool = False
-    start_tokens: tuple[int, ...] = ()
     closing_tokens: tuple[int, ...] = ()
     visible_tokens: Mapping[int, str] = field(default_factory=dict)
+    before_end: str = ""
+    header_end: str = ""
+    header_end_tokens: tuple[int, ...] = ()
+    message_end: str = ""
+    message_end_tokens: tuple[int, ...] = ()
+    max_newlines: int = MAX_NEWLINES
 
     def make_splitter(self, hold_mark: str = "") -> "ReasoningSplitter":
         """Return a new splitter for one output; see `ReasoningSplitter`."""
-        return ReasoningSplitter(self.start, self.end, self.opens_in_prompt, hold_mark)
+        ends = (self.before_end + self.end, self.end)
+        return ReasoningSplitter(self.start, ends, self.opens_in_prompt, hold_mark, self.header_end)
+
+    def without_header(self) -> "ReasoningMarks":
+        """Return marks whose thought ends with its message, for a grammar that has the headers of the messages after it."""
+        return replace(self, end=self.message_end, before_end="", header_end="", closing_tokens=self.message_end_tokens)
 
 
 def make_thinking_options(template: ChatTemplate, is_on: bool) -> dict[str, Any]:
@@ -133,9 +160,14 @@ def find_reasoning_marks(template: ChatTemplate, tokenizer: AnyTokenizer, prompt
         _replace_names(marks.end, visible),
         tail.endswith(marks.start),
         tail.endswith(marks.end),
-        _encode_mark(tokenizer, marks.start),
-        _encode_mark(tokenizer, marks.closing or marks.end),
+        _encode_mark(tokenizer, marks.closing),
         {specials[name]: text for name, text in visible.items()},
+        _replace_names(marks.before_end, visible),
+        _replace_names(marks.header_end, visible),
+        _encode_mark(tokenizer, marks.header_end),
+        _replace_names(marks.message_end, visible),
+        _encode_mark(tokenizer, marks.message_end),
+        0 if marks.message_end else MAX_NEWLINES,
     )
 
 
@@ -157,23 +189,26 @@ class ReasoningSplitter:
     """A splitter of streamed output into a thought, which can only be at its beginning, and the answer after it.
 
     Each piece is returned as soon as it cannot become part of a mark. Newlines at both ends of the thought are dropped, and those
-    before the answer. Without a thought the text is returned as it is.
+    before the answer. Without a thought the text is returned as it is. An output that begins with an end mark has an empty
+    thought.
 
     Args:
         start: The mark before the thought.
-        end: The mark after the thought.
+        ends: The marks after the thought, of which the first one in the output ends it.
         is_open: Whether the output begins inside the thought.
         hold_mark: A mark from which on a thought is held back until its end; "" for none. If the thought has no end, what was
             held back is returned as "unclosed".
+        header_end: Ends the header that an end mark begins, and that is dropped; "" for none.
 
     Attributes:
-        phase: Whether the output is before a possible thought, in it, held back in it, after its end mark, or in the answer.
+        phase: Whether the output is before a possible thought, in it, held back in it, in the header after its end mark, after
+            both, or in the answer.
     """
 
-    def __init__(self, start: str, end: str, is_open: bool = False, hold_mark: str = "") -> None:
+    def __init__(self, start: str, ends: Sequence[str], is_open: bool = False, hold_mark: str = "", header_end: str = "") -> None:
         """Start before the first text."""
-        self._start, self._end, self._hold_mark = start, end, hold_mark
-        self.phase: Literal["before", "thought", "held", "after", "answer"] = "thought" if is_open else "before"
+        self._start, self._ends, self._hold_mark, self._header_end = start, [*dict.fromkeys(ends)], hold_mark, header_end
+        self.phase: Literal["before", "thought", "held", "header", "after", "answer"] = "thought" if is_open else "before"
         self._pending, self._held, self._has_reasoning = "", list[str](), False
 
     @property
@@ -193,6 +228,8 @@ class ReasoningSplitter:
             self._read_thought(parts)
         if self.phase == "held":
             self._read_held(parts)
+        if self.phase == "header":
+            self._read_header()
         if self.phase == "after" and (rest := self._pending.lstrip("\r\n")):
             self.phase = "answer"
             parts.append(("text", rest))
@@ -213,20 +250,20 @@ class ReasoningSplitter:
         return []
 
     def _read_start(self, parts: list[tuple[PartKind, str]]) -> None:
-        stripped = self._pending.lstrip()
-        if stripped.startswith(self._start):
-            self.phase, self._pending = "thought", stripped[len(self._start) :]
-        elif not self._start.startswith(stripped):
+        stripped, marks = self._pending.lstrip(WHITE_SPACE), (self._start, *self._ends)
+        if mark := next((each for each in marks if stripped.startswith(each)), ""):
+            self._pending = stripped[len(mark) :]
+            self.phase = "thought" if mark == self._start else "header"
+        elif not any(each.startswith(stripped) for each in marks):
             self.phase = "answer"
             parts.append(("text", self._pending))
 
     def _read_thought(self, parts: list[tuple[PartKind, str]]) -> None:
         """Move the text up to the next mark from the pending text to the parts; what may become a mark stays."""
         text = self._pending if self._has_reasoning else self._pending.lstrip("\r\n")
-        marks = [mark for mark in (self._end, self._hold_mark) if mark]
-        first, mark = min([(at, mark) for mark in marks if (at := text.find(mark)) >= 0], default=(len(text), ""))
-        n_partial = 0 if mark else max(_count_partial(text, each) for each in marks)
-        thought = text[: first - n_partial]
+        marks = [mark for mark in (*self._ends, self._hold_mark) if mark]
+        n_before, mark = _find_first(text, marks)
+        thought = text[:n_before]
         if mark != self._hold_mark or not mark:  # newlines may be the last of the thought
             thought = thought.rstrip("\r\n")
         if thought:
@@ -234,19 +271,36 @@ class ReasoningSplitter:
             parts.append(("reasoning", thought))
         if not mark:
             self._pending = text[len(thought) :]
-        elif mark == self._end:
-            self.phase, self._pending = "after", text[first + len(mark) :]
+        elif mark != self._hold_mark:
+            self.phase, self._pending = "header", text[n_before + len(mark) :]
         else:
-            self.phase, self._pending = "held", text[first:]
+            self.phase, self._pending = "held", text[n_before:]
 
     def _read_held(self, parts: list[tuple[PartKind, str]]) -> None:
-        at = self._pending.find(self._end)
-        n = at if at >= 0 else len(self._pending) - _count_partial(self._pending, self._end)
+        n, mark = _find_first(self._pending, self._ends)
         self._held.append(self._pending[:n])
         self._pending = self._pending[n:]
-        if at >= 0:
+        if mark:
             parts.append(("reasoning", "".join(self._held).rstrip("\r\n")))
-            self.phase, self._pending = "after", self._pending[len(self._end) :]
+            self.phase, self._pending = "header", self._pending[len(mark) :]
+
+    def _read_header(self) -> None:
+        if self._header_end:
+            n, mark = _find_first(self._pending, [self._header_end])
+            self._pending = self._pending[n + len(mark) :]
+            if not mark:
+                return
+        self.phase = "after"
+
+
+def _find_first(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the first of some marks in a text, and the mark.
+
+    Without a mark, return the position from which on the text may become one, and "".
+    """
+    if found := [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]:
+        return min(found)
+    return len(text) - max([_count_partial(text, mark) for mark in marks], default=0), ""
 
 
 def _count_partial(text: str, mark: str) -> int:

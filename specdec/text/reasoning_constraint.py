@@ -10,35 +10,56 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec.protocols import Constraint, ConstraintState
-from specdec.text.reasoning import ReasoningMarks
+from specdec.text.reasoning import MAX_NEWLINES, SPECIAL_TOKEN_MARK, WHITE_SPACE, ReasoningMarks
 from specdec.tokenizer import AnyTokenizer
 from specdec.verification import Draft
 
-MAX_NEWLINES = 2  # between the end mark and the constrained text
+MAX_SPACES = 8  # tokens of white space before a start mark, if the answer has a constraint
+MAX_HEADER_TOKENS = 8  # of the header that an end mark begins; then its end is forced
+Phase = Literal["before", "thought", "header", "after", "answer"]
 
 
 class Position(NamedTuple):
     """A position in an output that may begin with a thought.
 
     Attributes:
-        phase: Whether the position is before a possible thought or in its start mark, in the thought, behind its end mark or
-            newlines after it, or in the answer.
-        n: The tokens of the start mark, or of the thought, or the newlines after it.
-        tail: The last bytes of the thought, which may be a part of the end mark.
+        phase: Whether the position is before a possible thought or in its start mark, in the thought, in the header after its end
+            mark, behind both or newlines after them, or in the answer.
+        n: The tokens of the thought or of the header, or the newlines after them.
+        tail: The last bytes of the output, which may be a part of a mark.
+        start: The tokens before a possible thought, if the answer has a constraint: they may also belong to the answer.
     """
 
-    phase: Literal["before", "thought", "after", "answer"]
+    phase: Phase
     n: int = 0
     tail: bytes = b""
+    start: tuple[int, ...] = ()
 
 
+SPECIAL_TOKEN_BYTE = b"\xff"  # precedes the name of a special token; no text in UTF-8 contains it
 ANSWER_POSITION = Position("answer")
+THOUGHT_PHASES = ("thought", "header")  # without the inner constraint
+
+
+class MarkTokens(NamedTuple):
+    """The tokens of a vocabulary that a constraint has to know of at the marks of a thought.
+
+    Attributes:
+        continuing: The tokens that may follow a beginning of a start mark, by that beginning. The last one may have more text.
+        banned: The tokens with the rest of the last mark and text after it, by the number of bytes of the mark before them.
+        newlines: The tokens of newlines, with their number.
+    """
+
+    continuing: dict[bytes, list[int]]
+    banned: dict[int, list[int]]
+    newlines: dict[int, int]
 
 
 class ReasoningConstraint:
     """A constraint that holds after a thought, and limits the tokens of the thought; implements `protocols.Constraint`.
 
-    A model that opens its thoughts itself may also answer at once. Then the inner constraint holds from the start.
+    A model that opens its thoughts itself may also answer at once. Then the inner constraint holds from the start. Marks are
+    found in the text, whatever its tokens are.
 
     Args:
         marks: The marks around the thought.
@@ -62,12 +83,16 @@ class ReasoningConstraint:
     ) -> None:
         """Decide where the thought begins, and find the tokens that overlap its end mark."""
         self.tokenizer, self.inner, self._marks, self._budget = tokenizer, inner, marks, budget
-        self._is_required, self._end = is_required, _to_bytes(marks.end)
+        self._is_required, self._end, self._header_end = is_required, _to_bytes(marks.end), _to_bytes(marks.header_end)
         self.start = Position("thought") if marks.opens_in_prompt else Position("before")
-        self._banned: dict[int, list[int]] = {}  # token ids by number of bytes of the end mark before them
-        self._newlines: dict[int, int] = {}  # numbers of newlines by token id
+        starts: list[tuple[bytes, Phase]] = [(_to_bytes(marks.start), "thought")]
+        # an answer without a thought may have the header too
+        self._starts = starts + ([(self._end, "header")] if self._header_end else [])
+        self._tokens = MarkTokens({}, {}, {})
         if inner:
-            self._banned, self._newlines = _find_tokens(tokenizer, self._end)  # type: ignore[arg-type]
+            mark_texts = tuple(mark for mark, _ in self._starts)
+            visible = tuple((token, _to_bytes(text)) for token, text in marks.visible_tokens.items())
+            self._tokens = _find_tokens(tokenizer, mark_texts, self._header_end or self._end, visible)  # type: ignore[arg-type]
         self._eos_tokens = [*tokenizer.eos_tokens] if inner and is_required else []
 
     def with_inner(self, inner: Constraint) -> "ReasoningConstraint":
@@ -80,53 +105,78 @@ class ReasoningConstraint:
 
     def advance(self, position: Position, token: int) -> Position:
         """Return the position after a token, which is allowed at the given one."""
-        phase, n, tail = position
-        if phase == "before" and self._marks.start_tokens[n : n + 1] == (token,):
-            is_complete = n + 1 == len(self._marks.start_tokens)
-            return Position("thought") if is_complete else Position("before", n + 1)
-        if phase == "before" and not n and not self.inner and (self._get_bytes(token) or b"x").isspace():
-            return position
-        if phase == "thought":
-            data = tail + self._get_bytes(token)
-            _, is_end, rest = data.partition(self._end)
-            n_forced = n + 1 - self._budget if self._budget is not None else 0
-            if is_end and rest.strip(b"\n") and not self.inner:
-                return ANSWER_POSITION
-            if is_end or n_forced >= len(self._marks.closing_tokens) > 0:
-                return Position("after", len(rest))
-            return Position("thought", n + 1, data[1 - len(self._end) :])
-        if phase == "after" and n + self._newlines.get(token, MAX_NEWLINES + 1) <= MAX_NEWLINES:
-            return Position("after", n + self._newlines[token])
+        phase, n, tail, start = position
+        data = tail + self._get_bytes(token)
+        match phase:
+            case "before":
+                return self._read_start(data, (*start, token) if self.inner else ())
+            case "thought" if self._budget is not None and n >= self._budget and self._header_end:  # is being closed
+                is_closed = n + 1 - self._budget >= len(self._marks.closing_tokens)
+                return Position("after") if is_closed else Position("thought", n + 1)
+            case "thought":
+                following = self._read_thought(n + 1, data)
+                n_forced = n + 1 - self._budget if self._budget is not None else 0
+                is_closed = n_forced >= len(self._marks.closing_tokens) > 0
+                return Position("after") if is_closed and following.phase == "thought" else following
+            case "header":
+                return self._read_header(n + 1, data)
+            case "after" if n + self._tokens.newlines.get(token, MAX_NEWLINES + 1) <= self._marks.max_newlines:
+                return Position("after", n + self._tokens.newlines[token])
         return ANSWER_POSITION
 
+    def _read_start(self, data: bytes, start: tuple[int, ...]) -> Position:
+        """Return the position after the text before a possible thought."""
+        data = data.lstrip(WHITE_SPACE.encode())
+        for mark, phase in self._starts:
+            if data.startswith(mark):
+                rest = data[len(mark) :]
+                return self._read_thought(0, rest) if phase == "thought" else self._read_header(0, rest)
+        may_begin = any(mark.startswith(data) for mark, _ in self._starts) and (data or len(start) <= MAX_SPACES)
+        return Position("before", 0, data, start) if may_begin else ANSWER_POSITION
+
+    def _read_thought(self, n: int, data: bytes) -> Position:
+        """Return the position after the last bytes of a thought of `n` tokens."""
+        _, is_end, rest = data.partition(self._end)
+        if not is_end:
+            return Position("thought", n, data[1 - len(self._end) :])
+        return self._read_header(0, rest) if self._header_end else self._begin_answer(rest)
+
+    def _read_header(self, n: int, data: bytes) -> Position:
+        """Return the position after the last bytes of a header of `n` tokens."""
+        _, is_end, rest = data.partition(self._header_end)
+        return self._begin_answer(rest) if is_end else Position("header", n, data[1 - len(self._header_end) :])
+
+    def _begin_answer(self, rest: bytes) -> Position:
+        """Return the position after the last mark and the rest of its last token."""
+        return ANSWER_POSITION if rest.strip(b"\n") and not self.inner else Position("after", len(rest))
+
     def get_forced_token(self, position: Position) -> int | None:
-        """Return the only token that may follow after the last token of a thought; None for others."""
-        phase, n, _ = position
+        """Return the only token that may follow after the last token of a thought or a header; None for others."""
+        phase, n, _, _ = position
         if phase == "thought" and self._budget is not None and n >= self._budget:
             return next(iter(self._marks.closing_tokens[n - self._budget :]), None)
+        if phase == "header" and n >= MAX_HEADER_TOKENS and self.inner:
+            return next(iter(self._marks.header_end_tokens[n - MAX_HEADER_TOKENS :]), None)
         return None
 
-    def get_start(self, position: Position) -> list[int]:
-        """Return the tokens so far if they may be the start mark or the beginning of an answer; empty for other positions."""
-        return [*self._marks.start_tokens[: position.n]] if position.phase == "before" else []
-
     def get_banned_tokens(self, position: Position) -> list[int]:
-        """Return the tokens that may not follow in a thought: those with an end mark and a part of the answer, and EOS tokens."""
-        banned = [*self._eos_tokens]
-        for n, tokens in self._banned.items():
-            banned += tokens if position.tail.endswith(self._end[:n]) else []
+        """Return the tokens that may not follow in a thought: those with the last mark and a part of the answer, and EOS."""
+        banned, last = [*self._eos_tokens], self._header_end or self._end
+        if position.phase == ("header" if self._header_end else "thought"):
+            for n, tokens in self._tokens.banned.items():
+                banned += tokens if position.tail.endswith(last[:n]) else []
         return banned
 
     def get_free_tokens(self, position: Position) -> list[int]:
         """Return the tokens that may follow before the answer, whether or not the inner constraint allows them."""
         if position.phase == "before":
-            return [*self._marks.start_tokens[position.n : position.n + 1]]
-        return [token for token, n in self._newlines.items() if position.n + n <= MAX_NEWLINES]
+            return self._tokens.continuing.get(position.tail, [])
+        return [token for token, n in self._tokens.newlines.items() if position.n + n <= self._marks.max_newlines]
 
     def _get_bytes(self, token: int) -> bytes:
         if text := self._marks.visible_tokens.get(token):
             return _to_bytes(text)
-        return self.tokenizer.token_to_bytes(token) or b""
+        return _get_token_bytes(self.tokenizer, token)
 
 
 class ReasoningConstraintState:
@@ -174,14 +224,16 @@ class ReasoningConstraintState:
                 return n, None
             previous, position = position, self._constraint.advance(position, token)
             if position.phase == "answer":
-                return n, [*self._constraint.get_start(self._position), *tokens] if previous.phase == "before" else tokens[n:]
+                return n, [*self._position.start, *tokens] if previous.phase == "before" else tokens[n:]
         return len(tokens), None
 
     def _is_allowed(self, position: Position, token: int) -> bool:
         """Return whether a token before the answer is allowed."""
         if (forced := self._constraint.get_forced_token(position)) is not None:
             return token == forced
-        return position.phase != "thought" or token not in self._constraint.get_banned_tokens(position)
+        if position.phase == "before" and self._inner and token not in self._constraint.get_free_tokens(position):
+            return self._inner.count_allowed([*position.start, token]) > len(position.start)
+        return position.phase not in THOUGHT_PHASES or token not in self._constraint.get_banned_tokens(position)
 
     def count_allowed(self, tokens: list[int]) -> int:
         """Return how many of the given tokens, from the first on, may follow."""
@@ -218,10 +270,10 @@ class ReasoningConstraintState:
             logit = row[forced]
             row.fill(-np.inf)
             row[forced] = logit if np.isfinite(logit) else 0.0
-        elif position.phase == "thought":
+        elif position.phase in THOUGHT_PHASES:
             row[[token for token in constraint.get_banned_tokens(position) if token < len(row)]] = -np.inf
         next_positions = {child: constraint.advance(position, draft.tokens[child]) for child in draft.children(node)}
-        if position.phase != "thought" and forced is None and self._inner:
+        if position.phase not in THOUGHT_PHASES and self._inner:
             before_answer = {child for child, following in next_positions.items() if following.phase != "answer"}
             if position.phase != "before":
                 self._mask_answer(logits, draft, node, before_answer, constraint.get_free_tokens(position))
@@ -234,7 +286,7 @@ class ReasoningConstraintState:
     def _mask_start(self, logits: Any, draft: Draft) -> None:
         """Mask the rows where the output may be in the start mark or in an answer without a thought by the inner constraint."""
         assert self._inner
-        constraint, start = self._constraint, self._constraint.get_start(self._position)
+        constraint, start = self._constraint, [*self._position.start]
         positions, indices, parents = {-1: self._position}, {-1: len(start) - 1}, [*range(-1, len(start) - 1)]
         for child, parent in enumerate(draft.parents or range(-1, len(draft.tokens) - 1)):
             if parent not in indices or child + 1 >= len(logits):
@@ -252,7 +304,7 @@ class ReasoningConstraintState:
         self._inner.mask_logits(part, Draft(tokens, parents=None if draft.parents is None else parents))
         for i, node in enumerate(indices):
             if node in positions:
-                prefix, row = constraint.get_start(positions[node]), part[len(start) + i]
+                prefix, row = [*positions[node].start], part[len(start) + i]
                 if self._inner.count_allowed(prefix) < len(prefix):
                     row.fill(-np.inf)
                 for token in constraint.get_free_tokens(positions[node]):
@@ -286,7 +338,7 @@ class ReasoningConstraintState:
 
     def commit(self, tokens: list[int]) -> None:
         """Add accepted tokens to the sequence and advance its state."""
-        n, start = 0, self._constraint.get_start(self._position)
+        n, start = 0, self._position.start
         while n < len(tokens) and self._position.phase != "answer":
             previous, self._position = self._position, self._constraint.advance(self._position, tokens[n])
             if self._position.phase == "answer" and previous.phase == "before":  # the start belongs to the answer
@@ -296,26 +348,48 @@ class ReasoningConstraintState:
             self._inner.commit(tokens[n:])
 
 
-def _to_bytes(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
+def _to_bytes(mark: str) -> bytes:
+    """Return the bytes of a mark, with `SPECIAL_TOKEN_BYTE` before each special token."""
+    return SPECIAL_TOKEN_BYTE.join([part.encode() for part in mark.split(SPECIAL_TOKEN_MARK)])
+
+
+def _get_token_bytes(tokenizer: AnyTokenizer, token: int) -> bytes:
+    """Return the bytes of a token that is no mark, which never contain `SPECIAL_TOKEN_BYTE`."""
+    return (tokenizer.token_to_bytes(token) or b"").replace(SPECIAL_TOKEN_BYTE, b"\xfe")
 
 
 @functools.lru_cache(maxsize=4)
-def _find_tokens(tokenizer: AnyTokenizer, end: bytes) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """Return the tokens with the rest of an end mark and text after it, and those of newlines with their number.
+def _find_tokens(
+    tokenizer: AnyTokenizer, starts: tuple[bytes, ...], end: bytes, visible: tuple[tuple[int, bytes], ...]
+) -> MarkTokens:
+    """Return the tokens that a constraint has to know of at the marks of a thought.
 
-    The first are by the number of bytes of the mark that must precede them. A token may have newlines after the mark.
+    Args:
+        tokenizer: The tokenizer.
+        starts: The marks that the output may begin with.
+        end: The last mark before the answer.
+        visible: Ids of the marks' special tokens, with their text.
     """
-    banned, newlines = dict[int, list[int]](), dict[int, int]()
-    for token in range(tokenizer.vocab_size):
-        data = tokenizer.token_to_bytes(token)
+    tokens, names = MarkTokens({}, {}, {}), dict(visible)
+    by_first = dict[bytes, set[bytes]]()  # the prefixes by the byte that follows them
+    for mark in starts:
+        for n in range(len(mark)):
+            by_first.setdefault(mark[n : n + 1], set()).add(mark[:n])
+    for token in {**dict.fromkeys(range(tokenizer.vocab_size)), **names}:
+        data = names.get(token) or _get_token_bytes(tokenizer, token)
         if not data:
             continue
         if not data.strip(b"\n") and len(data) <= MAX_NEWLINES:
-            newlines[token] = len(data)
+            tokens.newlines[token] = len(data)
+        for prefix in by_first.get(data[:1], ()):
+            if any(mark.startswith(text := prefix + data) or text.startswith(mark) for mark in starts):
+                tokens.continuing.setdefault(prefix, []).append(token)
+        stripped = data.lstrip(WHITE_SPACE.encode())
+        if len(stripped) < len(data) and any(stripped and (m.startswith(stripped) or stripped.startswith(m)) for m in starts):
+            tokens.continuing.setdefault(b"", []).append(token)
         if end[-1:] in data[:-1]:
             for n in range(len(end)):
                 before, is_end, rest = data.partition(end[n:])
                 if is_end and (not before or not n) and (rest.strip(b"\n") or len(rest) > MAX_NEWLINES):
-                    banned.setdefault(n, []).append(token)
-    return banned, newlines
+                    tokens.banned.setdefault(n, []).append(token)
+    return tokens

@@ -92,7 +92,7 @@ def test_the_end_of_the_prompt_says_who_opens_the_thought(name, options, opens, 
     assert (marks.opens_in_prompt, marks.closes_in_prompt) == (opens, closes)
     assert (marks.start, marks.end) == tuple(SPECIAL_TOKEN_MARK * bool(specials) + mark for mark in THINK[:2])
     if specials:
-        assert (marks.start_tokens, marks.closing_tokens) == ((259,), (260,))
+        assert marks.closing_tokens == (260,)
         assert marks.visible_tokens == {259: marks.start, 260: marks.end}
     else:
         assert bytes(token - 3 for token in marks.closing_tokens) == b"</think>" and not marks.visible_tokens
@@ -101,7 +101,7 @@ def test_the_end_of_the_prompt_says_who_opens_the_thought(name, options, opens, 
 def split(text, is_open=False, hold_mark=""):
     """Return the thought and the answer of a whole output, and what is held back."""
     if not is_open:
-        if not text.lstrip().startswith("<think>"):
+        if not text.lstrip().startswith(("<think>", "</think>")):
             return "", text, ""
         text = text.lstrip().removeprefix("<think>")
     thought, is_end, answer = text.partition("</think>")
@@ -112,7 +112,7 @@ def split(text, is_open=False, hold_mark=""):
 
 
 def run(text, size, is_open=False, hold_mark=""):
-    splitter = ReasoningSplitter("<think>", "</think>", is_open, hold_mark)
+    splitter = ReasoningSplitter("<think>", ["</think>"], is_open, hold_mark)
     parts = [part for i in range(0, len(text), size) for part in splitter.push(text[i : i + size])] + splitter.end()
     return tuple("".join(part for kind, part in parts if kind == each) for each in ("reasoning", "text", "unclosed"))
 
@@ -125,6 +125,7 @@ CASES = [
     ("<think>a<think></think>b<think>c</think>", ("a<think>", "b<think>c</think>", "")), ("a<think>b", ("", "a<think>b", "")),
     ("<think>a < b</ think></think> c", ("a < b</ think>", " c", "")),
     ("<think>a\n<call>b</think>\nc", ("a\n<call>b", "c", "")), ("<think>a\n<call>b</thi", ("a\n", "", "<call>b</thi")),
+    ("</think>\n\nYes</think>", ("", "Yes</think>", "")),
     ("<think>a<cal", ("a<cal", "", "")), ("<think><call>", ("", "", "<call>")),
 ]  # fmt: skip
 
@@ -134,6 +135,30 @@ def test_thoughts_are_split_from_answers_for_any_chunk_size(case):
     text, expected = CASES[case]
     for size in range(1, len(text) + 2):
         assert run(text, size, False, "<call>") == expected, size
+
+
+HARMONY_CASES = [
+    ("*channel*analysis*message*Hm.*end**start*assistant*channel*final*message*Yes.", ("Hm.", "Yes.")),
+    ("*channel*analysis*message*Hm.*end**start*assistant*channel*final *constrain*json*message*{}", ("Hm.", "{}")),
+    ("*channel*final *constrain*json*message*{}", ("", "{}")), ("*channel*final*message*a*end*", ("", "a*end*")),
+    ("*channel*analysis*message*a*channel*final*message*b", ("a", "b")), ("Yes", ("", "Yes")),
+    ("*channel*analysis*message*a*end*b*channel*final*mess", ("a*end*b", "")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(HARMONY_CASES)))
+def test_headers_of_harmonys_answers_are_no_part_of_them(case):
+    text, expected = HARMONY_CASES[case]
+    specials = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+    marks = find_reasoning_marks(ChatTemplate(SOURCES["gpt-oss"][0], "oss", {}), make_tokenizer(specials), [1])
+    for name in specials[:4]:
+        text = text.replace(f"*{name[2:-2]}*", SPECIAL_TOKEN_MARK + name)
+    text = text.replace("*constrain*", "")  # is not a mark, so it is not visible
+    for size in range(1, len(text) + 2):
+        splitter = marks.make_splitter()
+        parts = [part for i in range(0, len(text), size) for part in splitter.push(text[i : i + size])] + splitter.end()
+        found = ["".join(part for kind, part in parts if kind == each) for each in ("reasoning", "text")]
+        assert [each.replace(SPECIAL_TOKEN_MARK, "").replace("<|end|>", "*end*") for each in found] == [*expected], size
 
 
 @pytest.mark.parametrize("n_cases", [1500, pytest.param(60_000, marks=pytest.mark.campaign)])
@@ -156,7 +181,7 @@ def test_stop_strings_are_found_in_the_answer_alone(size):
         ("<thinSTOP", False, "<thin"), ("<think>STOP", False, "<think>STOP"), ("\n<STOP", False, "\n<"), ("<thi", False, "<thi"),
         ("<think>ST</think>OP", False, "<think>ST</think>OP"), ("\u00e9STOP", False, "\u00e9"),
     ):  # fmt: skip
-        splitter = ReasoningSplitter("<think>", "</think>", is_open)
+        splitter = ReasoningSplitter("<think>", ["</think>"], is_open)
         detokenizer = EventDetokenizer(tokenizer, ["STOP"], splitter=splitter)
         detokenizer.add_prompt_text(Prompt([1], 0.0))
         tokens = [3 + byte for byte in text.encode()]

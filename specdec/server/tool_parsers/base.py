@@ -204,7 +204,8 @@ class ToolParser:
                 rules.append(grammar.add_rule(cls.write_call(grammar, tool["name"], schema)))
         call = grammar.add_rule(" | ".join(rules))
         if response_schema is not None:
-            start = f"{grammar.add_json_rule(response_schema)} | {cls.write_calls(grammar, call)}"
+            answer = cls.write_answer(grammar, grammar.add_json_rule(response_schema))
+            start = f"{answer} | {cls.write_calls(grammar, call)}"
         else:
             start = cls.write_calls(grammar, call) if is_required else cls.write_optional_calls(grammar, call)
         return grammar.build(tokenizer, start)
@@ -240,6 +241,11 @@ class ToolParser:
         newline = '"\\n" ' if cls.layout == "lines" else ""
         marked = f"{newline}{call} {newline}{close}"
         return f"{opening or mark} {marked}{grammar.write_repeated(f'{newline}{mark} {marked}')}"
+
+    @classmethod
+    def write_answer(cls, grammar: GrammarBuilder, answer: str) -> str:
+        """Return a Lark expression for an answer without calls, whose text is a rule of the grammar."""
+        return answer
 
     @classmethod
     def write_optional_calls(cls, grammar: GrammarBuilder, call: str) -> str:

@@ -69,14 +69,25 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:
-        """Return a Lark expression for a call, possibly after reasoning."""
-        channel, message, end, start = grammar.write_marks(CHANNEL, MESSAGE, END_MARKS[0], START)
-        return f'({channel} "analysis" {message} {grammar.add_rule(ANY_TEXT)} {end} {start} "assistant")? {call}'
+        """Return a Lark expression for a call. A thought before it is not a part of the grammar, except for its next header."""
+        return f"{cls._write_start(grammar)} {call}"
+
+    @classmethod
+    def write_answer(cls, grammar: GrammarBuilder, answer: str) -> str:
+        """Return a Lark expression for an answer of JSON, which is a message in the final channel."""
+        channel, constrain, message = grammar.write_marks(CHANNEL, CONSTRAIN, MESSAGE)
+        return f'{cls._write_start(grammar)} {channel} "final" (" "? {constrain} "json")? {message} {answer}'
 
     @classmethod
     def write_optional_calls(cls, grammar: GrammarBuilder, call: str) -> str:
-        """Return a Lark expression for a call or an answer, possibly after reasoning, and for text without messages."""
+        """Return a Lark expression for a call or an answer, and for text without messages."""
         text, (channel, message) = grammar.add_rule(ANY_TEXT), grammar.write_marks(CHANNEL, MESSAGE)
         answer = f'{channel} ("final" | "commentary") {message} {text}?'
         # without special tokens the mark could be any text
-        return cls.write_calls(grammar, f"({call} | {answer})") + f" | {text}" * (CHANNEL in grammar.specials)
+        return f"{cls._write_start(grammar)} ({call} | {answer})" + f" | {text}" * (CHANNEL in grammar.specials)
+
+    @classmethod
+    def _write_start(cls, grammar: GrammarBuilder) -> str:
+        """Return a Lark expression for what is between a thought and the header of the next message."""
+        (start,) = grammar.write_marks(START)
+        return f'({start} "assistant")?'

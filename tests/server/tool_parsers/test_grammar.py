@@ -179,8 +179,8 @@ TEXTS = {
     },
     "Mistral": {"[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]get.weather-1[ARGS]{": True, "[TOOL_CALLS]rain": False, "[": True},
     "Harmony": {
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json"
-        "<|message|>{}": True,
+        "<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}": True,
+        "<|channel|>analysis": False, "<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}": True,
         "<|channel|>final<|message|>Hi.": True, "<|channel|>commentary to=functions.rain": False,
     },
     "Gemma": {
@@ -298,20 +298,47 @@ def test_a_response_follows_its_schema_or_is_a_call(chat_app):
     assert kinds
 
 
-def test_a_response_of_harmony_follows_its_schema_in_the_final_channel(marked_model, monkeypatch):
-    """With and without a thought, which ends at its budget."""
+@pytest.fixture
+def harmony_app(marked_model, monkeypatch):
+    """Return a function that sends a request to a random model of Harmony, and returns its choice and reasoning tokens."""
     decoder, scheduler = marked_model
-    source = "{# <|channel|><|message|> #}{{ messages[0].content }}<|start|>assistant"
+    source = "{# <|channel|><|message|> #}{% if tools %}{% endif %}{{ messages[0].content }}<|start|>assistant"
     monkeypatch.setattr(decoder.chat_template, "source", source)
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app, thoughts = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), set()
-    schema = {"type": "array", "items": {"const": 7}, "maxItems": 3}
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
+    words = [decoder.tokenizer.token_to_bytes(token) or b"" for token in range(400)]
+
+    def send(kind="analysis", **fields):
+        """Send a request whose output begins with a channel if `kind` is one, else without."""
+        bias = {str(token): 14 for token, word in enumerate(words) if word and kind.encode().startswith(word)}
+        bias |= {str(400 + MARKS.index("<|channel|>")): 8 if kind else -20}
+        body = {"messages": CONVERSATION, "max_tokens": 120, "temperature": 1, "logit_bias": bias, **fields}
+        response = send_request(app, CHAT, body)
+        assert response.status == 200, response.body
+        return response.json["choices"][0], response.json["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+    return send
+
+
+def test_a_response_of_harmony_follows_its_schema_in_the_final_channel(harmony_app):
+    """With and without a thought, which ends at its budget, also if tools are offered."""
+    schema, thoughts = {"type": "array", "items": {"const": 7}, "maxItems": 3}, set()
     fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "thinking_budget_tokens": 8}
-    for seed in range(6):
-        bias = {str(400 + MARKS.index("<|channel|>")): 4 if seed % 2 else -20}
-        body = {"messages": CONVERSATION, "max_tokens": 120, "temperature": 1, "seed": seed, "logit_bias": bias, **fields}
-        response = send_request(app, CHAT, body).json
-        message = response["choices"][0]["message"]
-        assert json.loads(message["content"]) in ([], [7], [7, 7], [7, 7, 7])
-        thoughts.add("reasoning_content" in message)
-    assert thoughts == {True, False}
+    for tools in ([], make_tools(TIME)):
+        for seed in range(4):
+            for kind in ("analysis", "final", *([] if tools else [""])):
+                choice, n = harmony_app(kind, seed=seed, tools=tools, **fields)
+                message = choice["message"]
+                is_answer = not message.get("tool_calls")
+                assert n <= 8 and (not is_answer or json.loads(message["content"]) in ([], [7], [7, 7], [7, 7, 7]))
+                thoughts.add((bool(tools), is_answer, "reasoning_content" in message))
+    assert thoughts >= {(False, True, True), (False, True, False), (True, True, False)}
+    assert thoughts & {(True, True, True), (True, False, True)}
+
+
+def test_a_budget_ends_a_thought_of_harmony_before_a_call(harmony_app):
+    for budget, seed in ((0, 1), (1, 1), (5, 1), (5, 2)):
+        choice, n = harmony_app(seed=seed, thinking_budget_tokens=budget, tools=make_tools(TIME, WEATHER), tool_choice="required")
+        (call,) = choice["message"]["tool_calls"]
+        assert is_valid_call(call) and n == budget and choice["finish_reason"] == "tool_calls"
+        assert not choice["message"]["content"]
