@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote
+from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote, quote_json
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK, PartKind, ReasoningSplitter
 from specdec.text.structured_output import Grammar
 from specdec.tokenizer import AnyTokenizer
@@ -223,7 +223,7 @@ class ToolParser:
             ValueError: The format cannot express the name or the arguments.
         """
         prefix = f'{{"name": "{name}", "{cls.arguments_key}": '
-        return f'{quote(prefix)} {grammar.add_json_rule(schema)} "}}"'
+        return f'{quote_json(prefix)} {grammar.add_json_rule(schema)} "}}"'
 
     @classmethod
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:

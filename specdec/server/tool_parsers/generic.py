@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.server.json_values import WHITESPACE
 from specdec.server.tool_parsers.base import Reader, ToolParser
-from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
+from specdec.server.tool_parsers.grammar import GrammarBuilder, quote_json
 from specdec.server.tool_parsers.json_calls import JsonCallParser
 
 INSTRUCTIONS = """You can call the following functions, each described by a JSON object:
@@ -56,7 +56,7 @@ class GenericParser(ToolParser):
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:
         """Return a Lark expression for the list of calls."""
         comma = '", " '
-        return f'{opening or quote(cls.open_mark)} ": [" {call}{grammar.write_repeated(comma + call)} "]}}"'
+        return f'{opening or quote_json(cls.open_mark)} ": " "[" {call}{grammar.write_repeated(comma + call)} "]}}"'
 
 
 def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ ANY_TEXT = "/(?s:.+)/"
 SUPPORTED_KEYS = PLAIN_SCHEMA_KEYS - {"properties", "required"} | {"default", "examples"}
 OBJECT_KEYS = ("properties", "required", "additionalProperties")  # additional properties are never generated
 VALUE_KEYS = ("const", "enum", "default", "examples")  # of schemas, with values that are no schemas
+JSON_LEXEME_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"|[:,] |[^":, ]')
 LOOKAROUND_PATTERN = re.compile(r"\\[bB]|\(\?<?[=!]")
 MAX_REFERENCES = 64  # of a schema to another one, in a row
 
@@ -138,6 +139,15 @@ def _drop_lookarounds(schema: Any) -> Any:
 def quote(text: str) -> str:
     """Return a text as a quoted string of Lark's syntax."""
     return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def quote_json(text: str) -> str:
+    """Return a Lark expression for the beginning of a JSON text, split like `%json` splits it.
+
+    The lexer of llguidance reads the longest possible lexeme and never goes back. A single lexeme would rule out every other JSON
+    that begins with the same characters.
+    """
+    return " ".join(map(quote, JSON_LEXEME_PATTERN.findall(text)))
 
 
 def check_names(names: Sequence[str]) -> None:

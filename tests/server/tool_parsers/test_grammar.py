@@ -13,6 +13,8 @@ from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
 from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
+from specdec.server.tool_parsers.generic import GenericParser
+from specdec.server.tool_parsers.harmony import HarmonyParser
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, make_state
 from tests.test_end_to_end import make_folder
@@ -296,6 +298,19 @@ def test_a_response_follows_its_schema_or_is_a_call(chat_app):
             assert json.loads(message["content"]) in ([], [7], [7, 7], [7, 7, 7])
         kinds.add(bool(calls))
     assert kinds
+
+
+@pytest.mark.parametrize("parser", [each for each in (*TOOL_PARSERS, GenericParser) if each is not HarmonyParser])
+@pytest.mark.parametrize("answer", ['{"name": "Oslo", "days": 7}', '{"name": "time"}', '{"tool": 2}', "{}", '["[TOOL_CALLS]"]'])
+def test_a_response_that_begins_like_a_call_is_possible(decoder, parser, answer):
+    """The lexer of the grammar reads the longest possible piece, so the pieces of calls must be those of JSON."""
+    schema = {"type": type(json.loads(answer)).__name__.replace("dict", "object").replace("list", "array")}
+    if "name" in answer:
+        properties = {"name": {"type": "string"}, "days": {"type": "integer"}}
+        schema |= {"properties": properties, "required": ["name"], "additionalProperties": False}
+    constraint = parser.make_grammar(decoder.tokenizer, [TIME | {"strict": False}], False, False, schema).get_constraint()
+    for tokens in (decoder.encode(answer), [token for char in answer for token in decoder.encode(char)]):
+        assert constraint.begin([]).find_end(tokens) == len(tokens)
 
 
 @pytest.fixture
