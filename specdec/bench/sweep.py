@@ -315,7 +315,7 @@ def _warm_up(settings: Sequence[Setting], cases: Sequence[SweepCase], should_sto
 
 
 def run_setting(setting: Setting, case: SweepCase, should_stop: Callable[[], object] = lambda: False) -> RecordedRun | None:
-    """Generate a case with a setting and return the recorded run, or None once `should_stop` returns true."""
+    """Generate one output of the sweep with a setting and return the recorded run; None as soon as `should_stop` returns true."""
     run = RecordedRun()
     for event in setting.stream(case):
         run.add(event)

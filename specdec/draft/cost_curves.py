@@ -48,7 +48,7 @@ class ExpertCosts:
             self._update_table()
 
     def solve_repeat_probability(self, n_tokens: int, n_read: float) -> float:
-        """Return the repeat probability, from 0 to 1, by which n_tokens tokens read n_read experts: u(n_tokens) k = n_read."""
+        """Return the repeat probability, 0 to 1, at which n_tokens tokens are expected to read n_read experts."""
         unread = max(self._n_experts - n_read, 0.0) / max(self._n_experts - self._experts_per_token, MIN_SECONDS)
         new: float = (1.0 - unread ** (1 / (n_tokens - 1))) * self._n_experts / self._experts_per_token
         return min(max(1.0 - new, 0.0), 1.0)

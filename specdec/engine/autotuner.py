@@ -31,7 +31,7 @@ class PrefillLimit:
         self.n_tokens = FIRST_PREFILL_TOKENS
 
     def update(self, seconds: float) -> None:
-        """Halve or double the number if the last pass took too long, or less than half of what it may.
+        """Halve `n_tokens` if a pass took too long; double it if the pass took less than half of the limit.
 
         Args:
             seconds: Time of the pass.

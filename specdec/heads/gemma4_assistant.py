@@ -88,7 +88,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-    """Return the program of a pass over one token, which computes the next state, and logits or the nearness of centroids.
+    """Return the program of a pass over one token, which computes the next state, and the logits of tokens or of centroids.
 
     x = pre concat(embedding, state), then layers, then post rmsnorm(x). The program runs at the last slot that the target has
     filled, with RoPE for the next position. b.taken holds the result of `get_target_caches`. With centroids,

@@ -195,7 +195,9 @@ def normalize_rows(scratch, thread, t, to, x, column, n, scale):
 
 @jitable
 def replay(states, to, start, p, head, panel, first, last):
-    """Write to `to` the state panel (K, R) at `start`, updated by the ring's positions first to last - 1; it may be in place.
+    """Apply the updates of positions first to last - 1 in the ring to a delta net's state panel (K, R) at `start`, and write it.
+
+    `to` gets the result; it may be `states` itself.
 
     Four rows are updated at a time.
     """

@@ -69,7 +69,8 @@ def make_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> Callable
 def make_expert_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> Callable[..., None]:
     """Return the kernel function of `Matrix.expert_matmul` that multiplies this chunk's panels of every expert by a tile.
 
-    The rows of x for one expert's tokens must be consecutive; rows per slot are.
+    The tile needs the rows of x of one expert's tokens next to each other. With one row per slot they are; with one row per token
+    they are copied if tokens lie between them.
     """
 
     def expert_matmul(run: ForwardContext, thread: int, p: ExpertMatmulArgs) -> None:

@@ -4,7 +4,7 @@ from specdec.server.field_validation import UNSUPPORTED, APIError
 from specdec.text.chat_template import ChatTokenizer
 from specdec.tokenizer import AnyTokenizer, RenderedSegment
 
-# tokens before the text before the gap, before the text after it, and before the middle
+# in the prompt, these precede the text before the gap, the text after the gap, and the output
 INFILL_MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 Coder, CodeGemma, Granite
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -37,7 +37,7 @@ def encode_prompt(tokenizer: AnyTokenizer, prompt: str, suffix: str) -> list[int
 
 
 def _find_marks(tokenizer: AnyTokenizer) -> tuple[str, ...]:
-    """Return the marks of which each is a single token of a tokenizer; empty if there are none."""
+    """Return the first of INFILL_MARKS that are all single tokens of the tokenizer; empty if there are none."""
     if isinstance(tokenizer, ChatTokenizer):
         for marks in INFILL_MARKS:
             if all(len(tokenizer.encode_rendered([RenderedSegment(mark, False)])) == 1 for mark in marks):

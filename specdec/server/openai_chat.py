@@ -157,8 +157,8 @@ def _join_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 def _simplify_messages(messages: list[dict[str, Any]], n_kept: int) -> list[dict[str, Any]]:
     """Return the messages in a form that more templates accept.
 
-    System messages after the first `n_kept` messages become the user's, adjacent messages of the user are joined, and broken
-    arguments become an object.
+    System messages after the first `n_kept` messages become the user's, adjacent messages of the user are joined, and arguments
+    of tool calls that are no JSON object are wrapped in one.
     """
     simple = messages[:n_kept]
     for message in messages[n_kept:]:

@@ -202,7 +202,7 @@ class ResponseFormatter:
 
     @classmethod
     def format_comment(cls, text: str) -> bytes:
-        """Return a comment in a stream; empty if the format has none."""
+        """Return a comment that keeps a silent stream alive; empty if the format has none."""
         return f": {text}\n\n".encode()
 
     def format_heartbeat(self) -> bytes:

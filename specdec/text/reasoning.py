@@ -1,4 +1,4 @@
-"""Tell a model's thoughts from its answers: the marks around a thought, and the incremental splitter. Independent of models.
+"""The marks around a model's thoughts, and an incremental splitter of thoughts and answers. Independent of models.
 
 The marks are derived from the chat template, as llama.cpp does (common/chat-diff-analyzer.cpp): an assistant's turn is rendered
 with and without `reasoning_content`, and the difference has the marks. A table has those of templates that do not take it.

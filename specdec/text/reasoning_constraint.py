@@ -1,4 +1,4 @@
-"""Constraints on outputs that begin with a thought: they hold from behind its end mark, and the thought has a token limit.
+"""Constraints on outputs that begin with a thought: they apply after its end mark, and the thought has a token limit.
 
 All of it is a function of the tokens so far, so the output is the target's own with any draft. In a draft, the end mark may be at
 any position: the rows before it are free, and the inner constraint masks the part of the draft after it.
@@ -56,7 +56,7 @@ class MarkTokens(NamedTuple):
 
 
 class ReasoningConstraint:
-    """A constraint that holds after a thought, and limits the tokens of the thought; implements `protocols.Constraint`.
+    """A constraint on the answer after a thought, and on the number of tokens of the thought; implements `protocols.Constraint`.
 
     A model that opens its thoughts itself may also answer at once. Then the inner constraint holds from the start. Marks are
     found in the text, whatever its tokens are.
@@ -284,7 +284,7 @@ class ReasoningConstraintState:
                 self._mask_subtree(logits, draft, child, following)
 
     def _mask_start(self, logits: Any, draft: Draft) -> None:
-        """Mask the rows where the output may be in the start mark or in an answer without a thought by the inner constraint."""
+        """Apply the inner constraint to the rows where the output is in the start mark, or in an answer without a thought."""
         assert self._inner
         constraint, start = self._constraint, [*self._position.start]
         positions, indices, parents = {-1: self._position}, {-1: len(start) - 1}, [*range(-1, len(start) - 1)]
@@ -313,7 +313,7 @@ class ReasoningConstraintState:
         logits[rows] = part[len(start) :]
 
     def _mask_answer(self, logits: Any, draft: Draft, node: int, before_answer: set[int], free_tokens: list[int]) -> None:
-        """Mask the row after a node where the answer may begin, and the rows of the answer below, by the inner constraint.
+        """Apply the inner constraint to the row after a node where the answer may begin, and to the answer's rows below.
 
         Args:
             logits: The rows of logits.

@@ -108,7 +108,7 @@ class LineEditor:
             _write_terminal(self._bold_off + self._paste_on)  # during the answer too
 
     def _decode(self, line: str) -> str:
-        """Return a line that is not UTF-8 decoded by stdin's original encoding; if that fails, its surrogates stay."""
+        """Decode a line with stdin's original encoding if it is not UTF-8; if that fails too, return it with its surrogates."""
         with suppress(UnicodeError):
             line.encode()
             return line
