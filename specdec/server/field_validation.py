@@ -310,7 +310,7 @@ def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text"
         value: A string or a list of content parts, which are objects with type and text.
         part_types: The allowed types of parts.
         separator: String between the texts of parts.
-        kind: The kind of other parts in `EXTRAS`, whose place a note takes if the table skips them; "" rejects them.
+        kind: The kind of other parts in `EXTRAS`; a note replaces those that the table skips. "" rejects all other parts.
 
     Raises:
         TypeError: The value is neither.
