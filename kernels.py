@@ -182,7 +182,7 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
         sinks = np.full(s.n_heads, -np.inf, np.float32)
         cache = cached_keys, cached_values, key_scales, value_scales
         op = kv.attention(out, pad(q), *cache, scores, acc, depths(s), np.zeros((1, 1), np.int64), sinks, s.n_heads,
-                          s.n_positions, head_dim**-0.5)  # fmt: skip
+                          s.n_positions, head_dim**-0.5, 0.0)  # fmt: skip
         n_macs = 2 * s.n_heads * head_dim * sum(range(pos + 1, pos + s.n_tokens + 1))
         expected = attend(s, *(x.astype(np.float64) for x in (q, keys, values)))
         yield Case(f"attention_{name}", op, out[0, :, : s.dim], expected, KV_TOLERANCES[name], n_macs=n_macs, pos=pos)

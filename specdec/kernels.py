@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.runtime.code_cache import compiled, inlined, jitable
-from specdec.runtime.elementary import exp, sincos
+from specdec.runtime.elementary import exp, sincos, tanh
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS, PREFETCH_WORDS, Panels, StridedRows, multiply_panels_by_dtype
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
 from specdec.runtime.simd import (  # fmt: skip
@@ -448,6 +448,7 @@ class AttentionArgs(NamedTuple):
         sinks: (H,), one extra score per head without a position.
         window: Number of positions a token attends to at most.
         scale: Factor of the scores.
+        softcap: Bound of the scaled scores; see `cap_scores`. 0: no bound.
     """
 
     out: Floats3
@@ -464,6 +465,7 @@ class AttentionArgs(NamedTuple):
     n_heads: int
     window: int
     scale: float
+    softcap: float
 
 
 @jitable
@@ -497,6 +499,18 @@ def scale_scores(scores, row, start, end, scales):
     if scales.size:
         for s in range(start, end):
             scores[row, s] *= scales[s]
+
+
+@jitable
+def cap_scores(scores, row, start, end, scale, softcap):
+    """Replace x = scores[row, start:end] by softcap tanh(scale x / softcap) / scale, which `softmax` multiplies by scale.
+
+    Gemma 2 (arXiv:2408.00118) bounds scores so. Also changes the rest of the touched vectors.
+    """
+    factor, bound = splat(np.float32(scale) / np.float32(softcap)), splat(np.float32(softcap) / np.float32(scale))
+    base = row * scores.shape[1]
+    for s in range(start // LANES * LANES, end, LANES):
+        store(scores, base + s, mul(bound, tanh(mul(load(scores, base + s), factor))))
 
 
 @jitable
@@ -558,6 +572,8 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
         scale_scores(scores, i, block * PANEL_ROWS, (block + n_panels) * PANEL_ROWS, p.key_scales[kv_head])
         if has_nodes:
             gather_path_scores(scores, i, max(start, seq_len), end, seq_len, p.paths[run.pos + t - seq_len])
+        if p.softcap > 0.0:
+            cap_scores(scores, i, start, end, p.scale, p.softcap)
         softmax(scores, i, start, end, p.scale, p.sinks[head + next_head * i])
         scale_scores(scores, i, start, min(end, seq_len), cached[1])
         accumulate_values(acc, values, scores, i, one, start, min(common_start, end, seq_len))

@@ -380,6 +380,7 @@ class AttentionConfig:
         qk_norm: Apply an RMSNorm to each head of queries and keys, or to the "whole" row of a token.
         value_norm: Apply an RMSNorm without weights to each head of values.
         scale: Factor of attention scores. 0: 1 / sqrt(head_dim).
+        softcap: Bound of attention scores: scores become softcap tanh(score / softcap), before the softmax. 0: no bound.
         gate: Multiply the attention output by the sigmoid of one more matmul.
         sinks: Give each head's softmax one more score, a weight that belongs to no position.
         values_are_keys: Values are the keys before norm and RoPE.
@@ -394,6 +395,7 @@ class AttentionConfig:
     qk_norm: bool | Literal["whole"] = False
     value_norm: bool = False
     scale: float = 0.0
+    softcap: float = 0.0
     gate: bool = False
     sinks: bool = False
     values_are_keys: bool = False
@@ -404,6 +406,8 @@ class AttentionConfig:
         if self.window < 0:
             yield f"window is {self.window}; expected a number of positions, or 0 for all"
         yield from check_scale(self, "scale", min_value=0)
+        if not (self.softcap == 0 or MIN_SCALE <= self.softcap <= 1 / MIN_SCALE):
+            yield f"softcap is {self.softcap}; expected {MIN_SCALE:g} to {1 / MIN_SCALE:g}, or 0"
 
 
 @dataclass(frozen=True)

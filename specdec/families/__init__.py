@@ -16,7 +16,10 @@ FILES = {
     "granitemoehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2", "mistral3": "ministral3", "mixtral": "mistral",
     "olmo3": "olmo2", "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
     "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35", "qwen35moe": "qwen35",
-    "qwen3next": "qwen3_next",
+    "qwen3next": "qwen3_next", "qwen2_vl": "qwen_vl", "qwen2_vl_text": "qwen_vl", "qwen2_5_vl": "qwen_vl",
+    "qwen2_5_vl_text": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_vl_text": "qwen_vl", "qwen3_vl_moe": "qwen_vl",
+    "qwen3_vl_moe_text": "qwen_vl", "qwen2vl": "qwen_vl", "qwen3vl": "qwen_vl", "qwen3vlmoe": "qwen_vl", "smolvlm": "llama",
+    "idefics3": "llama",
 }  # fmt: skip
 EAGLE3_KEYS = ("speculators_model_type", "eagle_config", "draft_vocab_size")
 Definition = TypeVar("Definition")  # HFFamily, HFHead or GGUFFamily of `family`

@@ -19,9 +19,11 @@ from specdec.families.config_values import MAX_SIZE, ConfigValues
 from specdec.model_config import ModelConfig
 
 PREFIX = re.compile(
-    r"(model\.language_model|language_model\.model|language_model|model)\."
-)  # the first three in multimodal models
-IGNORED_NAMES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*")
+    r"(model\.language_model|model\.text_model|language_model\.model|language_model|model)\."
+)  # all but the last in multimodal models
+IGNORED_NAMES = re.compile(
+    r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(vision_tower|vision_model|multi_modal_projector|connector)\..*"
+)
 MAX_TARGET_LAYERS = 64  # limit of the target layers that a head reads
 GATE_UP, QKV, QKV_BIASES = ("w1", "w3"), ("wq", "wk", "wv"), ("bq", "bk", "bv")  # may be stored in one tensor
 EXPERT_WEIGHTS = ("experts_w1", "experts_w2", "experts_w3")

@@ -40,7 +40,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     full = hf.get_full_attention_layers(values, n_layers, "sliding_window_pattern")
     window = values.get_int("sliding_window") if len(full) < n_layers else 0
     local, full_rope = _parse_ropes(values, head_dim)
-    scale = _compute_score_scale(head_dim, values.get_float("query_pre_attn_scalar", MIN_SCALE, 1 / MIN_SCALE))
+    scale = compute_score_scale(head_dim, values.get_float("query_pre_attn_scalar", MIN_SCALE, 1 / MIN_SCALE))
     return _make_config(sizes, AttentionConfig(local, window=window, qk_norm=True, scale=scale), full_rope, full)
 
 
@@ -49,7 +49,7 @@ def compute_embedding_scale(dim: int) -> float:
     return float(np.sqrt(np.float32(dim)))
 
 
-def _compute_score_scale(head_dim: int, query_scalar: float) -> float:
+def compute_score_scale(head_dim: int, query_scalar: float) -> float:
     """Return the scale of attention scores, 1 / sqrt(query_scalar), or 0 for the default, in which query_scalar is head_dim."""
     return 0.0 if query_scalar == head_dim else float(np.float32(1 / np.sqrt(np.float64(query_scalar))))
 
@@ -88,7 +88,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     dim, n_layers, attention = metadata.common_fields["dim"], metadata.common_fields["n_layers"], sizes["attention"]
     head_dim, window = sizes["head_dim"], metadata.get_count(gguf.SLIDING_WINDOW_KEY)
     full = gguf.get_full_attention_layers(metadata, FULL_ATTENTION_INTERVAL) if window else {*range(n_layers)}
-    scale = _compute_score_scale(head_dim, dim // metadata.common_fields["n_heads"] if n_layers == N_LAYERS_27B else head_dim)
+    scale = compute_score_scale(head_dim, dim // metadata.common_fields["n_heads"] if n_layers == N_LAYERS_27B else head_dim)
     local = replace(attention.rope, theta=metadata.get_float("rope.freq_base_swa", 1, MAX_THETA, LOCAL_THETA), freq_factors=())
     return _make_config(sizes, replace(attention, rope=local, window=window, scale=scale), attention.rope, full)
 

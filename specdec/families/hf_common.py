@@ -277,21 +277,23 @@ def get_rope_values_by_layer_type(values: ConfigValues, local_theta: str = "rope
     return found
 
 
-def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None) -> RopeConfig:
+def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None, has_sections: bool = False) -> RopeConfig:
     """Return the RoPE config of a model, with its scaling, from the keys of config.json.
 
     Args:
         values: The keys of config.json.
         rope_values: The RoPE keys; by default the result of `get_rope_values`.
+        has_sections: Whether the model may rotate sections of pairs by different positions of an image. In text they are equal.
 
     Raises:
         CheckpointError: A value is not valid, or the kind of RoPE is not supported.
     """
     rope_values = rope_values or get_rope_values(values)
-    rope_values.require("mrope_section", None)
+    if not has_sections:
+        rope_values.require("mrope_section", None)
     rope_values.require("partial_rotary_factor", None, 1)
     rope = RopeConfig(rope_values.get_float("rope_theta", 1, MAX_THETA))
-    if rope_values["rope_type"] == "default":
+    if rope_values["rope_type"] == "default" or (has_sections and rope_values["rope_type"] == "mrope"):
         return rope
     if rope_values["rope_type"] == "yarn":
         return _parse_yarn(rope, values, rope_values)

@@ -20,7 +20,9 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 
 
 FAMILY = (
-    HFFamily("llama", hf.DEFAULTS, parse_config, hf.TENSORS),
+    HFFamily(
+        "llama", hf.DEFAULTS, parse_config, hf.TENSORS, multimodal_types={"smolvlm": False, "idefics3": False}
+    ),  # also the text part of SmolVLM
     GGUFFamily(
         "llama", parse_gguf_config, gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY,)
     ),  # also Mixtral

@@ -10,7 +10,7 @@ from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.llama import parse_gguf_config
-from specdec.model_config import AttentionConfig, ModelConfig
+from specdec.model_config import AttentionConfig, ModelConfig, RopeConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
@@ -63,15 +63,20 @@ def parse_qwen3_config(values: ConfigValues) -> ModelConfig:
     return make_dense_config(values, hf.parse_attention(values, qk_norm=True))
 
 
-def parse_moe_config(values: ConfigValues) -> ModelConfig:
-    """Build the `ModelConfig` of a Qwen3 model with experts in some layers; a sliding window applies to all layers."""
+def parse_moe_config(values: ConfigValues, rope: RopeConfig | None = None) -> ModelConfig:
+    """Build the `ModelConfig` of a Qwen3 model with experts in some layers; a sliding window applies to all layers.
+
+    Args:
+        values: The keys of config.json.
+        rope: The RoPE config; None to parse it from the keys.
+    """
     experts = hf.parse_experts(
         values, "moe_intermediate_size", "num_local_experts" if values["num_experts"] is None else "num_experts",
         norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=hf.get_dense_layers(values),
     )  # fmt: skip
     window = values.get_int("sliding_window", 0) if values.get_bool("use_sliding_window") else 0
     values.require("mlp_bias", False)
-    attention = hf.parse_attention(values, window=window, qk_norm=True)
+    attention = hf.parse_attention(values, rope, window=window, qk_norm=True)
     return ModelConfig(**hf.parse_base_fields(values), attention=attention, experts=experts)
 
 

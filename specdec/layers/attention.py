@@ -114,7 +114,8 @@ def attention(config: ModelConfig, b: Buffers, sinks: Float32 | None = None) -> 
     sink_scores = np.full(config.n_heads, -np.inf, np.float32) if sinks is None else sinks / scale  # they are scaled later
     scratch = b.scores, b.mixed, b.depths, b.paths, sink_scores
     cache = b.keys, b.values, b.key_scales, b.value_scales
-    op: Op = b.kv.attention(b.heads, b.qkv, *cache, *scratch, config.n_heads, config.attention_window, config.softmax_scale)
+    numbers = config.n_heads, config.attention_window, config.softmax_scale, config.attention.softcap
+    op: Op = b.kv.attention(b.heads, b.qkv, *cache, *scratch, *numbers)
     return op._replace(bytes_per_slot=(b.keys.nbytes + b.values.nbytes) // b.values.shape[2])
 
 

@@ -247,7 +247,8 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
 def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a config.json that describe the language model.
 
-    For a multimodal model these are the keys in text_config, overridden by TOP_LEVEL_KEYS; otherwise all keys.
+    For a multimodal model these are the keys in text_config, overridden by TOP_LEVEL_KEYS; otherwise all keys. The published
+    files of some multimodal models have no text_config.
 
     Args:
         path: The config.json, for errors.
@@ -259,7 +260,8 @@ def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
     name: Any = given.get("model_type")
     families = load_definitions(HFFamily, name)
     tied = next((family.multimodal_types[name] for family in families if name in family.multimodal_types), None)
-    if tied is None:
+    has_flat_config = TEXT_CONFIG_KEY not in given and any(family.name == name for family in families)
+    if tied is None or has_flat_config:
         return given
     text_config = given.get(TEXT_CONFIG_KEY)
     if not isinstance(text_config, dict):

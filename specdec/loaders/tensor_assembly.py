@@ -187,13 +187,14 @@ class TensorAssembler:
             return list(reader.get_mxfp4_experts(self.source, names, shape, *spec.row_stride))
         if experts:
             return [self.get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
-        if spec.is_transposed:
-            columns = n_rows * spec.row_stride[1]
-            whole = self.source.get_tensor(stored_name, (n, n_columns, columns)).flatten_matrices()
-            return [transpose(whole.slice_rows(i * n_columns, (i + 1) * n_columns), n_rows, *spec.row_stride) for i in range(n)]
         fused = [f"{layer}.{each}" for each in spec.fused_names] or [name]
         sizes = [self.shapes[each][1] for each in fused]
         total, first = sum(sizes), sum(sizes[: fused.index(name)])
+        if spec.is_transposed:
+            column, step = spec.row_stride
+            whole = self.source.get_tensor(stored_name, (n, n_columns, total * step)).flatten_matrices()
+            matrices = [whole.slice_rows(i * n_columns, (i + 1) * n_columns) for i in range(n)]
+            return [transpose(matrix, n_rows, first + column, step) for matrix in matrices]
         whole = self.source.get_tensor(stored_name, (n, total, n_columns)).flatten_matrices()
         return [whole.slice_rows(i * total + first, i * total + first + n_rows) for i in range(n)]
 

@@ -330,6 +330,11 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("llama3", {"rope_scaling": None}),
     ("llama3", {"rope_scaling": Llama3RopeScaling(8, 1, 3, 64)}),
     ("llama", {"rope_theta": 20000.0}),
+    ("qwen2_5_vl", {"window": 0}),
+    ("qwen3_vl", {"rope_theta": 1e4}),
+    ("gemma2", {"window": 10}),
+    ("gemma2", {"softcap": 0.0}),
+    ("gemma2", {"logit_softcap": 0.0}),
     ("gemma3", {"window": 10}),
     ("gemma3", {"layers": ()}),
     ("gemma3", {"layers": make_gemma3_layers((4,), 7)}),
@@ -415,6 +420,19 @@ def test_the_language_model_of_a_multimodal_folder_is_loaded(tmp_path: Path, nam
     assert checkpoint.config == CONFIGS[name]
     for key, array in oracle(name, CONFIGS[name]).items():
         np.testing.assert_array_equal(read_all_tensors(checkpoint)[key], array)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_flat_config_of_published_qwen_vl_folders_is_loaded(tmp_path: Path, name: str) -> None:
+    """They have the language model's keys at the top level, and the older type of their RoPE."""
+    folder = copy_fixture(tmp_path / "model", name)
+    values = json.loads((folder / "config.json").read_text())
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    (folder / "config.json").write_text(json.dumps(text | values | flat))
+    checkpoint = load_checkpoint(folder)
+    assert (checkpoint.config, checkpoint.family) == (CONFIGS[name], name)
 
 
 def test_multimodal_gemma_3_is_loaded(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ FAMILIES = {
     "qwen3, heads of 12": make_config(40, 50, 2, 5, 5, 105, 400, head_dim=12, qk_norm=True),
     "everything": make_config(40, 50, 2, 6, 3, 105, 400, False, head_dim=24, window=30, rope_scaling=LLAMA_3, **ALL),
     "gemma": make_config(40, 50, 4, 4, 2, 105, 400, head_dim=24, window=13, layers=GEMMA_LAYERS, **GEMMA),
+    "gemma 2": make_config(
+        40, 50, 3, 4, 2, 105, 400, head_dim=24, window=13, softcap=0.7, logit_softcap=2.0, layers=override_full_layers((1,), 3),
+        **GEMMA | {"qk_norm": False},
+    ),
     "phi 3": make_config(40, 50, 2, 4, 2, 105, 400, head_dim=12, rope_scale=1.2, **LONGROPE),
     "ministral 3": make_config(40, 50, 2, 4, 2, 105, 400, head_dim=20, rope_scale=1.1, **YARN),
     "lfm2": make_config(64, 96, 3, 4, 2, 105, 400, qk_norm=True, conv=((0, 2), ShortConvConfig())),

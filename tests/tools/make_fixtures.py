@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -46,15 +47,20 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SmolVLMConfig,
     logging,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -102,6 +108,18 @@ VISION = {
     "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
     "image_size": 16, "patch_size": 8, "head_dim": 8,
 }  # fmt: skip
+
+
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 8, "embed_dim": 8, "mlp_ratio": 1, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
+    "temporal_patch_size": 2, "fullatt_block_indexes": [0], "num_position_embeddings": 4, "deepstack_visual_indexes": [],
+}  # fmt: skip
+
+
+def make_qwen_vision(dim, *names):
+    """Return the vision part of a Qwen-VL of this width, as small as possible; names: further keys of its class."""
+    keys = ("depth", "hidden_size", "num_heads", "patch_size", *names)
+    return {key: QWEN_VISION[key] for key in keys} | {"out_hidden_size": dim}
 
 
 def make_sizes(vocab, dim, hidden, layers, heads, kv_heads, positions=128, **others):
@@ -453,6 +471,83 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "gemma2": (
+        Gemma2Config(
+            **make_gemma_sizes(70, 20, 26, 4, 2, 1, head_dim=14, sliding_window=9),
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=4.0,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen2_vl": (
+        Qwen2VLConfig(
+            text_config={
+                **make_sizes(69, 24, 36, 2, 3, 1),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]},
+            },
+            vision_config=make_qwen_vision(24, "embed_dim", "mlp_ratio") | {"hidden_size": 24},
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig(
+            text_config={
+                **make_sizes(71, 40, 30, 3, 4, 2, use_sliding_window=True, sliding_window=11, max_window_layers=2),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [1, 2, 2]},
+            },
+            vision_config=make_qwen_vision(40, "intermediate_size", "fullatt_block_indexes"),
+            tie_word_embeddings=True,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig(
+            text_config={
+                **make_sizes(66, 32, 28, 2, 4, 2, head_dim=12),
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "mrope_section": [2, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            vision_config=make_qwen_vision(32, "intermediate_size", "num_position_embeddings", "deepstack_visual_indexes"),
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeConfig(
+            text_config={
+                **make_sizes(68, 36, 44, 2, 3, 1, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20),
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e3,
+                    "mrope_section": [2, 1, 1],
+                    "mrope_interleaved": True,
+                },
+            },
+            vision_config=make_qwen_vision(36, "intermediate_size", "num_position_embeddings", "deepstack_visual_indexes"),
+        ),
+        torch.bfloat16,
+        {"as_transposed": True},
+    ),
+    "smolvlm": (
+        SmolVLMConfig(
+            text_config={
+                "model_type": "llama",
+                "architectures": ["VLlama3ForCausalLM"],
+                **make_sizes(75, 36, 42, 2, 3, 1, rope_theta=100.0),
+            },
+            vision_config=dict.fromkeys(("hidden_size", "intermediate_size"), 8)
+            | {"num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8, "patch_size": 4},
+        ),
+        torch.bfloat16,
+        {},
+    ),
     "gpt2": (GPT2Config(**make_gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**make_gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -514,7 +609,7 @@ def randomize(model):
                 spread = 0.12 if is_gemma else 0.7  # small embeddings, or a tied model repeats its last token
                 parameter.copy_(noise * (spread if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
             else:
-                one = 0 if "gemma3" in config.model_type else 1  # transformers adds 1 itself
+                one = 0 if config.model_type.startswith(("gemma2", "gemma3")) else 1  # transformers adds 1 itself
                 parameter.copy_(one + 0.2 * noise if is_norm and name.endswith(("weight", "scale")) else 0.3 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
@@ -601,13 +696,22 @@ def quantize_mxfp4(folder):
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=False):
+def transpose_experts(folder):
+    """Store the matrices of experts as (inputs, outputs), as the published Qwen3-VL does."""
+    tensors = load_file(folder / "model.safetensors")
+    experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | experts, folder / "model.safetensors", {"format": "pt"})
+
+
+def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=False, as_transposed=False):
     model.generation_config = GenerationConfig.from_model_config(model.config)
     if ends:
         model.generation_config.eos_token_id = ends
     model.save_pretrained(folder, max_shard_size=shards)
     if microscaled:
         quantize_mxfp4(folder)
+    if as_transposed:
+        transpose_experts(folder)
     if as_base:  # as openai-community/gpt2: no prefix, and the buffers of older versions
         path = folder / "model.safetensors"
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}

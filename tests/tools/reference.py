@@ -126,11 +126,11 @@ def round_to_q8(x):
     return np.sign(codes) * np.floor(np.abs(codes) + 0.5) * scale
 
 
-def attention(q, keys, values, window=None, round_kv=np.float64, scale=None, sinks=None):
+def attention(q, keys, values, window=None, round_kv=np.float64, scale=None, sinks=None, softcap=0.0):
     """Return softmax(scale q keys) values, where each token sees `window` positions up to its own.
 
     q (T, H, K); keys and values (T, G, K), rounded by round_kv. scale is 1 / sqrt(K) by default. sinks (H,): an additional
-    score without a value.
+    score without a value. softcap: bound of the scores, or 0.
     """
     keys, values = (round_kv(x).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
@@ -140,6 +140,7 @@ def attention(q, keys, values, window=None, round_kv=np.float64, scale=None, sin
         for head in range(heads):
             g = head // (heads // keys.shape[1])
             scores = keys[first : i + 1, g] @ q[i, head] * (scale or 1 / math.sqrt(k))
+            scores = softcap * np.tanh(scores / softcap) if softcap else scores
             p = softmax(scores) if sinks is None else softmax(np.append(scores, sinks[head]))[:-1]
             mixed[i, head] = p @ values[first : i + 1, g]
     return mixed.reshape(n, -1)
@@ -177,7 +178,8 @@ def forward(
         if own.attention.kv_layer is None:
             cached[i] = heads(x, "k", i), heads(x, "v", i)
         keys, values = cached[i if own.attention.kv_layer is None else own.attention.kv_layer]
-        return project(attention(heads(x, "q", i), keys, values, seen, round_kv, own.softmax_scale, sinks), "o", i)
+        options = round_kv, own.softmax_scale, sinks, own.attention.softcap
+        return project(attention(heads(x, "q", i), keys, values, seen, *options), "o", i)
 
     def heads(x, c, i):
         own = config.layer_config(i)
