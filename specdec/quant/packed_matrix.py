@@ -108,7 +108,7 @@ class WeightFormat:
         embedding_format: Format of the embedding and classifier, if another one.
         expert_format: Format of the expert matrices, if another one.
         fallback: Format of a matrix for which pack raises `PackingOverflowError`. Only matrices of that format are packed.
-        column_multiple: Number of which the columns of a packed matrix must be a multiple.
+        column_multiple: The number of columns of a packed matrix is a multiple of this.
     """
 
     name: str

@@ -194,7 +194,7 @@ class ReasoningSplitter:
 
     Args:
         start: The mark before the thought.
-        ends: The marks after the thought, of which the first one in the output ends it.
+        ends: The marks after the thought; the first one in the output ends it.
         is_open: Whether the output begins inside the thought.
         hold_mark: A mark from which on a thought is held back until its end; "" for none. If the thought has no end, what was
             held back is returned as "unclosed".

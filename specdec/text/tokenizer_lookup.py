@@ -82,7 +82,7 @@ def resolve_tokenizer(
 
 @runtime_checkable
 class NamedTokens(Protocol):
-    """The protocol of tokenizers with a name for each token, of which only `HFTokenizer` is one."""
+    """The protocol of tokenizers that have a name for each token, such as `HFTokenizer`."""
 
     def id_to_token(self, token: int) -> str | None:
         """Return the name of a token id, also of a special token, or None for an unknown id."""
