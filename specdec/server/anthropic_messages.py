@@ -144,7 +144,7 @@ def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, 
                 tool_calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": arguments}})
             case _:
                 text_blocks.append(block)
-    message["content"] = _join_paragraphs(f"content of {name}", text_blocks)
+    message["content"] = _join_paragraphs(f"content of {name}", text_blocks, "assistant block")
     others = {"tool_calls": tool_calls, "reasoning_content": reasoning}
     return [message | {key: value for key, value in others.items() if value}]
 
@@ -213,6 +213,11 @@ class MessagesFormatter(PartsFormatter):
         """Return the server-sent events that end a message: of its last block, the stop reason and the number of tokens."""
         message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": {"output_tokens": self.n_generated}}
         return self._end_last_part() + _format_event(message_delta) + _format_event({"type": "message_stop"})
+
+    @classmethod
+    def format_loading(cls, text: str, random_id: str, n_sent: int) -> bytes:
+        """Return the server-sent event that keeps a stream alive before its message starts, with a comment."""
+        return super().format_loading(text, random_id, n_sent) + _format_event({"type": "ping"})
 
     def format_heartbeat(self) -> bytes:
         """Return the server-sent event that keeps a stream without output alive."""

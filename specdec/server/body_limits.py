@@ -8,11 +8,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from specdec.server.field_validation import APIError
+from specdec.server.field_validation import OLLAMA_PREFIX, APIError
 
 MAX_BODY_BYTES = 4 << 20
 MAX_TOTAL_BODY_BYTES = 64 << 20  # of all bodies being received, not counting SMALL_BODY_BYTES of each
 SMALL_BODY_BYTES = 64 << 10  # always accepted; a body up to this size does not wait for larger ones
+BROWSER_HEADERS = ("origin", "referer", "sec-fetch-site")  # of a request that a page sends
 BODY_TIMEOUT_S = 10.0  # for each SMALL_BODY_BYTES of a body
 TOO_LARGE = partial(APIError, f"the body must have at most {MAX_BODY_BYTES >> 20} MiB", None, "request_too_large", 413)
 BUFFER_FULL = partial(
@@ -76,8 +77,8 @@ async def read_body(request: Request, buffer: BodyBuffer) -> AsyncIterator[bytes
         APIError: The body is of another type, too large or too slow, or was dropped to free memory.
         ConnectionResetError: The client has disconnected.
     """
-    content_type, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding", "identity")
-    if content_type.partition(";")[0].strip().lower() != "application/json" or encoding.lower() not in ("", "identity"):
+    is_plain = request.headers.get("content-encoding", "identity").lower() in ("", "identity")
+    if not is_plain or not (_has_json_type(request) or _is_ollama_client(request)):
         message = "the body must be uncompressed JSON with the header content-type: application/json"
         raise APIError(message, None, "unsupported_media_type", 415)
     length = request.headers.get("content-length", "0")
@@ -112,3 +113,16 @@ async def read_body(request: Request, buffer: BodyBuffer) -> AsyncIterator[bytes
         yield bytes(body.data)
     finally:
         buffer.bodies.remove(body)
+
+
+def _has_json_type(request: Request) -> bool:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+def _is_ollama_client(request: Request) -> bool:
+    """Return whether a request is for ollama's API and comes from no browser: ollama ignores the content type.
+
+    A page of another site may send a body of another type without a question first. Its browser adds one of these headers.
+    """
+    path: str = request.scope["path"]
+    return path.startswith(OLLAMA_PREFIX) and not any(name in request.headers for name in BROWSER_HEADERS)

@@ -63,6 +63,14 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "messages tool": {"*": SKIP},  # Anthropic's own, such as web_search_20250305, bash_20250124 and memory_20250818
     "responses tool": {"*": SKIP},  # those that a server runs itself, and kinds of calls that no template supports
     "responses item": {"item_reference": STORES_NOTHING, "*": SKIP},
+    "assistant block": dict.fromkeys(  # of tools that Anthropic's servers run
+        (
+            *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+            *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+            *("mcp_tool_use", "mcp_tool_result", "container_upload"),
+        ),
+        SKIP,
+    ),
     "tool output part": dict.fromkeys(("image", "image_url", "input_image", "document", "input_file"), SKIP),
 }  # fmt: skip
 logger = logging.getLogger("specdec.server")

@@ -15,7 +15,7 @@ from specdec.server.field_validation import APIError, wrap_errors
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
 from specdec.server.openai_chat import ParsedRequest
-from specdec.server.response_formatter import ChoiceDelta, ResponseFormatter, format_sse_event
+from specdec.server.response_formatter import ChoiceDelta, ResponseFormatter, format_sse_event, make_random_id
 from specdec.text.structured_output import ConstraintError
 
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
@@ -132,6 +132,7 @@ class ResponseStreamer:
         self._events: asyncio.Queue[tuple[int, Event | Exception] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._response: ResponseFormatter | None = None
+        self._random_id, self._n_loading = make_random_id(), 0
         self._is_open = self._has_started = False  # the HTTP stream; the events of the response in it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,12 +146,15 @@ class ResponseStreamer:
             async with acquire_model(self._state.model_manager, self._body, receive, on_loading) as (instance, disconnected):
                 async with self._permit:
                     requests, options = await asyncio.to_thread(self._parse, self._body, instance.model)
-                self._response = self._formatter_class(self._body, requests, options, instance.model, self._state.fingerprint)
+                stream = self._state.fingerprint, self._random_id, self._n_loading
+                self._response = self._formatter_class(self._body, requests, options, instance.model, *stream)
                 await self._respond(self._response, instance, scope, disconnected)
         except OSError:
             raise
         except (Exception, asyncio.CancelledError) as error:
-            if self._body.get("stream") is True and (rejection := self._formatter_class.format_rejection(to_api_error(error))):
+            reject = self._formatter_class.format_rejection
+            is_early = self._body.get("stream") is True and not self._response
+            if is_early and (rejection := reject(to_api_error(error), self._random_id, self._n_loading)):
                 await self._send_chunk(rejection, True)
             elif self._is_open:
                 api_error = to_api_error(error)
@@ -163,8 +167,10 @@ class ResponseStreamer:
             raise
 
     async def _send_progress(self, entry: ModelEntry) -> None:
-        if comment := self._formatter_class.format_comment(f"loading {' '.join(entry.name.split())}, {entry.progress:.0%}"):
-            await self._send_chunk(comment)
+        text = f"loading {' '.join(entry.name.split())}, {entry.progress:.0%}"
+        if chunk := self._formatter_class.format_loading(text, self._random_id, self._n_loading):
+            self._n_loading += 1
+            await self._send_chunk(chunk)
 
     async def _respond(
         self, response: ResponseFormatter, instance: ModelInstance, scope: Scope, disconnected: "asyncio.Future[Any]"

@@ -153,7 +153,7 @@ class OllamaChatFormatter(PartsFormatter):
     media_type = b"application/x-ndjson"
 
     @classmethod
-    def format_comment(cls, text: str) -> bytes:
+    def format_loading(cls, text: str, random_id: str, n_sent: int) -> bytes:
         """Return nothing, since JSON lines have no comments."""
         return b""
 

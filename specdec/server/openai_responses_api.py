@@ -18,7 +18,7 @@ from specdec.server.field_validation import (
 )
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request
-from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event, make_id
+from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
 # fields that mean the same in a chat request
 CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata")
@@ -135,29 +135,30 @@ class ResponsesFormatter(PartsFormatter):
 
     def format_start(self) -> bytes:
         """Return the server-sent events that start a response, without output yet."""
-        response = self._make_response_object("in_progress", [])
-        return b"".join(self._format_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
+        self._n_events, response = _count_loading_events(self.n_loading), self._make_response_object("in_progress", [])
+        names = ("in_progress",) if self.n_loading else ("created", "in_progress")
+        return b"".join(self._format_event(f"response.{name}", response=response) for name in names)
+
+    @classmethod
+    def format_loading(cls, text: str, random_id: str, n_sent: int) -> bytes:
+        """Return the server-sent events that keep a stream alive while its model is loaded, with a comment."""
+        names = ("in_progress",) if n_sent else ("created", "in_progress")
+        events = [(f"response.{name}", _make_early_response(random_id)) for name in names]
+        return super().format_loading(text, random_id, n_sent) + _number_events(events, _count_loading_events(n_sent))
 
     def format_heartbeat(self) -> bytes:
         """Return the server-sent event that keeps a stream without output alive."""
         return self._format_event("response.in_progress", response=self._make_response_object("in_progress", []))
 
     @classmethod
-    def format_rejection(cls, error: APIError) -> bytes:
-        """Return the events of a failed response for a prompt that is too long, which agents look for."""
-        if error.code != TOO_LONG:
+    def format_rejection(cls, error: APIError, random_id: str, n_loading: int) -> bytes:
+        """Return the events of a failed response for a prompt that is too long, which agents look for, or for a begun stream."""
+        if error.code != TOO_LONG and not n_loading:
             return b""
-        response: dict[str, Any] = {
-            "id": f"resp_{make_id()}",
-            "object": "response",
-            "status": "in_progress",
-            "error": None,
-            "output": [],
-        }
+        response = _make_early_response(random_id)
         failed = response | {"status": "failed", "error": {"code": error.code, "message": str(error)}}
-        events = ("response.created", response), ("response.failed", failed)
-        numbered = [({"type": name, "sequence_number": i, "response": each}, name) for i, (name, each) in enumerate(events)]
-        return b"".join([format_sse_event(*each) for each in numbered])
+        events = [*([] if n_loading else [("response.created", response)]), ("response.failed", failed)]
+        return _number_events(events, _count_loading_events(n_loading))
 
     def format_end(self) -> bytes:
         """Return the server-sent events that end the last output item and the response."""
@@ -234,6 +235,22 @@ class ResponsesFormatter(PartsFormatter):
             **{name: self.body[name] for name in ECHOED_FIELDS if self.body.get(name) is not None},
             "instructions": self.body.get("instructions") or None,
         }
+
+
+def _make_early_response(random_id: str) -> dict[str, Any]:
+    """Return a response object before the request is parsed."""
+    return {"id": f"resp_{random_id}", "object": "response", "status": "in_progress", "error": None, "output": []}
+
+
+def _number_events(events: Sequence[tuple[str, Mapping[str, Any]]], first: int) -> bytes:
+    """Return server-sent events from pairs of a type and a response, numbered from the given number."""
+    numbered = [({"type": name, "sequence_number": first + i, "response": each}, name) for i, (name, each) in enumerate(events)]
+    return b"".join([format_sse_event(*each) for each in numbered])
+
+
+def _count_loading_events(n_loading: int) -> int:
+    """Return the number of events of `n_loading` calls of `format_loading`; the first call returns two events."""
+    return n_loading + (n_loading > 0)
 
 
 def _format_id(part: OutputPart) -> str:

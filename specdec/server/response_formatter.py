@@ -162,6 +162,8 @@ class ResponseFormatter:
         options: What the response contains.
         model: The model that answers.
         fingerprint: Identifier of everything that responses depend on apart from the model.
+        random_id: Random part of the response's id.
+        n_loading: Number of calls of `format_loading` for its stream.
         choices: The outputs. Formats for a single output use the first one.
     """
 
@@ -171,10 +173,12 @@ class ResponseFormatter:
     options: ResponseOptions
     model: ServedModel
     fingerprint: str
+    random_id: str
+    n_loading: int
 
     def __post_init__(self) -> None:
         """Set the time and the random part of the response's id, and add an empty choice for each request."""
-        self.created, self.random_id = int(time.time()), secrets.token_hex(12)
+        self.created = int(time.time())
         self.choices = [Choice(request, self.options) for request in self.requests]
 
     @property
@@ -201,16 +205,22 @@ class ResponseFormatter:
         raise NotImplementedError
 
     @classmethod
-    def format_comment(cls, text: str) -> bytes:
-        """Return a comment that keeps a silent stream alive; empty if the format has none."""
-        return f": {text}\n\n".encode()
+    def format_loading(cls, text: str, random_id: str, n_sent: int) -> bytes:
+        """Return what keeps a stream alive before its response starts: a comment, or events where clients wait for them.
+
+        Args:
+            text: What the server does.
+            random_id: Random id of the response.
+            n_sent: How often this was called before for the stream.
+        """
+        return _format_comment(text)
 
     def format_heartbeat(self) -> bytes:
         """Return what keeps a stream without output alive: a comment, or an event where clients wait for one."""
-        return self.format_comment("waiting")
+        return _format_comment("waiting")
 
     @classmethod
-    def format_rejection(cls, error: APIError) -> bytes:
+    def format_rejection(cls, error: APIError, random_id: str, n_loading: int) -> bytes:
         """Return the server-sent events that reject a request for a stream; empty for a plain error response."""
         return b""
 
@@ -225,6 +235,10 @@ class ResponseFormatter:
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         """Return the complete response as a JSON object, from the merged deltas of each choice."""
         raise NotImplementedError
+
+
+def _format_comment(text: str) -> bytes:
+    return f": {text}\n\n".encode()
 
 
 def format_sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
@@ -295,6 +309,11 @@ class PartsFormatter(ResponseFormatter):
     def _end_last_part(self) -> bytes:
         """Return the server-sent events that end the last part; empty if there are no parts."""
         return b"".join([self._format_part("end", part, "") for part in self._parts[-1:]])
+
+
+def make_random_id() -> str:
+    """Return a random id of 24 characters for a response."""
+    return secrets.token_hex(12)
 
 
 def make_id() -> str:

@@ -13,6 +13,7 @@ from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import INFILL_MARKS
 from specdec.server.ollama import parse_ollama_generate
 from specdec.server.openai_chat import parse_completion_request
+from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, step
 from tests.test_end_to_end import make_folder
@@ -79,6 +80,18 @@ def test_what_agents_send_along_is_accepted(app: Any, path: str, body: dict[str,
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     response = send_request(app, path, {limit: 1, **defaults, **body})
     assert response.status == 200, response.body
+
+
+def test_a_note_stands_for_blocks_of_anthropics_own_tools(app: Any, prompts: list[Any]) -> None:
+    blocks = [
+        {"type": "text", "text": "Hm."}, {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "url": "x"}]},
+    ]  # fmt: skip
+    messages = [*CONVERSATION, {"role": "assistant", "content": blocks}, {"role": "user", "content": "Why?"}]
+    assert send_request(app, MESSAGES, {"messages": messages, "max_tokens": 1}).status == 200
+    assert prompts[0][0][1]["content"] == "Hm.\n\n[server_tool_use left out]\n\n[web_search_tool_result left out]"
+    messages = [{"role": "user", "content": blocks[1:2]}]
+    assert send_request(app, MESSAGES, {"messages": messages, "max_tokens": 1}).status == 400
 
 
 def test_tools_and_items_that_are_left_out_do_not_reach_the_template(app: Any, prompts: list[Any]) -> None:
@@ -232,3 +245,16 @@ def test_a_pattern_that_cannot_be_enforced_is_not_where_the_tool_is_not_strict(a
     for is_strict, status in ((False, 200), (True, 400)):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}
         assert send_request(app, CHAT, {"messages": CONVERSATION, "tools": [tool], "max_tokens": 1}).status == status
+
+
+def test_a_response_continues_the_events_that_were_sent_while_its_model_was_loaded(decoder: Any) -> None:
+    model, body = ServedModel("talker", decoder, decoder.chat_template), {"input": "x"}
+    requests, options = parse_response_request(body, model)
+    for n_loading, types, first in ((0, ["created", "in_progress"], 0), (1, ["in_progress"], 2), (5, ["in_progress"], 6)):
+        formatter = ResponsesFormatter(body, requests, options, model, "print", "abc", n_loading)
+        loading = b"".join(formatter.format_loading("loading", "abc", i) for i in range(n_loading))
+        assert loading.count(b"sequence_number") == first
+        data = [json.loads(line[6:]) for line in formatter.format_start().decode().split("\n") if line.startswith("data: ")]
+        assert [event["type"] for event in data] == [f"response.{each}" for each in types]
+        assert [event["sequence_number"] for event in data] == [*range(first, first + len(data))]
+        assert {event["response"]["id"] for event in data} == {"resp_abc"}

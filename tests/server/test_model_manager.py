@@ -13,7 +13,7 @@ from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ServedModel
-from specdec.server.generation_response import ServerState
+from specdec.server.generation_response import ResponseStreamer, ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS
@@ -114,6 +114,35 @@ def test_a_stream_reports_loading_and_a_disconnected_client_is_released(make_man
     text = "".join(json.loads(part[6:])["choices"][0]["text"] for part in body.split("\n\n") if part.startswith("data: {"))
     assert text == get_text(send_request(app, COMPLETIONS, BODY | {"model": "a"}))
     assert manager.acquire("a").n_requests == 1, "the disconnected client is released"
+
+
+def test_streams_of_agents_get_events_while_a_model_is_loaded(make_manager, monkeypatch):
+    """These models cannot chat, so an error follows. Comments alone would be a timeout for Codex."""
+    monkeypatch.setattr("specdec.server.generation_response.PROGRESS_INTERVAL_S", 0.01)
+    _, source, app, _ = make_manager()
+    source.error, send_progress, n_sent = ValueError("no"), ResponseStreamer._send_progress, []
+
+    async def send_progress_four_times(streamer, entry):
+        await send_progress(streamer, entry)
+        n_sent.append(1)
+        if len(n_sent) % 4 == 0:
+            source.gate.set()
+
+    monkeypatch.setattr(ResponseStreamer, "_send_progress", send_progress_four_times)
+    for path, body, expected in (
+        ("/v1/responses", {"input": "x"}, ["response.created", "response.in_progress"]),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, ["ping", "ping"]),
+    ):
+        source.gate.clear()
+        sent = send_request(app, path, body | {"model": "a", "stream": True}).body.decode()
+        events = [json.loads(line.removeprefix("data: ")) for line in sent.split("\n") if line.startswith("data: ")]
+        types = [event["type"] for event in events]
+        assert types[:2] == expected and {*types[2:-1]} <= {expected[1]} and len(types) > 3
+        if path == "/v1/responses":
+            assert [event["sequence_number"] for event in events] == [*range(len(events))]
+            assert types[-1] == "response.failed" and len({event["response"]["id"] for event in events}) == 1
+        else:
+            assert types[-1] == "error"
 
 
 def test_a_failed_load_is_reported_and_can_be_retried(make_manager, monkeypatch):

@@ -104,6 +104,23 @@ def test_a_request_without_a_prompt_loads_the_model(app: Any) -> None:
         assert response.json["done_reason"] == "load" and response.json["done"]
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/show", "/api/embed"])
+def test_any_content_type_is_read_unless_a_page_may_have_sent_it(app: Any, path: str) -> None:
+    """As ollama does it: `curl -d` sends JSON as a form. A page of another site could do that too."""
+    body = {"/api/chat": {**CHAT_BODY, "stream": False}, "/api/embed": {"input": "x"}}.get(path, {"model": "talker"})
+    types = None, "application/x-www-form-urlencoded", "text/plain", "multipart/form-data", "application/json"
+    for content_type in types:
+        headers = {"content-type": content_type}
+        assert send_request(app, path, body, headers).status == 200, content_type
+        for name, value, status in (
+            ("origin", "http://evil.example", 403), ("origin", "null", 403), ("sec-fetch-site", "cross-site", 403),
+            ("origin", "http://127.0.0.1:8080", 415), ("sec-fetch-site", "same-origin", 415), ("referer", "http://evil", 415),
+        ):  # fmt: skip
+            if status == 403 or content_type != "application/json":
+                assert send_request(app, path, body, {**headers, name: value}).status == status, (content_type, name)
+    assert send_request(app, path, body, {"content-encoding": "gzip"}).status == 415
+
+
 def test_embeddings_equal_those_of_openai(app: Any, decoder: Any) -> None:
     texts = ["The robin", "robin " * 400]
     expected = send_request(app, "/v1/embeddings", {"input": texts[:1], "dimensions": 3}).json["data"][0]["embedding"]
