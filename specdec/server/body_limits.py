@@ -116,7 +116,8 @@ async def read_body(request: Request, buffer: BodyBuffer) -> AsyncIterator[bytes
 
 
 def _has_json_type(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+    content_type: str = request.headers.get("content-type", "")
+    return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
 def _is_ollama_client(request: Request) -> bool:
