@@ -182,24 +182,83 @@ def test_a_budget_ends_the_thought_at_its_limit(thinker):
     assert (n, choice["finish_reason"], choice["message"]["content"]) == (20, "length", "")
 
 
-@needs_guidance
-def test_batched_answers_equal_those_alone(thinker):
-    requests = [
-        {"seed": seed, "max_tokens": 60, **fields}
+HARMONY = "{# <|channel|><|message|> #}{% if tools %}{% endif %}{{ messages[0].content }}<|start|>assistant"
+HARMONY_SPECIALS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+
+
+@pytest.fixture(scope="module")
+def make_thinker(tmp_path_factory):
+    """Return a function that makes the app of a random model with the marks of thoughts as special tokens, for some drafts."""
+    folder, schedulers = tmp_path_factory.mktemp("drafts"), []
+    for name, seed in (("talker", 0), ("draft", 1)):
+        path = make_folder(folder / name, positions=320, padding=40, seed=seed)
+        vocabulary = json.loads((path / "tokenizer.json").read_text())
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        names = ("<think>", "</think>", *HARMONY_SPECIALS)
+        vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(names)]
+        (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+        (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+
+    def make(draft, verify):
+        draft = folder / draft if draft == "draft" else draft
+        decoder = SpeculativeDecoder(folder / "talker", draft, n_threads=1, gamma=4, verify=verify)
+        schedulers.append(EngineThread(decoder, 8, 32, 10**8))
+        state = make_state(ServedModel("talker", decoder, decoder.chat_template), schedulers[-1])
+        return AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder
+
+    yield make
+    for scheduler in schedulers:
+        scheduler.close(0.0)
+
+
+def make_requests(name, tokenizer):
+    """Return bodies with budgets, schemas, calls and stop strings, of outputs that think and others."""
+    biases = {"400": 6, "401": 2}
+    if name == "Harmony":
+        words = [tokenizer.token_to_bytes(token) for token in range(400)]
+        biases = {"402": 8, "404": 2} | {
+            str(token): 14 for token, word in enumerate(words) if word and b"analysis".startswith(word)
+        }
+    return [
+        {"seed": seed, "max_tokens": 60, "logit_bias": biases if seed % 2 else {}, **fields}
         for seed in (1, 2)
         for fields in (
             {"thinking_budget_tokens": 5, "response_format": RESPONSE_FORMAT}, {"thinking_budget_tokens": 9, "stop": ["a"]},
-            {"thinking_budget_tokens": 0, "tools": [TOOL]}, {},
+            {"thinking_budget_tokens": 0, "tools": [TOOL]}, {"thinking_budget_tokens": 6, "tools": [TOOL], "tool_choice": "required"},
+            {}, {"response_format": RESPONSE_FORMAT, "tools": [TOOL], "temperature": 0},
         )
     ]  # fmt: skip
-    alone = [ask(thinker, "R1", **fields) for fields in requests]
-    with ThreadPoolExecutor(len(requests)) as pool:
-        together = [*pool.map(lambda fields: ask(thinker, "R1", **fields), requests)]
-    for (choice, n), (other, n_other) in zip(alone, together, strict=True):
-        assert n == n_other and {**choice, "message": None} == {**other, "message": None}
-        assert [choice["message"].get(key) for key in ("content", "reasoning")] == [
-            other["message"].get(key) for key in ("content", "reasoning")
-        ]
+
+
+def strip_ids(choice):
+    calls = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    return choice | {"message": choice["message"] | {"tool_calls": calls}}
+
+
+@needs_guidance
+@pytest.mark.parametrize("name", ["Qwen3", "R1", "Harmony"])
+@pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
+def test_batched_answers_equal_those_alone(make_thinker, verify, name):
+    """With any draft; under coupled verification they are also equal to those without a draft."""
+    source, outputs = HARMONY if name == "Harmony" else TOOLS + SOURCES[name][0], []
+    for draft in (None, "ngram", "draft") if verify == "coupled" else ("draft",):
+        app, decoder = make_thinker(draft, verify)
+        decoder.chat_template.source, requests = source, make_requests(name, decoder.tokenizer)
+
+        def send(fields, app=app):
+            response = send_request(app, CHAT, BODY | fields)
+            assert response.status == 200, response.body
+            choice, usage = response.json["choices"][0], response.json["usage"]
+            return strip_ids(choice), usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]
+
+        alone = [send(fields) for fields in requests]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            together = [*pool.map(send, requests)]
+        assert together == alone
+        outputs.append(alone)
+    assert all(each == outputs[0] for each in outputs)
+    assert {bool(n) for _, _, n in outputs[0]} == {True, False}
 
 
 def test_anthropics_budget_limits_the_thought(thinker):
