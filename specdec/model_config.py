@@ -156,6 +156,47 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class Mamba2Config:
+    """Settings of Mamba-2 layers, which replace attention in some layers (Dao and Gu 2024, arXiv:2405.21060).
+
+    Attributes:
+        head_dim: Number of rows of each head.
+        n_groups: Number of groups of heads; the heads of a group share B and C, and a norm.
+        state_dim: Number of columns of a head's state.
+        kernel_size: Kernel size of the convolution.
+        conv_bias: Add a bias in the convolution.
+    """
+
+    n_heads: int
+    head_dim: int
+    n_groups: int
+    state_dim: int
+    kernel_size: int = 4
+    conv_bias: bool = True
+
+    @property
+    def inner_dim(self) -> int:
+        """Number of rows of all heads together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Number of channels of the convolution: the rows of x, B and C."""
+        return self.inner_dim + 2 * self.n_groups * self.state_dim
+
+    def find_errors(self) -> ErrorMessages:
+        """Yield an error message for each invalid field of this config."""
+        yield from check_positive(self, "n_heads", "head_dim", "n_groups", "state_dim", "kernel_size")
+        if self.n_heads % self.n_groups:
+            yield f"n_heads {self.n_heads} is not divisible by n_groups {self.n_groups}"
+        if self.kernel_size > MAX_CONV_KERNEL_SIZE:
+            yield f"kernel_size is {self.kernel_size}; expected at most {MAX_CONV_KERNEL_SIZE}"
+
+
+MixerConfig = ShortConvConfig | DeltaNetConfig | Mamba2Config
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """Settings that only a draft head has, next to the ModelConfig of its layers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
@@ -415,14 +456,14 @@ class LayerConfig:
     """Settings of one layer that override those of its `ModelConfig`; None: the layer does not override this one.
 
     Attributes:
-        mixer: Short convolution or delta net that replaces attention in this layer.
+        mixer: Short convolution, delta net or Mamba-2 that replaces attention in this layer.
     """
 
     n_kv_heads: int | None = None
     head_dim: int | None = None
     hidden_dim: int | None = None
     attention: AttentionConfig | None = None
-    mixer: ShortConvConfig | DeltaNetConfig | None = None
+    mixer: MixerConfig | None = None
 
 
 def make_layer_configs(layer_config: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
@@ -473,7 +514,7 @@ class ModelConfig:
     head_dim: int = 0
     attention: AttentionConfig = AttentionConfig()
     layers: tuple[LayerConfig, ...] = ()
-    mixer: ShortConvConfig | DeltaNetConfig | None = None
+    mixer: MixerConfig | None = None
     mlp_bias: bool = False
     activation: Literal["silu", "gelu"] = "silu"
     experts: ExpertsConfig | None = None

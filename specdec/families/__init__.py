@@ -13,8 +13,9 @@ from specdec.model_config import ASSISTANT
 # Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
 FILES = {
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "granitemoe": "granite", "granitemoeshared": "granite",
-    "granitemoehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2", "mistral3": "ministral3", "mixtral": "mistral",
-    "olmo3": "olmo2", "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
+    "granitemoehybrid": "granite", "granitehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
+    "mistral3": "ministral3", "mixtral": "mistral", "olmo3": "olmo2",
+    "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
     "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35", "qwen35moe": "qwen35",
     "qwen3next": "qwen3_next", "qwen2_vl": "qwen_vl", "qwen2_vl_text": "qwen_vl", "qwen2_5_vl": "qwen_vl",
     "qwen2_5_vl_text": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_vl_text": "qwen_vl", "qwen3_vl_moe": "qwen_vl",

@@ -37,7 +37,7 @@ LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY, HEAD_KEYS = (
     ("head_dim", "num_key_value_heads"),
 )
 SUPPORTED_KEYS = (LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY)
-GGUF_PER_LAYER_KEYS = ("attention.head_count_kv", gguf.MLP_DIM_KEY)
+GGUF_PER_LAYER_KEYS = (gguf.KV_HEADS_KEY, gguf.MLP_DIM_KEY)
 SHARED_KV_LAYERS_KEY, PER_LAYER_INPUT_DIM_KEY = "attention.shared_kv_layers", "embedding_length_per_layer_input"
 IGNORED_NAMES = re.compile(HF_IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
 DEFAULT_ROPE: dict[str, dict[str, Any]] = {

@@ -24,13 +24,8 @@ from specdec.layers.rope import get_yarn_attention_factor
 from specdec.model_config import MIN_SCALE, AttentionConfig, ExpertsConfig, RopeConfig, YarnRopeScaling
 
 EMBEDDING, LM_HEAD, ROPE_FREQS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-MLP_DIM_KEY, EXPERT_DIM_KEY = "feed_forward_length", "expert_feed_forward_length"
-PER_LAYER_KEYS = (
-    "attention.head_count",
-    "attention.head_count_kv",
-    MLP_DIM_KEY,
-    EXPERT_DIM_KEY,
-)  # a number, or a list with one per layer
+MLP_DIM_KEY, EXPERT_DIM_KEY, KV_HEADS_KEY = "feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"
+PER_LAYER_KEYS = ("attention.head_count", KV_HEADS_KEY, MLP_DIM_KEY, EXPERT_DIM_KEY)  # a number, or a list with one per layer
 SLIDING_WINDOW_KEY, EXPERT_COUNT_KEY, QUERY_SCALE_KEY = "attention.sliding_window", "expert_count", "attention.temperature_scale"
 GATING_FUNC_KEY, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR_KEY, NEXTN_LAYERS_KEY = "rope.scaling.attn_factor", "nextn_predict_layers"
@@ -104,7 +99,7 @@ def parse_base_fields(
     rotary_dim = metadata.get_int("rope.dimension_count", head_dim, MAX_DIM)
     return {
         **metadata.common_fields,
-        "n_kv_heads": n_kv_heads or metadata.get_int("attention.head_count_kv", n_heads),
+        "n_kv_heads": n_kv_heads or metadata.get_int(KV_HEADS_KEY, n_heads),
         "norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon", 0, 1),
         "head_dim": head_dim,
         "attention": AttentionConfig(
@@ -174,6 +169,25 @@ def get_full_attention_layers(metadata: GGUFMetadata, interval: int = 0) -> set[
         return {*range(interval - 1, n_layers, interval)}
     flags = metadata.get_per_layer(key, n_layers, (True, False), "true or false")
     return {i for i, flag in enumerate(flags) if not flag}
+
+
+def parse_attention_heads(metadata: GGUFMetadata, others: str) -> tuple[int, list[int]]:
+    """Return the number of KV heads of the attention layers of a hybrid, and the indices of the other layers, which have 0.
+
+    Args:
+        metadata: The file's metadata.
+        others: What the other layers are, for errors.
+
+    Raises:
+        CheckpointError: The list of KV heads is not valid, or all layers are of one type.
+    """
+    key, n_layers = KV_HEADS_KEY, metadata.common_fields["n_layers"]
+    heads = metadata[key]
+    if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
+        raise metadata.make_error(key, f"a number for each of {n_layers} layers, 0 for {others}")
+    if 0 not in heads or len({*heads} - {0}) != 1:
+        raise metadata.make_error(key, "layers of both types, and the same number of heads in all attention layers")
+    return max(heads), [i for i, n in enumerate(heads) if n == 0]
 
 
 def parse_experts(metadata: GGUFMetadata, **more: Any) -> ExpertsConfig:

@@ -1,13 +1,11 @@
-"""Granite 3 and 4, with scaled embeddings, residuals, scores and logits; dense, with experts, or hybrid.
+"""Granite 3 and 4, with scaled embeddings, residuals, scores and logits; dense, with experts, or hybrids with Mamba-2 layers."""
 
-Hybrids are supported only if all of their layers are attention.
-"""
-
+from dataclasses import replace
 from typing import Any
 
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import ConfigValues
+from specdec.families.config_values import MAX_SIZE, ConfigValues
 from specdec.families.family import (
     EXPERTS_GATE_UP,
     GATE_UP,
@@ -18,7 +16,8 @@ from specdec.families.family import (
     TensorSpec,
     make_fused_specs,
 )
-from specdec.model_config import MIN_SCALE, ModelConfig
+from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
+from specdec.model_config import MIN_SCALE, LayerConfig, Mamba2Config, ModelConfig, make_layer_configs
 
 SCALE_KEYS = {
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",
@@ -28,10 +27,12 @@ GGUF_SCALE_KEYS = {"embedding_scale": "embedding_scale", "residual_scale": "resi
 SUPPORTED_KEYS, GGUF_SUPPORTED_KEYS = (*SCALE_KEYS.values(), SCORE_SCALE_KEY), (*GGUF_SCALE_KEYS.values(), GGUF_SCORE_SCALE_KEY)
 DEFAULTS = hf.DEFAULTS | dict.fromkeys(SUPPORTED_KEYS, 1.0)
 HYBRID_DEFAULTS = DEFAULTS | {
-    "num_local_experts": 8, "shared_intermediate_size": 1024, "position_embedding_type": None, "layer_types": None,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "position_embedding_type": None,
+    "layer_types": None, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
 }  # fmt: skip
 MOE_DEFAULTS = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
-ATTENTION_TYPES = (hf.FULL_ATTENTION, "attention")  # names in transformers 5 and 4
+ATTENTION_TYPES, MAMBA_TYPES = (hf.FULL_ATTENTION, "attention"), (hf.LINEAR_ATTENTION, "mamba")  # in transformers 5 and 4
 SHARED_IN, SHARED_OUT = (hf.LAYER_WEIGHT % f"shared_mlp.{name}_linear" for name in ("input", "output"))
 # The MLP of a dense hybrid is the shared expert.
 SHARED_MLP_TENSORS = make_fused_specs(GATE_UP, SHARED_IN) | {"w2": TensorSpec(SHARED_OUT)}
@@ -74,35 +75,75 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
     return ModelConfig(**parse_scaled_fields(values), experts=experts)
 
 
-def parse_hybrid_config(values: ConfigValues) -> ModelConfig:
-    """Build the `ModelConfig` of a hybrid Granite model from config.json. Raises CheckpointError for Mamba layers or experts."""
-    n_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS)
-    values.require("num_local_experts", 0)
-    values.get_per_layer("layer_types", n_layers, ATTENTION_TYPES, "attention (others are not supported)")
-    values.require("position_embedding_type", "rope", "nope", None)
-    hf.reject_window(values)
-    values.require("mlp_bias", False)
-    has_rope = values["position_embedding_type"] == "rope"
-    return ModelConfig(
-        **parse_scaled_fields(values, has_rope=has_rope) | {"hidden_dim": values.get_int("shared_intermediate_size")}
+def parse_mamba(values: ConfigValues) -> Mamba2Config:
+    """Return the `Mamba2Config` of a hybrid Granite model from the keys of config.json. Raises CheckpointError."""
+    require_no_time_step_limit(values)
+    values.require("mamba_proj_bias", False)
+    inner_dim, n_heads = values.get_int("mamba_expand") * values.get_int("hidden_size"), values.get_int("mamba_n_heads")
+    if inner_dim > MAX_SIZE or inner_dim % n_heads:
+        raise values.make_error("mamba_n_heads", f"a divisor of mamba_expand x hidden_size, {inner_dim}")
+    values.require("mamba_d_head", inner_dim // n_heads, "auto")
+    return Mamba2Config(
+        n_heads,
+        inner_dim // n_heads,
+        n_groups=values.get_int("mamba_n_groups"),
+        state_dim=values.get_int("mamba_d_state"),
+        kernel_size=values.get_int("mamba_d_conv"),
+        conv_bias=values.get_bool("mamba_conv_bias"),
     )
 
 
-def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+def parse_hybrid_config(values: ConfigValues) -> ModelConfig:
+    """Build the `ModelConfig` of a hybrid Granite model, dense or with experts, from the keys of config.json."""
+    n_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS)
+    choices = (*ATTENTION_TYPES, *MAMBA_TYPES)
+    types = values.get_per_layer("layer_types", n_layers, choices, "attention or mamba")
+    mamba_layers = [i for i, layer_type in enumerate(types) if layer_type in MAMBA_TYPES]
+    values.require("position_embedding_type", "rope", "nope", None)
+    hf.reject_window(values)
+    values.require("mlp_bias", False)
+    fields = parse_scaled_fields(values, has_rope=values["position_embedding_type"] == "rope")
+    shared = values.get_int("shared_intermediate_size")
+    if values["num_local_experts"] == 0:
+        fields["hidden_dim"] = shared
+    else:
+        fields["experts"] = hf.parse_experts(values, "intermediate_size", "num_local_experts", shared_hidden_dim=shared)
+    if mamba_layers:
+        fields["layers"] = make_layer_configs(LayerConfig(mixer=parse_mamba(values)), mamba_layers, n_layers)
+    return ModelConfig(**fields)
+
+
+def parse_gguf_config(metadata: GGUFMetadata, n_kv_heads: int | None = None) -> ModelConfig:
     """Build the `ModelConfig` of a Granite model, dense or with experts, from a GGUF file's metadata.
 
     A scale of 0 in the metadata means none.
+
+    Args:
+        metadata: The file's metadata.
+        n_kv_heads: Number of KV heads; by default that of the metadata.
     """
 
     def get_scale(key: str, default: float) -> float:
         return metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE) if metadata[key] not in (None, 0) else default
 
-    has_rope = metadata.get_bool("rope.scaling.finetuned", True)
+    score_scale, has_rope = get_scale(GGUF_SCORE_SCALE_KEY, 0.0), metadata.get_bool("rope.scaling.finetuned", True)
+    fields = gguf.parse_base_fields(metadata, n_kv_heads=n_kv_heads, scale=score_scale, has_rope=has_rope)
     scales = {name: get_scale(key, 1.0) for name, key in GGUF_SCALE_KEYS.items()}
-    return ModelConfig(**gguf.parse_base_fields(metadata, scale=get_scale(GGUF_SCORE_SCALE_KEY, 0.0), has_rope=has_rope) | scales)
+    return ModelConfig(**fields | scales)
+
+
+def parse_hybrid_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the `ModelConfig` of a hybrid Granite model from a GGUF file's metadata; Mamba-2 layers have no KV heads."""
+    heads, mamba_layers = gguf.parse_attention_heads(metadata, "Mamba-2 layers")
+    layers = make_layer_configs(
+        LayerConfig(mixer=parse_gguf_mamba(metadata, mamba_layers[0])), mamba_layers, metadata.common_fields["n_layers"]
+    )
+    return replace(parse_gguf_config(metadata, heads), layers=layers)
 
 
 HF_MOE_TENSORS, MOE_SUPPORTED_KEYS = hf.TENSORS | EXPERT_TENSORS, (*SUPPORTED_KEYS, "num_local_experts")
+GGUF_MOE_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS
+GGUF_MOE_SUPPORTED_KEYS = (*GGUF_SUPPORTED_KEYS, gguf.EXPERT_COUNT_KEY)
 FAMILY = (
     HFFamily("granite", DEFAULTS, parse_config, hf.TENSORS, supported_keys=SUPPORTED_KEYS),
     HFFamily("granitemoe", MOE_DEFAULTS, parse_moe_config, HF_MOE_TENSORS, supported_keys=MOE_SUPPORTED_KEYS),
@@ -111,15 +152,17 @@ FAMILY = (
         "granitemoehybrid",
         HYBRID_DEFAULTS,
         parse_hybrid_config,
-        hf.TENSORS,
+        HF_MOE_TENSORS | make_mamba_specs("layers.{}.mamba.%s"),
         alternatives=(SHARED_MLP_TENSORS,),
         supported_keys=MOE_SUPPORTED_KEYS,
     ),
     GGUFFamily("granite", parse_gguf_config, gguf.INTERLEAVED_ROPE_TENSORS, supported_keys=GGUF_SUPPORTED_KEYS),
+    GGUFFamily("granitemoe", parse_gguf_config, GGUF_MOE_TENSORS, supported_keys=GGUF_MOE_SUPPORTED_KEYS),
     GGUFFamily(
-        "granitemoe",
-        parse_gguf_config,
-        gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS,
-        supported_keys=(*GGUF_SUPPORTED_KEYS, gguf.EXPERT_COUNT_KEY),
+        "granitehybrid",
+        parse_hybrid_gguf_config,
+        GGUF_MOE_TENSORS | GGUF_MAMBA_TENSORS,
+        supported_keys=GGUF_MOE_SUPPORTED_KEYS,
+        per_layer_keys=(gguf.KV_HEADS_KEY,),
     ),
 )

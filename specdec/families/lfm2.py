@@ -126,16 +126,10 @@ def get_conv_layers(values: ConfigValues, n_layers: int) -> tuple[int, ...]:
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a dense LFM2 model from a GGUF file's metadata."""
-    key = "attention.head_count_kv"
-    heads = metadata[key]
-    n_layers = metadata.common_fields["n_layers"]
-    if not isinstance(heads, list) or len(heads) != n_layers or any(type(n) is not int or n < 0 for n in heads):
-        raise metadata.make_error(key, f"a number for each of {n_layers} layers, 0 for convolutions")
-    if 0 not in heads or len({*heads} - {0}) != 1:
-        raise metadata.make_error(key, "layers of both types, and the same number of heads in all attention layers")
+    n_kv_heads, conv_layers = gguf.parse_attention_heads(metadata, "convolutions")
     conv = LayerConfig(mixer=ShortConvConfig(metadata.get_int("shortconv.l_cache")))
-    layers = make_layer_configs(conv, [i for i, n in enumerate(heads) if n == 0], n_layers)
-    return ModelConfig(**gguf.parse_base_fields(metadata, n_kv_heads=max(heads), qk_norm=True), layers=layers)
+    layers = make_layer_configs(conv, conv_layers, metadata.common_fields["n_layers"])
+    return ModelConfig(**gguf.parse_base_fields(metadata, n_kv_heads=n_kv_heads, qk_norm=True), layers=layers)
 
 
 def parse_moe_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
@@ -151,7 +145,7 @@ def parse_moe_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 HF_MOE_TENSORS, GGUF_MOE_TENSORS, PER_LAYER_KEYS = (
     HF_TENSORS | EXPERT_TENSORS,
     GGUF_TENSORS | gguf.EXPERT_TENSORS,
-    ("attention.head_count_kv",),
+    (gguf.KV_HEADS_KEY,),
 )
 FAMILY = (
     HFFamily("lfm2", DEFAULTS, parse_config, HF_TENSORS, key_aliases=KEY_ALIASES),

@@ -8,9 +8,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -22,12 +19,11 @@ from specdec.families.family import (
     GGUFMetadata,
     HFFamily,
     TensorSpec,
-    TensorTransform,
     make_tensor_specs,
     replace_in_specs,
 )
 from specdec.families.hf_common import LINEAR_ATTENTION
-from specdec.layers.recurrent_ops import fill_decay_rates
+from specdec.families.recurrent_common import DECAY_RATES
 from specdec.model_config import DeltaNetConfig, LayerConfig, ModelConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
@@ -43,13 +39,6 @@ MOE_DEFAULTS = DEFAULTS | {
 ONE_PLUS_NORMS = ("q_norm", "k_norm", "rms_att", "rms_ffn", "rms_final")
 
 
-def compute_decay_rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the decay rates of a delta net, which folders store as logarithms."""
-    rates = np.empty(logarithms.shape, logarithms.dtype)
-    fill_decay_rates(rates, logarithms)
-    return rates
-
-
 HF_TENSORS = replace_in_specs(hf.TENSORS, ONE_PLUS_NORMS, transform=ONE_PLUS) | {
     "wq": TensorSpec("layers.{}.self_attn.q_proj.weight", is_neox_style=True, head_interleave=(0, 2)),
     "wg": TensorSpec("layers.{}.self_attn.q_proj.weight", head_interleave=(1, 2)),
@@ -58,7 +47,7 @@ HF_TENSORS = replace_in_specs(hf.TENSORS, ONE_PLUS_NORMS, transform=ONE_PLUS) | 
         delta_a="in_proj_a", delta_out="out_proj", delta_norm="norm",
     ),
     "conv": TensorSpec("layers.{}.linear_attn.conv1d.weight", transform=CONV_TAPS),
-    "rate": TensorSpec("layers.{}.linear_attn.A_log", transform=TensorTransform(compute_decay_rates)),
+    "rate": TensorSpec("layers.{}.linear_attn.A_log", transform=DECAY_RATES),
     "dt": TensorSpec("layers.{}.linear_attn.dt_bias"),
 }  # fmt: skip
 GGUF_TENSORS = gguf.TENSORS | {

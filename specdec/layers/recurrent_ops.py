@@ -23,7 +23,9 @@ from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, Forwa
 from specdec.runtime.simd import LANES, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
 from specdec.runtime.work_stealing import get_chunk_range
 
-RING_SLOTS = MAX_BATCH_TOKENS + 32  # of a delta net's rings: the base advances by 32 tokens at a time
+RING_SLOTS = MAX_BATCH_TOKENS + 32  # of the updates of a state: the base advances by 32 tokens at a time
+# Of updates that a pass writes before its bases advance
+KEY_RING_SLOTS = RING_SLOTS + MAX_BATCH_TOKENS
 L2_NORM_EPS = 1e-6  # of the norms of queries and keys, in all families
 
 
@@ -143,6 +145,12 @@ def softplus_scalar(x):
     if not abs(x) < np.inf:
         return max(x, np.float32(0.0)) if x == x else x
     return max(x, np.float32(0.0)) + np.float32(log(1.0 + np.float64(exp_scalar(-abs(x)))))
+
+
+@jitable
+def compute_decay(rate, dt):
+    """Return e^(rate dt), the factor of a state; NaN if the rate is infinite, where `exp` has a finite limit."""
+    return exp_scalar(rate * dt) + np.float32(0.0) * rate
 
 
 class DeltaNetArgs(NamedTuple):
@@ -393,7 +401,7 @@ def prepare_inputs(run, thread, p, head, decay_column):
         normalize_rows(p.scratch, thread, t, n_keys, p.x, (p.n_key_heads + key_head) * n_keys, n_keys, np.float32(1.0))
         for k in range(n_keys):
             p.keys[head, slot, k] = p.scratch[thread, t, n_keys + k]
-        p.decays[head, slot] = exp_scalar(p.rates[head] * softplus_scalar(p.x[t, decay_column + head] + p.rates[padded + head]))
+        p.decays[head, slot] = compute_decay(p.rates[head], softplus_scalar(p.x[t, decay_column + head] + p.rates[padded + head]))
 
 
 @kernel
@@ -425,3 +433,218 @@ def delta_net(run: ForwardContext, thread: int, p: DeltaNetArgs) -> None:
                     step(p.draft_state, draft_at, p.draft_state, draft_at, p, token, panel)
         gated_norm(run, thread, p, head, gates + head * n)
         p.lengths[head, BASE], p.lengths[head, TIP] = base, n_accepted
+
+
+# Mamba-2. Shapes: T tokens of this pass, H heads, P rows of a head, G groups of heads, N state dim, R panel rows. In the terms of
+# the delta rule, B is the key, C the query and dt x the delta, which does not depend on the state.
+
+
+class Mamba2Args(NamedTuple):
+    """Arguments of the kernel `mamba2`.
+
+    Attributes:
+        out: Output (1, T, H P or more).
+        x: (T, columns): x, B and C after the convolution, then in panels of their own gates z and time steps dt.
+        states: (2, H ceil(P / R), N, R): panels of the base's state and of the tip's state.
+        lengths: (H, 2): number of tokens in each head's base and tip.
+        keys: Ring (KEY_RING_SLOTS, G N) of B, which `store_columns` fills.
+        deltas, decays: Rings (H, RING_SLOTS, P padded) of dt x and (H, RING_SLOTS).
+        scratch: (threads, T, P padded): outputs of a head.
+        rates: Decay rates (H padded), then biases of dt, then factors of x in the output.
+        head_dim: P without padding.
+    """
+
+    out: Floats3
+    x: Floats2
+    states: Floats4
+    lengths: Ints2
+    keys: Floats2
+    deltas: Floats3
+    decays: Floats2
+    scratch: Floats3
+    rates: Floats1
+    head_dim: int
+
+
+@kernel
+def store_columns(run: ForwardContext, thread: int, x: Floats2, unit: int, base: int, ring: Floats2) -> None:
+    """Copy columns of x, from `base` on, to the ring (N, columns), for the rows that this chunk's share of the matmul wrote."""
+    first, last = get_chunk_rows(run, x.shape[1], unit, base, ring.shape[1])
+    for t in range(run.n_tokens):
+        slot = (run.pos + t) % ring.shape[0]
+        for k in range(first, last):
+            ring[slot, k] = x[t, base + k]
+
+
+class Scan(NamedTuple):
+    """What `scan` runs of a head's state panel (N, R): from the state of `start` tokens at flat index `source` to that of `end`.
+
+    The state of `stop` tokens is stored at flat index `target`.
+    """
+
+    head: int
+    panel: int
+    source: int
+    target: int
+    start: int
+    stop: int
+    end: int
+
+
+@inlined
+def update_row(a, b, keys, at, decay, left, right):
+    """Return a row of a state after a token, decay * (a, b) + key * (left, right), as two vectors; the key is keys[at]."""
+    key = splat(load_item(keys, at))
+    return fma(key, left, mul(a, decay)), fma(key, right, mul(b, decay))
+
+
+@jitable  # its helper is inlined: a call copies a whole record of arrays
+def scan(run, thread, p, s):
+    """Advance a panel of a state S by tokens, S = g S + B d', and add S' C to scratch for the tokens of the pass.
+
+    Four rows stay in registers while the tokens run, so a pass of any length reads the state once. A token's sum adds the sums of
+    four rows each, in the order of the rows.
+    """
+    n_rows, width, n_keys, n_slots = p.states.shape[2], p.deltas.shape[2], p.keys.shape[1], p.keys.shape[0]
+    group = s.head // (p.lengths.shape[0] // (n_keys // n_rows)) * n_rows
+    queries = p.lengths.shape[0] * p.head_dim + n_keys + group
+    deltas, decays = s.head * RING_SLOTS * width + s.panel * PANEL_ROWS, s.head * RING_SLOTS
+    sums = thread * p.scratch.shape[1] * width + s.panel * PANEL_ROWS
+    fours = n_rows // 4 * 4
+    for k in range(0, fours, 4):
+        at = s.source + k * PANEL_ROWS
+        a0, b0 = load(p.states, at), load(p.states, at + LANES)
+        a1, b1 = load(p.states, at + 2 * LANES), load(p.states, at + 3 * LANES)
+        a2, b2 = load(p.states, at + 4 * LANES), load(p.states, at + 5 * LANES)
+        a3, b3 = load(p.states, at + 6 * LANES), load(p.states, at + 7 * LANES)
+        slot, key_slot = s.start % RING_SLOTS, s.start % n_slots
+        for position in range(s.start, s.end):
+            decay, key = splat(load_item(p.decays, decays + slot)), key_slot * n_keys + group + k
+            left, right = load(p.deltas, deltas + slot * width), load(p.deltas, deltas + slot * width + LANES)
+            a0, b0 = update_row(a0, b0, p.keys, key, decay, left, right)
+            a1, b1 = update_row(a1, b1, p.keys, key + 1, decay, left, right)
+            a2, b2 = update_row(a2, b2, p.keys, key + 2, decay, left, right)
+            a3, b3 = update_row(a3, b3, p.keys, key + 3, decay, left, right)
+            if position + 1 == s.stop:
+                at = s.target + k * PANEL_ROWS
+                store(p.states, at, a0)
+                store(p.states, at + LANES, b0)
+                store(p.states, at + 2 * LANES, a1)
+                store(p.states, at + 3 * LANES, b1)
+                store(p.states, at + 4 * LANES, a2)
+                store(p.states, at + 5 * LANES, b2)
+                store(p.states, at + 6 * LANES, a3)
+                store(p.states, at + 7 * LANES, b3)
+            if position >= run.pos:
+                at, query = sums + (position - run.pos) * width, (position - run.pos) * p.x.shape[1] + queries + k
+                c = splat(load_item(p.x, query))
+                left, right = mul(a0, c), mul(b0, c)
+                c = splat(load_item(p.x, query + 1))
+                left, right = fma(a1, c, left), fma(b1, c, right)
+                c = splat(load_item(p.x, query + 2))
+                left, right = fma(a2, c, left), fma(b2, c, right)
+                c = splat(load_item(p.x, query + 3))
+                left, right = fma(a3, c, left), fma(b3, c, right)
+                store(p.scratch, at, add(load(p.scratch, at), left))
+                store(p.scratch, at + LANES, add(load(p.scratch, at + LANES), right))
+            slot, key_slot = slot + 1, key_slot + 1
+            slot, key_slot = 0 if slot == RING_SLOTS else slot, 0 if key_slot == n_slots else key_slot
+    for k in range(fours, n_rows):
+        at = s.source + k * PANEL_ROWS
+        a0, b0 = load(p.states, at), load(p.states, at + LANES)
+        for position in range(s.start, s.end):
+            slot, key = position % RING_SLOTS, position % n_slots * n_keys + group + k
+            decay, delta = splat(load_item(p.decays, decays + slot)), deltas + slot * width
+            a0, b0 = update_row(a0, b0, p.keys, key, decay, load(p.deltas, delta), load(p.deltas, delta + LANES))
+            if position + 1 == s.stop:
+                store(p.states, s.target + k * PANEL_ROWS, a0)
+                store(p.states, s.target + k * PANEL_ROWS + LANES, b0)
+            if position >= run.pos:
+                at = sums + (position - run.pos) * width
+                c = splat(load_item(p.x, (position - run.pos) * p.x.shape[1] + queries + k))
+                store(p.scratch, at, fma(a0, c, load(p.scratch, at)))
+                store(p.scratch, at + LANES, fma(b0, c, load(p.scratch, at + LANES)))
+
+
+@jitable
+def prepare_scan(run, thread, p, head, dt_column):
+    """Zero scratch, and write a head's decays e^(rate dt) and deltas dt x to the rings, where dt = softplus(x + bias)."""
+    width, padded = p.deltas.shape[2], p.rates.size // 3
+    for t in range(run.n_tokens):
+        slot = (run.pos + t) % RING_SLOTS
+        dt = softplus_scalar(p.x[t, dt_column + head] + p.rates[padded + head])
+        p.decays[head, slot] = compute_decay(p.rates[head], dt)
+        for k in range(0, width, LANES):
+            delta = mul(load(p.x, t * p.x.shape[1] + head * p.head_dim + k), splat(dt))
+            store(p.deltas, (head * RING_SLOTS + slot) * width + k, delta)
+            store(p.scratch, (thread * p.scratch.shape[1] + t) * width + k, splat(0.0))
+
+
+@jitable
+def gate_outputs(run, thread, p, head, gate_column):
+    """Compute out[t] = (y + factor x) silu(z) of one head, for all tokens; y lies in scratch, which is overwritten."""
+    width, factor = p.deltas.shape[2], splat(p.rates[p.rates.size // 3 * 2 + head])
+    for t in range(run.n_tokens):
+        at, row = (thread * p.scratch.shape[1] + t) * width, t * p.x.shape[1] + head * p.head_dim
+        for k in range(0, width, LANES):
+            v = fma(factor, load(p.x, row + k), load(p.scratch, at + k))
+            store(p.scratch, at + k, mul(v, silu(load(p.x, row + gate_column + k))))
+        for k in range(p.head_dim):
+            p.out[0, t, head * p.head_dim + k] = p.scratch[thread, t, k]
+
+
+@kernel
+def mamba2(run: ForwardContext, thread: int, p: Mamba2Args) -> None:
+    """Run Mamba-2's recurrence (Dao and Gu 2024, arXiv:2405.21060, eq. 16) token by token, and its gate: this chunk's heads.
+
+    Base and tip are those of `delta_net`. The tip first advances over the draft tokens of the last pass that were accepted, then
+    over this pass's tokens that cannot be rejected. It starts from the base if the sequence was truncated to before the tip, or
+    if this pass overwrites updates that the tip needs; the base advances before that.
+    """
+    n_heads, width, n_rows = p.lengths.shape[0], p.deltas.shape[2], p.states.shape[2]
+    n_panels, panel_items, end = width // PANEL_ROWS, n_rows * PANEL_ROWS, run.pos + run.n_tokens
+    gates = round_up(n_heads * p.head_dim + 2 * p.keys.shape[1], PANEL_ROWS)
+    n_accepted = end - max(run.n_logits - 1, 0)
+    first, last = get_chunk_range(n_heads, run.chunk, run.n_chunks)
+    for head in range(first, last):
+        base, tip = p.lengths[head, BASE], p.lengths[head, TIP]
+        base_at = head * n_panels * panel_items
+        tip_at = base_at + p.states.shape[1] * panel_items
+        if run.pos == 0:
+            base = tip = 0
+            for i in range(0, n_panels * panel_items, LANES):
+                store(p.states, base_at + i, splat(0.0))
+                store(p.states, tip_at + i, splat(0.0))
+        elif end - base > RING_SLOTS:
+            for panel in range(n_panels):
+                at, to = base_at + panel * panel_items, end - MAX_BATCH_TOKENS
+                scan(run, thread, p, Scan(head, panel, at, at, base, to, to))
+            base = end - MAX_BATCH_TOKENS
+        start, source = (tip, tip_at) if base <= tip <= run.pos else (base, base_at)
+        prepare_scan(run, thread, p, head, gates + round_up(n_heads * p.head_dim, PANEL_ROWS))
+        for panel in range(n_panels):
+            at = panel * panel_items
+            scan(run, thread, p, Scan(head, panel, source + at, tip_at + at, start, n_accepted, end))
+        gate_outputs(run, thread, p, head, gates)
+        p.lengths[head, BASE], p.lengths[head, TIP] = base, n_accepted
+
+
+@kernel
+def group_norm(run: ForwardContext, thread: int, out: Floats3, x: Floats3, weight: Floats2, n: int, eps: float) -> None:
+    """out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps), where each of G parts of the n numbers of a token has its own mean.
+
+    weight (G, n / G padded). Each thread fills its own copy of out (threads, T, ...), which saves a barrier.
+    """
+    if run.is_first_chunk == 0:
+        return
+    size = n // weight.shape[0]
+    whole = size // LANES * LANES
+    for t in range(run.n_tokens):
+        for group in range(weight.shape[0]):
+            start, weights = group * size, group * weight.shape[1]
+            row, target = t * x.shape[2] + start, (thread * out.shape[1] + t) * out.shape[2] + start
+            scale = compute_norm_scale(x, row, size, size, eps)
+            for k in range(0, whole, LANES):
+                store(out, target + k, mul(load(weight, weights + k), mul(load(x, row + k), splat(scale))))
+            for k in range(whole, size):
+                out[thread, t, start + k] = weight[group, k] * (x[0, t, start + k] * scale)

@@ -16,7 +16,15 @@ from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, 
 from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
 from specdec.loaders.model_file import CONFIG, INDEX, PICKLE_WEIGHTS, WEIGHTS, read_json_object
 from specdec.loaders.tensor_assembly import assemble_tensors
-from specdec.model_config import AssistantConfig, HeadConfig, ModelConfig, ShortConvConfig, find_kv_source_layers
+from specdec.model_config import (
+    AssistantConfig,
+    DeltaNetConfig,
+    HeadConfig,
+    Mamba2Config,
+    ModelConfig,
+    ShortConvConfig,
+    find_kv_source_layers,
+)
 from specdec.runtime.simd import Int64
 
 # Family of each supported verifier architecture, by its name in config.json.
@@ -138,7 +146,8 @@ def infer_family(target: ModelConfig) -> str:
     if target.architecture != "llama":
         return target.architecture
     if any(layer.mixer for layer in target.layers):
-        return "lfm2" if target.find_mixer_layers(ShortConvConfig) else "qwen35"
+        families = {ShortConvConfig: "lfm2", DeltaNetConfig: "qwen35", Mamba2Config: "granite"}
+        return next(family for mixer_type, family in families.items() if target.find_mixer_layers(mixer_type))
     if target.norm_placement != "before":
         return "gemma"
     if target.attention.qk_norm:

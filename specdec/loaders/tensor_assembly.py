@@ -174,7 +174,9 @@ class TensorAssembler:
         if not (transform := spec.transform):
             return view
         # Only small tensors have a transform, so all of it is computed for each slice.
-        return DerivedTensor(view, shape, FP32, lambda first, last: transform.apply(to_float32(view[:]))[first:last])
+        return DerivedTensor(
+            view, shape, FP32, lambda first, last: transform.apply(to_float32(view[:])).reshape(shape)[first:last]
+        )
 
     def get_experts(self, name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
         """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices."""

@@ -39,14 +39,16 @@ from specdec.layers.block import (
 )
 from specdec.layers.mlp import MLP
 from specdec.layers.rope import fill_cos_sin, fill_query_cos_sin
-from specdec.model_config import DeltaNetConfig, ModelConfig, ShortConvConfig
+from specdec.model_config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import LANES
 
 GLOBAL_TENSORS = ("tok_emb", "wcls", "rms_final", "inputs", "inputs_norm_in")  # packed tensors that belong to no layer
 TOKEN_TABLE = "input_rows"  # of the per-layer inputs
 FUSED_VOCAB = {"embedding": FusedTensors(("tok_emb",)), "classifier": FusedTensors(("wcls",))}
-MIXERS = {ShortConvConfig: "short_conv:SHORT_CONV", DeltaNetConfig: "delta_net:DELTA_NET"}  # blocks that replace attention
+MIXERS = {  # blocks that replace attention
+    ShortConvConfig: "short_conv:SHORT_CONV", DeltaNetConfig: "delta_net:DELTA_NET", Mamba2Config: "mamba2:MAMBA2",
+}  # fmt: skip
 
 
 def load_layer(name: str) -> Any:

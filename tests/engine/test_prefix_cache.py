@@ -133,7 +133,7 @@ def assert_same(decoder, sequence, events):
     assert get_tokens(events) == get_tokens(decoder.stream(request.prompt, request.max_tokens, request.sampling))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen35", "granite_h"])
 def test_no_sequence_waits_for_a_recurrent_state_that_cannot_be_copied(name, tmp_path):
     """The state is that of a long sequence, which is past the shared prefix."""
     checkpoint = load_checkpoint(FIXTURES / name)

@@ -18,7 +18,15 @@ from specdec.loaders.model_loader import load_model
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.model_config import DeltaNetConfig, ExpertsConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
+from specdec.model_config import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    Llama3RopeScaling,
+    Mamba2Config,
+    ModelConfig,
+    ShortConvConfig,
+    YarnRopeScaling,
+)
 from specdec.quant.packed_matrix import to_float32
 from tests.tools import hf_folders
 from tests.tools.configs import replace_config
@@ -157,6 +165,34 @@ def qwen35_oracle(config: ModelConfig, tensors: dict[str, Any]) -> dict[str, Any
     return expected
 
 
+def mamba_oracle(config: ModelConfig, t: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return a Mamba-2 layer's tensors; the config is that of the layer."""
+    m = config.mixer
+    assert isinstance(m, Mamba2Config)
+    parts = np.split(t[prefix + "in_proj.weight"], [m.inner_dim, m.inner_dim + m.conv_dim])
+    tensors = dict(zip(("mamba_z", "mamba_xbc", "mamba_dt"), parts, strict=True)) | {"mamba_out": t[prefix + "out_proj.weight"]}
+    tensors |= {"conv_bias": t[prefix + "conv1d.bias"]} if m.conv_bias else {}
+    rate = np.empty(m.n_heads, np.float32)
+    fill_decay_rates(rate, to_float32(t[prefix + "A_log"]))
+    return tensors | {
+        "rate": rate, "dt": t[prefix + "dt_bias"], "skip": t[prefix + "D"],
+        "conv": to_float32(t[prefix + "conv1d.weight"][:, 0].T),
+        "mamba_norm": to_float32(t[prefix + "norm.weight"]).reshape(m.n_groups, -1),
+    }  # fmt: skip
+
+
+def granite_hybrid_oracle(config: ModelConfig, t: dict[str, Any]) -> dict[str, Any]:
+    """Return all tensors of a dense hybrid; those that only some layers have are named by layer."""
+    layers = [llama_oracle(config, t, i) for i in range(config.n_layers)]
+    for i in config.find_mixer_layers(Mamba2Config):
+        layers[i] |= mamba_oracle(config.layer_config(i), t, f"model.layers.{i}.mamba.")
+    common = [name for name in layers[0] if all(name in layer for layer in layers)]
+    expected = {f"{i}.{name}": layer[name] for i, layer in enumerate(layers) for name in layer if name not in common}
+    expected |= {name: np.stack([layer[name] for layer in layers]) for name in common}
+    whole = {"tok_emb": "model.embed_tokens.weight", "rms_final": "model.norm.weight", "wcls": "lm_head.weight"}
+    return expected | {name: t[full] for name, full in whole.items() if full in t}
+
+
 def split_by_heads(config: ModelConfig, t: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return a Qwen3-Next delta net's four projections, from the two fused ones grouped by key head."""
     d = next(layer.mixer for layer in config.layers if layer.mixer)
@@ -216,6 +252,8 @@ def oracle(name: str, config: ModelConfig) -> dict[str, Any]:
         return found | {key: to_float32(array) for key, array in found.items() if key.endswith(".conv")}
     if config.find_mixer_layers(DeltaNetConfig):
         return qwen35_oracle(config, tensors)
+    if config.find_mixer_layers(Mamba2Config):
+        return granite_hybrid_oracle(config, tensors)
     if config.experts:
         return mixture_oracle(config, tensors)
     if config.architecture == "gpt2":
@@ -257,6 +295,8 @@ def test_every_tensor_equals_the_stored_one_in_our_row_order(name: str) -> None:
         ("qwen35_odd", "1.conv"),
         ("qwen3_next_odd", "0.delta_qkv"),
         ("qwen3_next_odd", "3.delta_a"),
+        ("granite_h_odd", "0.mamba_xbc"),
+        ("granite_h_odd", "2.mamba_norm"),
         ("qwen2", "wk"),
         ("qwen2", "bq"),
         ("qwen3", "k_norm"),
@@ -360,6 +400,9 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {"delta": ((0, 1, 2), DeltaNetConfig(2, 4, 16, 16, tiled_heads=True))}),
     ("qwen3_next_odd", {"experts": ExpertsConfig(5, 3, 20, True, (0, 1, 2), shared_hidden_dim=9, shared_gate=True)}),
     ("qwen35", {"delta": ((0, 1, 2), DeltaNetConfig(2, 4, 8, 16, tiled_heads=True))}),
+    ("granite_h", {"residual_scale": 1.0}),
+    ("granite_h", {"norm_eps": 1e-1}),
+    ("granite_h", {"has_rope": True}),
 ]
 
 

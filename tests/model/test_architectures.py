@@ -12,6 +12,7 @@ from specdec.model.model import Model
 from specdec.model_config import (
     ExpertsConfig,
     Llama3RopeScaling,
+    Mamba2Config,
     ModelConfig,
     PerLayerInputsConfig,
     ShortConvConfig,
@@ -68,6 +69,10 @@ FAMILIES = {
     "lfm2, odd": make_config(
         40, 50, 3, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, qk_norm=True, conv=((1,), ShortConvConfig(4, True))
     ),
+    "mamba 2": make_config(64, 96, 3, 4, 2, 105, 400, mamba=((0, 2), Mamba2Config(8, 32, 2, 16))),
+    "mamba 2, odd": make_config(
+        40, 50, 4, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, mamba=((0, 1, 3), Mamba2Config(6, 35, 3, 7, 3, False))
+    ),
     "olmo2": make_config(40, 50, 2, 4, 2, 105, 400, False, norm_placement="behind", qk_norm="whole"),
     "all norms of the whole": make_config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norm_placement="around", qk_norm="whole",
     qkv_bias=True),
@@ -105,6 +110,7 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = get_architecture(config).shapes(config)
     tensors = {name: rng.standard_normal(shape).astype(np.float32) / 5 for name, shape in shapes.items()}
+    tensors |= {name: -np.abs(tensors[name]) for name in shapes if name.endswith("rate")}
     norms = [name for name in shapes if name.startswith(("rms", "ln")) or name.endswith("norm")]
     return tensors | {name: tensors[name] + 1 for name in norms if not name.endswith("bias")}
 
@@ -189,7 +195,9 @@ POISON = 7  # token with values that are not finite somewhere inside
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("name", ["everything", "gemma", "lfm2, odd", "gpt2, odd", "olmo2", "gpt-oss", "experts of sigmoids"])
+@pytest.mark.parametrize(
+    "name", ["everything", "gemma", "lfm2, odd", "mamba 2, odd", "gpt2, odd", "olmo2", "gpt-oss", "experts of sigmoids"]
+)
 def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
     """Put a NaN or an infinity in each tensor: every logit that is not finite in the oracle is not finite here."""
     config = FAMILIES[name]
@@ -207,7 +215,8 @@ def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2, odd", "qwen3, heads across strips", "llama with biases", "gemma", "lfm2, odd", "olmo2", "gpt-oss"]
+    "name",
+    ["gpt2, odd", "qwen3, heads across strips", "llama with biases", "gemma", "lfm2, odd", "mamba 2, odd", "olmo2", "gpt-oss"],
 )
 def test_non_finite_token_does_not_affect_later_sequences(name: str) -> None:
     config = FAMILIES[name]

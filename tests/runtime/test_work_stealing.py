@@ -109,7 +109,19 @@ def test_chunks_are_stolen_within_a_numa_node_first() -> None:
     assert victims.tolist() == [1, 2, 3, 0, NOT_FOUND]
 
 
-NAMES = ["llama", "gpt2", "gemma3", "qwen35", "lfm2", "qwen3_moe", "qwen35_moe", "granitemoe_shared", "gpt_oss", "lfm2_moe"]
+NAMES = [
+    "llama",
+    "gpt2",
+    "gemma3",
+    "qwen35",
+    "lfm2",
+    "qwen3_moe",
+    "qwen35_moe",
+    "granitemoe_shared",
+    "gpt_oss",
+    "lfm2_moe",
+    "granite_h",
+]
 
 
 def split_phases(cache: KVCache, work: int = MAX_WORK) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from specdec.model_config import AttentionConfig, DeltaNetConfig, LayerConfig, ModelConfig, RopeConfig, ShortConvConfig
+from specdec.model_config import AttentionConfig, LayerConfig, MixerConfig, ModelConfig, RopeConfig
 
 RECORD_FIELD_NAMES = {  # flat names that differ from the dataclass's field
     "rope_theta": "theta", "rope_dim": "dim", "rope_scaling": "scaling", "rope_divisors": "freq_factors",
@@ -34,7 +34,7 @@ def keep_overrides(own: AttentionConfig, before: AttentionConfig, changes: Mappi
 
 def replace_config(config: ModelConfig, **changes: Any) -> ModelConfig:
     """Return a copy with changes; layers: for each a `LayerConfig` or a dictionary of its overrides."""
-    mixers = {name: changes.pop(name) for name in ("conv", "delta") if name in changes}
+    mixers = {name: changes.pop(name) for name in ("conv", "delta", "mamba") if name in changes}
     own, before = {name: value for name, value in changes.items() if name in CONFIG_FIELDS}, config.attention
     new = {name: changes[name] for name in {*changes} - CONFIG_FIELDS}
     whole = replace_attention(own.pop("attention", before), new)
@@ -63,6 +63,6 @@ def make_config(*sizes: Any, **changes: Any) -> ModelConfig:
     return replace_config(ModelConfig(**sized), **changes)
 
 
-def make_mixer_layers(n_layers: int, layers: Collection[int], mixer: ShortConvConfig | DeltaNetConfig) -> tuple[LayerConfig, ...]:
+def make_mixer_layers(n_layers: int, layers: Collection[int], mixer: MixerConfig) -> tuple[LayerConfig, ...]:
     """Return `ModelConfig.layers` where the given layers have this mixer."""
     return tuple(LayerConfig(mixer=mixer if i in layers else None) for i in range(n_layers))

@@ -16,6 +16,7 @@ from specdec.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
     Llama3RopeScaling,
+    Mamba2Config,
     PerLayerInputsConfig,
     ShortConvConfig,
     YarnRopeScaling,
@@ -326,6 +327,14 @@ CONFIGS |= {
         36, 44, 2, 3, 1, 68, 128, False, norm_eps=1e-6, rope_theta=1e3, head_dim=8, qk_norm=True, experts=ExpertsConfig(6, 3, 20),
     ),
     "smolvlm": make_config(36, 42, 2, 3, 1, 75, 128, False, norm_eps=1e-6, rope_theta=100),
+    "granite_h": make_config(
+        32, 20, 4, 4, 2, 70, 128, True, norm_eps=1e-6, **GRANITE, **NO_ROPE,
+        experts=ExpertsConfig(5, 2, 20, shared_hidden_dim=24), mamba=((0, 1, 3), Mamba2Config(4, 16, 1, 16)),
+    ),
+    "granite_h_odd": make_config(
+        36, 41, 3, 3, 1, 65, 128, False, norm_eps=1e-6, attention_scale=1.0,
+        mamba=((0, 2), Mamba2Config(8, 9, 2, 7, 3, False)),
+    ),
 }  # fmt: skip
 
 

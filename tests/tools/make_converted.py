@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONVERTED = (
-    "gemma2", "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "gpt_oss", "gpt_oss_mxfp4", "granitemoe",
-    "granitemoe_shared", "lfm2_moe", "olmo2", "olmo3", "olmoe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl",
+    "gemma2", "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "gpt_oss", "gpt_oss_mxfp4", "granite_h",
+    "granitemoe", "granitemoe_shared", "lfm2_moe", "olmo2", "olmo3", "olmoe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl",
     "qwen3_vl_moe", "seed_oss", "smolvlm", "heads/assistants/plain",
 )  # fmt: skip
 SIZES = {
@@ -52,6 +53,13 @@ def make_granite4_folder(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(values))
 
 
+def use_published_layer_types(path: Path, values: dict[str, Any]) -> None:
+    """Write Granite's types of layers to its config as published models name them, which the converter expects."""
+    if values["model_type"] == "granitemoehybrid":
+        names = {"full_attention": "attention", "linear_attention": "mamba"}
+        path.write_text(json.dumps(values | {"layer_types": [names[each] for each in values["layer_types"]]}))
+
+
 def convert(source: Path, target: Path, llama_cpp: Path) -> None:
     """Convert a folder, with its tokenizer if it has one."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
@@ -68,6 +76,7 @@ def convert(source: Path, target: Path, llama_cpp: Path) -> None:
         tokens = {
             f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])
         }  # the converter counts Gemma's tokens
+        use_published_layer_types(source / "config.json", values)
         (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
     sys.argv = ["convert", str(source), "--outfile", str(target)]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")

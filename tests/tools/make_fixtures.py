@@ -152,6 +152,14 @@ def make_delta_net(layers, key_heads, value_heads, key_dim, value_dim, **others)
     }  # fmt: skip
 
 
+def make_mamba(layers, n_heads, n_groups, d_state, **others):
+    """Return settings of a hybrid with Mamba-2 layers; in `layers`, m is one and a is a layer with attention."""
+    return {
+        "layer_types": ["full_attention" if layer == "a" else "linear_attention" for layer in layers],
+        "mamba_n_heads": n_heads, "mamba_n_groups": n_groups, "mamba_d_state": d_state, **others,
+    }  # fmt: skip
+
+
 def make_partial_rope(theta, share, **others):
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
 
@@ -223,6 +231,24 @@ MODELS = {
             )
         ),
         torch.bfloat16,
+        {},
+    ),
+    "granite_h": (
+        GraniteMoeHybridConfig(
+            **make_sizes(70, 32, 20, 4, 4, 2, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=24),
+            **make_mamba("mmam", 4, 1, 16),
+            **GRANITE,
+            tie_word_embeddings=True,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "granite_h_odd": (
+        GraniteMoeHybridConfig(
+            **make_sizes(65, 36, 40, 3, 3, 1, num_local_experts=0, shared_intermediate_size=41, position_embedding_type="rope"),
+            **make_mamba("mam", 8, 2, 7, mamba_d_conv=3, mamba_conv_bias=False),
+        ),
+        torch.float32,
         {},
     ),
     "smollm3": (SmolLM3Config(**make_sizes(72, 24, 40, 5, 3, 1, pad_token_id=0)), torch.bfloat16, {}),
@@ -753,7 +779,10 @@ def make(name, folder):
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     for seed in range(100):
         shutil.rmtree(folder, ignore_errors=True)
-        model, has_mtp = random_model(config, dtype, seed), "linear_attention" in layer_types and not name.endswith("_odd")
+        model, has_mtp = (
+            random_model(config, dtype, seed),
+            "linear_attention" in layer_types and name.startswith("qwen3") and not name.endswith("_odd"),
+        )
         save(model, folder, **others)
         if has_mtp:
             add_mtp(folder, model, dtype, seed)

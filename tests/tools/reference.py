@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.model_config import ModelConfig, ShortConvConfig, YarnRopeScaling
+from specdec.model_config import Mamba2Config, ModelConfig, ShortConvConfig, YarnRopeScaling
 from specdec.runtime.simd import Float32
 from tests.tools.configs import replace_config
 
@@ -173,6 +173,8 @@ def forward(
         own = config.layer_config(i)
         if isinstance(own.mixer, ShortConvConfig):
             return short_conv(x, t, i, own.mixer)
+        if isinstance(own.mixer, Mamba2Config):
+            return mamba2(x, t, i, own.mixer, eps)
         seen = (window or own.attention.window) if own.attention.window == config.attention.window else own.attention.window
         sinks = t["sinks"][i] if config.attention.sinks else None
         if own.attention.kv_layer is None:
@@ -289,6 +291,28 @@ def short_conv(x, t, i, conv):
             if (source := pos - (conv.kernel_size - 1) + j) >= 0:
                 out[pos] += t["conv"][i][j] * (b * x)[source]
     return project(c * out, "conv_out")
+
+
+def mamba2(x, t, i, m, eps):
+    """Return a Mamba-2 layer's output, token by token, with one head's state (P, N) after the other."""
+    xbc, z, dt = (matmul(x, t[f"mamba_{name}"][i]) for name in ("xbc", "z", "dt"))
+    conv = np.zeros(xbc.shape) + (t["conv_bias"][i] if m.conv_bias else 0)
+    for pos in range(len(x)):
+        for j in range(m.kernel_size):
+            if (source := pos - (m.kernel_size - 1) + j) >= 0:
+                conv[pos] += t["conv"][i][j] * xbc[source]
+    values, b, c = np.split(silu(conv), [m.inner_dim, m.inner_dim + m.n_groups * m.state_dim], axis=1)
+    dt = np.log1p(np.exp(dt + t["dt"][i]))
+    y = np.zeros((len(x), m.inner_dim))
+    for head in range(m.n_heads):
+        group, rows = head // (m.n_heads // m.n_groups), slice(head * m.head_dim, (head + 1) * m.head_dim)
+        state, columns = np.zeros((m.head_dim, m.state_dim)), slice(group * m.state_dim, (group + 1) * m.state_dim)
+        for pos in range(len(x)):
+            decay = np.exp(t["rate"][i][head] * dt[pos, head])
+            state = decay * state + np.outer(dt[pos, head] * values[pos, rows], b[pos, columns])
+            y[pos, rows] = state @ c[pos, columns] + t["skip"][i][head] * values[pos, rows]
+    y = (y * silu(z)).reshape(len(x), m.n_groups, -1)
+    return matmul(rms_norm(y, t["mamba_norm"][i], eps).reshape(len(x), -1), t["mamba_out"][i])
 
 
 def gpt2_forward(config: ModelConfig, t: dict, tokens: list[int], round_kv: Callable) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Qwen3.5's delta net: the same bits for any batch, truncation, interruption and draft."""
+"""Gated delta nets and Mamba-2: the same bits for any batch, truncation, interruption and draft."""
 
 import functools
 
@@ -20,7 +20,8 @@ from tests.tools.decode import decode, generate_tokens, get_tokens
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
-NAMES = ("qwen35", "qwen35_odd", "qwen35_images")
+NAMES = ("qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd")
+ONE_OF_EACH = ("qwen35", "granite_h_odd")
 N_POSITIONS = 700
 PROMPT = [1, 7, 9]
 
@@ -69,12 +70,13 @@ def test_rewind_within_a_pass_is_free_and_beyond_reruns(name):
     assert [n > 0 for n in n_run] == [back > 64 for back in (0, 1, 5, 64, 3, 65, 1, 63, 110, 2, 64, 30, 1)]
 
 
-def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch):
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch, name):
     """Some layers have advanced their state, others have not."""
-    tokens, cache = random_tokens(load_weights("qwen35")[0], 300), make_cache()
+    tokens, cache = random_tokens(load_weights(name)[0], 300), make_cache(name)
     cache.forward(tokens)  # and the buffers are large enough
     tokens = tokens[:231]
-    expected = make_cache().forward(tokens, 60).copy()
+    expected = make_cache(name).forward(tokens, 60).copy()
     run = op_program.run_on_threads
     cache.forward(tokens[:70])
     n_rows = cache._executor._ops[:, op_program.N_OPS_WORD]
@@ -94,9 +96,10 @@ def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch):
     np.testing.assert_array_equal(cache.forward(tokens, 60), expected)
 
 
-def test_state_survives_buffer_growth():
-    tokens = random_tokens(load_weights("qwen35")[0], INITIAL_CAPACITY + 40)
-    grown, at_once = make_cache(), make_cache()
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_state_survives_buffer_growth(name):
+    tokens = random_tokens(load_weights(name)[0], INITIAL_CAPACITY + 40)
+    grown, at_once = make_cache(name), make_cache(name)
     for end in (INITIAL_CAPACITY - 1, INITIAL_CAPACITY + 1, len(tokens)):
         logits = grown.forward(tokens[:end])
     np.testing.assert_array_equal(at_once.forward(tokens), logits)
@@ -116,9 +119,10 @@ def test_drafts_change_no_token_and_trees_are_rejected(name):
         target.new_cache().forward_tree([1, 2], [3], [-1])
 
 
-def test_batched_sequences_have_own_states_and_rewind_limits():
-    config = load_weights("qwen35")[0]
-    model, alone = make_model(n_threads=THREAD_COUNTS[-1]), [make_cache(), make_cache()]
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_batched_sequences_have_own_states_and_rewind_limits(name):
+    config = load_weights(name)[0]
+    model, alone = make_model(name, n_threads=THREAD_COUNTS[-1]), [make_cache(name), make_cache(name)]
     caches, sequences = [model.new_cache(), model.new_cache()], [random_tokens(config, 160, seed) for seed in (1, 2)]
     for ends, n_logits in (((20, 30), (1, 1)), ((24, 34), (4, 3)), ((22, 38), (1, 5)), ((60, 42), (30, 1)), ((57, 70), (9, 20))):
         jobs = [(sequence[:end], n) for sequence, end, n in zip(sequences, ends, n_logits, strict=True)]

@@ -1,0 +1,94 @@
+"""Parse what families with recurrent layers have in common, and name the tensors of Mamba-2 layers in their files.
+
+The keys in GGUF files, names and shapes are llama.cpp's (`llm_build_mamba_base::build_mamba2_layer`, conversion/mamba.py).
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.families import gguf_common as gguf
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import (
+    CONV_TAPS,
+    TRANSPOSED_CONV_TAPS,
+    GGUFMetadata,
+    TensorSpec,
+    TensorTransform,
+    make_fused_specs,
+    make_tensor_specs,
+)
+from specdec.layers.recurrent_ops import fill_decay_rates
+from specdec.model_config import Mamba2Config
+
+MAMBA_IN = ("mamba_z", "mamba_xbc", "mamba_dt")  # stored in one tensor
+TIME_STEP_LIMIT = "time_step_limit"
+INFINITIES = (math.inf, {"__float__": "Infinity"})  # in JSON, and as transformers 5 writes it
+
+
+def compute_decay_rates(logarithms: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the decay rates of recurrent layers, which folders store as logarithms."""
+    rates = np.empty(logarithms.shape, logarithms.dtype)
+    fill_decay_rates(rates, logarithms)
+    return rates
+
+
+def keep(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a stored tensor unchanged, for transforms that change only its shape."""
+    return stored
+
+
+DECAY_RATES = TensorTransform(compute_decay_rates)
+COLUMN = TensorTransform(keep, lambda shape: (*shape, 1))  # stored as a matrix with one column
+FLAT = TensorTransform(keep, lambda shape: (math.prod(shape),))  # groups stored as one vector
+
+
+def make_mamba_specs(template: str) -> dict[str, TensorSpec]:
+    """Return the specs of a Mamba-2 layer's tensors in a folder, with names such as `layers.{}.mamba.%s`."""
+    return {
+        **make_fused_specs(MAMBA_IN, template % "in_proj.weight"),
+        **make_tensor_specs(template, mamba_out="out_proj.weight", conv_bias="conv1d.bias", dt="dt_bias", skip="D"),
+        "conv": TensorSpec(template % "conv1d.weight", transform=CONV_TAPS),
+        "rate": TensorSpec(template % "A_log", transform=DECAY_RATES),
+        "mamba_norm": TensorSpec(template % "norm.weight", transform=FLAT),
+    }
+
+
+GGUF_MAMBA_TENSORS = {
+    **make_fused_specs(MAMBA_IN, gguf.LAYER_WEIGHT % "ssm_in"),
+    **make_tensor_specs("blk.{}.%s", mamba_out="ssm_out.weight", conv_bias="ssm_conv1d.bias", dt="ssm_dt.bias"),
+    "conv": TensorSpec("blk.{}.ssm_conv1d.weight", transform=TRANSPOSED_CONV_TAPS),
+    "rate": TensorSpec("blk.{}.ssm_a", transform=COLUMN),
+    "skip": TensorSpec("blk.{}.ssm_d", transform=COLUMN),
+    "mamba_norm": TensorSpec("blk.{}.ssm_norm.weight"),
+}
+
+
+def require_no_time_step_limit(values: ConfigValues) -> None:
+    """Raise CheckpointError if a config.json limits the time steps of Mamba-2 layers to other numbers than 0 to infinity."""
+    values.require(TIME_STEP_LIMIT, *([0, infinity] for infinity in INFINITIES), None)
+
+
+def parse_gguf_mamba(metadata: GGUFMetadata, layer: int) -> Mamba2Config:
+    """Return the `Mamba2Config` of a GGUF file.
+
+    Args:
+        metadata: The file's metadata.
+        layer: Index of one of the Mamba-2 layers.
+
+    Raises:
+        CheckpointError: A value is not valid.
+    """
+    inner_dim, n_heads = metadata.get_int("ssm.inner_size"), metadata.get_int("ssm.time_step_rank")
+    if inner_dim % n_heads:
+        raise metadata.make_error("ssm.inner_size", f"a multiple of {n_heads}, the heads")
+    return Mamba2Config(
+        n_heads=n_heads,
+        head_dim=inner_dim // n_heads,
+        n_groups=metadata.get_int("ssm.group_count"),
+        state_dim=metadata.get_int("ssm.state_size"),
+        kernel_size=metadata.get_int("ssm.conv_kernel"),
+        conv_bias=GGUF_MAMBA_TENSORS["conv_bias"].name.format(layer) in metadata.tensors,
+    )
