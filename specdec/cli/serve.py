@@ -161,7 +161,7 @@ class ServeRequest(Request):
 
 
 def run(request: ServeRequest) -> None:
-    """Serve the OpenAI and Anthropic APIs over HTTP, with a chat page.
+    """Serve the APIs of OpenAI, Anthropic and ollama over HTTP, with a chat page.
 
     specdec serve -m HuggingFaceTB/SmolLM2-135M-Instruct
 

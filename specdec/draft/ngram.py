@@ -38,8 +38,8 @@ class SuffixAutomaton:
         """Find the longest suffix of the sequence that occurs earlier too; return its length, and the position after the match.
 
         Both are 0 if there is no such suffix. With a tail, the suffix is one of the sequence and the tail, and may also occur at
-        the end of the sequence. Of several positions, the result is the last one at which no longer match was known: it predicts
-        the columns of a list better than the very last one, and costs nothing to keep.
+        the end of the sequence. If the suffix occurs several times, the result is the last occurrence at which it was the longest
+        match. It predicts the columns of a list better than the very last occurrence, and costs nothing to keep.
         """
         transitions, link = self._transitions, self._link
         state = max(link[self._last], 0)

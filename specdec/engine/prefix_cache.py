@@ -112,7 +112,7 @@ class PrefixCache:
             return self._acquire(prompt, n_tokens, cache_salt)
 
     def _acquire(self, prompt: list[int], n_tokens: int, cache_salt: str) -> KVSlot:
-        """Return a slot as `acquire` does, which has checked that it fits into memory."""
+        """Return a slot as `acquire` does; `acquire` has checked that the slot fits into memory."""
         n_held_by_slot = {
             slot: slot.count_cached_tokens(prompt) for slot in (*self._in_use, *self._idle) if slot.cache_salt == cache_salt
         }

@@ -60,7 +60,7 @@ def shapes(config: ModelConfig) -> Shapes:
 
 
 def packed_tensors(config: ModelConfig) -> PackedTensors:
-    """Return the assistant's packed tensors by name, without the embedding unless it counts as its own on a target."""
+    """Return the assistant's packed tensors by name, with the embedding only if the assistant is loaded for a target."""
     stored, packed = shapes(config), llama.packed_tensors(config)
     del packed["embedding"]
     packed |= fuse_tensors(

@@ -165,7 +165,7 @@ class Model:
         return self.new_cache()
 
     def can_draft_for(self, target: "Model") -> bool:
-        """Return whether the model can draft for a target with the same vocabulary: a head can only for its own."""
+        """Return whether the model can draft for any target with its vocabulary; a head can draft only for its own target."""
         return True
 
     @property

@@ -67,9 +67,9 @@ class JsonCallParser(JsonScanner):
             self._name, self.is_text = string, string not in self._tools
 
     def _parse_complete(self) -> list[Delta]:
-        """Return the call of an object that has ended, in a list, which is empty if the object is not a call.
+        """Parse a finished object, and return a list with the call that it is; empty if it is not a call.
 
-        Needed where the name came last, or without arguments.
+        This is needed if the name came last, or if there were no arguments.
         """
         try:
             value: Any = parse_json(self.pending)
