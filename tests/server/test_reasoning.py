@@ -226,7 +226,8 @@ def make_requests(name, tokenizer):
         for fields in (
             {"thinking_budget_tokens": 5, "response_format": RESPONSE_FORMAT}, {"thinking_budget_tokens": 9, "stop": ["a"]},
             {"thinking_budget_tokens": 0, "tools": [TOOL]},
-            {"thinking_budget_tokens": 6, "tools": [TOOL], "tool_choice": "required"}, {}, {"response_format": RESPONSE_FORMAT, "tools": [TOOL], "temperature": 0},
+            {"thinking_budget_tokens": 6, "tools": [TOOL], "tool_choice": "required"}, {},
+            {"response_format": RESPONSE_FORMAT, "tools": [TOOL], "temperature": 0},
         )
     ]  # fmt: skip
 
