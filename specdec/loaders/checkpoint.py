@@ -37,6 +37,7 @@ class Checkpoint:
         bos_token_id: Id of the BOS token, where the files give it.
         vocabulary: Keys of the tokenizer that lies in the same file; empty if none does.
         chat_template: Chat template of the same file, if it has one.
+        tool_template: Chat template for conversations with tools of the same file, if it has one.
         target_ids: Target token id of each row of a draft head's vocabulary, (V,), each id once; None: row i is id i.
             A head has no tokenizer of its own.
         family: Name of the model's family in the file, where it gives one.
@@ -52,6 +53,7 @@ class Checkpoint:
     bos_token_id: int | None = None
     vocabulary: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    tool_template: str | None = None
     target_ids: Int64 | None = None
     family: str = ""
     default_sampling: Mapping[str, float] = field(default_factory=dict)

@@ -37,6 +37,7 @@ NON_MODEL_TYPES = {  # files that do not hold a language model
     "imatrix": "an importance matrix, which is for quantizing; name the GGUF file of a model",
 }
 TOKENIZER_PREFIX, TOKENS_KEY, CHAT_TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
+TOOL_TEMPLATE_KEY = f"{CHAT_TEMPLATE_KEY}.tool_use"
 SPLIT_NUMBER_KEY, SPLIT_COUNT_KEY, SPLIT_TENSORS_KEY = "split.no", "split.count", "split.tensors.count"
 MAX_SHARDS = 99999
 POOLING_TYPES = {"1": "mean", "2": "cls", "3": "last"}
@@ -81,11 +82,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
     model.check_all_used()
     if config.head:  # it uses the target's tokenizer, even if the file has one
         return Checkpoint(path, config, tensors, target_ids=ids)
-    template = model.metadata.get(CHAT_TEMPLATE_KEY)
+    template, tool_template = (model.metadata.get(key) for key in (CHAT_TEMPLATE_KEY, TOOL_TEMPLATE_KEY))
     return Checkpoint(
         path, config, tensors, vocabulary=_get_vocabulary(model.first_file), family=model.family.name,
         mtp_specs=model.family.mtp_specs,
         chat_template=template if isinstance(template, str) else None,
+        tool_template=tool_template if isinstance(tool_template, str) else None,
         default_sampling=parse_default_sampling(model.metadata, SAMPLING_KEYS),
         pooling=POOLING_TYPES.get(str(model.metadata.get(f"{model.family.name}.pooling_type")), ""),
     )  # fmt: skip

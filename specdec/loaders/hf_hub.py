@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 GGUF_SUFFIX, CONFIG = ".gguf", "config.json"
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0", "")  # preferred GGUF files if no quant is given, like llama.cpp's -hf; "": any
 AUXILIARY_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "1_Pooling/config.json",
-    ADAPTER_CONFIG,
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", ADAPTER_CONFIG,
 )  # fmt: skip
 TINYLLAMAS = "karpathy/tinyllamas"
 LLAMA2C_TOKENIZER = "https://raw.githubusercontent.com/karpathy/llama2.c/master/tokenizer.bin"

@@ -32,7 +32,7 @@ from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFor
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
-from specdec.text.chat_template import Options, PromptTooLongError, TemplateError
+from specdec.text.chat_template import ChatTemplate, Options, PromptTooLongError, TemplateError
 from specdec.text.reasoning import make_thinking_options
 from specdec.text.structured_output import ANY_OBJECT_SCHEMA, Grammar, is_installed, make_schema_grammar, serialize_schema
 
@@ -64,8 +64,9 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     strict_names = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
     is_single_call = not fields.take_bool("parallel_tool_calls", True)
-    is_generic = bool(tools) and not model.template.supports_tools
-    tool_parser = GenericParser if is_generic else find_tool_parser(model.template.source)
+    template = model.template.for_tools if tools and choice != "none" else model.template
+    is_generic = bool(tools) and not template.supports_tools
+    tool_parser = GenericParser if is_generic else find_tool_parser(template.source)
     if body.get("messages") is None:
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
@@ -83,10 +84,10 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
             grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
     max_completion_tokens = fields.take_limit("max_completion_tokens")
     max_tokens = fields.take_limit("max_tokens")
-    template_options, reasoning = _parse_template_options(fields, model), ReasoningFields(fields, model)
+    template_options, reasoning = _parse_template_options(fields, model, template), ReasoningFields(fields, model, template)
     shared = GenerationFields(fields, model)
     with wrap_encoding_errors(model, "messages"):
-        prompt = _encode_messages(model, messages, offered_tools, template_options)
+        prompt = _encode_messages(model, template, messages, offered_tools, template_options)
     if tool_parser and not (offered_tools or tool_parser.is_always_parsed):
         tool_parser = None
     visible_tokens = tool_parser.get_visible_tokens(getattr(model.decoder.tokenizer, "specials", {})) if tool_parser else {}
@@ -121,7 +122,11 @@ def _make_tool_grammar(
 
 
 def _encode_messages(
-    model: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: Options
+    model: ServedModel,
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    options: Options,
 ) -> list[int]:
     """Return the token ids of a chat; if the template raises, change what many templates reject, and try again.
 
@@ -129,7 +134,7 @@ def _encode_messages(
         TemplateError: The template rejects the messages.
     """
     messages = _join_system_messages(messages)
-    if model.template and not model.template.supports_tools:
+    if not template.supports_tools:
         if tools:
             log_once(f"the chat template of {model.name} takes no tools; the system message describes them")
         messages, tools = describe_tools(messages, tools), []
@@ -214,7 +219,7 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> 
     return model.decoder.encode(prompt)
 
 
-def _parse_template_options(fields: Fields, model: ServedModel) -> Options:
+def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTemplate) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
     A reasoning effort switches thinking on or off, and is also an option of some templates.
@@ -222,8 +227,6 @@ def _parse_template_options(fields: Fields, model: ServedModel) -> Options:
     specials = getattr(model.decoder.tokenizer, "specials", {})
     options = fields.take("chat_template_kwargs", partial(_check_template_options, specials=specials), dict[str, Any]())
     effort = fields.take("reasoning_effort", _check_word, "")
-    if not (template := model.template):
-        return options
     takes_effort = template.takes_variable("reasoning_effort")
     if effort and (not takes_effort or template.takes_variable(THINKING_OPTION)):
         options = {THINKING_OPTION: effort != "none", **options}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from specdec.engine.request import GenerationRequest
 from specdec.server.field_validation import Fields
 from specdec.server.generation_fields import ResponseOptions, ServedModel
+from specdec.text.chat_template import ChatTemplate
 from specdec.text.reasoning import find_reasoning_marks
 from specdec.text.reasoning_constraint import ReasoningConstraint
 
@@ -19,14 +20,15 @@ class ReasoningFields:
     Args:
         fields: The remaining fields of the body.
         model: The served model.
+        template: The chat template of the conversation.
 
     Raises:
         APIError: A field is invalid.
     """
 
-    def __init__(self, fields: Fields, model: ServedModel) -> None:
+    def __init__(self, fields: Fields, model: ServedModel, template: ChatTemplate) -> None:
         """Take the two fields out of `fields` and check them."""
-        self._model = model
+        self._template, self._tokenizer = template, model.decoder.tokenizer
         self._is_raw = fields.take_choice("reasoning_format", REASONING_FORMATS, "auto") == "none"
         budget = fields.take_int("thinking_budget_tokens", model.reasoning_budget, NO_BUDGET)
         self._budget = None if budget == NO_BUDGET else budget
@@ -41,9 +43,8 @@ class ReasoningFields:
             options: What the response contains.
             is_required: Whether the outputs must match the grammar, so that they cannot end in a thought.
         """
-        template, tokenizer = self._model.template, self._model.decoder.tokenizer
-        marks = find_reasoning_marks(template, tokenizer, requests[0].prompt) if template else None
-        if not marks:
+        tokenizer = self._tokenizer
+        if not (marks := find_reasoning_marks(self._template, tokenizer, requests[0].prompt)):
             return [*requests], options
         parser, grammar, constraint = options.tool_parser, options.grammar, None
         if (grammar or self._budget is not None) and not marks.closes_in_prompt:

@@ -32,6 +32,9 @@ TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
+# the names are those of transformers; a model may have several templates
+TOOL_TEMPLATE_NAME = "tool_use"
+TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE_NAME}.jinja"
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_TOKEN_ID_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 MAX_CHARACTERS = 32 << 20  # of messages and tools, and of the rendered text
@@ -68,11 +71,20 @@ class ChatTemplate:
         source: The Jinja source.
         location: The file or name, for errors.
         variables: bos_token and so on.
+        for_tools: The template of conversations with tools; the template itself if the model has only one.
     """
 
-    def __init__(self, source: str, location: str, variables: Mapping[str, str]) -> None:
-        """Store the source and the variables; nothing is rendered yet."""
+    def __init__(self, source: str, location: str, variables: Mapping[str, str], tool_source: str = "") -> None:
+        """Store the sources and the variables; nothing is rendered yet.
+
+        Args:
+            source: The Jinja source.
+            location: The file or name, for errors.
+            variables: bos_token and so on.
+            tool_source: The Jinja source for conversations with tools; "" for the same one.
+        """
         self.source, self.location, self.variables = source, location, dict(variables)
+        self.for_tools = ChatTemplate(tool_source, location, variables) if tool_source else self
         self._rendered_prefixes = dict[int, tuple[int, int]]()  # see `Rendering.find_prefix_ends`
 
     @property
@@ -92,7 +104,7 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs to rebuild the template from its source."""
-        return ChatTemplate, (self.source, self.location, self.variables)
+        return ChatTemplate, (self.source, self.location, self.variables, "" if self.for_tools is self else self.for_tools.source)
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation in the template's format, up to the point where the model's answer starts.
@@ -169,6 +181,8 @@ class ChatTemplate:
             TypeError: The messages have a wrong type.
             ValueError: The messages are not valid.
         """
+        if tools and self.for_tools is not self:
+            return self.for_tools.encode(tokenizer, messages, n_positions, tools, options)
         if not isinstance(tokenizer, ChatTokenizer):
             raise TemplateError(f"{self.location}: the tokenizer {tokenizer.path} does not support chat templates")
         messages = validate_messages(messages)
@@ -233,34 +247,39 @@ def load_chat_template(
     if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
         raise TemplateError(missing)
     folder = checkpoint.path if checkpoint else tokenizer.parent
-    source, location, variables = None, folder, dict[str, str]()
+    source, tool_source, location, variables = None, None, folder, dict[str, str]()
     if checkpoint and checkpoint.vocabulary:
-        source, variables = checkpoint.chat_template, _parse_gguf_special_tokens(checkpoint.vocabulary)
+        source, tool_source = checkpoint.chat_template, checkpoint.tool_template
+        variables = _parse_gguf_special_tokens(checkpoint.vocabulary)
     elif folder.is_dir():
         config = read_optional_json_object(folder / TOKENIZER_CONFIG_FILE)
         variables = _parse_special_tokens(read_optional_json_object(folder / SPECIAL_TOKENS_MAP_FILE))
         variables |= _parse_special_tokens(config)
         source, location = config.get("chat_template"), folder / TOKENIZER_CONFIG_FILE
         if isinstance(source, list):  # several named templates
-            source = next((one.get("template") for one in source if isinstance(one, dict) and one.get("name") == "default"), None)
+            named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
+            source, tool_source = named.get("default"), named.get(TOOL_TEMPLATE_NAME)
         if (folder / TEMPLATE_FILE).exists():
             source, location = _read_template(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
+        if (folder / TOOL_TEMPLATE_FILE).exists():
+            tool_source = _read_template(folder / TOOL_TEMPLATE_FILE)
     elif checkpoint:  # a llama2.c file
         variables = {**CHAT_TEMPLATES[LLAMA2C_TEMPLATE].variables}
     if isinstance(given, str) and given in CHAT_TEMPLATES:
-        source, location, variables = CHAT_TEMPLATES[given].source, Path(given), {**CHAT_TEMPLATES[given].variables} | variables
+        source, tool_source, location = CHAT_TEMPLATES[given].source, None, Path(given)
+        variables = {**CHAT_TEMPLATES[given].variables} | variables
     elif given is not None:
         location = Path(check_path("template", given))
         if not os.path.exists(location):
             raise TemplateError(f"chat template {location} not found; expected a file, or {' or '.join(CHAT_TEMPLATES)}")
-        source = _read_template(location)
+        source, tool_source = _read_template(location), None
     if not isinstance(source, str):
         others = " or ".join(f"{name} for {one.description}" for name, one in CHAT_TEMPLATES.items())
         raise TemplateError(
             f"{folder} has no chat template; name one with template=... (a file, or {others}), or use a model that is trained "
             "for chat"
         )
-    return ChatTemplate(source, str(location), variables)
+    return ChatTemplate(source, str(location), variables, tool_source if isinstance(tool_source, str) else "")
 
 
 def _read_template(path: Path) -> str:

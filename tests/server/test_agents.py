@@ -12,8 +12,10 @@ from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_ext
 from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import INFILL_MARKS
 from specdec.server.ollama import parse_ollama_generate
-from specdec.server.openai_chat import parse_completion_request
+from specdec.server.openai_chat import parse_chat_request, parse_completion_request
 from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
+from specdec.server.tool_parsers import HermesParser
+from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, step
 from tests.test_end_to_end import make_folder
@@ -245,6 +247,19 @@ def test_a_pattern_that_cannot_be_enforced_is_not_where_the_tool_is_not_strict(a
     for is_strict, status in ((False, 200), (True, 400)):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": is_strict}}
         assert send_request(app, CHAT, {"messages": CONVERSATION, "tools": [tool], "max_tokens": 1}).status == status
+
+
+def test_a_template_for_tools_is_used_if_tools_are_offered(app: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("no tools", "here", {}, "{# <tool_call> #}tools: {{ tools[0].function.name }}")
+    monkeypatch.setattr(decoder, "chat_template", template)
+    model = ServedModel("talker", decoder, template)
+    for body, prompt, is_parsed in (
+        ({"tools": [TOOL]}, "tools: weather", True), ({}, "no tools", False),
+        ({"tools": [TOOL], "tool_choice": "none"}, "no tools", False),
+    ):  # fmt: skip
+        (request,), options = parse_chat_request({"messages": CONVERSATION, **body}, model)
+        assert decoder.tokenizer.decode(request.prompt) == prompt
+        assert (options.tool_parser is HermesParser) == is_parsed
 
 
 def test_a_response_continues_the_events_that_were_sent_while_its_model_was_loaded(decoder: Any) -> None:

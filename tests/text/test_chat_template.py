@@ -2,10 +2,12 @@
 
 import functools
 import json
+import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +18,7 @@ pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 import jinja2.runtime
 
+from specdec.loaders import Checkpoint
 from specdec.loaders.llama2c import CHAT_TEMPLATES
 from specdec.text import jinja_renderer
 from specdec.text.chat_template import ChatTemplate, PromptTooLongError, TemplateError, load_chat_template
@@ -218,6 +221,27 @@ def test_a_template_is_found_in_each_location(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(TemplateError, match=r"template=\.\.\."):
         load_chat_template(None, tmp_path / "tokenizer.json")
+
+
+def test_a_template_for_tools_is_found_in_each_location(tmp_path: Path) -> None:
+    def render(template: ChatTemplate) -> list[str]:
+        tokenizer = load_tokenizer("smollm2")
+        return [tokenizer.decode(template.encode(tokenizer, USER, tools=tools)) for tools in (None, [{"name": "f"}])]
+
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}, 5, {"name": "rag"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = load_chat_template(None, tmp_path / "tokenizer.json")
+    assert render(found) == render(pickle.loads(pickle.dumps(found))) == ["A", "f"]
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("T{{ tools[0].name }}")
+    (tmp_path / "chat_template.jinja").write_text("B")
+    assert render(load_chat_template(None, tmp_path / "tokenizer.json")) == ["B", "Tf"]
+    mine = tmp_path / "mine"
+    mine.write_text("C")
+    assert render(load_chat_template(None, tmp_path / "tokenizer.json", mine)) == ["C", "C"], "the given one is used for all"
+    checkpoint = cast(Checkpoint, SimpleNamespace(path=mine, vocabulary={"x": 1}, chat_template="A", tool_template="G"))
+    assert render(load_chat_template(checkpoint, mine)) == ["A", "G"]
 
 
 # Attribution of text to template and messages

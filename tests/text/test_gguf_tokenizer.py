@@ -247,7 +247,8 @@ def test_a_gguf_file_generates_and_drafts_like_its_folder(tmp_path: Path) -> Non
                 or complete[len(got)] in decoder.tokenizer.eos_tokens
                 or got[-1] in decoder.tokenizer.eos_tokens
             )
-    assert load_checkpoint(target).chat_template == "{{ messages }}"
+    checkpoint = load_checkpoint(target)
+    assert (checkpoint.chat_template, checkpoint.tool_template) == ("{{ messages }}", "{{ tools }}")
 
 
 def test_equal_keys_make_one_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

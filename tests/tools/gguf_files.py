@@ -427,6 +427,7 @@ def make_model_with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, 
         "llama.attention.head_count_kv": values["num_key_value_heads"],
         "llama.attention.layer_norm_rms_epsilon": values["rms_norm_eps"],
         "tokenizer.chat_template": "{{ messages }}",
+        "tokenizer.chat_template.tool_use": "{{ tools }}",
     }
     head_dim = values["hidden_size"] // values["num_attention_heads"]
     tensors = {}
