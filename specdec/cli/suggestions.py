@@ -14,6 +14,7 @@ MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather 
 MODELS_ACTIONS = ("pull", "rm", "list", "ls")  # words after `specdec models`
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 NUMBER = re.compile(r"[-+.]*\d[-+.\d]*")
+TEXT_FILE_NAME = re.compile(r"\S+\.(txt|text|md)", re.IGNORECASE)
 
 
 def explain_invalid_number(error: Any) -> str:
@@ -70,7 +71,7 @@ def explain_unknown_command(words: Sequence[str], commands: Sequence[str]) -> st
 
 
 def explain_misplaced_word(words: Sequence[str], has_prompt: bool = False) -> str:
-    """Return the error message for a positional word that is a number or a text file rather than a prompt; "" if none is.
+    """Return the error message for a positional word that is a number or names a text file; "" if there is none.
 
     Args:
         words: The positional words.
@@ -84,4 +85,8 @@ def explain_misplaced_word(words: Sequence[str], has_prompt: bool = False) -> st
             return f"unexpected number {word!r}; {hint}" + (f", or -i {quoted} if it is the prompt" if is_after_model else "")
         if word != STDIN and is_text_file(word):
             return f"{word!r} is a text file; use -f {quoted} to read the prompt from it, or -i {quoted} if it is the prompt"
+        if TEXT_FILE_NAME.fullmatch(word) and not has_prompt:
+            return (
+                f"the file {word!r} is not found; use -f FILE to read the prompt from a file, or -i {quoted} if it is the prompt"
+            )
     return ""

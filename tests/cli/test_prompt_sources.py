@@ -196,6 +196,9 @@ def test_text_file_instead_of_prompt_prints_file_option_hint(run: Run, pair: Pai
     assert_rejected(
         run("-m", path, "-i", "x"), f"{path} is a text file that begins with 'Once upon a time'; expected a GGUF file"
     )
+    assert_rejected(
+        run("p.txt", "-m", pair.target), "the file 'p.txt' is not found; use -f FILE to read the prompt from a file, or -i"
+    )
     gone = tmp_path / "model.gguf"
     gone.write_text("Entry not found")
     assert_rejected(run(gone), f"{gone} is a text file that begins with 'Entry not found'; expected a GGUF file")
