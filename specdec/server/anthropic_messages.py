@@ -95,6 +95,7 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
     chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
+    fields.take("thread", _check_thread, None)
     fields.reject_remaining("messages field")
     return chat
 
@@ -189,6 +190,16 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
     return chat
 
 
+def _check_thread(name: str, value: Any) -> None:
+    """Check the field `thread`, by which a client asks the server to hold a conversation and then sends only new messages.
+
+    The server holds none. A client that wants to continue one gets the error after which it sends the whole conversation.
+    """
+    if check_choice(f"type of {name}", check_object(name, value).get("type"), ["create", "continue"]) == "continue":
+        message = f"{name} was not found, since the server stores nothing; send the whole conversation"
+        raise APIError(message, name, "thread_not_found", 404)
+
+
 class MessagesFormatter(PartsFormatter):
     """A formatter of responses in the format of Anthropic's Messages API, as server-sent events or as one message."""
 
@@ -211,7 +222,7 @@ class MessagesFormatter(PartsFormatter):
 
     def format_end(self) -> bytes:
         """Return the server-sent events that end a message: of its last block, the stop reason and the number of tokens."""
-        message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": {"output_tokens": self.n_generated}}
+        message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": self._format_usage()}
         return self._end_last_part() + _format_event(message_delta) + _format_event({"type": "message_stop"})
 
     @classmethod
@@ -246,14 +257,13 @@ class MessagesFormatter(PartsFormatter):
         return {"stop_reason": reason, "stop_sequence": string}
 
     def _make_message(self, content: Sequence[Mapping[str, Any]], stop: Mapping[str, Any] | None) -> dict[str, Any]:
-        usage = {
-            "input_tokens": self.n_prompt,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": self.n_generated,
-        }
         header = {"id": f"msg_{self.random_id}", "type": "message", "role": "assistant", "model": self.model.name}
-        return {**header, "content": [*content], **(stop or {"stop_reason": None, "stop_sequence": None}), "usage": usage}
+        stop = stop or {"stop_reason": None, "stop_sequence": None}
+        return {**header, "content": [*content], **stop, "usage": self._format_usage()}
+
+    def _format_usage(self) -> dict[str, Any]:
+        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        return {"input_tokens": self.n_prompt, **cached, "output_tokens": self.n_generated}
 
 
 def _format_tool_use(part: OutputPart) -> dict[str, Any]:

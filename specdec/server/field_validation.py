@@ -62,7 +62,7 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
     },
     "messages tool": {"*": SKIP},  # Anthropic's own, such as web_search_20250305, bash_20250124 and memory_20250818
     "responses tool": {"*": SKIP},  # those that a server runs itself, and kinds of calls that no template supports
-    "responses item": {"item_reference": STORES_NOTHING, "*": SKIP},
+    "responses item": {"item_reference": f"{STORES_NOTHING} (with store: false)", "*": SKIP},
     "assistant block": dict.fromkeys(  # of tools that Anthropic's servers run
         (
             *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
@@ -112,9 +112,12 @@ class APIError(Exception):
         """
         if path.startswith(OLLAMA_PREFIX):
             return {"error": str(self)}
-        types, server_error_type = ANTHROPIC_ERROR_TYPES if path.startswith(ANTHROPIC_PREFIX) else OPENAI_ERROR_TYPES
+        is_anthropic = path.startswith(ANTHROPIC_PREFIX)
+        types, server_error_type = ANTHROPIC_ERROR_TYPES if is_anthropic else OPENAI_ERROR_TYPES
         error_type = types.get(self.status, "invalid_request_error" if self.status < 500 else server_error_type)
-        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}, "type": "error"}
+        error = {"message": str(self), "type": error_type, "param": self.param, "code": self.code}
+        details = {"details": {"error_code": self.code}} if is_anthropic else {}
+        return {"error": {**error, **details}, "type": "error"}
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -265,7 +268,7 @@ def skip_extra(kind: str, label: str, value: Any) -> None:
     rules = EXTRAS[kind]
     rule = rules.get(value, rules.get("*")) if isinstance(value, str) else None
     if rule != SKIP:
-        expected = f" {rule}" if rule else ", which is not supported"
+        expected = f", which {rule or 'is not supported'}"
         raise APIError(f"{label} has the type {shorten(value, repr)}{expected}", None, UNSUPPORTED)
     log_once(f"left out: {kind} of the type {shorten(value)}")
 

@@ -193,9 +193,10 @@ class OllamaChatFormatter(PartsFormatter):
     def _format_call(self, part: OutputPart) -> dict[str, Any]:
         """Return the fields of a line with a complete call; one that was cut off is text."""
         try:
-            function = {"name": part.name, "arguments": parse_json(part.text or "{}")}
+            function: dict[str, Any] = {"name": part.name, "arguments": parse_json(part.text or "{}")}
         except ValueError:
             return self._format_output("text", f"{part.name} {part.text}")
+        function["index"] = sum(each.kind == "tool_call" for each in self._parts[: part.index])
         return {"message": {"role": "assistant", "content": "", "tool_calls": [{"id": part.id, "function": function}]}}
 
     def _format_statistics(self) -> dict[str, Any]:
@@ -240,7 +241,7 @@ def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str
     digest = hashlib.sha256(name.encode()).hexdigest()  # of the name: the file's own would take minutes
     file_format = "gguf" if name.endswith(".gguf") else "safetensors"
     family = model.decoder.target.config.architecture if model else ""
-    weights = str(model.decoder.weights) if model else ""
+    weights = model.decoder.target.weights.format_names if model else ""
     details = {"parent_model": "", "format": file_format, "family": family, "families": [family] if family else []}
     details |= {"parameter_size": "", "quantization_level": weights}
     return {"name": name, "model": name, "modified_at": format_time(), "size": n_bytes, "digest": digest, "details": details}

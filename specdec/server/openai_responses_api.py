@@ -1,10 +1,10 @@
 """OpenAI's Responses API, translated to and from chat requests. Knows no server."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_string
+from specdec.argument_checks import check_choice, check_string, shorten
 from specdec.server.field_validation import (
     TOO_LONG,
     UNSUPPORTED,
@@ -25,6 +25,8 @@ CHAT_FIELDS = ("parallel_tool_calls", "user", "safety_identifier", "prompt_cache
 # fields of a request that the response repeats
 ECHOED_FIELDS = ("metadata", "tools", "tool_choice", "text", "max_output_tokens", "reasoning")
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
+ENCRYPTED_INCLUDE = "reasoning.encrypted_content"
+ENCRYPTED_PREFIX = "specdec:"  # of a thought that clients keep as `encrypted_content` without reading it; nothing is encrypted
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -67,19 +69,27 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
                 elif text or role == "user":
                     messages.append({"role": role, "content": text})
             case "function_call":
-                call = {"id": each.get("call_id"), "function": {key: each.get(key) for key in ("name", "arguments")}}
+                function = {"name": _join_tool_name(each), "arguments": each.get("arguments")}
+                call = {"id": each.get("call_id"), "function": function}
                 _get_assistant_message(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 text = join_text_parts(f"output of {label}", each.get("output"), TEXT_PART_TYPES, kind="tool output part")
                 messages.append({"role": "tool", "tool_call_id": each.get("call_id"), "content": text})
             case "reasoning":
-                content = each.get("content") or each.get("summary") or ""
-                if reasoning := join_text_parts(f"content of {label}", content, TEXT_PART_TYPES):
+                if reasoning := _parse_reasoning_item(label, each):
                     message = _get_assistant_message(messages)
                     message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case _:
                 skip_extra("responses item", label, item_type)
     return messages
+
+
+def _parse_reasoning_item(name: str, item: Mapping[str, Any]) -> str:
+    """Return the thought of a reasoning item; encrypted content of other servers is ignored."""
+    if content := item.get("content") or item.get("summary"):
+        return join_text_parts(f"content of {name}", content, TEXT_PART_TYPES)
+    encrypted = check_string(f"encrypted_content of {name}", item.get("encrypted_content") or "")
+    return encrypted.removeprefix(ENCRYPTED_PREFIX) if encrypted.startswith(ENCRYPTED_PREFIX) else ""
 
 
 def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,19 +101,41 @@ def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     """Convert the field `tools` into the tools of a chat request; leaves out those of other types."""
-    tools = list[dict[str, Any]]()
-    for label, tool in iter_objects(name, value):
+    tools, namespaces = list[dict[str, Any]](), dict[str, str]()  # by name
+    for label, tool in _iter_tools(name, value):
         if tool.get("type") != "function":
             skip_extra("responses tool", label, tool.get("type"))
             continue
-        function = {key: tool.get(key) for key in ("name", "description", "parameters", "strict")}
+        function = {key: tool.get(key) for key in ("description", "parameters", "strict")} | {"name": _join_tool_name(tool)}
+        joined_name, namespace = str(function["name"]), tool.get("namespace", "")
+        if namespaces.setdefault(joined_name, namespace) != namespace:
+            raise ValueError(f"{label} and a tool of another namespace are both named {shorten(joined_name, repr)}")
         tools.append({"type": "function", "function": function})
     return tools
 
 
+def _iter_tools(name: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each tool after its label; the tools of a namespace, such as those of an MCP server, with the key `namespace`."""
+    for label, tool in iter_objects(name, value):
+        if tool.get("type") != "namespace":
+            yield label, {key: each for key, each in tool.items() if key != "namespace"}
+            continue
+        namespace = check_string(f"name of {label}", tool.get("name"))
+        for inner_label, inner in iter_objects(f"{label}.tools", tool.get("tools")):
+            yield inner_label, {**inner, "namespace": namespace}
+
+
+def _join_tool_name(value: Mapping[str, Any]) -> Any:
+    """Return the name of a tool or of a call as the template gets it: with its namespace, if it has one, in front."""
+    namespace, name = value.get("namespace"), value.get("name")
+    if not (namespace and isinstance(namespace, str) and isinstance(name, str)):
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
 def _parse_tool_choice(name: str, value: Any) -> Any:
     if isinstance(value, dict) and "name" in value:
-        return {"type": value.get("type"), "function": {"name": value["name"]}}
+        return {"type": value.get("type"), "function": {"name": _join_tool_name(value)}}
     return value
 
 
@@ -182,11 +214,11 @@ class ResponsesFormatter(PartsFormatter):
         if change == "delta":
             return self._format_event(f"response.{name}.delta", **position, delta=text, **logprobs)
         if change == "start":
-            item = _make_item(part, "in_progress")
+            item = self._make_item(part, "in_progress")
             event = self._format_event("response.output_item.added", output_index=part.index, item=item)
             content = _format_content(part, "")
             return event if is_call else event + self._format_event("response.content_part.added", **position, part=content)
-        result = {"name": part.name, "arguments": part.text} if is_call else {"text": part.text, **logprobs}
+        result = {**self._split_tool_name(part), "arguments": part.text} if is_call else {"text": part.text, **logprobs}
         event = self._format_event(f"response.{name}.done", **position, **result)
         if not is_call:
             event += self._format_event("response.content_part.done", **position, part=_format_content(part, part.text))
@@ -197,7 +229,29 @@ class ResponsesFormatter(PartsFormatter):
 
     def _format_item(self, part: OutputPart) -> dict[str, Any]:
         """Return a part as an output item, incomplete if it was cut off by the maximum length and completed otherwise."""
-        return _make_item(part, "incomplete" if self._finish_reason == "length" and part is self._parts[-1] else "completed")
+        is_incomplete = self._finish_reason == "length" and part is self._parts[-1]
+        return self._make_item(part, "incomplete" if is_incomplete else "completed")
+
+    def _make_item(self, part: OutputPart, status: str) -> dict[str, Any]:
+        """Return a part of the output as an output item of the Responses API, with the given status."""
+        header = {"id": _format_id(part), "status": status}
+        if part.kind == "tool_call":
+            call = {"call_id": part.id, **self._split_tool_name(part), "arguments": part.text}
+            return {**header, "type": "function_call", **call}
+        content = [_format_content(part, part.text)] if part.text else []
+        if part.kind == "text":
+            return {**header, "type": "message", "role": "assistant", "content": content}
+        include = self.body.get("include")
+        is_encrypted = isinstance(include, list) and ENCRYPTED_INCLUDE in include and part.text
+        encrypted = {"encrypted_content": f"{ENCRYPTED_PREFIX}{part.text}"} if is_encrypted else {}
+        return {**header, "type": "reasoning", "summary": [], "content": content, **encrypted}
+
+    def _split_tool_name(self, part: OutputPart) -> dict[str, str]:
+        """Return the name of a called tool as the request has it: with a namespace, if the tool has one."""
+        for _, tool in _iter_tools("tools", self.body.get("tools") or []):
+            if "namespace" in tool and _join_tool_name(tool) == part.name:
+                return {"name": tool["name"], "namespace": tool["namespace"]}
+        return {"name": part.name}
 
     def _format_event(self, event_type: str, **fields: Any) -> bytes:
         self._n_events += 1
@@ -261,14 +315,3 @@ def _format_content(part: OutputPart, content: str) -> dict[str, Any]:
     if part.kind == "text":
         return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
     return {"type": "reasoning_text", "text": content}
-
-
-def _make_item(part: OutputPart, status: str) -> dict[str, Any]:
-    """Return a part of the output as an output item of the Responses API, with the given status."""
-    if part.kind == "tool_call":
-        call = {"call_id": part.id, "name": part.name, "arguments": part.text}
-        return {"id": _format_id(part), "type": "function_call", "status": status, **call}
-    content = [_format_content(part, part.text)] if part.text else []
-    if part.kind == "text":
-        return {"id": _format_id(part), "type": "message", "status": status, "role": "assistant", "content": content}
-    return {"id": _format_id(part), "type": "reasoning", "status": status, "summary": [], "content": content}

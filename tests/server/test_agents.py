@@ -19,6 +19,7 @@ from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, step
 from tests.test_end_to_end import make_folder
+from tests.text.test_reasoning import SOURCES
 from tests.tools.hf_folders import FIXTURES
 
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
@@ -101,6 +102,87 @@ def test_tools_and_items_that_are_left_out_do_not_reach_the_template(app: Any, p
     assert send_request(app, RESPONSES, {**body, "max_output_tokens": 1}).status == 200
     messages, tools, _ = prompts[0]
     assert messages == [{"role": "user", "content": "x"}] and [tool["function"]["name"] for tool in tools] == ["weather"]
+
+
+NAMESPACE = {
+    "type": "namespace", "name": "mcp__maps", "description": "Maps.",
+    "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": False}, {"type": "custom"}],
+}  # fmt: skip
+
+
+def test_tools_of_a_namespace_are_called_by_both_names(
+    make_test_app: Any, decoder: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codex sends the tools of each MCP server as a namespace, and needs it in calls."""
+    text = '<tool_call>\n{"name": "mcp__maps__find", "arguments": {}}\n</tool_call>'
+    app = make_test_app(FakeScheduler(Prompt([1], 0.0), step(text), step("", "eos")))
+    names = {"name": "find", "namespace": "mcp__maps"}
+    items = [{"role": "user", "content": "x"}, CALL | names, {"type": "function_call_output", "call_id": "c1", "output": "y"}]
+    choice = {"type": "function", **names}
+    body = {"input": items, "tools": [RESPONSES_TOOL, NAMESPACE], "max_output_tokens": 99, "tool_choice": choice}
+    (call,) = send_request(app, RESPONSES, body).json["output"]
+    assert {key: call[key] for key in ("type", "name", "namespace", "arguments")} == {
+        "type": "function_call", **names, "arguments": "{}",
+    }  # fmt: skip
+    messages, tools, _ = prompts[0]
+    assert [tool["function"]["name"] for tool in tools] == ["weather", "mcp__maps__find"]
+    assert messages[1]["tool_calls"][0]["function"]["name"] == messages[2]["name"] == "mcp__maps__find"
+    events = send_request(app, RESPONSES, body | {"stream": True}).events
+    changes = [
+        event.get("item", event) for event in events if event["type"].endswith(("item.added", "item.done", "arguments.done"))
+    ]
+    assert [(each["name"], each["namespace"]) for each in changes] == [("find", "mcp__maps")] * 3
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [NAMESPACE, RESPONSES_TOOL | {"name": "mcp__maps__find"}], [NAMESPACE, NAMESPACE | {"name": "mcp__maps__"}],
+        [NAMESPACE | {"name": 5}], [NAMESPACE | {"tools": 5}], [NAMESPACE | {"tools": [5]}], [NAMESPACE | {"name": "m" * 128}],
+        [NAMESPACE | {"tools": [{"type": "function", "name": ["x"]}]}],
+    ],
+)  # fmt: skip
+def test_wrong_namespaces_are_rejected(app: Any, tools: list[Any]) -> None:
+    response = send_request(app, RESPONSES, {"input": "x", "tools": tools, "max_output_tokens": 1})
+    assert response.status == 400 and response.error["param"] == "tools"
+
+
+def test_threads_begin_but_are_not_held(app: Any) -> None:
+    """Anthropic's clients then send the whole conversation again, if the error has this code."""
+    body = {"messages": CONVERSATION, "max_tokens": 1}
+    assert send_request(app, MESSAGES, body | {"thread": {"type": "create"}}).status == 200
+    response = send_request(app, MESSAGES, body | {"thread": {"type": "continue", "previous_message_id": "msg_1"}})
+    assert response.status == 404 and response.error["details"] == {"error_code": "thread_not_found"}
+    assert send_request(app, MESSAGES, body | {"thread": {"type": "fork"}}).status == 400
+    assert "details" not in send_request(app, CHAT, {"messages": 5}).error
+
+
+def test_an_encrypted_thought_comes_back(
+    make_test_app: Any, decoder: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that store nothing either keep `encrypted_content` alone."""
+    monkeypatch.setattr(decoder.chat_template, "source", SOURCES["Qwen3"][0])
+    app = make_test_app(FakeScheduler(Prompt([1], 0.0), step("<think>Hm</think>Yes"), step("", "eos")))
+    body = {"input": "x", "max_output_tokens": 99, "store": False, "include": ["reasoning.encrypted_content"]}
+    for item in (
+        send_request(app, RESPONSES, body).json["output"][0],
+        send_request(app, RESPONSES, body | {"stream": True}).events[-1]["response"]["output"][0],
+    ):
+        returned = {"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]}
+        items = [{"role": "user", "content": "x"}, returned, {"role": "user", "content": "y"}]
+        assert send_request(app, RESPONSES, {"input": items, "max_output_tokens": 99}).status == 200
+        assert prompts[-1][0][1]["reasoning_content"] == "Hm"
+    items[1] = returned | {"encrypted_content": "gAAAAA of another server"}
+    assert send_request(app, RESPONSES, {"input": items, "max_output_tokens": 99}).status == 200
+    assert [message["content"] for message in prompts[-1][0]] == ["x", "y"]
+    assert "encrypted_content" not in send_request(app, RESPONSES, {"input": "x"}).json["output"][0]
+
+
+def test_a_reference_to_an_item_is_rejected_with_the_way_out(app: Any) -> None:
+    """The OpenAI provider of Vercel's AI SDK sends it unless its option `store` is false."""
+    items = [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "rs_1"}]
+    message = send_request(app, RESPONSES, {"input": items}).error["message"]
+    assert message.startswith("input[1] has the type 'item_reference', which is not supported") and "store: false" in message
 
 
 def test_a_note_stands_for_an_image_in_the_output_of_a_tool(app: Any, prompts: list[Any]) -> None:

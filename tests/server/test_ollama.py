@@ -55,10 +55,13 @@ def test_tool_calls_are_objects_and_their_results_find_them(make_test_app: Any, 
     body = {**CHAT_BODY, "tools": [TOOL]}
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
     text, call, last = read_lines(send_request(app, "/api/chat", body))
-    assert text["message"]["content"] == "Hm." and call["message"]["tool_calls"][0]["function"] == function
+    assert text["message"]["content"] == "Hm." and call["message"]["tool_calls"][0]["function"] == function | {"index": 0}
     assert last["done_reason"] == "stop"
     message = send_request(app, "/api/chat", {**body, "stream": False}).json["message"]
-    assert message["content"] == "Hm." and [each["function"] for each in message["tool_calls"]] == [function]
+    assert message["content"] == "Hm." and [each["function"] for each in message["tool_calls"]] == [function | {"index": 0}]
+    both = make_test_app(FakeScheduler(Prompt([1], 0.0), step(TAGGED_CALL), step(f"\n{TAGGED_CALL}", "eos")))
+    first, second, _ = read_lines(send_request(both, "/api/chat", body))
+    assert [each["message"]["tool_calls"][0]["function"]["index"] for each in (first, second)] == [0, 1]
     cut = make_test_app(FakeScheduler(Prompt([1], 0.0), step(TAGGED_CALL[:58], "max_tokens")))
     assert "weather" in send_request(cut, "/api/chat", {**body, "stream": False}).json["message"]["content"]
     chats, encode = list[Any](), decoder.encode_chat

@@ -9,7 +9,7 @@ from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
 from specdec.server.tool_parsers.json_calls import JsonCallParser
 
 ARGS = "[ARGS]"
-MAX_NAME_CHARS = 100  # of a tool's name with its marks
+MAX_NAME_CHARS = 200  # of a tool's name with its marks
 
 
 class MistralListParser(ToolParser):

@@ -43,8 +43,8 @@ def simplify(deltas):
     return simplified
 
 
-def parse(parser_class, text, size):
-    parser = parser_class(TOOLS)
+def parse(parser_class, text, size, tools=TOOLS):
+    parser = parser_class(tools)
     return [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
 
 
@@ -133,6 +133,12 @@ CASES = [
     ("Harmony", "<|channel|>fin", ["<|channel|>fin"]),
     ("Harmony", "no channel", ["no channel"]),
 ]  # fmt: skip
+
+
+def test_the_longest_name_of_a_tool_is_read():
+    name = "m" * 128
+    for text in (f"[TOOL_CALLS]{name}[ARGS]{{}}", f"[TOOL_CALLS]{name}[CALL_ID]123456789[ARGS]{{}}"):
+        assert simplify(parse(PARSERS["Mistral"], text, 1, {name: {}})) == [(name, {})]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
