@@ -66,6 +66,8 @@ class SpeculativeDecoder:
         kv: KV cache format of named models, as in `Model`. Drafts use the format of their target by default.
         pack: Whether bf16 weights of named models are kept in 12 bits, without loss: "auto" if a trial shows that it is faster,
             "on" or "none".
+        packed: Whether packed weights are kept on disk, from which the next process starts without packing: "auto" for models
+            of a gigabyte or more, "on", "off", or the folder to keep them in.
         prompt_cache: A `PromptCache`, which keeps prefilled prompts in a folder for later processes; by default none.
         progress: Called with the name of a model and the fraction of it that is loaded.
 
@@ -102,12 +104,13 @@ class SpeculativeDecoder:
         template: str | os.PathLike[str] | None = None,
         kv: KVFormatName = AUTO,
         pack: PackMode = AUTO,
+        packed: str | os.PathLike[str] = AUTO,
         progress: ProgressCallback = ignore_progress,
         prompt_cache: "PromptCache | None" = None,
     ) -> None:
         """Load the models that are given by name, and check that they fit together."""
         self._settings = SpeculativeSettings(gamma, verify, tree)
-        loader = Loader(n_threads, kv, progress, pack)
+        loader = Loader(n_threads, kv, progress, pack, packed)
         self.bundle = bundle = load_bundle(target, draft, stage, tokenizer, quantize, loader)
         if tree == "on" and bundle.tree_incompatibility:
             raise ValueError(bundle.tree_incompatibility)

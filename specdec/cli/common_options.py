@@ -36,7 +36,7 @@ NONE = "none"  # as a draft: the target decodes alone
 DRAFT_KEYWORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # drafts that are not names of models
 DEFAULT_STEPS = 256  # for -n
 DRAFT_HELP = "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), ngram (no model)"
-MODEL_OPTIONS = "stage quantize kv pack prompt_cache prompt_cache_size tokenizer"
+MODEL_OPTIONS = "stage quantize kv pack packed prompt_cache prompt_cache_size tokenizer"
 SAMPLING_OPTIONS = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 RequestT = TypeVar("RequestT", bound="Request")
 
@@ -77,6 +77,10 @@ class Request:
     pack: str = models_option(
         AUTO, "--pack", metavar="auto|on|none",
         help="Store bf16 weights in 12 bits, without loss: same output. auto: if a trial shows that it is faster.",
+    )  # fmt: skip
+    packed: str = models_option(
+        AUTO, "--packed", metavar="auto|on|off|DIR",
+        help="Keep packed weights on disk, for a quicker start next time. auto: of models of 1 GB or more. DIR: in this folder.",
     )  # fmt: skip
     prompt_cache: str = models_option(
         "", "--prompt-cache", metavar="DIR",

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from specdec.loaders import CheckpointError, optional_dependencies
 from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import find_local, find_required_packages
 from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
+from specdec.loaders.packed_weights import ON, PackedFile, delete_packed_file, open_packed_weights
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.progress import show_status
 
@@ -36,7 +37,7 @@ class ModelsRequest(Request):
     option_names = "what yes as_json"
     what: list[str] | None = argument(
         None, metavar="WHAT",
-        help="A folder or a model to list, or an action: pull NAME, rm NAME, name SHORT NAME.",
+        help="A folder or a model to list, or an action: pull NAME, rm NAME, name SHORT NAME, clean.",
     )  # fmt: skip
     yes: bool = flag("-y", "--yes", group="Output", help="Remove without asking.")
 
@@ -47,6 +48,8 @@ def run(request: ModelsRequest) -> None:
     specdec models lists models/ and the hub cache; specdec models FOLDER lists a folder.
 
     specdec models pull org/name:Q4_K_M downloads a model; specdec models rm NAME removes one.
+
+    specdec models clean removes the packed weights that --packed keeps; loading a model keeps them again.
 
     specdec models name SHORT NAME makes SHORT an alias that works in every command; rm SHORT removes it.
 
@@ -61,7 +64,8 @@ def run(request: ModelsRequest) -> None:
         elif what in LIST_WORDS and not (names or os.path.exists(what)):
             list_models(request, "")
         elif names:
-            raise ValueError(f"unexpected argument {names[0]!r}; expected FOLDER, or pull NAME, rm NAME, name SHORT NAME")
+            expected = "expected FOLDER, or pull NAME, rm NAME, name SHORT NAME, clean"
+            raise ValueError(f"unexpected argument {names[0]!r}; {expected}")
         else:
             list_models(request, what)
 
@@ -111,6 +115,9 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
         if not request.yes and not typer.confirm(f"remove {description}?", err=True):
             raise typer.Exit(1)
         delete_files(files)
+        for packed in list_packed_files():
+            if Path(packed.model) in (installed[name], installed[name].resolve()):
+                delete_packed_file(packed.path)
         print(f"removed {description}")
 
 
@@ -125,6 +132,32 @@ def add_alias(request: ModelsRequest, names: list[str]) -> None:
     print(f"{names[0]} is an alias of {sanitize_line(names[1])} ({set_alias(*names)})")
 
 
+def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
+    """Delete the packed weights in the default folder, and print how much that frees.
+
+    Raises:
+        ValueError: A name is given.
+    """
+    if names:
+        raise ValueError(
+            f"clean removes the packed weights of all models, got {names[0]!r}; rm NAME removes a model with its own"
+        )
+    files = list_packed_files()
+    for each in files:
+        delete_packed_file(each.path)
+    print(f"removed the packed weights of {len(files)} model{'s' * (len(files) != 1)} ({_format_bytes(files)})")
+
+
+def list_packed_files() -> list[PackedFile]:
+    """Return the files of packed weights in the default folder."""
+    cache = open_packed_weights(ON)
+    return cache.list_files() if cache else []
+
+
+def _format_bytes(files: Sequence[PackedFile]) -> str:
+    return f"{_format_count(sum(each.n_bytes for each in files))}B"
+
+
 def list_models(request: ModelsRequest, folder: str) -> None:
     """Print the installed models and aliases, or the models of a folder, with the drafts that fit, as a table or JSON."""
     from specdec.cli.installed_models import list_entries, make_row  # imported here, since no other action needs it
@@ -134,9 +167,11 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         rows = [make_row(entry, found) for entry in found if entry.config]
     broken = [entry for entry in found if entry.error]
     aliases = {} if folder else read_aliases()
+    packed = [] if folder else list_packed_files()
     if request.as_json:
         unreadable = [{"name": entry.name, "flaw": entry.error} for entry in broken]
-        print(json.dumps({"models": rows, "unreadable": unreadable, "names": aliases}))
+        kept = [{"model": each.model, "path": str(each.path), "bytes": each.n_bytes} for each in packed]
+        print(json.dumps({"models": rows, "unreadable": unreadable, "names": aliases, "packed": kept}))
         return
     if not (rows or broken):
         print(f"no models in {sanitize_line(folder)}" if folder else NO_MODELS_MESSAGE)
@@ -168,9 +203,13 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         console.print(Text(sanitize_line(f"cannot be used: {entry.error}")), soft_wrap=True)
     for alias, name in aliases.items():
         console.print(Text(sanitize_line(f"{alias} is an alias of {name}")), soft_wrap=True)
+    if packed:
+        names = ", ".join(sorted({Path(each.model).name or "an unknown model" for each in packed}))
+        line = f"packed weights ({_format_bytes(packed)}): {names}; specdec models clean removes them"
+        console.print(Text(sanitize_line(line)), soft_wrap=True)
 
 
-ACTIONS = {"pull": pull_models, "rm": remove_models, "name": add_alias}
+ACTIONS = {"pull": pull_models, "rm": remove_models, "name": add_alias, "clean": clean_packed_weights}
 LIST_WORDS = ("list", "ls")  # other programs' names of the same action
 
 

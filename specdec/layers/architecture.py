@@ -15,7 +15,7 @@ import numpy as np
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, copy_rows
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat, choose_weight_format
-from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
+from specdec.quant.packed_matrix import LazyTable, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import (
     Arena,
@@ -145,25 +145,6 @@ def fuse_tensors(own: Shapes, fused: Mapping[str, FusedTensors], stored: Shapes,
             rows, sources = rows * lengths[0], tuple((name, expert) for expert in range(lengths[0]) for name, _ in sources)
         packed[packed_name] = PackedTensor(sources, rows, n, n_interleaved)
     return packed
-
-
-@dataclass(frozen=True)
-class LazyTable:
-    """A tensor with a row for each token that stays in its file; only the rows of a pass's tokens are read."""
-
-    tensor: Any
-
-    def read_rows(self, tokens: Sequence[int]) -> Float32:
-        """Read the rows of tokens from the file and return them, (n, columns), float32; raise whatever reading raises."""
-        rows = [_widen_rows(self.tensor[token : token + 1]) for token in tokens]
-        return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
-
-
-def _widen_rows(rows: Floats) -> Float32:
-    """Return rows (bf16 bits as uint16, or floats) as float32, on one thread, which is faster than `to_float32` for few rows."""
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return rows.astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True)
@@ -564,6 +545,7 @@ class Architecture:
         tensors: Mapping[str, Any],
         weight_format: WeightFormat | None = None,
         progress: Callable[[float], None] = ignore_progress,
+        keep: Callable[[Float32, str], object] = lambda array, format_name: None,
     ) -> Weights:
         """Return the model's weights: its tensors, in the shapes of `shapes`, packed into the layout that the kernels read.
 
@@ -572,6 +554,8 @@ class Architecture:
             tensors: Tensors by name; indexed by layer, then by a slice of rows, a block at a time, so they may lie in a file.
             weight_format: Format of float tensors; None: each keeps its own.
             progress: Callback that gets the fraction done.
+            keep: Callback that gets each array of the result, in the order that `arrange` takes, and the name of its weight
+                format ("" for a vector).
 
         Raises:
             ValueError: If a matrix has another shape than the config needs.
@@ -585,8 +569,7 @@ class Architecture:
                 if tuple(tensor.shape) != (rows, matrix.n):  # the kernels do not check bounds
                     raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; this config needs {(rows, matrix.n)}")
         n_bytes = 4 * sum(
-            _count_floats(matrix.n_panels, matrix.n, getattr(tensors[0], "group", 0), formats[matrix])
-            for matrix, tensors in sources.items()
+            _count_floats(each.n_panels, each.n, getattr(ts[0], "group", 0), formats[each]) for each, ts in sources.items()
         )
         if n_bytes > (n_physical := get_physical_memory_bytes()):
             raise MemoryError(
@@ -602,10 +585,57 @@ class Architecture:
                 assert fallback
                 arena.release_from(n_used)
                 matrices[matrix] = pack_matrix(ts, fallback, matrix.n_interleaved, arena.allocate)
+            keep(matrices[matrix].panels, matrices[matrix].weight_format.name)
             progress(arena.used_fraction)
+        vectors = {name: _pack_vector(vector, tensors) for name, vector in self.get_vectors(config).items()}
+        for vector in vectors.values():
+            keep(vector, "")
+        return self._make_weights(config, tensors, shards, matrices, vectors)
+
+    def arrange(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Any],
+        weight_format: WeightFormat | None,
+        arrays: Sequence[Float32],
+        formats: Sequence[str],
+    ) -> Weights:
+        """Return the weights that `pack` returns, made of its arrays, which `keep` got; reads no tensors.
+
+        Args:
+            config: Config of the model.
+            tensors: Tensors by name, as in `pack`.
+            weight_format: As in `pack`.
+            arrays: The arrays, flat.
+            formats: Name of the weight format of each array.
+        """
+        shards = self.make_shards(config, tensors, weight_format)
+        own_formats = {shard.tensor: shard.weight_format for shard in shards.values()}
+        matrices, remaining = dict[PackedTensor, Matrix](), iter(zip(arrays, formats, strict=True))
+        for matrix, own in own_formats.items():
+            array, name = next(remaining)
+            used = own.fallback if own.fallback and own.name != name else own
+            group_size = used.get_group_size(matrix.n, getattr(get_tensor(tensors, *matrix.tensors[0]), "group", 0))
+            panels = array.reshape(matrix.n_panels, *used.get_panel_shape(matrix.n, group_size))
+            matrices[matrix] = Matrix(used, panels, matrix.n, group_size)
+        vectors = {
+            name: array.reshape(vector.shape)
+            for (name, vector), (array, _) in zip(self.get_vectors(config).items(), remaining, strict=True)
+        }
+        return self._make_weights(config, tensors, shards, matrices, vectors)
+
+    def _make_weights(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Any],
+        shards: Mapping[str, Shard],
+        matrices: Mapping[PackedTensor, Matrix],
+        vectors: dict[str, Float32],
+    ) -> Weights:
+        """Return weights out of the packed matrices and vectors, and the tables that stay in their files."""
         return Weights(
-            {name: _as_shard(matrices[matrix], *source) for name, (matrix, _, *source) in shards.items()},
-            {name: _pack_vector(vector, tensors) for name, vector in self.get_vectors(config).items()},
+            {name: matrices[matrix].place(*source) for name, (matrix, _, *source) in shards.items()},
+            vectors,
             {name: LazyTable(tensors[stored]) for name, stored in self.table_tensors(config).items()},
         )
 
@@ -638,11 +668,6 @@ def _find_runs(types: Sequence[str]) -> list[slice]:
     """Split a sequence of types into runs of equal ones and return the slice of each run."""
     edges = [0, *(i for i in range(1, len(types)) if types[i] != types[i - 1]), len(types)]
     return [slice(*edge) for edge in itertools.pairwise(edges)]
-
-
-def _as_shard(matrix: Matrix, first: int, total: int) -> Matrix:
-    """Return a matrix placed as a shard, from panel `first` of `total`; return it unchanged if `total` is 0."""
-    return replace(matrix, first_panel=first, n_total_panels=total) if total else matrix
 
 
 def get_tensor(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:

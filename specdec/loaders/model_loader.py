@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from specdec import quant
 from specdec.argument_checks import CheckpointError, CheckpointWarning, check_choice, check_int, check_path
@@ -23,8 +23,13 @@ from specdec.quant import WeightFormat
 from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.runtime.parallel_region import get_available_threads
 
+if TYPE_CHECKING:
+    from specdec.loaders.packed_weights import PackedWeightsCache
+
 PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: where that is faster, always, never
 ProgressCallback = Callable[[str, float], None]  # called with the name of a model and the loaded share of it, 0 to 1
+AUTO = "auto"
+MIN_KEPT_BYTES = 1 << 30  # a smaller model is packed within a few seconds
 MIN_PACKED_WEIGHTS = 16 << 20  # a smaller model may stay in a cache, where packing into 12 bits gains nothing
 TARGET_MEMORY_SHARE = 0.75  # of the memory headroom, for the target's KV cache; the draft uses the rest
 
@@ -44,17 +49,20 @@ class Loader:
         kv: Number format of the KV cache, as in `Model`.
         progress: Callback for the loading progress, see `ProgressCallback`.
         pack_mode: Whether bf16 weights are packed into 12 bits, see `PackMode`.
+        packed: Whether packed weights are kept on disk: "auto" those of MIN_KEPT_BYTES or more, "on", "off", or the folder.
     """
 
     n_threads: int | None = None
     kv: KVFormatName = "auto"
     progress: ProgressCallback = ignore_progress
     pack_mode: PackMode = "auto"
+    packed: str | os.PathLike[str] = AUTO
 
     def __post_init__(self) -> None:
         """Check the settings; raise TypeError or ValueError if one is not valid."""
         check_choice("kv", self.kv, get_args(KVFormatName))
         check_choice("pack", self.pack_mode, get_args(PackMode))
+        check_path("packed", self.packed)
         if self.n_threads is not None:
             check_int("n_threads", self.n_threads, 1, get_available_threads())
 
@@ -72,7 +80,7 @@ class Loader:
         return Model(checkpoint.config, self.pack(checkpoint, weight_format), self.n_threads, n_positions, self.kv)
 
     def pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
-        """Read the weights of a checkpoint, pack them for the kernels, and return the packed `Weights`; reports the progress.
+        """Return the weights of a checkpoint packed for the kernels: mapped from the cache, or read and packed, with progress.
 
         Args:
             checkpoint: The model's config and tensors.
@@ -83,10 +91,22 @@ class Loader:
         """
         name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
         architecture, formats = get_architecture(config), self.list_weight_formats(checkpoint, weight_format)
-        if len(formats) > 1 and not is_packing_faster(checkpoint, self.n_threads or get_available_threads()):
-            formats.pop()
+
+        def report(share: float) -> None:
+            self.progress(name, share)
+
+        cache: PackedWeightsCache | None = None
+        if self.packed != AUTO or architecture.estimate_bytes(config, tensors, weight_format) >= MIN_KEPT_BYTES:
+            cache = import_module("specdec.loaders.packed_weights").open_packed_weights(self.packed)
+        if cache and (stored := cache.load(checkpoint, formats, report)):
+            return stored
+        is_last_used = len(formats) == 1 or is_packing_faster(checkpoint, self.n_threads or get_available_threads())
+        used = formats[-1] if is_last_used else formats[0]
         try:
-            return architecture.pack(config, tensors, formats[-1], lambda share: self.progress(name, share))
+            if not cache:
+                return architecture.pack(config, tensors, used, report)
+            with cache.open_writer(checkpoint, formats, used) as writer:
+                return architecture.pack(config, tensors, used, report, writer.add)
         except MemoryError as error:
             problem = f"{checkpoint.path} does not fit into memory: {error or 'there is none left for its weights'}"
             raise CheckpointError(f"{problem}; use a smaller model, or a GGUF file of it with fewer bits per weight") from None

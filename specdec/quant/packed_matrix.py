@@ -214,9 +214,32 @@ class Matrix:
         """Return the op out[t] = W[tokens[t]], which looks up embedding rows; zeros pad the rows of out."""
         return self.weight_format.embed(out, self.panels, tokens, self.n, self.group_size)
 
+    def place(self, first_panel: int, n_total_panels: int) -> "Matrix":
+        """Return the matrix as a shard that begins at a panel of a matrix of n_total_panels; unchanged if that is 0."""
+        return replace(self, first_panel=first_panel, n_total_panels=n_total_panels) if n_total_panels else self
+
     def align_panels(self) -> "Matrix":
         """Return the same matrix with panels that start at a cache line, as tiles need; unpickled panels may not start at one."""
         return replace(self, panels=align_to_cache_line(self.panels))
+
+
+@dataclass(frozen=True)
+class LazyTable:
+    """A tensor with a row for each token that stays in its file; only the rows of a pass's tokens are read."""
+
+    tensor: Any
+
+    def read_rows(self, tokens: Sequence[int]) -> Float32:
+        """Read the rows of tokens from the file and return them, (n, columns), float32; raise whatever reading raises."""
+        rows = [_widen_rows(self.tensor[token : token + 1]) for token in tokens]
+        return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
+
+
+def _widen_rows(rows: Floats) -> Float32:
+    """Return rows (bf16 bits as uint16, or floats) as float32, on one thread, which is faster than `to_float32` for few rows."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return rows.astype(np.float32, copy=False)
 
 
 def count_panels(rows: int) -> int:

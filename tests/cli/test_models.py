@@ -14,7 +14,7 @@ from specdec.cli import installed_models, serve
 from specdec.cli.app import app
 from specdec.cli.serve import CatalogModelSource, ServeRequest
 from specdec.draft.self_copy import make_self_draft
-from specdec.loaders import model_paths, model_removal
+from specdec.loaders import model_paths, model_removal, packed_weights
 from specdec.loaders.model_aliases import set_alias
 from specdec.loaders.model_loader import Loader, load_model
 from specdec.ui import progress
@@ -33,6 +33,28 @@ def alias_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config" / "specdec" / "names"
+
+
+def test_packed_weights_are_listed_and_removed(
+    run: Run, pair: Pair, tmp_path: Path, alias_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "get_default_folder", lambda: tmp_path / "packed")
+    monkeypatch.setattr(packed_weights, "MIN_AGE_S", -1.0)
+    (tmp_path / "models").mkdir(exist_ok=True)
+    for name in ("one.bin", "two.bin"):
+        shutil.copy(pair.target, tmp_path / "models" / name)
+    options = ["-d", "none", "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "20"]
+    wanted = run("-m", "models/one.bin", *options, "--packed", "off")[1]
+    assert not (tmp_path / "packed").exists()
+    for model in ("models/one.bin", "models/one.bin", "models/two.bin"):
+        assert run("-m", model, *options, "--packed", "on")[:2] == (0, wanted)
+    assert "packed weights (" in run("models")[1] and "one.bin, two.bin; specdec models clean removes them" in run("models")[1]
+    assert [Path(each["model"]).name for each in from_json(run("models", "--json"))["packed"]] == ["one.bin", "two.bin"]
+    assert run("models", "rm", "-y", "one.bin")[0] == 0
+    assert [Path(each["model"]).name for each in from_json(run("models", "--json"))["packed"]] == ["two.bin"]
+    assert run("models", "clean", "two.bin")[0] == 2
+    assert run("models", "clean")[1].startswith("removed the packed weights of 1 model (")
+    assert "packed" not in run("models")[1] and not [*(tmp_path / "packed").iterdir()]
 
 
 def test_alias_works_wherever_a_model_is_named(run: Run, pair: Pair, tmp_path: Path, alias_file: Path) -> None:

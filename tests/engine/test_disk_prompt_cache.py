@@ -19,11 +19,11 @@ import pytest
 from specdec.engine import disk_prompt_cache
 from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.architecture import LazyTable
 from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture, sliding_window_eviction
 from specdec.model.model import Model
 from specdec.quant import INT8
+from specdec.quant.packed_matrix import LazyTable
 from tests.tools.configs import replace_config
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import random_tokens

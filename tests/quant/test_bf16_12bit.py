@@ -4,6 +4,7 @@ import ctypes
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,6 +189,11 @@ def test_matrix_that_overflows_the_pool_stays_bf16_and_its_memory_is_reused(monk
     tokens = random_tokens(CONFIG, 20)
     expected = run_in_blocks(Model(CONFIG, plain, 1), tokens, 8)
     assert_same_bits(run_in_blocks(Model(CONFIG, weights, 1), tokens, 8), expected)
+    kept = list[tuple[Any, str]]()
+    LLAMA.pack(CONFIG, tensors, PACKED_BF16, keep=lambda *array: kept.append(array))
+    arranged = LLAMA.arrange(CONFIG, tensors, PACKED_BF16, [array.reshape(-1) for array, _ in kept], [name for _, name in kept])
+    assert {name: matrix.weight_format for name, matrix in arranged.matrices.items()} == formats
+    assert_same_bits(run_in_blocks(Model(CONFIG, arranged, 1), tokens, 8), expected)
 
 
 def test_released_memory_is_zeroed_and_reused() -> None:

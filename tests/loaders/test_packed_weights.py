@@ -1,0 +1,361 @@
+"""The cache of packed weights: what it maps equals what is packed anew, and a file that changed in any way is not used."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec import quant
+from specdec.layers.architecture import Weights
+from specdec.loaders import CheckpointWarning, load_checkpoint, model_loader, packed_weights
+from specdec.loaders.model_loader import Loader
+from specdec.loaders.packed_weights import PackedWeightsCache, open_packed_weights
+from tests.tools.gguf_files import CONVERTED
+from tests.tools.hf_folders import FIXTURES
+
+MODELS = sorted(path.parent for path in FIXTURES.glob("*/config.json")) + [
+    FIXTURES / "gguf" / f"{name}.gguf" for name in CONVERTED
+]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> PackedWeightsCache:
+    return PackedWeightsCache(tmp_path / "packed")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Return the folder of a model that a test may change."""
+    return shutil.copytree(FIXTURES / "llama", tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def keep_new_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "MIN_AGE_S", -1.0)
+
+
+@contextmanager
+def ignore_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CheckpointWarning)
+        yield
+
+
+def load(path: Path, cache: PackedWeightsCache | None, weight_format: Any = None, pack: Any = "none") -> Weights:
+    loader = Loader(pack_mode=pack, packed=cache.folder if cache else "off")
+    with ignore_warnings():
+        return loader.pack(load_checkpoint(path), weight_format)
+
+
+def get_warnings(path: Path, cache: PackedWeightsCache) -> list[str]:
+    """Load a model, check its weights, and return the warnings."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        weights = Loader(pack_mode="none", packed=cache.folder).pack(load_checkpoint(path), None)
+    assert_equal(weights, load(path, None))
+    return [str(each.message) for each in found]
+
+
+def is_mapped(weights: Weights) -> bool:
+    return not next(iter(weights.matrices.values())).panels.flags.writeable
+
+
+def assert_equal(a: Weights, b: Weights) -> None:
+    assert [*a.matrices] == [*b.matrices] and [*a.vectors] == [*b.vectors] and [*a.tables] == [*b.tables]
+    for one, other in zip(a.matrices.values(), b.matrices.values(), strict=True):
+        assert replace(one, panels=other.panels) == other
+        np.testing.assert_array_equal(one.panels.view(np.uint32), other.panels.view(np.uint32))
+    for name, vector in a.vectors.items():
+        np.testing.assert_array_equal(vector, b.vectors[name])
+
+
+def get_files(cache: PackedWeightsCache) -> tuple[Path, Path]:
+    """Return the only weights file of a cache and its description."""
+    (weights,) = cache.folder.glob("*.weights")
+    return weights, weights.with_suffix(".json")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+def test_mapped_weights_equal_packed_ones(path: Path, cache: PackedWeightsCache) -> None:
+    for weight_format in (None, quant.INT8):
+        wanted = load(path, None, weight_format)
+        assert not is_mapped(load(path, cache, weight_format))
+        mapped = load(path, cache, weight_format)
+        assert is_mapped(mapped)
+        assert_equal(mapped, wanted)
+        assert len({*mapped.array_ids}) == len({*wanted.array_ids}), "a tied classifier is mapped once"
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_the_result_of_the_trial_of_formats_is_kept(
+    is_faster: bool, cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = list[int]()
+    monkeypatch.setattr(model_loader, "is_packing_candidate", lambda checkpoint: True)
+    monkeypatch.setattr(model_loader, "is_packing_faster", lambda *args: trials.append(1) or is_faster)
+    wanted = load(model, cache, pack="auto")
+    assert_equal(load(model, cache, pack="auto"), wanted)
+    assert len(trials) == 1
+
+
+def test_a_second_start_reads_no_weights(cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, checkpoint = load(model, cache), load_checkpoint(model)
+
+    def fail(*args: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("specdec.loaders.model_file.ModelFile.read_strided", fail)
+    assert_equal(Loader(packed=cache.folder, pack_mode="none").pack(checkpoint, None), wanted)
+
+
+def test_a_kept_model_is_reported_once(cache: PackedWeightsCache, model: Path) -> None:
+    (line,) = get_warnings(model, cache)
+    assert not get_warnings(model, cache)
+    assert "kept the packed weights" in line and "--packed off" in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_changed_model_is_packed_again(name: str, cache: PackedWeightsCache, model: Path) -> None:
+    load(model, cache)
+    content = (model / name).read_bytes()
+    stat = (model / name).stat()
+    (model / name).write_bytes(content)
+    os.utime(model / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same size and modification time
+    assert not is_mapped(load(model, cache))
+
+
+def test_other_formats_have_files_of_their_own(cache: PackedWeightsCache, model: Path) -> None:
+    for weight_format in (None, quant.INT8, quant.INT4):
+        assert not is_mapped(load(model, cache, weight_format))
+    for weight_format in (None, quant.INT8, quant.INT4):
+        assert_equal(load(model, cache, weight_format), load(model, None, weight_format))
+    assert len(cache.list_files()) == 3
+
+
+def damage(path: Path, rng: np.random.Generator) -> None:
+    """Change a file in one of the ways in which files get damaged."""
+    data = bytearray(path.read_bytes())
+    at = int(rng.integers(len(data)))
+    match rng.integers(5):
+        case 0:
+            data[at] ^= 1 << int(rng.integers(8))
+        case 1:
+            del data[at:]
+        case 2:
+            data[at:at] = bytes(int(rng.integers(1, 100)))
+        case 3:
+            data[at : at + 4096] = bytes(len(data[at : at + 4096]))
+        case 4:
+            data += data[:at]
+    path.write_bytes(data)
+
+
+def check_damaged(cache: PackedWeightsCache, model: Path, n: int) -> None:
+    """Damage both files of a cache n times, and check that the weights that are loaded are the model's each time."""
+    wanted = load(model, None)
+    load(model, cache)
+    files = get_files(cache)
+    contents = [path.read_bytes() for path in files]
+    for seed in range(n):
+        rng = np.random.default_rng(seed)
+        for path, content in zip(files, contents, strict=True):
+            path.write_bytes(content)
+        path, content = [*zip(files, contents, strict=True)][seed % 2]
+        damage(path, rng)
+        weights = load(model, cache)
+        assert_equal(weights, wanted)
+
+
+def test_a_damaged_file_is_not_used(cache: PackedWeightsCache, model: Path) -> None:
+    check_damaged(cache, model, 40)
+
+
+@pytest.mark.campaign
+def test_no_damaged_file_is_used(cache: PackedWeightsCache, model: Path) -> None:
+    check_damaged(cache, model, 2000)
+
+
+def test_a_copied_folder_is_used_after_a_check(cache: PackedWeightsCache, model: Path, tmp_path: Path) -> None:
+    wanted = load(model, cache)
+    shutil.copytree(cache.folder, tmp_path / "copy")
+    copy = PackedWeightsCache(tmp_path / "copy")
+    described = get_files(copy)[1].read_bytes()
+    for _ in range(2):
+        weights = load(model, copy)
+        assert is_mapped(weights)
+        assert_equal(weights, wanted)
+    assert get_files(copy)[1].read_bytes() != described, "the next start needs no check"
+
+
+def test_a_changed_byte_of_a_copied_file_is_found(cache: PackedWeightsCache, model: Path) -> None:
+    wanted = load(model, cache)
+    weights, _ = get_files(cache)
+    stat = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = load(model, cache)
+    assert not is_mapped(again)
+    assert_equal(again, wanted)
+
+
+def test_a_full_disk_is_reported_and_nothing_is_kept(
+    cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_writes = 0
+
+    def write(self: FileIO, data: Any) -> int:
+        nonlocal n_writes
+        n_writes += 1
+        if n_writes > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+    monkeypatch.setattr(packed_weights, "FileIO", type("FullFile", (FileIO,), {"write": write}))
+    assert get_warnings(model, cache) == [f"cannot keep the packed weights in {cache.folder}: No space left on device"]
+    assert not [*cache.folder.iterdir()]
+
+
+def test_a_folder_that_cannot_be_created_is_reported(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = PackedWeightsCache(tmp_path / "file" / "packed")
+    (line,) = get_warnings(model, cache)
+    assert line.startswith(f"cannot keep the packed weights in {cache.folder}: ")
+
+
+def test_an_interrupted_load_leaves_nothing(cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.layers.architecture._pack_vector", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        load(model, cache)
+    assert not [*cache.folder.iterdir()]
+
+
+def test_a_model_that_changes_while_it_is_packed_is_not_kept(cache: PackedWeightsCache, model: Path) -> None:
+    with cache.open_writer(load_checkpoint(model), [None], None) as writer:
+        writer.add(np.zeros(16, np.float32))
+        os.utime(model / "model.safetensors")
+    assert not [*cache.folder.iterdir()]
+
+
+def test_a_model_that_was_changed_just_now_is_not_kept(
+    cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "MIN_AGE_S", 1e6)
+    load(model, cache)
+    assert not cache.folder.exists()
+
+
+def test_the_least_recently_used_files_are_deleted_first(
+    cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = [quant.INT8, quant.INT4]
+    for seconds, weight_format in enumerate(formats):
+        load(model, cache, weight_format)
+        for path in cache.folder.iterdir():
+            if path.stat().st_mtime > 2000:
+                os.utime(path, (1000 + seconds, 1000 + seconds))
+    (cache.folder / "yolo.weights").write_bytes(bytes(100))
+    load(model, cache, quant.INT8)  # which is now the last one used
+    used = sum(each.n_bytes for each in cache.list_files())
+    checkpoint = load_checkpoint(model)
+    needed = packed_weights.get_architecture(checkpoint.config).estimate_bytes(checkpoint.config, checkpoint.tensors)
+    usage = shutil.disk_usage(cache.folder)._replace(free=int((used + needed - 1) / packed_weights.MAX_FREE_SHARE) - used)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    load(model, cache)
+    kept = [is_mapped(load(model, cache, weight_format)) for weight_format in (quant.INT8, None)]
+    assert kept == [True, True] and (cache.folder / "yolo.weights").exists()
+    assert len(cache.list_files()) == 2
+
+
+def test_weights_that_take_more_than_half_of_the_free_space_are_not_kept(
+    cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    (line,) = get_warnings(model, cache)
+    assert "half of the free space" in line
+    assert not [*cache.folder.iterdir()]
+
+
+WRITE_FOREVER = """
+import sys, time
+from pathlib import Path
+from specdec.loaders import load_checkpoint, packed_weights
+from specdec.loaders.packed_weights import PackedWeightsCache
+packed_weights.MIN_AGE_S = -1.0
+checkpoint = load_checkpoint(Path(sys.argv[1]))
+with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None):
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_file_of_a_killed_writer_is_deleted_and_that_of_a_living_one_is_not(cache: PackedWeightsCache, model: Path) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, model, cache.folder], stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout and writer.stdout.readline() == "writing\n"
+        (temporary,) = cache.folder.iterdir()
+        load(model, cache)
+        assert temporary.exists() and is_mapped(load(model, cache))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        load(model, cache, quant.INT8)
+        assert not temporary.exists() and len(cache.list_files()) == 2
+    finally:
+        writer.kill()
+        writer.wait()
+        if writer.stdout:
+            writer.stdout.close()
+
+
+def test_two_writers_make_one_file(cache: PackedWeightsCache, model: Path) -> None:
+    checkpoint = load_checkpoint(model)
+    architecture = packed_weights.get_architecture(checkpoint.config)
+    with (
+        ignore_warnings(),
+        cache.open_writer(checkpoint, [None], None) as one,
+        cache.open_writer(checkpoint, [None], None) as other,
+    ):
+        for writer in (one, other):
+            architecture.pack(checkpoint.config, checkpoint.tensors, None, keep=writer.add)
+    weights = load(model, cache)
+    assert is_mapped(weights) and len([*cache.folder.iterdir()]) == 2
+    assert_equal(weights, load(model, None))
+
+
+def test_the_option_names_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "get_default_folder", lambda: tmp_path)
+    folders = {option: cache and cache.folder for option in ("off", "auto", "on") for cache in [open_packed_weights(option)]}
+    assert folders == {"off": None, "auto": tmp_path, "on": tmp_path}
+    found = open_packed_weights(tmp_path / "mine")
+    assert found and found.folder == tmp_path / "mine"
+    monkeypatch.setattr(packed_weights, "get_default_folder", lambda: None)
+    assert open_packed_weights("on") is None
+    with pytest.raises(TypeError, match="packed is 3"):
+        Loader(packed=3)  # type: ignore[arg-type]
+
+
+def test_only_large_models_are_kept_by_default(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "get_default_folder", lambda: tmp_path / "packed")
+    Loader().pack(load_checkpoint(model), None)
+    assert not (tmp_path / "packed").exists()
+    monkeypatch.setattr(model_loader, "MIN_KEPT_BYTES", 1000)
+    with pytest.warns(CheckpointWarning, match="kept the packed weights"):
+        Loader().pack(load_checkpoint(model), None)
+    assert is_mapped(Loader().pack(load_checkpoint(model), None))
