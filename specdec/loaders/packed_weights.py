@@ -10,6 +10,7 @@ set it. If the identity differs, as in a copied folder, the contents are compare
 deleted, never truncated, which would kill the processes that map them.
 """
 
+import atexit
 import hashlib
 import json
 import mmap
@@ -195,6 +196,7 @@ class PackedWeightsWriter:
             if self._cache.make_room(n_bytes):
                 self._file = FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w")
                 _lock(self._file)
+                _unfinished_files.add(self._path)
             else:
                 problem = f"{n_bytes / 1e9:.1f} GB are more than half of the free space in {folder}"
                 _warn(f"not keeping the packed weights: {problem}")
@@ -264,6 +266,7 @@ class PackedWeightsWriter:
             self._file = None
         with suppress(OSError):
             self._path.unlink()
+        _unfinished_files.discard(self._path)
 
 
 def open_packed_weights(packed: str | os.PathLike[str]) -> PackedWeightsCache | None:
@@ -278,6 +281,19 @@ def get_default_folder() -> Path | None:
     """Return the folder of packed weights, next to the cached machine code; None if no folder is writable."""
     folder = code_cache.get_cache_dir()
     return Path(folder).parent / "packed" if folder else None
+
+
+_unfinished_files = set[Path]()
+
+
+def delete_unfinished_files() -> None:
+    """Delete the files that this process has not finished, when it ends while a thread packs weights."""
+    for path in [*_unfinished_files]:
+        with suppress(OSError):
+            path.unlink()
+
+
+atexit.register(delete_unfinished_files)
 
 
 def delete_packed_file(path: Path) -> None:

@@ -324,6 +324,30 @@ def test_the_file_of_a_killed_writer_is_deleted_and_that_of_a_living_one_is_not(
             writer.stdout.close()
 
 
+EXIT_WHILE_WRITING = """
+import sys, threading
+from pathlib import Path
+from specdec.loaders import load_checkpoint, packed_weights
+from specdec.loaders.packed_weights import PackedWeightsCache
+packed_weights.MIN_AGE_S = -1.0
+def write():
+    with PackedWeightsCache(Path(sys.argv[2])).open_writer(load_checkpoint(Path(sys.argv[1])), [None], None):
+        opened.set()
+        threading.Event().wait()
+opened = threading.Event()
+threading.Thread(target=write, daemon=True).start()
+opened.wait()
+assert [*Path(sys.argv[2]).iterdir()]
+sys.exit(0)
+"""
+
+
+def test_a_process_that_ends_while_a_thread_packs_leaves_nothing(cache: PackedWeightsCache, model: Path) -> None:
+    """The command line loads in a thread, and a signal ends the main one."""
+    subprocess.run([sys.executable, "-c", EXIT_WHILE_WRITING, model, cache.folder], check=True)
+    assert not [*cache.folder.iterdir()]
+
+
 def test_two_writers_make_one_file(cache: PackedWeightsCache, model: Path) -> None:
     checkpoint = load_checkpoint(model)
     architecture = packed_weights.get_architecture(checkpoint.config)
