@@ -418,7 +418,8 @@ class AttentionConfig:
         has_rope: Rotate queries and keys by RoPE.
         qkv_bias: Add a bias to queries, keys and values.
         wo_bias: Add a bias to the output projection.
-        qk_norm: Apply an RMSNorm to each head of queries and keys, or to the "whole" row of a token.
+        qk_norm: Apply an RMSNorm to each head of queries and keys, or to each "rotated" head, after RoPE, or to the "whole" row
+            of a token.
         value_norm: Apply an RMSNorm without weights to each head of values.
         scale: Factor of attention scores. 0: 1 / sqrt(head_dim).
         softcap: Bound of attention scores: scores become softcap tanh(score / softcap), before the softmax. 0: no bound.
@@ -433,7 +434,7 @@ class AttentionConfig:
     has_rope: bool = True
     qkv_bias: bool = False
     wo_bias: bool = False
-    qk_norm: bool | Literal["whole"] = False
+    qk_norm: bool | Literal["rotated", "whole"] = False
     value_norm: bool = False
     scale: float = 0.0
     softcap: float = 0.0

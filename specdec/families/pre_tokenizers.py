@@ -74,6 +74,16 @@ _PRE_TOKENIZERS_BY_NAMES = {
         )
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(
+        (
+            r"\p{N}{1,3}",
+            r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
+    ),
+    # MiniCPM 5, which is a Llama otherwise.
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _WORDS % "+"), ignore_merges=True),
     DEFAULT_PRE_TOKENIZER: PreTokenizer((r"[\p{P}$+<=>^~|]+", _OLD_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
 }  # fmt: skip
 PRE_TOKENIZERS = {

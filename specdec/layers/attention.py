@@ -83,11 +83,16 @@ def make_attention_program(
             queries = (b.query_cos, b.query_sin) if config.rope.query_scale else (b.rope_cos, b.rope_sin)
             sections = [(0, k_row, *queries), (k_row, v_row, b.rope_cos, b.rope_sin)][: 1 + has_kv]
         ones = np.ones(round_up(config.head_dim, PANEL_ROWS), np.float32)
+        norm_ops = [
+            head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in norms
+        ]
+        rope_ops = [
+            rope(b.qkv, unit, base, end_row - base, *each, b.depths, config.head_dim) for base, end_row, *each in sections
+        ]
         value_norm_args = (b.qkv, unit, v_row, config.n_kv_heads, config.head_dim, ones, config.norm_eps)
         return [
-            *(head_norm(b.qkv, unit, base, n, n_rows, v[f"{i}.{name}"], config.norm_eps) for name, (n_rows, base, n) in norms),
             *([head_norm(*value_norm_args)] if config.attention.value_norm and has_kv else []),
-            *(rope(b.qkv, unit, base, end_row - base, *each, b.depths, config.head_dim) for base, end_row, *each in sections),
+            *(rope_ops + norm_ops if config.attention.qk_norm == "rotated" else norm_ops + rope_ops),
             *([b.kv.store_keys(b.keys, b.key_scales, b.qkv, unit, k_row)] if has_kv else []),
             *([b.kv.store_values(b.values, b.value_scales, b.qkv, unit, v_row, config.head_dim)] if has_kv else []),
         ]

@@ -76,6 +76,11 @@ FAMILIES = {
     "olmo2": make_config(40, 50, 2, 4, 2, 105, 400, False, norm_placement="behind", qk_norm="whole"),
     "all norms of the whole": make_config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norm_placement="around", qk_norm="whole",
     qkv_bias=True),
+    "hunyuan": make_config(40, 50, 2, 4, 2, 105, 400, False, head_dim=12, qk_norm="rotated"),
+    "exaone 4": make_config(
+        40, 50, 3, 4, 2, 105, 400, False, norm_placement="behind", qk_norm=True, window=13,
+        layers=override_full_layers((2,), 3, has_rope=False),
+    ),
     "experts": make_config(40, 50, 3, 4, 2, 105, 400, False, experts=ExpertsConfig(5, 2, 30, False, (1,))),
     "experts, one shared": make_config(48, 1, 2, 4, 4, 105, 400, qk_norm="whole",
     experts=ExpertsConfig(8, 3, 20, shared_hidden_dim=35)),

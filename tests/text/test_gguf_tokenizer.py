@@ -340,6 +340,11 @@ def test_the_command_line_reads_a_gguf_file(run: Run, tmp_path: Path) -> None:
 
 
 SPLITS = {
+    "hunyuan-dense": [
+        ("It's 1234 漢字かな,ok", ["It", "'s", " ", "123", "4", " ", "漢字かな", ",ok"]),
+        ("a\n\nb!", ["a", "\n\n", "b", "!"]),
+    ],
+    "minicpm5": [("It's 12345!", ["It", "'s", " ", "123", "45", "!"]), ("a  b\n", ["a", " ", " b", "\n"])],
     "falcon": [("It's 12345!", ["It", "'", "s", " ", "123", "45", "!"]), ("a  b+=c", ["a", " ", " b", "+=", "c"])],
     "deepseek-llm": [("Hi there, 漢字12 z", ["Hi", " there", ",", " ", "漢字", "12", " z"]), ("a\n\nb", ["a", "\n", "\n", "b"])],
     "deepseek-coder": [("x1 = 42;", ["x", "1", " = ", "4", "2", ";"]), ("def f():\n", ["def", " f", "():", "\n"])],

@@ -335,6 +335,18 @@ CONFIGS |= {
         36, 41, 3, 3, 1, 65, 128, False, norm_eps=1e-6, attention_scale=1.0,
         mamba=((0, 2), Mamba2Config(8, 9, 2, 7, 3, False)),
     ),
+    "qwen2_moe": make_config(
+        28, 40, 2, 7, 1, 72, 128, False, norm_eps=1e-6, qkv_bias=True,
+        experts=ExpertsConfig(5, 2, 12, False, shared_hidden_dim=20, shared_gate=True),
+    ),
+    "exaone4": make_config(
+        30, 34, 4, 3, 1, 67, 128, False, rope_theta=5e5, rope_scaling=Llama3RopeScaling(8, 1, 4, 64), norm_placement="behind",
+        qk_norm=True, window=10, layers=override_full_layers((3,), 4, has_rope=False),
+    ),
+    "ernie4_5": make_config(30, 38, 2, 3, 1, 73, 128, True, rope_theta=5e5, head_dim=12),
+    "hunyuan_v1_dense": make_config(
+        28, 33, 2, 4, 2, 74, 32768, False, rope_theta=float(np.float32(1e4 * 1000 ** (10 / 8))), head_dim=10, qk_norm="rotated"
+    ),
 }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -36,6 +38,7 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -49,6 +52,7 @@ from transformers import (
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeTextConfig,
@@ -570,6 +574,28 @@ MODELS = {
             },
             vision_config=dict.fromkeys(("hidden_size", "intermediate_size"), 8)
             | {"num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8, "patch_size": 4},
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "qwen2_moe": (
+        Qwen2MoeConfig(
+            **make_sizes(72, 28, 40, 2, 7, 1, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12),
+            shared_expert_intermediate_size=20,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "exaone4": (
+        Exaone4Config(**make_sizes(67, 30, 34, 4, 3, 1, sliding_window=10, rope_parameters=LLAMA3)),
+        torch.bfloat16,
+        {},
+    ),
+    "ernie4_5": (Ernie4_5Config(**make_sizes(73, 30, 38, 2, 3, 1, head_dim=12, pad_token_id=0)), torch.bfloat16, {}),
+    "hunyuan_v1_dense": (
+        HunYuanDenseV1Config(
+            **make_sizes(74, 28, 33, 2, 4, 2, positions=32768, head_dim=10, pad_token_id=0, eod_token_id=2),
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
         ),
         torch.bfloat16,
         {},

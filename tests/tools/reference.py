@@ -195,6 +195,7 @@ def forward(
             x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.attention.qk_norm is True else x
             angles = rope_frequencies(own) * own.attention.has_rope
             x = np.stack([rope(x[pos], pos * angles, config.rope.attention_factor) for pos in range(n)])
+            x = rms_norm(x, t[f"{c}_norm"][i], eps) if config.attention.qk_norm == "rotated" else x
         if c == "q" and config.rope.query_scale:
             x = x * (1 + config.rope.query_scale * np.log(1 + np.arange(n) // config.rope.query_span))[:, None, None]
         return x
