@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from specdec.engine.disk_prompt_cache import PromptCache
     from specdec.text.chat_template import ChatTemplate, Message, Options, Tools
+    from specdec.text.reasoning import ReasoningMarks
 
 PromptInput = str | GenericSequence[int]
 DEFAULT_SAMPLING = Sampling()
@@ -215,13 +216,14 @@ class SpeculativeDecoder:
         sampling: Sampling,
         stop: Stop = (),
         include_draft_text: bool = False,
-        visible_tokens: Mapping[int, str] = NO_TOKENS,
+        reasoning_marks: "ReasoningMarks | None" = None,
         **kwargs: Any,
     ) -> Iterator[Event | PrefillProgress]:
         constraint, sampling = kwargs.pop("shape", None), override_sampling(sampling, **kwargs)
         request = GenerationRequest(
-            self.encode(prompt), max_tokens, sampling, stop, constraint=constraint, visible_tokens=visible_tokens,
-            include_draft_text=include_draft_text,
+            self.encode(prompt), max_tokens, sampling, stop, constraint=constraint,
+            visible_tokens=reasoning_marks.visible_tokens if reasoning_marks else NO_TOKENS,
+            include_draft_text=include_draft_text, reasoning_marks=reasoning_marks,
         )  # fmt: skip
         request = validate_request(request, self.bundle)
         self.warm_up()
@@ -348,15 +350,15 @@ class SpeculativeDecoder:
         prompt: PromptInput,
         max_tokens: int,
         sampling: Sampling = DEFAULT_SAMPLING,
-        visible_tokens: Mapping[int, str] = NO_TOKENS,
+        reasoning_marks: "ReasoningMarks | None" = None,
         **kwargs: "Unpack[GenerationKwargs]",
     ) -> Iterator[Event | PrefillProgress]:
         """Generate a completion as `stream` does, and yield also the progress of each prefill and the text of draft tokens.
 
-        The text has the special tokens in `visible_tokens`, with the strings given there. A sequence that is prefilled again,
-        because it has become too long for its RoPE factors, reports that progress too.
+        The text has the marks in `reasoning_marks`, and stop strings have no effect in the thought between them. A sequence that
+        is prefilled again, because it has become too long for its RoPE factors, reports that progress too.
         """
-        return self._stream(prompt, max_tokens, sampling, include_draft_text=True, visible_tokens=visible_tokens, **kwargs)
+        return self._stream(prompt, max_tokens, sampling, include_draft_text=True, reasoning_marks=reasoning_marks, **kwargs)
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Prefill the KV caches of all models with a prompt's tokens; yield the fraction of the work that is done, from 0 to 1.

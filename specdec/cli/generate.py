@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -26,6 +26,10 @@ from specdec.ui.panel import LivePanel, buffer_events
 from specdec.ui.plain_views import MIN_ADVICE_PASSES, PlainView, SilentView, View, print_result, print_summary, run_view, to_json
 from specdec.ui.progress import show_prefill_progress
 from specdec.ui.terminal_window import Window, find_obstacle
+
+if TYPE_CHECKING:
+    from specdec.text.conversation import ThoughtFilter
+    from specdec.text.reasoning import ReasoningMarks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +180,11 @@ class GenerationRunner:
         statistics = Statistics(len(self.prompt))
         view = self._make_view(statistics)
         events: Iterator[Event | PrefillProgress]
-        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, stop=stops, shape=constraint)
+        marks = find_reasoning_marks(decoder, self.prompt)
+        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, shape=constraint)
+        thought_filter = make_thought_filter(marks) if marks else None
+        if thought_filter:
+            events = map(thought_filter.filter, events)
         if isinstance(view, LivePanel):  # the panel shows the prefill progress itself
             events = buffer_events(events)
         else:
@@ -184,7 +192,9 @@ class GenerationRunner:
         run_view(view, events, statistics, Prompt(self.prompt, 0.0, decoder.tokenizer.decode(self.prompt)))
         if isinstance(view, SilentView):
             seconds = {"load_seconds": self.models.load_seconds, "warmup_seconds": self.models.warmup_seconds}
-            details = {**seconds, "seed": sampling.seed, "settings": self.request.get_settings(self.models)}
+            thought = thought_filter.end().get("reasoning_content") if thought_filter else None
+            thoughts = {"reasoning_content": thought} if thought else {}
+            details = {**thoughts, **seconds, "seed": sampling.seed, "settings": self.request.get_settings(self.models)}
             print(to_json(statistics, view.text, view.tokens, **details), flush=True)
         else:
             self._print_result(view, statistics, sampling.seed)
@@ -195,7 +205,7 @@ class GenerationRunner:
             return SilentView()
         out = Console()
         if self.request.plain or find_obstacle(out):
-            return PlainView(sys.stdout)
+            return PlainView(sys.stdout, sys.stderr)
         return LivePanel(Window(out), statistics, self.max_tokens, self.request.labels, self.request.pace)
 
     def _print_result(self, view: View, statistics: Statistics, seed: int) -> None:
@@ -210,6 +220,26 @@ class GenerationRunner:
             if decoder.has_draft:  # the draft has no part in the output
                 details["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.format_names} target's own"
             print_summary(errors, statistics, **details)
+
+
+def find_reasoning_marks(decoder: SpeculativeDecoder, prompt: list[int]) -> "ReasoningMarks | None":
+    """Return the marks around a thought that the output after a prompt may begin with; None for a model that does not think."""
+    checkpoint = decoder.bundle.checkpoint
+    if not (checkpoint and (checkpoint.chat_template or checkpoint.path.is_dir())):  # a file without a chat template
+        return None
+    from specdec.text import reasoning
+
+    try:
+        return reasoning.find_reasoning_marks(decoder.chat_template, decoder.tokenizer, prompt)
+    except ValueError:  # there is no template, or the package that renders it is missing
+        return None
+
+
+def make_thought_filter(marks: "ReasoningMarks") -> "ThoughtFilter":
+    """Return a new filter of the events of an output that may begin with a thought."""
+    from specdec.text.conversation import ThoughtFilter
+
+    return ThoughtFilter(marks)
 
 
 def get_advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:

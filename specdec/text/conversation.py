@@ -101,7 +101,7 @@ class ChatDecoder(Protocol):
         prompt: list[int],
         max_tokens: int,
         sampling: Sampling,
-        visible_tokens: Mapping[int, str],
+        reasoning_marks: ReasoningMarks | None,
         *,
         shape: Constraint | None,
     ) -> Iterator[Event | PrefillProgress]:
@@ -111,7 +111,7 @@ class ChatDecoder(Protocol):
             prompt: The prompt's token ids.
             max_tokens: The maximum number of generated tokens.
             sampling: The sampling settings.
-            visible_tokens: Special tokens that appear in the text, with the string to show for each.
+            reasoning_marks: The marks around a thought, which appear in the text; None for none.
             shape: A constraint that the completion must satisfy, or None.
         """
 
@@ -263,8 +263,7 @@ class Conversation:
                 if constraint and not marks.closes_in_prompt:
                     constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
                 thought_filter = ThoughtFilter(marks)
-            visible_tokens = marks.visible_tokens if marks else {}
-            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, visible_tokens, shape=constraint):
+            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, marks, shape=constraint):
                 if isinstance(event, Step):
                     tokens += event.tokens
                     text += event.text

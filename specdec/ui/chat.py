@@ -35,8 +35,9 @@ from specdec.ui.plain_views import (
 from specdec.ui.progress import show_prefill_progress
 from specdec.ui.signals import signals
 from specdec.ui.terminal_window import MAX_FRAME_WIDTH, STYLES, STYLES_NO_COLOR, Window, find_obstacle
-from specdec.ui.text_layout import Row, StyledText, append_run
+from specdec.ui.text_layout import Row, StyledText, WrappedRows, append_run
 
+MAX_THOUGHT_ROWS = 6  # shown while the model thinks
 MAX_SHOWN_CHARACTERS, MAX_SHOWN_ROWS = 2000, 12  # of a first message from a file
 HISTORY_FILE, LAST_CONVERSATION_FILE = "history", "last-talk"  # files in the state folder
 COMMAND_HELP = {
@@ -45,6 +46,7 @@ COMMAND_HELP = {
     "/system TEXT": 'another system prompt; "" for none, alone to see it',
     "/set NAME VALUE": "temperature, top_p, seed and others; alone to see all",
     "/think on|off": "whether the model thinks before it answers; alone to see it",
+    "/thought": "show the thought before the last answer, as Ctrl-T does",
     "/stats": "all statistics of the last answer",
     "/panel": "switch the panel that shows every draft token on or off",
     "/save FILE": "save the conversation and its settings",
@@ -58,10 +60,47 @@ COMMAND_HELP = {
 DESTRUCTIVE_COMMANDS = ("clear", "regen")  # they take no arguments, so that a typo does not lose messages
 
 
+class ThoughtRows:
+    """The last rows of a thought while it is generated, dim; at its end they are erased.
+
+    Args:
+        out: The terminal.
+        width: Cells of a row.
+        code: The SGR code of the text.
+
+    Attributes:
+        has_text: Whether the thought has any text.
+    """
+
+    def __init__(self, out: TextIO, width: int, code: str) -> None:
+        """Start without rows."""
+        self._out, self._code, self._wrapped = out, code, WrappedRows(max(width - 1, 1), MAX_THOUGHT_ROWS)
+        self._shown, self.has_text = list[str](), False
+
+    def add(self, text: str) -> None:
+        """Append text, and draw the rows again if they changed."""
+        self.has_text = self.has_text or bool(text)
+        self._wrapped.add(text, "faint")
+        rows = ["".join([run for run, _ in row]) for row in self._wrapped.get_rows()]
+        if self.has_text and rows != self._shown:
+            if self._shown and rows[:-1] == self._shown[:-1] and rows[-1].startswith(self._shown[-1]):
+                self._out.write(f"\x1b[{self._code}m{rows[-1][len(self._shown[-1]) :]}\x1b[m")
+            else:
+                self.erase()
+                self._out.write(f"\x1b[{self._code}m" + "\n".join(rows) + "\x1b[m")
+            self._shown = rows
+
+    def erase(self) -> None:
+        """Erase the rows; the cursor is then where they began."""
+        if self._shown:
+            self._out.write(f"\r\x1b[{len(self._shown) - 1}A\x1b[J" if len(self._shown) > 1 else "\r\x1b[J")
+        self._shown = []
+
+
 class AnswerView(View):
     """A view that streams an answer: wrapped between words and coloured on a terminal, plain text elsewhere.
 
-    A thought is shown dim, with its time and length after it, or left out if there are no styles or rows.
+    The last rows of a thought are shown dim, then its time and length in their place. Without styles or rows it is left out.
     """
 
     def __init__(self, out: TextIO, get_width: Callable[[], int], styles: Mapping[str, str]) -> None:
@@ -72,6 +111,7 @@ class AnswerView(View):
         self._has_begun = False  # leading whitespace is dropped
         self._is_mid_row = False
         self._is_resized = False  # the next word then starts a row of the new width
+        self._thought_rows: ThoughtRows | None = None  # while there is a thought
         self._begin_rows()
 
     def _begin_rows(self) -> None:
@@ -92,6 +132,7 @@ class AnswerView(View):
         """Write the text of a step; before the status line of a later prefill, end the row on a terminal."""
         if isinstance(event, PrefillProgress):
             if self._width and self._is_mid_row:  # the status line of the prefill takes the row
+                self._thought_rows = None
                 self._end_rows()
                 self._begin_rows()
             self._is_mid_row = False
@@ -105,18 +146,27 @@ class AnswerView(View):
             self._out.flush()
 
     def _show_thought(self, step: ThoughtStep) -> None:
-        self._add(self._sanitizer.push("".join(step.thought_pieces)), "faint")
-        if step.is_thought_end and self._has_begun:
-            self._add(self._sanitizer.end(), "faint")
-            self._end_rows()
+        if self._is_resized or not self._thought_rows:
+            if self._thought_rows:  # what is shown was wrapped again by the terminal
+                self._end_rows()
             self._begin_rows()
-            self._add(format_thought(step), "faint")
-            self._end_rows()
-            self._begin_rows()
-            self._sanitizer, self._has_begun = StreamSanitizer(), False
+            self._is_resized, self._thought_rows = False, ThoughtRows(self._out, self._width, self._styles["faint"])
+        self._thought_rows.add(self._encode(self._sanitizer.push("".join(step.thought_pieces))))
+        if step.is_thought_end:
+            self._thought_rows.erase()
+            has_text, self._thought_rows, self._sanitizer = self._thought_rows.has_text, None, StreamSanitizer()
+            if has_text:
+                self._add(format_thought(step), "faint")
+                self._end_rows()
+                self._begin_rows()
+                self._has_begun = False
+
+    def _encode(self, text: str) -> str:
+        """Return a text as it will be printed, so that its width is right."""
+        return text.encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _add(self, text: str, style: str) -> None:
-        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)  # measured as it will be printed
+        text = self._encode(text)
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
@@ -180,7 +230,7 @@ class ChatSession:
         self._last_conversation_path: Path | None = None
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._print_help, "clear": self._clear, "regen": self._regenerate, "system": self._set_system_prompt,
-            "set": self._set_option, "think": self._set_thinking,
+            "set": self._set_option, "think": self._set_thinking, "thought": self._print_thought,
             "stats": self._print_stats, "panel": self._toggle_panel, "save": self._save, "load": self._load,
             "bye": self._quit, "exit": self._quit, "quit": self._quit,
         }  # fmt: skip
@@ -349,6 +399,12 @@ class ChatSession:
             self._conversation.set_thinking(text == "on")
         states = {True: "on", False: "off", None: "as the chat template has it"}
         self._print_notice(f"thinking: {states[self._conversation.thinking]}")
+
+    def _print_thought(self, _: str) -> None:
+        messages = self._conversation.messages
+        if not (thought := messages[-1].get("reasoning_content") if messages else None):
+            raise ValueError("the last answer has no thought")
+        self._out.print(Text(sanitize(thought), "" if self._is_plain else "dim"))
 
     def _print_stats(self, _: str) -> None:
         if not self._statistics:

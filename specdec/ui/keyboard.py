@@ -19,7 +19,7 @@ MAX_READ_BYTES = 1024  # of one poll
 # The bytes that a key sends, and its action.
 KEY_ACTIONS = {
     b" ": "pause", b"\x1b[C": "step", b"\x1bOC": "step", b"+": "faster", b"=": "faster", b"-": "slower", b"?": "explain",
-    b"q": "end", b"Q": "end",
+    b"q": "end", b"Q": "end", b"t": "thought",
 }  # fmt: skip
 _KEY_PATTERN = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|[^\x1b]")
 _PARTIAL_KEY = re.compile(rb"\x1b(\[[0-?]*[ -/]*|O)?\Z")

@@ -28,6 +28,7 @@ from specdec.ui.signals import CONTINUE_SIGNAL, signals
 PROMPT, CONTINUATION_PROMPT = ">>> ", "... "
 FENCE = '"""'  # surrounds a message of several lines
 MAX_HISTORY_MESSAGES, MAX_HISTORY_MESSAGE_LENGTH = 1000, 1 << 16  # over all sessions; characters
+COMMAND_KEYS = {r"\C-t": "/thought"}  # of GNU readline
 PASTE_WINDOW_S = 0.02  # the next line of a paste arrives within it
 BOLD_ON, BOLD_OFF = "\x01\x1b[1m\x02", b"\x1b[m"  # \x01 and \x02 mark zero width for readline
 UTF8_LOCALES = ("C.UTF-8", "UTF-8", "en_US.UTF-8")  # on Linux, macOS, older systems
@@ -72,6 +73,9 @@ class LineEditor:
             editor.parse_and_bind("set enable-bracketed-paste on")
             editor.parse_and_bind("set show-all-if-ambiguous on")
             editor.parse_and_bind("tab: complete" if is_gnu else "bind ^I rl_complete")
+            if is_gnu:  # a key for a command replaces what was typed
+                for key, command in COMMAND_KEYS.items():
+                    editor.parse_and_bind(f'"{key}": "\\C-a\\C-k{command}\\C-m"')
             editor.set_completer_delims(" ")
             editor.set_completer(self._complete)
             editor.set_auto_history(False)

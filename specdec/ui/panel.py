@@ -74,6 +74,7 @@ class InteractiveView:
         self._window, self._labels = window, labels
         self._console, self._painter, self._clock = window.console, window.painter, window.clock
         self._is_paused = self._shows_key_hints = self.ended = False
+        self._more_key_hints = list[str]()
 
     def _poll(self) -> bool:
         """Handle the keys pressed since the last call; return whether a key, a resize or Ctrl-Z requires a new frame."""
@@ -107,7 +108,7 @@ class InteractiveView:
         forms: list[Row] = self._legend_forms(self.N_MEANINGS) if self._labels.draft_label else [[]]
         if self._shows_key_hints:
             long = "space: pause", "→: one pass", f"+ -: {self.SPEED}", f"q: {self.END}", "?: the colours"
-            forms = [[(text, "plain") for text in form] for form in (long, SHORT_KEY_HINTS)]
+            forms = [[(text, "plain") for text in (*form, *self._more_key_hints)] for form in (long, SHORT_KEY_HINTS)]
         rows = fit_items(forms, width, n)
         return [*rows, *([[]] * (n - len(rows)))]
 
@@ -157,6 +158,8 @@ class LivePanel(InteractiveView):
         self._max_tokens, self._pace, self._is_auto_paced = max_tokens, pace or 0.0, pace is None
         self._next_step_time = 0.0  # due time under auto pacing
         self._styled_text = StyledText()
+        self._folded_text: StyledText | None = None  # the text without its thought; None before a thought
+        self._is_thinking = self._is_thought_open = self._has_thought_text = False
         self._context: str | None = None  # end of the text; None before it begins
         self._prefill: PrefillProgress | None = None  # during a prefill
         self._begin = 0.0
@@ -182,7 +185,7 @@ class LivePanel(InteractiveView):
 
     def _final_page(self) -> str:
         self._flush_steps()
-        return self._format_page(self._styled_text, bool(self._labels.draft_label and self._statistics.n_drafted))
+        return self._format_page(self._shown_text, bool(self._labels.draft_label and self._statistics.n_drafted))
 
     def show(self, event: Event | PrefillProgress) -> None:
         """Add a decoding event to the panel, draw a frame if one is due, and wait for as long as the pace or a pause requires."""
@@ -254,6 +257,8 @@ class LivePanel(InteractiveView):
             self._is_paused = True
         elif action == "faster":
             self._pace = next((pace for pace in PACES if pace > self._pace), 0.0) if self._pace else 0.0
+        elif action == "thought":
+            self._is_thought_open = not self._is_thought_open
         elif action == "slower":
             self._pace = next((pace for pace in reversed(PACES) if not self._pace or pace < self._pace), PACES[0])
 
@@ -296,10 +301,29 @@ class LivePanel(InteractiveView):
         """Append the text of the steps since the last call to the panel's styled text."""
         for step in self._pending_steps:
             if isinstance(step, ThoughtStep):
-                end = f"\n{format_thought(step)}\n\n" if step.is_thought_end and step.n_thought_tokens else ""
-                self._styled_text.add("".join(step.thought_pieces) + end, "faint")
-            self._styled_text.add_step(step)
+                self._add_thought(step)
+            for text in filter(None, (self._styled_text, self._folded_text)):
+                text.add_step(step)
         self._pending_steps.clear()
+
+    def _add_thought(self, step: ThoughtStep) -> None:
+        """Append a step's part of a thought to the text, and its length at its end, which is all of it in the folded text."""
+        if not self._folded_text:
+            self._styled_text.start_row()
+            self._folded_text, self._more_key_hints = self._styled_text.copy(), ["t: the thought"]
+        self._styled_text.add("".join(step.thought_pieces), "faint")
+        self._is_thinking = not step.is_thought_end
+        self._has_thought_text = self._has_thought_text or any(step.thought_pieces)
+        if step.is_thought_end and self._has_thought_text:
+            for text in (self._styled_text, self._folded_text):
+                text.start_row()
+                text.add(f"{format_thought(step)}\n\n", "faint")
+
+    @property
+    def _shown_text(self) -> StyledText:
+        """The text with its thought while that is generated or opened by its key, else with the thought folded."""
+        is_open = self._is_thinking or self._is_thought_open
+        return self._styled_text if is_open or not self._folded_text else self._folded_text
 
     def render(self, size: ConsoleDimensions) -> list[Row]:
         """Return the rows of the panel for a terminal size, each a list of (text, style) runs; a framed row ends with its edge.
@@ -310,7 +334,7 @@ class LivePanel(InteractiveView):
         width, height = min(size.width, MAX_FRAME_WIDTH), size.height
         if height < MIN_ROWS or width < MIN_WIDTH:
             rows = [
-                *self._styled_text.tail(width, max(height - 2, 1), self._is_paused),
+                *self._shown_text.tail(width, max(height - 2, 1), self._is_paused),
                 [(self._format_statistics(width), "plain")],
             ]
             return rows[-max(height - 1, 1) :]
@@ -324,7 +348,7 @@ class LivePanel(InteractiveView):
             n_text, n_passes = n_text + n_passes, 0
         rows = [
             self._painter.rule(width, "╭─╮", self._labels.pair, self._format_speed()),
-            *self._text_rows(self._styled_text, width, n_text),
+            *self._text_rows(self._shown_text, width, n_text),
         ]
         if has_passes:
             rows.append(self._painter.rule(width, "├─┤", *self._format_heading(width)))

@@ -147,27 +147,48 @@ def format_thought(step: ThoughtStep) -> str:
 
 
 class PlainView(View):
-    """A view that writes the prompt and the generated text to a stream as they come, without colours or statistics."""
+    """A view that writes the prompt and the generated text to a stream as they come, without colours or statistics.
 
-    def __init__(self, out: TextIO) -> None:
-        """Set the stream to write to."""
+    Args:
+        out: The stream.
+        thought_out: The stream for a thought before the text, and for its time and length; None to leave them out.
+    """
+
+    def __init__(self, out: TextIO, thought_out: TextIO | None = None) -> None:
+        """Store the streams to write to."""
         self._sanitizer, self._out = StreamSanitizer(), out
-        self._is_mid_row = False
+        self._thought_sanitizer, self._thought_out = StreamSanitizer(), thought_out
+        self._is_mid_row = self._has_thought = False
 
     def __exit__(self, *_: Any) -> None:
-        """Write the text that was held back and end the line."""
+        """End the text and its row."""
         self._out.write(self._sanitizer.end() + "\n")
         self._out.flush()
 
     def show(self, event: Event | PrefillProgress) -> None:
         """Write the text of a prompt or step; before the status line of a later prefill, end the row on a terminal."""
+        if isinstance(event, ThoughtStep) and self._thought_out:
+            self._show_thought(event, self._thought_out)
         if isinstance(event, Prompt | Step):
             self._out.write(self._sanitizer.push(event.text))
             self._out.flush()
-        elif isinstance(event, PrefillProgress) and self._is_mid_row and self._out.isatty():
-            self._out.write("\n")  # the status line of the prefill takes the row
-            self._out.flush()
+        elif isinstance(event, PrefillProgress):
+            self._end_row()  # the status line of the prefill takes the row
         self._is_mid_row = isinstance(event, Prompt | Step)
+
+    def _end_row(self) -> None:
+        if self._is_mid_row and self._out.isatty():
+            self._out.write("\n")
+            self._out.flush()
+
+    def _show_thought(self, step: ThoughtStep, out: TextIO) -> None:
+        text = self._thought_sanitizer.push("".join(step.thought_pieces))
+        if text and not self._has_thought:
+            self._end_row()
+            self._has_thought = True
+        is_end = step.is_thought_end and self._has_thought
+        out.write(f"{text}{self._thought_sanitizer.end()}\n{format_thought(step)}\n" if is_end else text)
+        out.flush()
 
 
 class SilentView(View):

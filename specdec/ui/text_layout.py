@@ -171,6 +171,18 @@ class StyledText:
         self.add("".join(step.pieces[: step.n_accepted]), "accepted")
         self.add("".join(step.pieces[step.n_accepted :]), "target")
 
+    def start_row(self) -> None:
+        """Append a line break if the text does not end with one, or is not empty."""
+        if self._runs and not self._runs[-1][0].endswith("\n"):
+            self.add("\n", "plain")
+
+    def copy(self) -> "StyledText":
+        """Return a new text with the same runs so far, which reports no placed text."""
+        other = StyledText()
+        for text, style in self._runs:
+            other.add(text, style)
+        return other
+
     def finish(self) -> None:
         """Append the text that was held back as the start of a control sequence that never ended."""
         self._add(self._sanitizer.end(), "target")

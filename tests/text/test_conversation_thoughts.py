@@ -2,14 +2,14 @@
 
 import io
 import json
-import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
@@ -18,10 +18,11 @@ from specdec.events import Proposal, Statistics, ThoughtStep
 from specdec.text.conversation import Conversation
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.text.reasoning_constraint import ReasoningConstraint
-from specdec.ui.chat import AnswerView, ChatSession
+from specdec.ui.chat import MAX_THOUGHT_ROWS, AnswerView, ChatSession
 from specdec.ui.panel import LivePanel
 from specdec.ui.plain_views import ModelLabels, sanitize
 from specdec.ui.terminal_window import STYLES, Window
+from tests.fakes.terminal import Screen
 from tests.text.test_conversation import QUESTION, make_conversation, model  # noqa: F401  (fixtures)
 
 THINKER = (
@@ -82,36 +83,98 @@ def test_an_interrupted_thought_is_kept_without_an_answer(thinker: Callable[...,
     assert answer["content"] == "" and "Hm, a robin.".startswith(answer["reasoning_content"]) and answer["reasoning_content"]
 
 
+def show_answer(conversation: Conversation, width: int, styles: dict[str, str], screen: Screen) -> Iterator[None]:
+    """Show an answer in a view whose output a screen shows; yields after each step."""
+    out = io.StringIO()
+    with AnswerView(out, lambda: width, styles) as view:
+        for event in conversation.ask(QUESTION):
+            view.show(event)
+            screen.feed(out.getvalue().replace("\n", "\r\n"))
+            out.seek(0)
+            out.truncate()
+            yield
+    screen.feed(out.getvalue().replace("\n", "\r\n"))
+
+
+def get_rows(screen: Screen) -> list[str]:
+    return ["".join(row).rstrip() for row in screen.rows]
+
+
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
-        ("<think>\nHm, hm.\n</think>\n\nYes.", ["Hm, hm.", "thought for 9.0 s, 16 tokens", "Yes.", ""]),
-        ("<think>\n\n</think>\n\nYes.", ["Yes.", ""]),
-        ("Yes.", ["Yes.", ""]),
+        ("<think>\nHm, hm.\n</think>\n\nYes.", ["thought for 9.0 s, 16 tokens", "Yes.", ""]),
+        ("<think>\n\n</think>\n\nYes.", ["Yes.", ""]), ("Yes.", ["Yes.", ""]),
     ],
-)
-def test_a_thought_is_shown_dim_on_a_terminal_and_left_out_elsewhere(
+)  # fmt: skip
+def test_a_thought_is_folded_on_a_terminal_and_left_out_elsewhere(
     thinker: Callable[..., Conversation], text: str, rows: list[str]
 ) -> None:
     for width, styles, expected in ((40, STYLES, rows), (40, {}, rows[-2:]), (0, {}, rows[-2:])):
-        out = io.StringIO()
-        with AnswerView(out, lambda width=width: width, styles) as view:
-            for event in thinker(text, 1).ask(QUESTION):
-                view.show(event)
-        assert sanitize(out.getvalue()).split("\n") == expected
-        dim = "".join(re.findall(r"\x1b\[2m([^\x1b]*)", out.getvalue()))
-        assert dim == "".join(expected[:-2])
+        screen = Screen(40, 24)
+        deque(show_answer(thinker(text, 1), width, styles, screen), 0)
+        assert get_rows(screen) == expected and (2 in screen.styles) == (len(expected) == 3)
 
 
-def test_a_thought_is_shown_in_the_panel(thinker: Callable[..., Conversation]) -> None:
+def test_the_last_rows_of_a_thought_are_shown_while_the_model_thinks(thinker: Callable[..., Conversation]) -> None:
+    words = [f"word{i}" for i in range(60)]
+    text = f"<think>\n{' '.join(words[:30])}\n\n{' '.join(words[30:])}\n</think>\n\nYes."
+    for width, height, size in ((20, 24, 1), (20, 24, 7), (31, 8, 3), (9, 24, 2)):
+        screen, shown = Screen(width, height), list[str]()
+        for _ in show_answer(thinker(text, size), width, STYLES, screen):
+            rows = get_rows(screen)
+            shown.append("".join(rows).replace(" ", ""))
+            assert len([row for row in rows if "word" in row]) <= MAX_THOUGHT_ROWS
+        assert all(any(word in page for page in shown) for word in words[:-1])
+        assert "".join(get_rows(screen)).replace(" ", "").endswith("tokensYes.") and "word" not in "".join(get_rows(screen))
+
+
+def test_a_thought_that_is_interrupted_stays(thinker: Callable[..., Conversation]) -> None:
+    screen = Screen(40, 24)
+    steps = show_answer(thinker("<think>\nHm, a robin. Or not?\n</think>\n\nYes.", 4), 40, STYLES, screen)
+    for _ in steps:
+        if "robin" in get_rows(screen)[0]:
+            break
+    steps.close()  # type: ignore[attr-defined]
+    assert get_rows(screen)[0].startswith("Hm, a robin")
+
+
+def test_a_command_shows_the_thought_before_the_last_answer(
+    thinker: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, shown in (("<think>\nHm,\x1b[2J hm.\n</think>\n\nYes.", "Hm, hm.\n"), ("Yes.", "")):
+        conversation = thinker(text)
+        chat = ChatSession(conversation, ModelLabels("a"), plain=True)
+        chat._handle_input("/thought")
+        assert "the last answer has no thought" in capsys.readouterr().err
+        deque(conversation.ask(QUESTION), 0)
+        chat._handle_input("/thought")
+        captured = capsys.readouterr()
+        assert captured.out == shown and ("has no thought" in captured.err) == (not shown)
+
+
+def test_a_thought_is_folded_in_the_panel_and_a_key_opens_it(thinker: Callable[..., Conversation]) -> None:
     out = io.StringIO()
     window = Window(Console(file=out, force_terminal=True, width=60, height=30))
-    panel = LivePanel(window, Statistics(), 99, ModelLabels("a"))
-    for event in thinker("<think>\nHm, hm.\n</think>\n\nYes.", 1).ask(QUESTION):
+    panel, shown = LivePanel(window, Statistics(), 99, ModelLabels("a")), list[str]()
+    panel.show(Prompt([1], 0.0, "Is it a robin?"))
+    for event in list(thinker("<think>\nHm, hm.\n</think>\n\nYes.", 1).ask(QUESTION))[1:]:
         panel.show(event)
-    assert [row.strip() for row in sanitize(panel._final_page()).split("\n")[:4]] == [
-        "Hm, hm.", "thought for 9.0 s, 16 tokens", "", "Yes.",
-    ]  # fmt: skip
+        shown.append(sanitize(panel._final_page()))
+    assert any("Hm, hm." in page and "thought for" not in page for page in shown), "while the model thinks"
+
+    def get_page() -> list[str]:
+        return [row.strip() for row in sanitize(panel._final_page()).split("\n")][:-1]
+
+    folded = ["Is it a robin?", "thought for 9.0 s, 16 tokens", "", "Yes."]
+    assert get_page() == folded
+    panel._handle_input("thought")
+    assert get_page() == [folded[0], "Hm, hm.", *folded[1:]]
+    panel._handle_input("thought")
+    assert get_page() == folded
+    panel._handle_input("explain")
+    rows = ["".join(text for text, _ in row) for row in panel.render(ConsoleDimensions(100, 30))]
+    assert any("t: the thought" in row for row in rows)
 
 
 def test_thinking_is_switched_if_the_template_takes_it(
@@ -134,7 +197,7 @@ def test_thinking_is_switched_if_the_template_takes_it(
 
 
 def stream_with_text(tokenizer: Any, events: list[Any], *request: Any, **_: Any) -> Iterator[Any]:
-    detokenizer = EventDetokenizer(tokenizer, (), request[-1], include_draft_text=True)
+    detokenizer = EventDetokenizer(tokenizer, (), request[-1].visible_tokens, include_draft_text=True)
     add_text = {Step: detokenizer.add_text, Proposal: detokenizer.add_draft_text, Prompt: detokenizer.add_prompt_text}
     return iter([add_text[type(event)](event) for event in events])
 
