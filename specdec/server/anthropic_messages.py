@@ -24,6 +24,9 @@ from specdec.server.json_values import parse_json
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
+# Claude Code puts this line before its system prompt. It is not meant for the model, and its text changes with each session or
+# request, so that nothing after it could be reused from the KV cache of an earlier one.
+BILLING_HEADER_PATTERN = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CONTENT_BLOCKS: Mapping[str, tuple[dict[str, Any], str, str]] = {
@@ -82,7 +85,7 @@ def _parse_chat(chat: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
 def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     """Convert the fields of a request into the body of a chat request."""
     chat = {name: fields.pop(name) for name in COMMON_FIELDS}
-    system = fields.take("system", _join_paragraphs, "")
+    system = BILLING_HEADER_PATTERN.sub("", fields.take("system", _join_paragraphs, ""))
     if not (messages := fields.take("messages", _parse_messages, list[dict[str, Any]]())):
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     if system:

@@ -147,6 +147,19 @@ def test_wrong_namespaces_are_rejected(app: Any, tools: list[Any]) -> None:
     assert response.status == 400 and response.error["param"] == "tools"
 
 
+@pytest.mark.parametrize("is_list", [True, False])
+def test_the_billing_header_of_claude_code_does_not_reach_the_model(app: Any, prompts: list[Any], is_list: bool) -> None:
+    """It differs in each session, so prompts would have no beginning in common."""
+    header = "x-anthropic-billing-header: cc_version=2.1.197.c0d; cc_entrypoint=cli; cch=eb6c6;"
+    for texts in ([header, "Be brief.", header], [header], ["Be brief.", header]):
+        system = [{"type": "text", "text": text} for text in texts] if is_list else "\n\n".join(texts)
+        body = {"system": system, "messages": CONVERSATION, "max_tokens": 1}
+        assert send_request(app, MESSAGES, body).status == send_request(app, COUNT, body | {"max_tokens": None}).status == 200
+        expected = "\n\n".join(texts[texts[0] == header :])
+        for messages, *_ in prompts[-2:]:
+            assert messages == [{"role": "system", "content": expected}] * bool(expected) + CONVERSATION
+
+
 def test_threads_begin_but_are_not_held(app: Any) -> None:
     """Anthropic's clients then send the whole conversation again, if the error has this code."""
     body = {"messages": CONVERSATION, "max_tokens": 1}
