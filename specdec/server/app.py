@@ -33,6 +33,7 @@ from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, 
 from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
 from specdec.server.response_formatter import ResponseFormatter
 from specdec.server.tokenize import detokenize, tokenize
+from specdec.text.reasoning import make_thinking_options
 
 PAGE_PATH = Path(__file__).with_name("page.html")
 # by path: the parser of the body, and the class of the response
@@ -118,12 +119,13 @@ class Endpoints:
         """Return a model in OpenAI's format, with its size and, if it is loaded, the details that the chat page needs."""
         instance, details = self._model_manager.get_instance(name), dict[str, Any]()
         if instance:
-            decoder = instance.model.decoder
+            decoder, template = instance.model.decoder, instance.model.template
             details = {
                 "context": decoder.n_positions,
                 "weights": decoder.weights,
                 "has_draft": decoder.has_draft,
-                "can_chat": instance.model.template is not None,
+                "can_chat": template is not None,
+                "can_switch_thinking": template is not None and bool(make_thinking_options(template, False)),
             }
         created = instance.created if instance else 0
         status = {"is_loaded": instance is not None, "bytes": n_bytes, **details}

@@ -36,7 +36,7 @@ Object.defineProperty(globalThis, "navigator", {value: {clipboard: {writeText: a
 globalThis.requestAnimationFrame = () => {};
 globalThis.sessionStorage = {getItem: () => null, setItem() {}};
 globalThis.fetch = async () => { throw new TypeError("Failed to fetch"); };
-const {StyledText, sendMessage} = new Function(script + "; return {StyledText, sendMessage};")();
+const {StyledText, sendMessage, selectModel} = new Function(script + "; return {StyledText, sendMessage, selectModel};")();
 if (process.argv[3] === "talk") {
   await new Promise((done) => setTimeout(done));
   const shown = [place("status").textContent], asked = [], event = (value) => `data: ${JSON.stringify(value)}\n\n`;
@@ -78,7 +78,15 @@ if (process.argv[3] === "talk") {
   const thoughts = {shown: thought.children.map((each) => each.textContent), place: turn.children.map((each) => each.tagName)};
   globalThis.fetch = async (path, options) => { asked.push(JSON.parse(options.body).messages.slice(-2)); throw new TypeError("gone"); };
   await say("five");
-  process.stdout.write(JSON.stringify({shown, asked, copied, thoughts}));
+  const switched = [];
+  for (const [can_switch_thinking, value] of [[true, ""], [true, "on"], [true, "off"], [false, "off"]]) {
+    selectModel({id: "m", specdec: {is_loaded: true, can_chat: true, can_switch_thinking}});
+    place("thinking").value = value;
+    globalThis.fetch = async (path, options) => { switched.push(JSON.parse(options.body).chat_template_kwargs ?? null); throw new TypeError("gone"); };
+    await say("six");
+    switched.push(place("thinking-label").hidden);
+  }
+  process.stdout.write(JSON.stringify({shown, asked, copied, thoughts, switched}));
   process.exit();
 }
 const told = JSON.parse(readFileSync(0, "utf8")).map((runs) => {

@@ -747,6 +747,8 @@ def test_the_page_reports_an_unreachable_server_and_retries() -> None:
     assert result["thoughts"]["place"][:3] == ["H2", "DETAILS", "DIV"]
     sent = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm <b>"}
     assert result["asked"][-1] == [sent, {"role": "user", "content": "five"}]
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    assert result["switched"] == [None, False, on, False, off, False, None, True]
 
 
 def test_metrics_are_in_prometheus_format(app: Any, scheduler: EngineThread) -> None:

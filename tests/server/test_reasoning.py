@@ -273,6 +273,14 @@ def test_anthropics_budget_limits_the_thought(thinker):
     assert tokens["usage"]["output_tokens_details"]["reasoning_tokens"] == tokens["usage"]["output_tokens"] == 7
 
 
+def test_the_list_of_models_says_whether_thinking_can_be_switched(thinker):
+    app, template = thinker
+    for name, can_switch in (("Qwen3", True), ("R1", False), ("no thoughts", False)):
+        template.source = SOURCES[name][0]
+        (model,) = send_request(app, "/v1/models").json["data"]
+        assert model["specdec"]["can_switch_thinking"] == can_switch
+
+
 @pytest.mark.parametrize("fields", [
     {"reasoning_format": "some"}, {"reasoning_format": 1}, {"thinking_budget_tokens": -2}, {"thinking_budget_tokens": "9"},
 ])  # fmt: skip
