@@ -29,6 +29,7 @@ from specdec.server.generation_response import (
     acquire_model,
     wait_unless_disconnected,
 )
+from specdec.server.llama_infill import InfillFormatter, parse_infill_request
 from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
 from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
 from specdec.server.response_formatter import ResponseFormatter
@@ -40,6 +41,7 @@ PAGE_PATH = Path(__file__).with_name("page.html")
 INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
     "/v1/chat/completions": (parse_chat_request, CompletionFormatter),
     "/v1/completions": (parse_completion_request, CompletionFormatter),
+    "/infill": (parse_infill_request, InfillFormatter),
     "/v1/messages": (parse_messages_request, MessagesFormatter),
     "/v1/responses": (parse_response_request, ResponsesFormatter),
 }

@@ -49,6 +49,11 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
         "store": bool, "background": (False,), "truncation": ("disabled", "auto"), "top_logprobs": (0,),
         **dict.fromkeys(("previous_response_id", "conversation", "prompt"), STORES_NOTHING),
     },
+    "infill field": {  # limits of time and hints, and llama.cpp's own samplers
+        **dict.fromkeys(("t_max_prompt_ms", "t_max_predict_ms", "n_indent", "n_keep", "n_cache_reuse", "id_slot"), int),
+        **dict.fromkeys(("cache_prompt", "timings_per_token"), bool), "samplers": object, "return_tokens": (False,),
+        "n_probs": (0,), "mirostat": (0,), "ignore_eos": (False,), "typical_p": (1,),
+    },
     "embeddings field": dict.fromkeys(("user", "input_type", "truncate"), str),
     "ollama field": {
         **dict.fromkeys(("keep_alive", "truncate", "shift"), object), "logprobs": (False,), "top_logprobs": (0,),
@@ -254,7 +259,7 @@ def _check_extra_field(name: str, value: Any, rule: Any) -> None:
                 hint = f"; expected {accepted}, or leave it out" if accepted else "; leave it out"
                 raise APIError(f"{name} is not supported{hint}", None, UNSUPPORTED)
         case _ if rule is not object:
-            {str: check_string, dict: check_object, bool: check_bool}[rule](name, value)
+            {str: check_string, dict: check_object, bool: check_bool, int: check_number}[rule](name, value)
 
 
 def skip_extra(kind: str, label: str, value: Any) -> None:
@@ -284,6 +289,13 @@ def check_bool(name: str, value: Any) -> bool:
     """Return the value of the field `name` if it is true or false; raises TypeError for another value."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected true or false")
+    return value
+
+
+def check_number(name: str, value: Any) -> float:
+    """Return the value of the field `name` if it is a number; raises TypeError for another value."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} is {shorten(value, repr)}; expected a number")
     return value
 
 

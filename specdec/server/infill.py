@@ -1,5 +1,9 @@
 """Prompts of models that fill in the middle of a text, such as code. Knows no server."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from specdec.engine.request import GenerationRequest
 from specdec.server.field_validation import UNSUPPORTED, APIError
 from specdec.text.chat_template import ChatTokenizer
 from specdec.tokenizer import AnyTokenizer, RenderedSegment
@@ -13,6 +17,13 @@ INFILL_MARKS = (
 )
 
 
+FILE_MARKS = (  # before the name of a repository, and before each file; both precede the infill
+    ("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"), ("", "<|file_separator|>"),
+)  # fmt: skip
+# tokens that follow a completed infill, as in llama.cpp
+END_NAMES = ("<|fim_pad|>", "<fim_pad>", *(name for marks in FILE_MARKS for name in marks if name))
+
+
 def encode_prompt(tokenizer: AnyTokenizer, prompt: str, suffix: str) -> list[int]:
     """Return the token ids of a raw prompt, or of one whose output is followed by a suffix.
 
@@ -21,25 +32,84 @@ def encode_prompt(tokenizer: AnyTokenizer, prompt: str, suffix: str) -> list[int
     Raises:
         APIError: There is a suffix, and the model has no marks of a gap.
     """
-    marks = _find_marks(tokenizer) if suffix or "fim" in prompt or "code_" in prompt else ()
-    if suffix and not marks:
-        raise APIError("suffix is not supported by this model, which has no tokens for it; leave it out", "suffix", UNSUPPORTED)
     if suffix:
-        texts = ((marks[0], False), (prompt, True), (marks[1], False), (suffix, True), (marks[2], False))
-        segments = [RenderedSegment(*each) for each in texts if each[0]]
-    elif marks and all(mark in prompt for mark in marks):
-        segments = [RenderedSegment(prompt, False)]
-    else:
+        return encode_infill(tokenizer, prompt, suffix, "suffix")
+    marks = _find_marks(tokenizer) if "fim" in prompt or "code_" in prompt else ()
+    if not (marks and all(mark in prompt for mark in marks)):
         return tokenizer.encode(prompt)
+    return _encode_start(tokenizer) + _encode_segments(tokenizer, (prompt, False))
+
+
+def encode_infill(
+    tokenizer: AnyTokenizer,
+    before: str,
+    after: str,
+    field: str,
+    files: Sequence[tuple[str, str]] = (),
+    max_tokens: int | None = None,
+) -> list[int]:
+    """Return the token ids of a prompt for the text between two others.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        before: The text before the gap.
+        after: The text after the gap.
+        field: Name of the request's field, for errors.
+        files: Name and text of other files of the project. The first ones are left out if there are too many tokens.
+        max_tokens: Maximum number of tokens with files; None for no limit.
+
+    Raises:
+        APIError: The model has no marks of a gap.
+    """
+    if not (marks := _find_marks(tokenizer)):
+        raise APIError(f"{field} is not supported by this model, which has no tokens for it; leave it out", field, UNSUPPORTED)
+    start, (first, second, third) = _encode_start(tokenizer), [(mark, False) for mark in marks]
+    gap = first, (before, True), second, (after, True), third
+    project, mark = next((each for each in FILE_MARKS if _is_token(tokenizer, each[1])), ("", ""))
+    head = _encode_segments(tokenizer, (project, False), ("project\n", True)) if project else []
+    tail = _encode_segments(tokenizer, *([(mark, False), ("file\n", True)] if mark else []), *gap)
+    separator = (mark, False) if mark else ("\n\n--- snippet ---\n\n", True)
+    parts = [_encode_segments(tokenizer, separator, (f"{name}\n{text}" if mark else text, True)) for name, text in files]
+    while parts and max_tokens is not None and len(start + head) + len(tail) + sum(map(len, parts)) > max_tokens:
+        del parts[0]
+    if not parts:
+        return start + _encode_segments(tokenizer, *gap)
+    return [*start, *head, *(token for part in parts for token in part), *tail]
+
+
+def end_infills(requests: Sequence[GenerationRequest], tokenizer: AnyTokenizer) -> list[GenerationRequest]:
+    """Return requests whose outputs also end at the tokens that follow a completed infill."""
+    specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
+    names = [name for name in END_NAMES if _is_token(tokenizer, name)]
+    visible = {specials[name]: name for name in names if name in specials}  # the text of others is shown anyway
+    return [
+        replace(request, stop_strings=[*request.stop_strings, *names], visible_tokens={**request.visible_tokens, **visible})
+        for request in requests
+    ]
+
+
+def _encode_start(tokenizer: AnyTokenizer) -> list[int]:
+    """Return the tokens that the tokenizer adds before a text: BOS, or none."""
     assert isinstance(tokenizer, ChatTokenizer)
-    start, letter = tokenizer.encode("a"), tokenizer.encode_rendered([RenderedSegment("a", True)])
-    return start[: len(start) - len(letter)] + tokenizer.encode_rendered(segments)  # with BOS, if the tokenizer adds one
+    start, letter = tokenizer.encode("a"), _encode_segments(tokenizer, ("a", True))
+    return start[: len(start) - len(letter)]
+
+
+def _encode_segments(tokenizer: AnyTokenizer, *segments: tuple[str, bool]) -> list[int]:
+    """Return the token ids of texts, each with whether names of special tokens in it are text."""
+    assert isinstance(tokenizer, ChatTokenizer)
+    return tokenizer.encode_rendered([RenderedSegment(*each) for each in segments if each[0]])
+
+
+def _is_token(tokenizer: AnyTokenizer, name: str) -> bool:
+    """Return whether a name is that of a single token."""
+    return len(_encode_segments(tokenizer, (name, False))) == 1
 
 
 def _find_marks(tokenizer: AnyTokenizer) -> tuple[str, ...]:
     """Return the first of INFILL_MARKS that are all single tokens of the tokenizer; empty if there are none."""
     if isinstance(tokenizer, ChatTokenizer):
         for marks in INFILL_MARKS:
-            if all(len(tokenizer.encode_rendered([RenderedSegment(mark, False)])) == 1 for mark in marks):
+            if all(_is_token(tokenizer, mark) for mark in marks):
                 return marks
     return ()

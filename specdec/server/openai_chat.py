@@ -26,7 +26,7 @@ from specdec.server.field_validation import (
     parse_body,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
-from specdec.server.infill import encode_prompt
+from specdec.server.infill import encode_prompt, end_infills
 from specdec.server.reasoning_fields import ReasoningFields
 from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
 from specdec.server.tool_parsers import find_tool_parser
@@ -208,6 +208,8 @@ def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> Par
     with wrap_encoding_errors(model, "prompt"):
         encoded = [_encode_prompt(model, prompt, suffix) for prompt in prompts]
     requests = shared.make_requests("prompt", encoded, max_tokens, n_top_logprobs)
+    if suffix:
+        requests = end_infills(requests, model.decoder.tokenizer)
     return requests, ResponseOptions(shared, grammar=grammar)
 
 

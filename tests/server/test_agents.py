@@ -8,16 +8,20 @@ import pytest
 
 from specdec import Prompt, SpeculativeDecoder
 from specdec.server import field_validation, generation_response
+from specdec.server.access_control import AuthMiddleware
+from specdec.server.app import Endpoints
 from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra
 from specdec.server.generation_fields import ServedModel
-from specdec.server.infill import INFILL_MARKS
+from specdec.server.infill import FILE_MARKS, INFILL_MARKS
+from specdec.server.llama_infill import parse_infill_request
 from specdec.server.ollama import parse_ollama_generate
 from specdec.server.openai_chat import parse_chat_request, parse_completion_request
 from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
 from specdec.server.tool_parsers import HermesParser
 from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, step
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, make_state, step
+from tests.server.test_anthropic_and_responses import TokenScheduler
 from tests.test_end_to_end import make_folder
 from tests.text.test_reasoning import SOURCES
 from tests.tools.hf_folders import FIXTURES
@@ -314,7 +318,8 @@ def coder(tmp_path: Path) -> ServedModel:
     path = make_folder(tmp_path / "coder", positions=320, padding=40)
     vocabulary = json.loads((path / "tokenizer.json").read_text())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(INFILL_MARKS[0])]
+    names = *INFILL_MARKS[0], *FILE_MARKS[0], "<|fim_pad|>"
+    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(names)]
     (path / "tokenizer.json").write_text(json.dumps(vocabulary))
     return ServedModel("coder", SpeculativeDecoder(path, "ngram", n_threads=1), None)
 
@@ -332,6 +337,68 @@ def test_a_suffix_fills_in_the_middle(coder: ServedModel, app: Any) -> None:
         with pytest.raises(APIError, match=word):
             parse_completion_request(body, coder)
     assert "has no tokens for it" in send_request(app, COMPLETIONS, {"prompt": "a", "suffix": "b"}).error["message"]
+
+
+def make_infill(tokenizer: Any, before: str, after: str) -> list[int]:
+    return [400, *tokenizer.encode(before), 401, *tokenizer.encode(after), 402]
+
+
+def test_llama_cpps_infill_has_the_files_of_the_project(coder: ServedModel) -> None:
+    tokenizer, body = coder.decoder.tokenizer, {"input_prefix": "def f(n):\n", "prompt": "    return ", "input_suffix": "\n"}
+    gap = make_infill(tokenizer, "def f(n):\n    return ", "\n")
+    (request,), _ = parse_infill_request(body, coder)
+    assert request.prompt == gap
+    files = [{"filename": f"{name}.py", "text": name * 50} for name in "abc"]
+    head = [403, *tokenizer.encode("project\n")]
+    parts = [[404, *tokenizer.encode(f"{each['filename']}\n{each['text']}")] for each in files]
+    tail = [404, *tokenizer.encode("file\n"), *gap]
+    n = coder.decoder.n_positions
+    for n_predict, n_left_out in ((1, 0), (n - len(head + tail) - len(parts[1]) - len(parts[2]), 1), (n, 1)):
+        (request,), _ = parse_infill_request(body | {"input_extra": files, "n_predict": n_predict}, coder)
+        kept = [token for part in parts[n_left_out:] for token in part]
+        while n_left_out < 3 and len(head + kept + tail) > max(n - n_predict, n // 2):
+            n_left_out += 1
+            kept = [token for part in parts[n_left_out:] for token in part]
+        assert request.prompt == (head + kept + tail if kept else gap)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_infill_ends_at_the_tokens_that_follow_it(coder: ServedModel, is_stream: bool) -> None:
+    text = coder.decoder.encode("n * f(n - 1)")
+    hints = {"n_indent": 4, "t_max_predict_ms": 500, "samplers": ["top_k", "infill"], "cache_prompt": True, "id_slot": -1}
+    for last, stop, expected in (
+        ([405], [], ("eos", "")), ([404], [], ("eos", "")), ([], [], ("eos", "")), ([], [" - 1"], ("word", " - 1")),
+    ):  # fmt: skip
+        state = make_state(coder, TokenScheduler(coder.decoder, [*text, *last, *text], 3))
+        app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
+        body = {"input_prefix": "a", "input_suffix": "b", "stream": is_stream, "stop": stop, **hints}
+        response = send_request(app, "/infill", body)
+        if is_stream:
+            events = [json.loads(each.removeprefix("data: ")) for each in response.body.decode().split("\n\n") if each]
+            content, result = "".join(each["content"] for each in events), events[-1]
+            assert [each["stop"] for each in events] == [False] * (len(events) - 1) + [True]
+        else:
+            content, result = response.json["content"], response.json
+        whole = ["n * f(n", ")"][0] if stop else "n * f(n - 1)" * (1 + (not last))
+        assert content.strip().replace(") n", ")n") == whole
+        assert (result["stop_type"], result["stopping_word"]) == expected and result["timings"]["predicted_n"] > 0
+    names = ["content", "timings/prompt_n", "nothing/x"]
+    state = make_state(coder, TokenScheduler(coder.decoder, text, 3))
+    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
+    result = send_request(app, "/infill", {"input_prefix": "a", "response_fields": names}).json
+    assert {*result} == {*names[:2]}
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"input_prefix": 5}, "input_prefix"), ({"input_extra": [{"filename": "x"}]}, "input_extra"), ({"n_probs": 3}, "n_probs"),
+    ({"input_extra": [5]}, "input_extra"), ({"input_extra": 5}, "input_extra"), ({"grammar": "root"}, "grammar"),
+    ({"input_suffix": "x" * 10**5}, "input_suffix"), ({"response_fields": "x"}, "response_fields"),
+    ({"n_predict": 0}, "n_predict"), ({"t_max_predict_ms": "x"}, "t_max_predict_ms"), ({"input_prefix": "x " * 400}, "prompt"),
+])  # fmt: skip
+def test_errors_of_an_infill_name_the_field(coder: ServedModel, body: dict[str, Any], param: str) -> None:
+    app = AuthMiddleware(Endpoints(make_state(coder, FakeScheduler())), (), {"localhost"}, lambda line: None)
+    response = send_request(app, "/infill", body)
+    assert (response.status, response.error["param"]) == (400, param), response.body
 
 
 @pytest.mark.parametrize("pattern", ["\\d\\w\\b", "^(?=a).*$", "^(?!a)", "(?<=a)b", "(?<!a)b"])

@@ -11,6 +11,7 @@ from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
+from specdec.server.infill import INFILL_MARKS
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_state
 from tests.server.test_anthropic_and_responses import MESSAGES, RESPONSES, TokenScheduler
@@ -134,7 +135,9 @@ def thinker(tmp_path_factory):
     path = make_folder(tmp_path_factory.mktemp("thinking") / "talker", positions=320, padding=40)
     vocabulary = json.loads((path / "tokenizer.json").read_text())
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(("<think>", "</think>"))]
+    vocabulary["added_tokens"] += [
+        {"id": 400 + i, "content": name, **flags} for i, name in enumerate(("<think>", "</think>", *INFILL_MARKS[0]))
+    ]
     (path / "tokenizer.json").write_text(json.dumps(vocabulary))
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')

@@ -32,6 +32,9 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     COMPLETIONS: [{"prompt": ["Once", [1, 2]], "stop": "z", "logprobs": 1, "seed": -1, "n": 1, "echo": False, "suffix": "",
                    "min_p": 0.1, "top_p": 0.9, "response_format": {"type": "json_object", "schema": SCHEMA}}],
+    "/infill": [{"input_prefix": "def f(n):", "input_suffix": "end", "prompt": "  return", "n_predict": 9, "n_indent": 2,
+                 "input_extra": [{"filename": "a.py", "text": "x = 1"}, {"text": "y"}], "t_max_predict_ms": 500, "top_k": 40,
+                 "samplers": ["top_k", "infill"], "cache_prompt": True, "response_fields": ["content", "timings/prompt_n"]}],
     "/v1/messages": [
         {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}], "stop_sequences": ["z"],
          "thinking": {"type": "enabled", "budget_tokens": 3}, "metadata": {"user_id": "u"}, "temperature": 1,
@@ -125,6 +128,9 @@ def check_answer(path: str, body: dict[str, Any], response: Response) -> None:
     elif path.startswith("/api/"):
         *_, last = [json.loads(line) for line in text.splitlines()]
         assert "error" in last or last["done"], last
+    elif path == "/infill":
+        last = json.loads(text.rstrip().rpartition("data: ")[2])
+        assert "error" in last or last["stop"], last
     elif path in (CHAT, COMPLETIONS):
         assert text.endswith("data: [DONE]\n\n")
     else:
@@ -149,7 +155,7 @@ def test_changed_requests_get_an_answer_or_an_error_in_one_line(thinker: Any, pa
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
             if list_places(body):
                 mutate(rng, body, json.loads(json.dumps(others)))
-        limit = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
+        limit = {"/v1/responses": "max_output_tokens", "/infill": "n_predict"}.get(path, "max_tokens")
         if path.startswith("/api/"):
             options = body.get("options", {})
             body["options"] = {**options, "num_predict": rng.choice([1, 2, 5, 9])} if isinstance(options, dict) else options
