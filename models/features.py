@@ -13,9 +13,9 @@ import numpy.typing as npt
 from models import evaluate
 from models.questions import HELD_OUT_TOPICS, TOPICS, questions
 from models.stories import Tokens, write_rows
+from specdec.head_config import HeadConfig
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.kv_cache import KVCache
-from specdec.model_config import HeadConfig
 from specdec.runtime.simd import Float32
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder

@@ -25,10 +25,11 @@ from torch.nn import functional
 from models.features import Features, compute_teacher_outputs, default_layers
 from models.stories import Tokens
 from models.training import make_rope_table, rms_norm, rotate
+from specdec.head_config import HeadConfig
 from specdec.heads.eagle3 import EAGLE3
 from specdec.loaders import Checkpoint
 from specdec.model.kv_cache import KVCache
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.model_config import ModelConfig
 
 DEPTH_WEIGHT = 0.8  # weight of a depth's loss relative to the previous depth, as in EAGLE-3
 EVAL_DEPTHS = 5

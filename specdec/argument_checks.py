@@ -182,3 +182,29 @@ def count_common_prefix(a: list[Any], b: list[Any], limit: int) -> int:
     if a == b:
         return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# Fields of a model configuration
+
+MIN_SCALE = 1e-6  # scales lie between this and its inverse, so that their squares are finite in float32, too
+ErrorMessages = Iterator[str]  # one message for each invalid field; callers report the first
+
+
+def check_positive(config: object, *names: str) -> ErrorMessages:
+    """Yield an error message for each named field of a config that is not a finite number above 0."""
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            yield f"{name} is {getattr(config, name)}; expected a positive number"
+
+
+def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> ErrorMessages:
+    """Yield an error message for each named field of a config that lies outside min_value to 1 / MIN_SCALE."""
+    for name in names:
+        if not min_value <= getattr(config, name) <= 1 / MIN_SCALE:
+            yield f"{name} is {getattr(config, name)}; expected {min_value:g} to {1 / MIN_SCALE:g}"
+
+
+def prefix_errors(name: str, errors: ErrorMessages) -> ErrorMessages:
+    """Return the error messages of a nested config, each with "<name>'s" in front."""
+    owner = f"{name}'" if name.endswith("s") else f"{name}'s"
+    return (f"{owner} {error}" for error in errors)

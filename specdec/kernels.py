@@ -216,14 +216,15 @@ def move_kv_slots(keys, values, key_scales, value_scales, path, seq_len):
 
     path: Nodes from depth 0 on. keys, values (L, ...) and their scales (L, G, S), which may be empty.
     """
-    for layer in range(keys.shape[0]):
-        for head in range(keys.shape[1]):
+    for layer in range(values.shape[0]):
+        for head in range(values.shape[1]):
             for depth in range(path.size):
                 if path[depth] == depth:  # a tree that stores its likeliest path first mostly has nothing to move
                     continue
                 (block, lane), (panel, row) = divmod(seq_len + depth, PANEL_ROWS), divmod(seq_len + path[depth], PANEL_ROWS)
                 if key_scales.size:
                     key_scales[layer, head, seq_len + depth] = key_scales[layer, head, seq_len + path[depth]]
+                if value_scales.size:
                     value_scales[layer, head, seq_len + depth] = value_scales[layer, head, seq_len + path[depth]]
                 for k in range(keys.shape[3]):
                     keys[layer, head, block, k, lane] = keys[layer, head, panel, k, row]
@@ -531,78 +532,124 @@ def accumulate_path_values(acc, cached, scores, token, start, end, seq_len, path
         store(acc, at, total)
 
 
-@jitable
-def attend(run, thread, p, head, token, n_queries, along_heads):
-    """out[t, head] = softmax(scale q[t] . keys) values for n_queries from the given token and head on  (Vaswani et al. 2017).
+class QueryTile(NamedTuple):
+    """Up to MAX_TILE_TOKENS queries that share keys and values: tokens of one head, or heads of one token.
 
-    The queries are one head of n_queries tokens, or along_heads: heads of one token that share keys and values. A token sees the
-    last `window` positions up to its own; the loop bounds enforce this. The values at the positions of the sequence that all
-    queries see are accumulated in one go, those before and after query by query, so each query's chain is the same as alone.
+    Attributes:
+        token, head: The first query.
+        n_queries: Number of queries.
+        next_token, next_head: Steps from one query to the next; one of them is 1, the other 0.
+        first_pos, last_pos: Lowest and highest position of a query.
+        has_nodes: Whether a query is a node of a token tree.
     """
-    zero, one, seq_len = np.int64(0), np.int64(1), run.seq_len  # literals would compile the callees once more
-    kv_head = head // (p.n_heads // p.keys.shape[0])
-    keys, values, scores, acc = p.keys[kv_head], p.values[kv_head], p.scores[thread], p.acc[thread]
-    cached = values, p.value_scales[kv_head]
-    head_dim = keys.shape[1]
+
+    token: int
+    head: int
+    n_queries: int
+    next_token: int
+    next_head: int
+    first_pos: int
+    last_pos: int
+    has_nodes: bool
+
+
+@jitable
+def make_query_tile(run, depths, head, token, n_queries, along_heads):
+    """Return the `QueryTile` of n_queries from a token and head on: along_heads: heads of one token, else tokens of one head."""
     next_token, next_head = (0, 1) if along_heads else (1, 0)
     slot = run.pos + token
     last_slot = slot + next_token * (n_queries - 1)
-    first_pos, last_pos, has_nodes = slot, last_slot, last_slot >= seq_len
+    first_pos, last_pos, has_nodes = slot, last_slot, last_slot >= run.seq_len
     if has_nodes:
-        first_pos = last_pos = get_position(run, p.depths, token)
+        first_pos = last_pos = get_position(run, depths, token)
         for i in range(1, next_token * n_queries):
-            pos = get_position(run, p.depths, token + i)
+            pos = get_position(run, depths, token + i)
             first_pos, last_pos = min(first_pos, pos), max(last_pos, pos)
-    # attention scores
-    block, panel_items = max(0, first_pos + 1 - p.window) // PANEL_ROWS, head_dim * PANEL_ROWS
-    n_panels, q_stride = last_slot // PANEL_ROWS + 1 - block, next_token * p.qkv.shape[1] + next_head * head_dim
-    multiply_panels_by_dtype(
-        StridedRows(scores, block * PANEL_ROWS, scores.shape[1]),
-        Panels(keys, block * panel_items, panel_items, n_panels, 2 * panel_items),
-        StridedRows(p.qkv, token * p.qkv.shape[1] + head * head_dim, q_stride), head_dim, n_queries, False,
-    )  # fmt: skip
+    return QueryTile(token, head, n_queries, next_token, next_head, first_pos, last_pos, has_nodes)
+
+
+@jitable
+def find_score_panels(run, tile, window):
+    """Return the index of the first panel of cache slots that a query of a tile may see, and the number of panels from it on."""
+    block = max(0, tile.first_pos + 1 - window) // PANEL_ROWS
+    return block, (run.pos + tile.token + tile.next_token * (tile.n_queries - 1)) // PANEL_ROWS + 1 - block
+
+
+@jitable
+def mix_values(run, p, tile, scores, acc, cached, key_scales):
+    """acc[i] = softmax(scale scores[i]) values for each query i of a tile; scores hold the products with the keys it may see.
+
+    A token sees the last `window` positions up to its own; the loop bounds enforce this. The values at the positions of the
+    sequence that all queries see are accumulated in one go, those before and after query by query, so each query's chain is the
+    same as alone. cached: values and their scales.
+    """
+    zero, one, seq_len = np.int64(0), np.int64(1), run.seq_len  # literals would compile the callees once more
+    values, n_queries = cached[0], tile.n_queries
+    block, n_panels = find_score_panels(run, tile, p.window)
     # softmax, and values before the common positions
-    common_start = max(0, last_pos + 1 - p.window)
-    common_end = max(common_start, min(first_pos + 1, seq_len))
+    common_start = max(0, tile.last_pos + 1 - p.window)
+    common_end = max(common_start, min(tile.first_pos + 1, seq_len))
     acc[:n_queries] = 0.0
     for i in range(n_queries):
-        t = token + next_token * i
-        end = (get_position(run, p.depths, t) if has_nodes else run.pos + t) + 1
+        t = tile.token + tile.next_token * i
+        end = (get_position(run, p.depths, t) if tile.has_nodes else run.pos + t) + 1
         start = max(0, end - p.window)
-        scale_scores(scores, i, block * PANEL_ROWS, (block + n_panels) * PANEL_ROWS, p.key_scales[kv_head])
-        if has_nodes:
+        scale_scores(scores, i, block * PANEL_ROWS, (block + n_panels) * PANEL_ROWS, key_scales)
+        if tile.has_nodes:
             gather_path_scores(scores, i, max(start, seq_len), end, seq_len, p.paths[run.pos + t - seq_len])
         if p.softcap > 0.0:
             cap_scores(scores, i, start, end, p.scale, p.softcap)
-        softmax(scores, i, start, end, p.scale, p.sinks[head + next_head * i])
+        softmax(scores, i, start, end, p.scale, p.sinks[tile.head + tile.next_head * i])
         scale_scores(scores, i, start, min(end, seq_len), cached[1])
         accumulate_values(acc, values, scores, i, one, start, min(common_start, end, seq_len))
-        if has_nodes:
+        if tile.has_nodes:
             accumulate_path_values(
                 acc, cached, scores, i, max(start, seq_len), min(common_start, end), seq_len, p.paths[run.pos + t - seq_len]
             )
     # values at the common positions
     accumulate_values(acc, values, scores, zero, n_queries, common_start, common_end)
-    # values after the common positions, and output
+    # values after the common positions
     for i in range(n_queries):
-        t = token + next_token * i
-        end = (get_position(run, p.depths, t) if has_nodes else run.pos + t) + 1
+        t = tile.token + tile.next_token * i
+        end = (get_position(run, p.depths, t) if tile.has_nodes else run.pos + t) + 1
         start = max(0, end - p.window, common_end)
         accumulate_values(acc, values, scores, i, one, start, min(end, seq_len))
-        if has_nodes:
+        if tile.has_nodes:
             accumulate_path_values(acc, cached, scores, i, max(start, seq_len), end, seq_len, p.paths[run.pos + t - seq_len])
-        for k in range(head_dim):
-            p.out[0, t, (head + next_head * i) * head_dim + k] = acc[i, k]
 
 
-@kernel
-def attention_f32(run: ForwardContext, thread: int, p: AttentionArgs) -> None:
-    """Compute attention for this chunk's share of all heads of all tokens into out; query head h reads KV head h G / H.
+@jitable
+def attend(run, thread, p, head, token, n_queries, along_heads):
+    """out[t, head] = softmax(scale q[t] . keys) values for n_queries from the given token and head on  (Vaswani et al. 2017).
 
-    Works in tiles of up to MAX_TILE_TOKENS queries that share keys and values: the tokens of a head, or the heads of a token if
-    more heads share keys than the pass has tokens.
+    The queries are one head of n_queries tokens, or along_heads: heads of one token that share keys and values.
     """
-    kv_heads = p.keys.shape[0]
+    kv_head = head // (p.n_heads // p.keys.shape[0])
+    keys, scores, acc = p.keys[kv_head], p.scores[thread], p.acc[thread]
+    head_dim = keys.shape[1]
+    tile = make_query_tile(run, p.depths, head, token, n_queries, along_heads)
+    # attention scores
+    block, n_panels = find_score_panels(run, tile, p.window)
+    panel_items, q_stride = head_dim * PANEL_ROWS, tile.next_token * p.qkv.shape[1] + tile.next_head * head_dim
+    multiply_panels_by_dtype(
+        StridedRows(scores, block * PANEL_ROWS, scores.shape[1]),
+        Panels(keys, block * panel_items, panel_items, n_panels, 2 * panel_items),
+        StridedRows(p.qkv, token * p.qkv.shape[1] + head * head_dim, q_stride), head_dim, n_queries, False,
+    )  # fmt: skip
+    mix_values(run, p, tile, scores, acc, (p.values[kv_head], p.value_scales[kv_head]), p.key_scales[kv_head])
+    for i in range(n_queries):
+        at = (head + tile.next_head * i) * head_dim
+        for k in range(head_dim):
+            p.out[0, token + tile.next_token * i, at + k] = acc[i, k]
+
+
+@inlined
+def attend_in_tiles(attend, run, thread, p, kv_heads):
+    """Call attend for this chunk's share of all heads of all tokens, in tiles of up to MAX_TILE_TOKENS queries.
+
+    The queries of a tile share keys and values: the tokens of a head, or the heads of a token if more heads share keys than the
+    pass has tokens. Query head h reads KV head h G / H.
+    """
     n_sharing = p.n_heads // kv_heads
     along_heads = n_sharing > run.n_tokens
     length = n_sharing if along_heads else run.n_tokens
@@ -620,6 +667,12 @@ def attention_f32(run: ForwardContext, thread: int, p: AttentionArgs) -> None:
             at = begin + start
             first_head, first_token = (head + at, token) if along_heads else (head, at)
             attend(run, thread, p, first_head, first_token, stop - start, along_heads)
+
+
+@kernel
+def attention_f32(run: ForwardContext, thread: int, p: AttentionArgs) -> None:
+    """Compute attention for this chunk's share of all heads of all tokens into out; see `attend` and `attend_in_tiles`."""
+    attend_in_tiles(attend, run, thread, p, p.keys.shape[0])
 
 
 # The same kernels for an fp16 cache

@@ -2,45 +2,24 @@
 
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
 
+from specdec.argument_checks import MIN_SCALE, ErrorMessages, check_positive, check_scale, prefix_errors
+from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.simd import round_up
 
 MAX_CONV_KERNEL_SIZE = 16
-MIN_SCALE = 1e-6  # scales lie between this and its inverse, so that their squares are finite in float32, too
 ASSISTANT, TARGET_KV_LAYER = (
     "gemma4_assistant",
     -1,
 )  # a draft head that reads its target's KV cache, and the kv_layer of its layers
 HEAD_ARCHITECTURES = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
-# If a head's file does not name the target's layers: one low, one in the middle, one high
-DEFAULT_N_TARGET_STATES = 3
-ErrorMessages = Iterator[str]  # one message for each invalid field; callers report the first
 ConfigPart = TypeVar("ConfigPart")
-
-
-def check_positive(config: object, *names: str) -> ErrorMessages:
-    """Yield an error message for each named field of a config that is not a finite number above 0."""
-    for name in names:
-        if not 0 < getattr(config, name) < math.inf:
-            yield f"{name} is {getattr(config, name)}; expected a positive number"
-
-
-def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> ErrorMessages:
-    """Yield an error message for each named field of a config that lies outside min_value to 1 / MIN_SCALE."""
-    for name in names:
-        if not min_value <= getattr(config, name) <= 1 / MIN_SCALE:
-            yield f"{name} is {getattr(config, name)}; expected {min_value:g} to {1 / MIN_SCALE:g}"
-
-
-def prefix_errors(name: str, errors: ErrorMessages) -> ErrorMessages:
-    """Return the error messages of a nested config, each with "<name>'s" in front."""
-    owner = f"{name}'" if name.endswith("s") else f"{name}'s"
-    return (f"{owner} {error}" for error in errors)
 
 
 def require_type(part: object, expected_type: type[ConfigPart]) -> ConfigPart:
@@ -197,88 +176,54 @@ MixerConfig = ShortConvConfig | DeltaNetConfig | Mamba2Config
 
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """Settings that only a draft head has, next to the ModelConfig of its layers (EAGLE-3: Li et al. 2025, arXiv:2503.01840).
+class LatentAttentionConfig:
+    """Settings of multi-head latent attention, or MLA (DeepSeek-V2: DeepSeek-AI 2024, arXiv:2405.04434).
+
+    Keys and values of all heads are made from one latent vector per token. The cache holds this vector and the part of the keys
+    that RoPE rotates, which all heads share.
 
     Attributes:
-        target_dim: Width of the target's hidden states.
-        target_layers: Layers of the target whose inputs the head reads; n_layers stands for the output of the last one. Empty if
-            the head's file does not name them (see `get_target_layers`).
-        draft_vocab_size: Rows of the head's classifier.
-        own_embedding: The head has an embedding; else it uses its target's.
-        own_classifier: The head has a classifier; else it uses its target's.
-        norm_before_residual: Add the normed feature, not the plain one, to the residual stream.
-        fc_norm: Input of fc that is normed: nothing, "each" hidden state, or the "whole" row of hidden states.
-        norm_output: Norm the head's outputs before they are fed back as inputs.
-        target_architecture: Architecture of the target that the head was trained for; empty if unknown.
+        kv_rank: Number of rows of the latent vector.
+        nope_dim: Number of rows of a query or key head that RoPE does not rotate.
+        rope_dim: Number of rows that it rotates, which follow them.
+        value_dim: Number of rows of a value head.
+        q_rank: Number of rows of the latent vector that queries are made from. 0: they are made from the layer's input.
     """
 
-    target_dim: int
-    target_layers: tuple[int, ...]
-    draft_vocab_size: int
-    own_embedding: bool
-    own_classifier: bool
-    norm_before_residual: bool = False
-    fc_norm: Literal["", "each", "whole"] = ""
-    norm_output: bool = False
-    target_architecture: str = ""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int = 0
 
     @property
-    def n_target_states(self) -> int:
-        """Number of the target's hidden states that are joined to one feature, the head's input."""
-        return len(self.target_layers) or DEFAULT_N_TARGET_STATES
-
-    def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the indexes of the layers before which hidden states are taken, in a target with n_layers layers."""
-        return self.target_layers or (2, n_layers // 2, n_layers - 3)
-
-    def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
-        """Yield an error message for each setting that is invalid for a draft head of width `dim` with ids below `vocab_size`."""
-        yield from check_positive(self, "target_dim")
-        if not 0 < self.draft_vocab_size <= vocab_size:
-            yield f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size, {vocab_size}"
-        if dim != self.target_dim and not (self.own_embedding and self.own_classifier):
-            yield f"dim is {dim}; expected target_dim, {self.target_dim}, for a head with the target's embedding or classifier"
-        if self.draft_vocab_size != vocab_size and not self.own_classifier:
-            yield f"draft_vocab_size is {self.draft_vocab_size}; the target's classifier has {vocab_size}"
-
-
-@dataclass(frozen=True)
-class AssistantConfig(HeadConfig):
-    """The part of a model configuration that only Gemma 4's assistant has: how its vocabulary is divided into centroids.
-
-    Attributes:
-        n_centroids: The number of parts of equal size into which the vocabulary is divided, in the order of the classifier's
-            rows; 0 for a classifier without centroids.
-        centroid_top_k: A pass computes logits for the tokens of this number of parts, those with the nearest centroids.
-    """
-
-    n_centroids: int = 0
-    centroid_top_k: int = 0
+    def head_dim(self) -> int:
+        """Number of rows of a query or key head."""
+        return self.nope_dim + self.rope_dim
 
     @property
-    def n_target_states(self) -> int:
-        """The number of hidden states of the target that the assistant reads per token."""
-        return 1
+    def latent_width(self) -> int:
+        """Number of columns of the latent vector in the KV cache, padded to whole panels."""
+        return int(round_up(self.kv_rank, PANEL_ROWS))
 
     @property
-    def n_candidates(self) -> int:
-        """The number of token ids that get logits in a pass: all, or with centroids those of the nearest parts."""
-        return self.draft_vocab_size // self.n_centroids * self.centroid_top_k if self.n_centroids else self.draft_vocab_size
+    def cache_width(self) -> int:
+        """Number of columns of a position in the KV cache: the latent vector and the rotated rows, each padded to panels."""
+        return self.latent_width + int(round_up(self.rope_dim, PANEL_ROWS))
 
-    def get_target_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the indices of the hidden states that the assistant reads from n_layers layers: those after the final norm."""
-        return (n_layers + 1,)
-
-    def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
-        """Yield an error message for each field that is not valid for a model of this width and vocabulary size."""
-        yield from check_positive(self, "target_dim")
-        if self.draft_vocab_size != vocab_size:
-            yield f"draft_vocab_size is {self.draft_vocab_size}; expected vocab_size, {vocab_size}"
-        if self.n_centroids < 0 or (self.n_centroids and self.draft_vocab_size % (self.n_centroids * PANEL_ROWS)):
-            yield f"n_centroids is {self.n_centroids}; expected equal parts of a multiple of {PANEL_ROWS} tokens"
-        if not min(self.n_centroids, 1) <= self.centroid_top_k <= self.n_centroids:
-            yield f"centroid_top_k is {self.centroid_top_k}; expected 1 to n_centroids, {self.n_centroids}"
+    def find_errors(self, config: "ModelConfig") -> ErrorMessages:
+        """Yield an error message for each field that is invalid in the attention of a config."""
+        yield from check_positive(self, "kv_rank", "nope_dim", "rope_dim", "value_dim")
+        if self.q_rank < 0:
+            yield f"q_rank is {self.q_rank}; expected a number of rows, or 0"
+        if (config.head_dim, config.rotary_dim, config.n_kv_heads) != (self.head_dim, self.rope_dim, 1):
+            sizes = f"{config.head_dim}, {config.rotary_dim} and {config.n_kv_heads}"
+            yield f"head_dim, rope dim and n_kv_heads are {sizes}; expected {self.head_dim}, {self.rope_dim} and 1"
+        a = config.attention
+        if a.qkv_bias or a.wo_bias or a.qk_norm or a.value_norm or a.gate or a.sinks or a.values_are_keys or not a.has_rope:
+            yield "other options of attention are set; expected RoPE, and none of them"
+        if a.kv_layer is not None or a.rope.query_scale or a.rope.longrope_threshold:
+            yield "kv_layer, query_scale or longrope_threshold is set; expected none of them"
 
 
 @dataclass(frozen=True)
@@ -297,6 +242,10 @@ class ExpertsConfig:
         routed_scaling_factor: Factor of the weights of the chosen experts.
         shared_hidden_dim: Number of rows of the first matrix of the shared expert, which all tokens use. 0: there is none.
         shared_gate: Multiply the shared expert by the sigmoid of a matmul of its input.
+        n_groups: Number of groups of as many consecutive experts. A token uses experts of n_groups_used groups: those with the
+            largest sum of the two largest scores (is_sigmoid), or with the largest score. 1: no groups.
+        n_groups_used: Number of groups that a token uses.
+        sum_eps: Number added to the sum of sigmoids that weights are divided by.
         has_parallel_mlp: Run an MLP parallel to the experts. Both have norms of their own; each expert's weight has a factor.
     """
 
@@ -313,6 +262,9 @@ class ExpertsConfig:
     shared_hidden_dim: int = 0
     shared_gate: bool = False
     has_parallel_mlp: bool = False
+    n_groups: int = 1
+    n_groups_used: int = 1
+    sum_eps: float = 1e-6
 
     def find_errors(self, n_layers: int) -> ErrorMessages:
         """Yield an error message for each field that is invalid in a model with n_layers layers."""
@@ -334,6 +286,24 @@ class ExpertsConfig:
             yield "has_parallel_mlp is true; expected a softmax of the chosen experts in all layers, and no shared expert"
         if self.has_selection_bias and not self.is_sigmoid:
             yield "has_selection_bias is true; expected is_sigmoid to be true, too"
+        yield from self._find_group_errors()
+
+    def _find_group_errors(self) -> ErrorMessages:
+        """Yield the error messages of groups of experts, and of sum_eps."""
+        if self.n_groups < 1 or self.n_experts % self.n_groups:
+            yield f"n_groups is {self.n_groups}; expected a divisor of n_experts, {self.n_experts}"
+        elif not 1 <= self.n_groups_used <= self.n_groups:
+            yield f"n_groups_used is {self.n_groups_used}; expected 1 to n_groups, {self.n_groups}"
+        elif self.n_groups > 1:
+            group = self.n_experts // self.n_groups
+            if group * self.n_groups_used < self.n_experts_used:
+                yield f"n_groups_used is {self.n_groups_used}; expected enough groups for {self.n_experts_used} experts"
+            if self.is_sigmoid and group < 2:
+                yield f"n_groups is {self.n_groups}; expected groups of two experts or more"
+            if self.norm_topk_prob and not self.is_sigmoid:
+                yield f"n_groups is {self.n_groups}; expected norm_topk_prob to be false, or is_sigmoid to be true"
+        if not 0 <= self.sum_eps <= 1:
+            yield f"sum_eps is {self.sum_eps}; expected 0 to 1"
 
 
 @dataclass(frozen=True)
@@ -427,6 +397,7 @@ class AttentionConfig:
         sinks: Give each head's softmax one more score, a weight that belongs to no position.
         values_are_keys: Values are the keys before norm and RoPE.
         kv_layer: Earlier layer to read keys and values from, or TARGET_KV_LAYER. None: the layer has its own.
+        latent: Keys and values of all heads are made from a latent vector of each token (MLA).
     """
 
     rope: RopeConfig = RopeConfig()
@@ -442,9 +413,10 @@ class AttentionConfig:
     sinks: bool = False
     values_are_keys: bool = False
     kv_layer: int | None = None
+    latent: LatentAttentionConfig | None = None
 
     def find_errors(self) -> ErrorMessages:
-        """Yield an error message for each invalid field of this config, except the RoPE settings."""
+        """Yield an error message for each invalid field of this config, except those of RoPE and latent attention."""
         if self.window < 0:
             yield f"window is {self.window}; expected a number of positions, or 0 for all"
         yield from check_scale(self, "scale", min_value=0)
@@ -544,12 +516,14 @@ class ModelConfig:
         if self.n_heads % self.n_kv_heads:
             yield f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         yield from check_positive(self, "head_dim")
-        if self.head_dim % 2 and self.architecture != "gpt2":
+        if self.head_dim % 2 and self.architecture != "gpt2" and not self.attention.latent:
             yield f"head_dim {self.head_dim} is odd; RoPE rotates pairs"
         if not 0 <= self.norm_eps < math.inf:
             yield f"norm_eps is {self.norm_eps}; expected 0 or more"
         yield from prefix_errors("rope", self.rope.find_errors(self.head_dim))
         yield from prefix_errors("attention", self.attention.find_errors())
+        if self.attention.latent:
+            yield from prefix_errors("latent attention", self.attention.latent.find_errors(self))
         yield from check_scale(self, "embedding_scale", "residual_scale", "logit_divisor")
         yield from self._find_layer_errors()
         if (self.architecture in HEAD_ARCHITECTURES) != (self.head is not None):
@@ -586,6 +560,8 @@ class ModelConfig:
             yield f"layers has {len(self.layers)} entries; expected one for each of {self.n_layers} layers, or none"
         ropes = {self.rope, *(overrides.attention.rope for overrides in self.layers if overrides.attention)}
         has_several_ropes = len(ropes) > 1 or any(overrides.head_dim for overrides in self.layers)
+        if any(layer.attention and layer.attention.latent != self.attention.latent for layer in self.layers):
+            yield "layers have different latent attention; expected the same in all"
         if has_several_ropes and any(rope.longrope_threshold or rope.query_scale for rope in ropes):
             yield "layers have different RoPE settings; expected no longrope_threshold and no query_scale"
         mixers = {overrides.mixer for overrides in self.layers if overrides.mixer}
@@ -637,6 +613,16 @@ class ModelConfig:
     def q_dim(self) -> int:
         """Number of rows of all query heads together."""
         return self.n_heads * self.head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Number of rows of the outputs of all heads together."""
+        return self.n_heads * (self.attention.latent.value_dim if self.attention.latent else self.head_dim)
+
+    @property
+    def rope_table_dim(self) -> int:
+        """Number of rows that RoPE's tables describe: a head, or the rows of it that RoPE rotates in latent attention."""
+        return self.attention.latent.rope_dim if self.attention.latent else self.head_dim
 
     @property
     def has_own_kv(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 import specdec
 from specdec import kernels, sampling
-from specdec.layers import moe, recurrent_ops
+from specdec.layers import latent_ops, moe, recurrent_ops
 from specdec.quant import bf16_12bit, fp16_bf16, fp32, int8
 from specdec.runtime import elementary
 from specdec.runtime.code_cache import CHECKSUM_BYTES, get_cache_dir
@@ -134,7 +134,7 @@ def extract_bitcode(data: Any) -> list[bytes]:
 def list_compiled_functions() -> list[str]:
     """Return the names of the compiled functions in modules that compute tokens, as in the cache files' names."""
     names = []
-    for module in (kernels, recurrent_ops, moe, sampling, elementary, fp32, fp16_bf16, int8, bf16_12bit):
+    for module in (kernels, recurrent_ops, latent_ops, moe, sampling, elementary, fp32, fp16_bf16, int8, bf16_12bit):
         for name, value in vars(module).items():
             function = getattr(value, "py_func", getattr(value, "function", None))
             is_inlined = getattr(value, "targetoptions", {}).get("inline") == "always"
@@ -155,8 +155,9 @@ EXACT_NUMPY = {  # numpy functions with equal results everywhere: copying, integ
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 EXACT_MODULES = (
     "kernels", "sampling", "quant", "runtime", "layers", "model", "heads.eagle3", "heads.mtp", "heads.gemma4_assistant",
-    "families", "loaders", "model_config", "speculative", "engine.model_runner", "engine.scheduler", "engine.sequence",
-    "verification", "tokenizer", "text", "speculative_decoder", "draft.model_drafters", "draft.ngram", "draft.staged",
+    "families", "loaders", "model_config", "head_config", "speculative", "engine.model_runner", "engine.scheduler",
+    "engine.sequence", "verification", "tokenizer", "text", "speculative_decoder", "draft.model_drafters", "draft.ngram",
+    "draft.staged",
 )  # fmt: skip
 SUM_METHODS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace"}  # array methods that sum in numpy's own order
 

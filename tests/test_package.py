@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "engine", "draft", "text", "protocols", "verification", "events", "loaders", "model", "sampling", "tokenizer",
         "runtime",
     },
-    "heads": {"draft", "model", "layers", "model_config", "quant", "kernels", "runtime", "argument_checks"},
+    "heads": {"draft", "model", "layers", "model_config", "head_config", "quant", "kernels", "runtime", "argument_checks"},
     "engine": {
         "draft", "speculative", "text", "protocols", "verification", "events", "loaders", "model", "layers", "sampling",
         "kernels", "tokenizer", "runtime", "argument_checks",
@@ -55,11 +55,14 @@ MAY_IMPORT = {
     "protocols": {"verification", "runtime"},
     "verification": {"sampling", "runtime"},
     "events": set(),
-    "loaders": {"families", "model", "layers", "model_config", "quant", "tokenizer", "runtime", "argument_checks"},
-    "families": {"layers", "model_config", "argument_checks"},
+    "loaders": {
+        "families", "model", "layers", "model_config", "head_config", "quant", "tokenizer", "runtime", "argument_checks",
+    },
+    "families": {"layers", "model_config", "head_config", "argument_checks"},
     "model": {"layers", "model_config", "kernels", "runtime", "argument_checks"},
     "layers": {"model_config", "quant", "kernels", "runtime"},
-    "model_config": {"runtime"},
+    "model_config": {"head_config", "runtime", "argument_checks"},
+    "head_config": {"runtime", "argument_checks"},
     "sampling": {"kernels", "runtime", "argument_checks"},
     "quant": {"runtime"},
     "kernels": {"runtime"},
@@ -335,7 +338,7 @@ def test_run_loads_no_modules_of_other_commands(tmp_path: Path) -> None:
     assert set(MODULES) > SINGLE_COMMAND_MODULES and not {f"specdec.{name}" for name in SINGLE_COMMAND_MODULES} & loaded
 
 
-MAX_CORE_FILES = 69  # that `SpeculativeDecoder` imports, with those that they import
+MAX_CORE_FILES = 70  # that `SpeculativeDecoder` imports, with those that they import
 MAX_LOADED_MODULES = 78  # of a run with a llama2.c pair, whose formats and layers are imported by name
 OPTIONAL_FOLDERS = ("server", "bench", "heads", "ui")
 GENERATE = """

@@ -12,6 +12,8 @@ from specdec.model_config import ASSISTANT
 
 # Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
 FILES = {
+    "bailing_moe_v2": "bailing_moe", "bailingmoe2": "bailing_moe",
+    "deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "deepseek2": "deepseek",
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "granitemoe": "granite", "granitemoeshared": "granite",
     "granitemoehybrid": "granite", "granitehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
     "mistral3": "ministral3", "mixtral": "mistral", "olmo3": "olmo2",

@@ -26,7 +26,8 @@ from specdec.families.family import (
     make_tensor_specs,
 )
 from specdec.families.hf_common import LM_HEAD
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.head_config import HeadConfig
+from specdec.model_config import ModelConfig
 
 D2T, EMBEDDING = "d2t", "embed_tokens.weight"  # d2t maps rows to ids: offsets in folders, absolute in GGUF files
 TARGET_LAYERS_KEYS = ("target_layers", "extract_layers")  # keys of the current and of the first converter

@@ -49,7 +49,8 @@ class TensorSpec(NamedTuple):
             are stored in one tensor.
         row_stride: (first, step) of the outputs, for interleaved ones.
         scales_name: Name of the tensor with the exponents, for blocks of MXFP4.
-        make_row_groups: Function from the layer's config to the groups of rows that contain the tensor's own rows.
+        make_row_groups: Function from the layer's config to the groups of rows that contain the tensor's own rows. With
+            is_per_expert, a group belongs to an expert, and has its own rows only.
     """
 
     name: str
@@ -86,6 +87,11 @@ class RowGroups(NamedTuple):
     part_sizes: tuple[int, ...]
     first_part: int
     last_part: int
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first selected row in a group, and the row after the last."""
+        return sum(self.part_sizes[: self.first_part]), sum(self.part_sizes[: self.last_part])
 
     @property
     def n_rows(self) -> int:
@@ -206,6 +212,11 @@ class HFFamily:
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     multimodal_types: Mapping[str, bool] = field(default_factory=dict)
     list_unused: Callable[[ModelConfig], Iterable[str]] = list_no_tensors
+
+    @property
+    def has_mtp_layers(self) -> bool:
+        """Whether MTP heads are stored as layers after those of the model."""
+        return bool(self.mtp_specs) and next(iter(self.mtp_specs[0].values())).name.startswith("layers.{}")
 
 
 @dataclass(frozen=True)

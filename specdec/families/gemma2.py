@@ -6,12 +6,13 @@ Every second layer has full attention, the others a sliding window. The rest is 
 from dataclasses import replace
 from typing import Any
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.gemma3 import BLOCK_FIELDS, GGUF_TENSORS, HF_TENSORS, compute_embedding_scale, compute_score_scale
-from specdec.model_config import MIN_SCALE, ModelConfig
+from specdec.model_config import ModelConfig
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,

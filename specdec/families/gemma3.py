@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
 from specdec.families.family import ONE_PLUS, GGUFFamily, GGUFMetadata, HFFamily, replace_in_specs
 from specdec.families.hf_common import MAX_THETA
-from specdec.model_config import MIN_SCALE, AttentionConfig, ModelConfig, RopeConfig
+from specdec.model_config import AttentionConfig, ModelConfig, RopeConfig
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,

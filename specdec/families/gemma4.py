@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_DIM, MAX_SIZE, ConfigValues
@@ -19,7 +20,7 @@ from specdec.families.family import IGNORED_NAMES as HF_IGNORED_NAMES
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, make_fused_expert_specs, make_tensor_specs
 from specdec.families.gemma3 import BLOCK_FIELDS, compute_embedding_scale
 from specdec.families.hf_common import FULL_ATTENTION, MAX_THETA, SLIDING_ATTENTION
-from specdec.model_config import MIN_SCALE, AttentionConfig, LayerConfig, ModelConfig, PerLayerInputsConfig, RopeConfig
+from specdec.model_config import AttentionConfig, LayerConfig, ModelConfig, PerLayerInputsConfig, RopeConfig
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,

@@ -13,7 +13,8 @@ from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues, check_neutral_values
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead, TensorSource, TensorSpec
-from specdec.model_config import ASSISTANT, TARGET_KV_LAYER, AssistantConfig, AttentionConfig, ModelConfig, get_assistant_config
+from specdec.head_config import AssistantConfig
+from specdec.model_config import ASSISTANT, TARGET_KV_LAYER, AttentionConfig, ModelConfig, get_assistant_config
 
 DEFAULTS: dict[str, Any] = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families.config_values import MAX_DIM
 from specdec.families.family import (
     EXPERT_WEIGHTS,
@@ -21,7 +22,7 @@ from specdec.families.family import (
 )
 from specdec.families.hf_common import MAX_THETA
 from specdec.layers.rope import get_yarn_attention_factor
-from specdec.model_config import MIN_SCALE, AttentionConfig, ExpertsConfig, RopeConfig, YarnRopeScaling
+from specdec.model_config import AttentionConfig, ExpertsConfig, RopeConfig, YarnRopeScaling
 
 EMBEDDING, LM_HEAD, ROPE_FREQS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MLP_DIM_KEY, EXPERT_DIM_KEY, KV_HEADS_KEY = "feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"
@@ -103,7 +104,7 @@ def parse_base_fields(
         "norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon", 0, 1),
         "head_dim": head_dim,
         "attention": AttentionConfig(
-            _parse_rope(metadata, rotary_dim, head_dim),
+            parse_rope(metadata, rotary_dim, head_dim),
             qkv_bias=has_biases and "blk.0.attn_q.bias" in metadata.tensors,
             wo_bias=has_biases and "blk.0.attn_output.bias" in metadata.tensors,
             **more,
@@ -113,7 +114,7 @@ def parse_base_fields(
     }
 
 
-def _parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeConfig:
+def parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeConfig:
     """Return the RoPE config of a GGUF file, scaled by one factor, by a factor per pair, or by YaRN, and with a query scale."""
     type_key, old_factor_key, new_factor_key = "rope.scaling.type", "rope.scale_linear", "rope.scaling.factor"
     metadata.require(type_key, "linear", "yarn", "none", None)

@@ -5,6 +5,7 @@ Each second layer has a sliding window.
 
 from dataclasses import replace
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -18,7 +19,7 @@ from specdec.families.family import (
     TensorSpec,
     make_tensor_specs,
 )
-from specdec.model_config import MIN_SCALE, AttentionConfig, ModelConfig, YarnRopeScaling
+from specdec.model_config import AttentionConfig, ModelConfig, YarnRopeScaling
 
 DEFAULT_ROPE = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_SIZE, ConfigValues
@@ -17,7 +18,7 @@ from specdec.families.family import (
     make_fused_specs,
 )
 from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
-from specdec.model_config import MIN_SCALE, LayerConfig, Mamba2Config, ModelConfig, make_layer_configs
+from specdec.model_config import LayerConfig, Mamba2Config, ModelConfig, make_layer_configs
 
 SCALE_KEYS = {
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families.config_values import MAX_DIM, ConfigValues
 from specdec.families.family import (
     EXPERT_WEIGHTS,
@@ -22,7 +23,6 @@ from specdec.families.family import (
 )
 from specdec.layers.rope import get_yarn_attention_factor
 from specdec.model_config import (
-    MIN_SCALE,
     AttentionConfig,
     ExpertsConfig,
     LayerConfig,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_SIZE, ConfigValues
@@ -20,7 +21,7 @@ from specdec.families.family import (
     make_tensor_specs,
     replace_in_specs,
 )
-from specdec.model_config import MIN_SCALE, LayerConfig, ModelConfig, ShortConvConfig, make_layer_configs
+from specdec.model_config import LayerConfig, ModelConfig, ShortConvConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,

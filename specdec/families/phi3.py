@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -18,7 +19,7 @@ from specdec.families.family import (
     replace_in_specs,
 )
 from specdec.layers.rope import get_longrope_attention_factor
-from specdec.model_config import MIN_SCALE, ModelConfig, RopeConfig
+from specdec.model_config import ModelConfig, RopeConfig
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,

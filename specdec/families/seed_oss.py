@@ -18,8 +18,9 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Seed-OSS model from the keys of config.json."""
     hf.reject_window(values)
     hf.check_layer_types(hf.FULL_ATTENTION, values)
-    biases = {"qkv_bias": values.get_bool("attention_bias"), "wo_bias": values.get_bool("attention_out_bias")}
-    attention = AttentionConfig(hf.parse_rope(values), **biases)
+    attention = AttentionConfig(
+        hf.parse_rope(values), qkv_bias=values.get_bool("attention_bias"), wo_bias=values.get_bool("attention_out_bias")
+    )
     return ModelConfig(**hf.parse_base_fields(values), attention=attention, mlp_bias=values.get_bool("mlp_bias"))
 
 

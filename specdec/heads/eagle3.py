@@ -6,6 +6,7 @@ predicts the token of i + 2. After the last position with states of the target, 
 Shapes: H width of the target's hidden states, N hidden states per feature, h width of the head, T tokens of a pass, S positions.
 """
 
+from specdec.head_config import HeadConfig
 from specdec.kernels import MAX_BATCH_TOKENS, copy_rows, rms_norm
 from specdec.layers.architecture import (
     Architecture,
@@ -23,7 +24,7 @@ from specdec.layers.attention import ATTENTION, make_attention_program
 from specdec.layers.block import split_by_layer
 from specdec.layers.mlp import MLP
 from specdec.model import llama
-from specdec.model_config import HeadConfig, ModelConfig, require_type
+from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import round_up

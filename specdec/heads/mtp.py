@@ -22,7 +22,6 @@ from specdec.layers.architecture import (
     Weights,
     fuse_tensors,
 )
-from specdec.layers.attention import make_attention_program
 from specdec.layers.block import norm, split_by_layer
 from specdec.model import llama
 from specdec.model_config import ModelConfig
@@ -78,12 +77,11 @@ def program(config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram
     """
     (inner,) = split_by_layer(config, weights, Buffers(**vars(b) | {"x": b.joined}))
     joining = [[*eagle3.make_pair_norms(config, weights, b), weights.matrices["fc"].matmul(b.joined[0], b.pairs, b.scratch)]]
-    layer = make_attention_program(config, weights, inner, 0, b.normed, [norm(config, weights, inner, "0.rms_att")])
-    mlp = llama.get_blocks(config, 0)[1].program(config, weights, inner, 0)
+    layer = [phase for block in llama.get_blocks(config, 0) for phase in block.program(config, weights, inner, 0)]
     output = [[norm(config, weights, inner, "rms_final"), copy_rows(b.outputs, b.normed, 0, 0, config.dim, True)]]
     return ForwardProgram(
         [[weights.matrices["embedding"].embed(b.embedded[0], b.tokens)]],
-        [[*joining, *layer, *mlp]],
+        [[*joining, *layer]],
         [*output, *llama.classify(config, weights, inner)],
     )
 

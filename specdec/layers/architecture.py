@@ -31,7 +31,7 @@ from specdec.runtime.simd import Float32, Int64, round_up
 LONG_ROPE_PREFIX = "long_"
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 SHARD_SEPARATOR = ":"  # in front of the number of a matrix's shard, from 1 on
-ROUTER_SUFFIXES, EXPERTS_INFIX = (".router", ".shared_gate"), ".experts_"  # in names of matrices
+ROUTER_SUFFIXES, EXPERT_INFIXES = (".router", ".shared_gate"), (".experts_", ".k_b", ".v_b")  # latent attention has one per head
 VOCAB_MATRICES = ("embedding", "classifier")  # matrices with a row for each token of the vocabulary
 
 
@@ -661,7 +661,7 @@ def _choose_matrix_format(name: str, weight_format: WeightFormat) -> WeightForma
         return weight_format.embedding_format or weight_format
     if name.endswith(ROUTER_SUFFIXES):
         return None
-    return weight_format.expert_format or weight_format if EXPERTS_INFIX in name else weight_format
+    return weight_format.expert_format or weight_format if any(each in name for each in EXPERT_INFIXES) else weight_format
 
 
 def _find_runs(types: Sequence[str]) -> list[slice]:

@@ -12,7 +12,7 @@ import numpy as np
 from specdec.kernels import head_norm, move_kv_slots, rope
 from specdec.layers.activations import gate_heads
 from specdec.layers.architecture import Buffers, FusedTensors, Shapes, Weights
-from specdec.layers.block import KV_BUFFERS, Block, add_residual, get_scratches, make_bias_ops, norm_shapes, prepare_input
+from specdec.layers.block import Block, add_residual, get_scratches, make_bias_ops, norm_shapes, prepare_input
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.matmul_tile import PANEL_ROWS
@@ -141,9 +141,12 @@ def move_path(buffers: Buffers, path: Int64, n_tokens: int) -> None:
 
     path: Indexes of the tree's nodes, from depth 0 on.
     """
-    for name in [name for name in vars(buffers) if name.startswith("keys")]:
-        cache = (getattr(buffers, name.replace("keys", part)) for part in KV_BUFFERS)
-        move_kv_slots(*cache, path, n_tokens)
+    for name in [name for name in vars(buffers) if name.startswith("values")]:
+        values, value_scales = (getattr(buffers, name.replace("values", part)) for part in ("values", "value_scales"))
+        # Latent attention has no keys.
+        keys = getattr(buffers, name.replace("values", "keys"), values[:, :, :, :0])
+        key_scales = getattr(buffers, name.replace("values", "key_scales"), value_scales[:, :, :0])
+        move_kv_slots(keys, values, key_scales, value_scales, path, n_tokens)
 
 
 FUSED = {"qkv": FusedTensors(("wq", "wk", "wk_as_v", "wv", "wg")), "bqkv": FusedTensors(("bq", "bk", "bv"))}

@@ -87,6 +87,8 @@ def has_kv_cache(config: ModelConfig, weights: Weights, i: int) -> bool:
 
 def kv_bytes_per_position(config: ModelConfig, kv: KVFormat) -> int:
     """Return the bytes that the keys, values and scales of one position take in one attention layer's KV cache."""
+    if latent := config.attention.latent:
+        return int(latent.cache_width * np.dtype(kv.dtype).itemsize + 4 * kv.is_scaled)
     n = config.head_dim + round_up(config.head_dim, PANEL_ROWS)
     return int(config.n_kv_heads * (n * np.dtype(kv.dtype).itemsize + 8 * kv.is_scaled))
 
@@ -96,12 +98,12 @@ def layer_group_buffers(
 ) -> dict[str, BufferSpec]:
     """Return the specs of the buffers of layers with equal sizes; n_cached of the layers have their own keys and values.
 
-    keys (L, G, S / R, K, R): panels of positions.
+    keys (L, G, S / R, K, R): panels of positions; none in latent attention, where a row of values is the key, too.
     values (L, G, ceil(K / R), S, R).
     key_scales, value_scales (L, G, S), or (L, G, 0): see `AttentionArgs`.
     qkv (T, rows of q, of k and of v).
     mixed (threads, MAX_TILE_TOKENS, K padded): one head's weighted values.
-    heads (1, T, H K padded): output of attention.
+    heads (1, T, H K padded): output of attention, whose heads have another length in latent attention.
     up (T, rows of the MLP's first matrix).
     hidden (1, T, F padded).
     """
@@ -113,15 +115,19 @@ def layer_group_buffers(
         max((matrix.n_total_rows for i in layers if (matrix := matrices.get(f"{i}.{name}"))), default=PANEL_ROWS)
         for name in ("up", "qkv")
     )
+    mixed = head_panels * PANEL_ROWS
     cache = {
         "keys": BufferSpec((n_cached, kv_heads, *keys), sizes.kv.dtype, "cache"),
         "values": BufferSpec((n_cached, kv_heads, *values), sizes.kv.dtype, "cache"),
         **dict.fromkeys(("key_scales", "value_scales"), scales),
     }
+    if latent := config.attention.latent:
+        mixed, values = latent.latent_width, (latent.cache_width // PANEL_ROWS, positions, PANEL_ROWS)
+        cache = {"values": BufferSpec((n_cached, kv_heads, *values), sizes.kv.dtype, "cache"), "value_scales": scales}
     return (cache if n_cached else {}) | {
         "qkv": BufferSpec((MAX_BATCH_TOKENS, qkv), scope="token"),
-        "mixed": BufferSpec((sizes.n_threads, MAX_TILE_TOKENS, head_panels * PANEL_ROWS)),
-        "heads": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.q_dim, PANEL_ROWS)), scope="token"),
+        "mixed": BufferSpec((sizes.n_threads, MAX_TILE_TOKENS, mixed)),
+        "heads": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.output_dim, PANEL_ROWS)), scope="token"),
         "up": BufferSpec((MAX_BATCH_TOKENS, up), scope="token"),
         "hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.hidden_dim, PANEL_ROWS)), scope="token"),
     }

@@ -36,7 +36,6 @@ from specdec.runtime.work_stealing import get_chunk_range
 
 # How scores become weights: softmax of the chosen experts, softmax of all, sigmoid
 SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = range(3)
-SUM_EPS = {SOFTMAX_OF_CHOSEN: 0.0, SOFTMAX_OF_ALL: 0.0, SIGMOID: 1e-6}  # added to the sum that weights are divided by
 
 
 def get_experts_config(config: ModelConfig) -> ExpertsConfig:
@@ -83,8 +82,8 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
     """Return the specs of a mixture-of-experts block's buffers, by name; a pass has T k slots (see `route`).
 
     router (T, E padded).
-    router_probs (threads, E padded), slot_tokens, token_slots, slot_weights (threads, T k), starts (threads, E + 1): see
-    `RoutingArgs`.
+    router_probs (threads, E padded and groups padded), slot_tokens, token_slots, slot_weights (threads, T k), starts (threads,
+    E + 1): see `RoutingArgs`.
     experts_read (L,): number of experts that the last pass has read in each layer.
     slot_up (T k, 2 F padded), slot_hidden (1, T k, F padded), slot_out (T k, D padded).
     slot_scratch (threads, T k, words), gathered (threads, T, words or D padded).
@@ -108,7 +107,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
     return (shared if e.shared_hidden_dim else {}) | {
         "router": BufferSpec((MAX_BATCH_TOKENS, width)),
         "router_scratch": make_scratch(weights, sizes, ".router"),
-        "router_probs": BufferSpec((n_threads, width)),
+        "router_probs": BufferSpec((n_threads, width + round_up(e.n_groups, PANEL_ROWS))),
         "slot_tokens": BufferSpec((n_threads, n_slots), np.int64),
         "token_slots": BufferSpec((n_threads, n_slots), np.int64),
         "slot_weights": BufferSpec((n_threads, n_slots)),
@@ -143,9 +142,11 @@ def make_expert_ops(
         e.n_experts_used,
         scoring,
         int(e.norm_topk_prob),
-        SUM_EPS[scoring],
+        e.sum_eps if scoring == SIGMOID else 0.0,
         e.routed_scaling_factor,
         v.get(f"{i}.expert_scale", NO_BIAS),
+        e.n_groups,
+        e.n_groups_used,
     )
     bias, slots = v.get(f"{i}.router_bias", zeros(b.router.shape[1])), (b.slot_tokens, b.starts, b.token_slots, b.slot_weights)
     routing = route(b.router, bias, b.router_probs, *slots, *options)
@@ -266,7 +267,7 @@ class RoutingArgs(NamedTuple):
     Attributes:
         scores: Output of the router's matmul (T, E padded).
         bias: (E padded), numbers added to the scores that choose experts, but not to weights.
-        probs: Scratch (threads, E padded).
+        probs: Scratch (threads, E padded and groups padded).
         tokens: Output (threads, T k): token of each slot.
         starts: Output (threads, E + 1): first slot of each expert.
         slots: Output (threads, T k): slot of token t's expert of rank r, at t k + r.
@@ -276,6 +277,7 @@ class RoutingArgs(NamedTuple):
         norm_topk_prob: Divide sigmoids by their sum + eps.
         scale: Factor of all weights.
         expert_scales: Factor of each expert (E padded), or empty.
+        n_groups, n_groups_used: Groups of experts, and those that a token uses; see `ExpertsConfig`.
     """
 
     scores: Floats2
@@ -291,6 +293,8 @@ class RoutingArgs(NamedTuple):
     eps: float
     scale: float
     expert_scales: Floats1
+    n_groups: int
+    n_groups_used: int
 
 
 @jitable
@@ -311,6 +315,34 @@ def select_experts(probs, row, n_experts, chosen, at, n_experts_used):
         chosen[row, at + rank] = best
 
 
+@jitable
+def mask_groups(probs, row, at, n_experts, p):
+    """Set probs[row] to -inf for the experts outside of the best p.n_groups_used groups.
+
+    The groups' scores are written to the columns from `at` on. A group's score is the sum of its two largest numbers for sigmoids
+    (DeepSeek-V3: arXiv:2412.19437), else its largest number (DeepSeek-V2: arXiv:2405.04434, section 2.2.2). Of equal groups, the
+    one with the lower index comes first.
+    """
+    size = n_experts // p.n_groups
+    for group in range(p.n_groups):
+        first, second = np.float32(-np.inf), np.float32(-np.inf)
+        for expert in range(group * size, (group + 1) * size):
+            prob = probs[row, expert]
+            if prob > first:
+                first, second = prob, first
+            elif prob > second:
+                second = prob
+        probs[row, at + group] = first + second if p.scoring == SIGMOID else first
+    for group in range(p.n_groups):
+        rank = 0
+        for other in range(p.n_groups):
+            score, own = probs[row, at + other], probs[row, at + group]
+            rank += score > own or (score == own and other < group)
+        if rank >= p.n_groups_used:
+            for expert in range(group * size, (group + 1) * size):
+                probs[row, expert] = -np.inf
+
+
 @kernel
 def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
     """Choose the experts of each token from the router's scores; write their weights and slots to the outputs of `RoutingArgs`.
@@ -329,19 +361,21 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
             score_vector = load(p.scores, row + i)
             if p.scoring == SIGMOID:
                 score_vector = add(sigmoid(score_vector), load(p.bias, i))
-            store(p.probs, thread * width + i, score_vector)
+            store(p.probs, thread * p.probs.shape[1] + i, score_vector)
         for expert in range(n_experts):
             score = p.scores[t, expert]
             nan_sum += (
                 np.float32(0.0) if score == score else score
             )  # a NaN of an expert that is not chosen makes the token NaN, too
             max_score = maximum(splat(score), max_score)
+        if p.n_groups > 1:
+            mask_groups(p.probs, thread, width, n_experts, p)
         select_experts(p.probs, thread, n_experts, chosen, at, n_experts_used)
         # weights of the chosen experts
         minus_max = splat(-reduce_max(max_score))
         for i in range(0, width, LANES):
             score = load(p.scores, row + i)
-            store(p.probs, thread * width + i, sigmoid(score) if p.scoring == SIGMOID else exp(add(score, minus_max)))
+            store(p.probs, thread * p.probs.shape[1] + i, sigmoid(score) if p.scoring == SIGMOID else exp(add(score, minus_max)))
         total = np.float32(0.0)
         for i in range(n_experts if p.scoring == SOFTMAX_OF_ALL else n_experts_used):
             total += p.probs[thread, i if p.scoring == SOFTMAX_OF_ALL else chosen[thread, at + i]]

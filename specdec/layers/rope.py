@@ -81,7 +81,7 @@ def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0
 
     The tables are periodic in K, because a vector may begin at any row of a head.
     """
-    fill_rope_tables(cos, sin, compute_positions_per_radian(config), start, config.head_dim, config.rope.attention_factor)
+    fill_rope_tables(cos, sin, compute_positions_per_radian(config), start, config.rope_table_dim, config.rope.attention_factor)
 
 
 def fill_query_cos_sin(

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.argument_checks import CheckpointError
+from specdec.head_config import HeadConfig
 from specdec.loaders.model_file import ModelFile
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.runtime.memory import all_finite
 from specdec.runtime.simd import Int64
 

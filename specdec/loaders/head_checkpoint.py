@@ -10,21 +10,14 @@ import numpy as np
 
 from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
 from specdec.families import detect_head, load_definition
-from specdec.families.family import HFHead, TensorSource, TensorSpec, is_layer_list, select_tensor_specs
+from specdec.families.family import PREFIX, HFHead, TensorSource, TensorSpec, is_layer_list, select_tensor_specs
+from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, check_target_ids
 from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
 from specdec.loaders.model_file import CONFIG, INDEX, PICKLE_WEIGHTS, WEIGHTS, read_json_object
 from specdec.loaders.tensor_assembly import assemble_tensors
-from specdec.model_config import (
-    AssistantConfig,
-    DeltaNetConfig,
-    HeadConfig,
-    Mamba2Config,
-    ModelConfig,
-    ShortConvConfig,
-    find_kv_source_layers,
-)
+from specdec.model_config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig, find_kv_source_layers
 from specdec.runtime.simd import Int64
 
 # Family of each supported verifier architecture, by its name in config.json.
@@ -33,6 +26,9 @@ VERIFIER_FAMILIES = {
     "GPT2LMHeadModel": "gpt2", "Lfm2ForCausalLM": "lfm2", "Qwen3_5ForConditionalGeneration": "qwen35",
     "Qwen3_5ForCausalLM": "qwen35",
 }  # fmt: skip
+# Tensors of an MTP head that are copies of the target's embedding and classifier, or matrices that are stored in parts, too
+SHARED_WITH_TARGET = ("embed_tokens", "shared_head.head")
+GGUF_SHARED_WITH_TARGET = ("nextn.embed_tokens", "nextn.shared_head_head", "attn_kv_b")
 
 
 def reorder_rows(stored: Any, order: Int64) -> DerivedTensor:
@@ -90,13 +86,21 @@ def load_mtp_head(target: Checkpoint) -> Checkpoint | None:
     if not target.mtp_specs:
         return None
     source: Any
-    if target.path.is_dir():
-        prefix, layer = re.escape(next(iter(target.mtp_specs[0].values())).name.partition(".")[0]), 0
+    first_name = next(iter(target.mtp_specs[0].values())).name
+    if target.path.is_dir() and first_name.startswith("layers.{}"):  # the layer after those of the model
+        layer = target.config.n_layers
+        source = HFFolder(target.path, PREFIX, re.compile(rf"(?!layers\.{layer}\.).*", re.DOTALL))
+        source.ignore(f"layers.{layer}.{name}.weight" for name in SHARED_WITH_TARGET)
+        has_head = any(True for _ in source)
+    elif target.path.is_dir():
+        prefix, layer = re.escape(first_name.partition(".")[0]), 0
         source = HFFolder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{prefix}\.).*", re.DOTALL))  # ignore all others
         has_head = any(True for _ in source)
     else:
         source, layer = import_reader("gguf_checkpoint").GGUFModel(target.path), target.config.n_layers
         source.ignore(name for name in source if not name.startswith(f"blk.{layer}."))
+        if target.config.attention.latent:
+            source.ignore(f"blk.{layer}.{name}.weight" for name in GGUF_SHARED_WITH_TARGET)
         has_head = source.n_nextn > 0
     if not has_head:
         return None

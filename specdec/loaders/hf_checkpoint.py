@@ -62,6 +62,7 @@ FOLDER_HINTS = (  # regex of a file's name, and what to do; the first match coun
     (r"model-\d{5}-of-\d{5}\.safetensors", f"{{name}} is a shard; download {INDEX} and all shards to the same folder"),
 )
 EOS_NAME = "eos"
+MTP_LAYER_NAME = re.compile(r"layers\.\d{1,9}\.eh_proj\.weight")  # in the layer of an MTP head
 TOP_LEVEL_KEYS = ("tie_word_embeddings", *QUANTIZATION_KEYS, "bos_token_id", "eos_token_id")  # override those in text_config
 POOLING_KEYS = {"last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
 
@@ -113,6 +114,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         )
     tensors = assemble_tensors(config, specs, folder)
     folder.ignore(family.list_unused(config))
+    if family.has_mtp_layers:
+        folder.ignore(find_mtp_tensors(folder, config))
     folder.check_all_used()
     sampling = parse_default_sampling(
         read_optional_json_object(path / GENERATION_CONFIG), {name: name for name in SAMPLING_RANGES}
@@ -122,6 +125,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
         default_sampling=sampling, mtp_specs=family.mtp_specs,
         pooling=_read_pooling(path),
     )  # fmt: skip
+
+
+def find_mtp_tensors(folder: HFFolder, config: ModelConfig) -> list[str]:
+    """Return the names of the tensors of MTP heads that are stored as layers after those of the model."""
+    layers = {name.split(".")[1] for name in folder if MTP_LAYER_NAME.fullmatch(name)}
+    first = {layer for layer in layers if int(layer) >= config.n_layers}
+    return [name for name in folder if name.startswith("layers.") and name.split(".")[1] in first]
 
 
 def has_tied_embedding(folder: HFFolder, specs: dict[str, TensorSpec], config: ModelConfig) -> bool:

@@ -187,6 +187,12 @@ class TensorAssembler:
             reader = import_module("specdec.loaders.gguf_blocks")
             names = (stored_name, spec.scales_name.format(layer))
             return list(reader.get_mxfp4_experts(self.source, names, shape, *spec.row_stride))
+        if spec.make_row_groups:
+            groups = spec.make_row_groups(self.config.layer_config(int(layer)))
+            (first, last), size = groups.bounds, sum(groups.part_sizes)
+            whole = self.source.get_tensor(stored_name, (groups.n_rows, n_rows if spec.is_transposed else n_columns))
+            parts = [whole.slice_rows(i * size + first, i * size + last) for i in range(n)]
+            return [transpose_rows(part) for part in parts] if spec.is_transposed else parts
         if experts:
             return [self.get_tensor(name, stored_name.format(i), shape[1:], spec) for i in range(n)]
         fused = [f"{layer}.{each}" for each in spec.fused_names] or [name]
@@ -224,6 +230,16 @@ def is_equal(a: Any, b: Any) -> bool:
     starts = range(0, a.shape[0], COMPARE_CHUNK_ROWS)
     return a.dtype == b.dtype and all(
         np.array_equal(a[first : first + COMPARE_CHUNK_ROWS], b[first : first + COMPARE_CHUNK_ROWS]) for first in starts
+    )
+
+
+def transpose_rows(stored: Any) -> DerivedTensor:
+    """Return the transpose of a small matrix, which is computed when it is read, in float32 if the matrix has blocks."""
+    return DerivedTensor(
+        stored,
+        stored.shape[::-1],
+        getattr(stored, "dtype", FP32),
+        lambda first, last: np.ascontiguousarray(stored[:].T[first:last]),
     )
 
 

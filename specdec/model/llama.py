@@ -1,8 +1,8 @@
 """Llama (Touvron et al. 2023, arXiv:2307.09288) and families like it: an embedding, layers of two blocks each, and a classifier.
 
 The config determines which blocks a layer has, and how they differ from Llama's. A tensor that all layers have holds one matrix
-for each layer. A tensor that only some layers have, or that holds a matrix for each expert, has the layer's number in its name:
-"2.wq".
+for each layer. A tensor that only some layers have, or that holds a matrix for each expert or head, has the layer's number in its
+name: "2.wq".
 
 Shapes: S cached positions, K head dim.
 """
@@ -50,6 +50,8 @@ MIXERS = {  # blocks that replace attention
     ShortConvConfig: "short_conv:SHORT_CONV", DeltaNetConfig: "delta_net:DELTA_NET", Mamba2Config: "mamba2:MAMBA2",
 }  # fmt: skip
 
+LATENT_ATTENTION = "latent_attention:LATENT_ATTENTION_BLOCK"
+
 
 def load_layer(name: str) -> Any:
     """Return a module of `specdec.layers`, or with a colon an object in one, which only some models need."""
@@ -59,7 +61,8 @@ def load_layer(name: str) -> Any:
 def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
     """Return the blocks of layer i in order: attention or a mixer, an MLP or experts, and per-layer inputs if there are any."""
     mixer = config.layer_config(i).mixer
-    blocks = [load_layer(MIXERS[type(mixer)]) if mixer else ATTENTION, MLP]
+    attention = load_layer(LATENT_ATTENTION) if config.attention.latent else ATTENTION
+    blocks = [load_layer(MIXERS[type(mixer)]) if mixer else attention, MLP]
     if config.experts and i not in config.experts.dense_layers:
         blocks[1] = load_layer("moe:PARALLEL_MOE" if config.experts.has_parallel_mlp else "moe:MOE")
     return (*blocks, load_layer("per_layer_inputs:PER_LAYER_INPUTS")) if config.per_layer_inputs else (*blocks,)
@@ -80,7 +83,8 @@ def shapes(config: ModelConfig) -> Shapes:
 
     The classifier `wcls` is left out if it is the embedding.
     """
-    n = config.n_layers if config.experts or config.layers else 1  # one is enough if all are alike
+    has_own_matrices = config.experts or config.layers or config.attention.latent
+    n = config.n_layers if has_own_matrices else 1  # one is enough if all are alike
     layers = [layer_shapes(config, i) for i in range(n)]
     common = {
         name: shape for name, shape in layers[0].items() if len(shape) < 3 and all(each.get(name) == shape for each in layers)
@@ -114,7 +118,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
     """
     specs = block_buffers(config, weights, sizes)
     for suffix, layers in group_layers(config, *ROPE_FIELDS).items():
-        table = BufferSpec((sizes.n_positions, config.layer_config(layers[0]).head_dim + LANES))
+        table = BufferSpec((sizes.n_positions, config.layer_config(layers[0]).rope_table_dim + LANES))
         specs |= {name + suffix: table for name in ROPE_TABLES}
     if config.rope.query_scale:
         specs |= dict.fromkeys(("query_cos", "query_sin"), specs["rope_cos"])

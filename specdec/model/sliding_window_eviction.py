@@ -9,16 +9,19 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat
 from specdec.layers.architecture import Architecture, Buffers, Weights
 from specdec.layers.block import KV_BUFFERS, has_kv_cache, kv_bytes_per_position
 from specdec.model_config import ModelConfig
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import CAN_RELEASE_PAGES, release_pages
-from specdec.runtime.simd import ceil_div
+from specdec.runtime.simd import Float32, ceil_div
 
 MAX_REWIND_BYTES = 128 << 20  # kept beyond windows to truncate a sequence; hybrid models keep as much in snapshots
 MIN_REWIND_TOKENS = 512  # that can always be truncated: a proposal, and more than a pass
+NO_ARRAY: Float32 = np.zeros(0, np.float32)  # in the place of keys, which latent attention has not
 EVICTION_STEP_TOKENS = 512  # positions that are released at a time
 
 
@@ -84,7 +87,7 @@ class SlidingWindowEvictor:
             n_slots = own.values.shape[-2]
             first, last = (min(at, n_slots) // PANEL_ROWS * PANEL_ROWS for at in get_range(layer))
             for name in KV_BUFFERS:
-                if first < last and (array := getattr(own, name)).size:
+                if first < last and (array := getattr(own, name, NO_ARRAY)).size:
                     runs = array.reshape(-1, array[0].size // (array.shape[1] if name == "values" else 1))
                     release_pages(runs, first * (runs.shape[1] // n_slots), last * (runs.shape[1] // n_slots))
 
@@ -95,4 +98,6 @@ def _find_windowed_layers(config: ModelConfig, weights: Weights, kv: KVFormat, n
         layer = config.layer_config(i)
         if layer.attention_window < n_positions and has_kv_cache(config, weights, i):
             n_runs = layer.n_kv_heads * (1 + ceil_div(layer.head_dim, PANEL_ROWS) + 2 * kv.is_scaled)
+            if latent := layer.attention.latent:
+                n_runs = latent.cache_width // PANEL_ROWS + kv.is_scaled
             yield WindowedLayer(i, layer.attention_window, kv_bytes_per_position(layer, kv), n_runs)

@@ -16,9 +16,10 @@ from typer.main import get_command
 
 from specdec.cli.app import UsageError, app, format_usage_error
 from specdec.cli.typer_commands import FastProcessValue
+from specdec.head_config import HeadConfig
 from specdec.loaders import model_paths as files
 from specdec.model import get_architecture
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.runtime import code_cache
 from specdec.tokenizer import Tokenizer
 from specdec.ui.progress import show_status

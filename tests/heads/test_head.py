@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specdec.head_config import HeadConfig
 from specdec.heads.eagle3 import EAGLE3
 from specdec.heads.head import Head
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -17,7 +18,7 @@ from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program

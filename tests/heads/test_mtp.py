@@ -1,4 +1,4 @@
-"""The built-in head of Qwen3.5 and Qwen3-Next: compared with transformers' layer, from both file formats, and in the loop."""
+"""The built-in heads of Qwen3.5, Qwen3-Next and GLM-4.7-Flash: compared with transformers, from both formats, in the loop."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from tests.tools.hf_folders import FIXTURES, copy_fixture, edit_tensors, read_al
 from tests.tools.random_heads import new_head_cache
 from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, interrupt_after, random_tokens, scatter_phases
 
-NAMES = ("qwen35", "qwen35_images", "qwen35_moe", "qwen3_next")
+NAMES = ("qwen35", "qwen35_images", "qwen35_moe", "qwen3_next", "glm4_moe_lite")
 N_POSITIONS = 300
 PROMPT = [1, 7, 9]
 
@@ -102,7 +102,7 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
     for name, tensor in read_all_tensors(expected).items():
         np.testing.assert_array_equal(to_float32(read_all_tensors(found)[name]), to_float32(tensor))
     assert load_mtp_head(load_checkpoint(FIXTURES / "qwen35_odd")) is load_mtp_head(load_checkpoint(FIXTURES / "qwen3")) is None
-    for name in ("qwen35_moe", "qwen3_next"):  # as in llama.cpp's converter
+    for name in ("qwen35_moe", "qwen3_next", "glm4_moe_lite"):  # as in llama.cpp's converter
         found, expected = (
             read_all_tensors(load_mtp_head(load_checkpoint(FIXTURES / each))) for each in (f"gguf/{name}.gguf", name)
         )

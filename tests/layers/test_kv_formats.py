@@ -15,7 +15,7 @@ from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
 from specdec.sampling import Sampling
-from tests.model.test_architectures import FAMILIES
+from tests.model.test_architectures import FAMILIES, LATENT
 from tests.model.test_architectures import random_tensors as family_tensors
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
@@ -77,7 +77,9 @@ def test_logits_with_compact_kv_do_not_depend_on_batch_or_threads(name, weight_f
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8"])
-@pytest.mark.parametrize("name", ["everything", "gpt2, odd", "qwen3, heads across strips", "gpt-oss", "all norms of the whole"])
+@pytest.mark.parametrize(
+    "name", ["everything", "gpt2, odd", "qwen3, heads across strips", "gpt-oss", "all norms of the whole", LATENT[1]]
+)
 def test_only_keys_and_values_are_rounded(name, kv):
     """The oracle that rounds them is far nearer than the one that does not. Trees keep what chains keep."""
     config = FAMILIES[name]

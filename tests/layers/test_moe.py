@@ -37,7 +37,7 @@ class Router:
         self.starts, self.weights = np.zeros((n_threads, n_experts + 1), np.int64), zeros(n_threads, T * n_chosen)
         self.n_experts, self.n_chosen, self.n_threads = n_experts, n_chosen, n_threads
         arrays = self.scores, self.bias, self.probs, self.tokens, self.starts, self.slots, self.weights
-        self.op = route(*arrays, n_chosen, scoring, is_normed, 1e-6 if scoring == SIGMOID else 0.0, 1.5, NO_BIAS)
+        self.op = route(*arrays, n_chosen, scoring, is_normed, 1e-6 if scoring == SIGMOID else 0.0, 1.5, NO_BIAS, 1, 1)
 
     def choose(self, scores):
         """Return the experts of each thread and token by rank (threads, T, k), and their weights."""

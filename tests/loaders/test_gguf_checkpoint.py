@@ -643,6 +643,51 @@ def test_a_dimension_of_1_may_be_dropped_as_llama_cpps_quantizer_does(tmp_path: 
     assert 'ffn_gate_inp_shexp.weight" has the shape (8, 4); the keys say (1, 32)' in get_refusal(path)
 
 
+def join_key_value_tensors(tensors: dict[str, RawTensor], nope: int) -> dict[str, RawTensor]:
+    """Return tensors as older files have them: keys and values of all heads in one matrix."""
+    joined = dict(tensors)
+    for name in [name for name in tensors if name.endswith("attn_k_b.weight")]:
+        other = name.replace("attn_k_b", "attn_v_b")
+        keys, values = (np.frombuffer(joined.pop(each).data, np.uint16).reshape(tensors[each].shape) for each in (name, other))
+        assert keys.shape[2] == nope
+        matrix = np.concatenate([keys.swapaxes(1, 2), values], 1).reshape(-1, values.shape[2])
+        joined[name.replace("attn_k_b", "attn_kv_b")] = RawTensor(tensors[name].type, matrix.shape, matrix.tobytes())
+    return joined
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
+def test_older_files_with_keys_and_values_in_one_matrix_give_the_same_model(tmp_path: Path, name: str) -> None:
+    (keys, tensors), path, latent = read_converted(name), tmp_path / "model.gguf", CONFIGS[name].attention.latent
+    assert latent
+    old_keys = keys | {
+        "deepseek2.attention.key_length": latent.head_dim,
+        "deepseek2.attention.value_length": latent.value_dim,
+        "deepseek2.attention.head_count_kv": CONFIGS[name].n_heads,
+    }
+    for key in ("key_length_mla", "value_length_mla"):
+        del old_keys[f"deepseek2.attention.{key}"]
+    joined, expected = join_key_value_tensors(tensors, latent.nope_dim), load_checkpoint(FIXTURES / "gguf" / f"{name}.gguf")
+    for written_keys, written in ((old_keys, joined), (keys, joined), (keys, joined | tensors)):
+        path.write_bytes(gguf_bytes(written_keys, written))
+        got = load_checkpoint(path)
+        assert got.config == expected.config
+        heads = (read_all_tensors(known) for each in (got, expected) if (known := load_mtp_head(each)))
+        for a, b in ((read_all_tensors(got), read_all_tensors(expected)), tuple(heads) or ({}, {})):
+            assert {*a} == {*b}
+            for key, array in a.items():
+                np.testing.assert_array_equal(np.array(array), np.array(b[key]))
+
+
+def test_how_experts_are_scored_follows_the_key_or_the_bias_for_the_choice(tmp_path: Path) -> None:
+    for name, is_sigmoid in (("deepseek_v2", False), ("deepseek_v3", True), ("glm4_moe_lite", True)):
+        (keys, tensors), path = read_converted(name), tmp_path / "model.gguf"
+        path.write_bytes(gguf_bytes({key: value for key, value in keys.items() if "gating" not in key}, tensors))
+        experts = load_checkpoint(path).config.experts
+        assert experts and experts.is_sigmoid == is_sigmoid
+        path.write_bytes(gguf_bytes(keys | {"deepseek2.expert_gating_func": 3}, tensors))
+        assert "deepseek2.expert_gating_func is 3; expected 2" in get_refusal(path)
+
+
 def test_a_multimodal_glm_4_is_rejected_by_its_rope_sections(tmp_path: Path) -> None:
     keys, tensors = read_converted("glm4")
     path = tmp_path / "model.gguf"

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.head_config import HeadConfig
 from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_paths import find_required_packages
 from specdec.model import get_architecture
-from specdec.model_config import HeadConfig, Llama3RopeScaling, ModelConfig
+from specdec.model_config import Llama3RopeScaling, ModelConfig
 from tests.tools import fuzz_heads, gguf_files, head_files, hf_folders
 from tests.tools.configs import make_config, replace_config
 from tests.tools.fuzz_common import FINE

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdec.head_config import HeadConfig
 from specdec.loaders import CheckpointError, hf_hub, load_checkpoint, model_paths, resumable_download
 from specdec.model import get_architecture
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.tokenizer import TokenizerError
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.tools.checkpoint_files import ROOT, SHARED

@@ -11,6 +11,7 @@ from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
 from specdec.model_config import (
     ExpertsConfig,
+    LatentAttentionConfig,
     Llama3RopeScaling,
     Mamba2Config,
     ModelConfig,
@@ -106,6 +107,18 @@ FAMILIES = {
         experts=ExpertsConfig(4, 2, 24, True, (0,), True, True, 1.5, 17, True),
     ),
     "experts of sigmoids, as they are": make_config(40, 1, 1, 5, 1, 105, 400, experts=ExpertsConfig(3, 3, 33, False, (), True)),
+    "latent attention": make_config(
+        48, 50, 3, 5, 1, 105, 400, False, head_dim=38, rope_dim=14, attention_scale=0.2,
+        latent=LatentAttentionConfig(40, 24, 14, 21, 44),
+        experts=ExpertsConfig(
+            12, 3, 20, True, (0,), True, True, 1.8, shared_hidden_dim=25, n_groups=4, n_groups_used=2, sum_eps=1e-20
+        ),
+    ),
+    "latent attention of whole panels": make_config(
+        40, 50, 2, 9, 1, 105, 400, False, head_dim=24, rope_dim=8, rope_theta=100.0, rope_scaling=YarnRopeScaling(4.0, 19, 2.0),
+        latent=LatentAttentionConfig(64, 16, 8, 32),
+        experts=ExpertsConfig(6, 2, 20, False, (), n_groups=3, n_groups_used=1, routed_scaling_factor=1.5),
+    ),
     "gpt2": make_config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
     "gpt2, odd": make_config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
 }  # fmt: skip
@@ -185,7 +198,7 @@ def test_output_equals_target_output_with_any_draft(name: str) -> None:
     assert make_model_drafter(draft, CoupledVerifier, sampling).propose([1, 5], make_started_policy(3)).tokens
 
 
-@pytest.mark.parametrize("name", ["everything", "gemma", "gpt2", "gpt-oss", "all norms of the whole"])
+@pytest.mark.parametrize("name", ["everything", "gemma", "gpt2", "gpt-oss", "all norms of the whole", "latent attention"])
 def test_batch_gives_logits_of_single_passes(name: str) -> None:
     config = FAMILIES[name]
     model, alone = make_model(config, max(THREAD_COUNTS)), make_cache(config)
@@ -196,6 +209,7 @@ def test_batch_gives_logits_of_single_passes(name: str) -> None:
             np.testing.assert_array_equal(logits, alone.forward(tokens, n_logits))
 
 
+LATENT = ["latent attention", "latent attention of whole panels"]
 POISON = 7  # token with values that are not finite somewhere inside
 
 

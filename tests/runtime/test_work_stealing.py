@@ -121,6 +121,8 @@ NAMES = [
     "gpt_oss",
     "lfm2_moe",
     "granite_h",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
 
 

@@ -6,10 +6,11 @@ import tracemalloc
 
 import numpy as np
 
+from specdec.head_config import HeadConfig
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.model import get_architecture
-from specdec.model_config import HeadConfig, Llama3RopeScaling, ModelConfig
+from specdec.model_config import Llama3RopeScaling, ModelConfig
 from tests.tools import gguf_files, hf_folders
 from tests.tools.configs import make_config, replace_config
 from tests.tools.fuzz_common import EDGE_INTS, FINE, FOLDER, check_one_line, corrupt, random_json

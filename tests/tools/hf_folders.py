@@ -15,6 +15,7 @@ from specdec.loaders import Checkpoint, CheckpointError, load_checkpoint
 from specdec.model_config import (
     DeltaNetConfig,
     ExpertsConfig,
+    LatentAttentionConfig,
     Llama3RopeScaling,
     Mamba2Config,
     PerLayerInputsConfig,
@@ -30,6 +31,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8, "I64": np.int64}
 DELETED = sys.intern("<gone>")  # value, compared by identity, that deletes a key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
+SIGMOID: dict[str, Any] = {"dense_layers": (0,), "is_sigmoid": True, "has_selection_bias": True, "sum_eps": 1e-20}
 NO_ROPE = {"has_rope": False}
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
 PHI3_LONG = {"long_freq_factors": (1.0, 3.5, 6.0, 8.5, 11.0, 13.5), "longrope_threshold": 64}
@@ -346,6 +348,34 @@ CONFIGS |= {
     "ernie4_5": make_config(30, 38, 2, 3, 1, 73, 128, True, rope_theta=5e5, head_dim=12),
     "hunyuan_v1_dense": make_config(
         28, 33, 2, 4, 2, 74, 32768, False, rope_theta=float(np.float32(1e4 * 1000 ** (10 / 8))), head_dim=10, qk_norm="rotated"
+    ),
+    "deepseek_v2": make_config(
+        40, 44, 3, 5, 1, 69, 128, False, norm_eps=1e-6, head_dim=22, rope_dim=10, rope_theta=100,
+        rope_scaling=YarnRopeScaling(40, 16, 2, 0.5),
+        attention_scale=float(np.float32((1 + 0.0707 * math.log(40)) ** 2 / 22**0.5)),
+        latent=LatentAttentionConfig(28, 12, 10, 14), experts=ExpertsConfig(7, 3, 20, False, (0,), shared_hidden_dim=40),
+    ),
+    "deepseek_v2_groups": make_config(
+        36, 30, 2, 3, 1, 66, 128, False, norm_eps=1e-6, head_dim=22, rope_dim=12, latent=LatentAttentionConfig(40, 10, 12, 7, 22),
+        experts=ExpertsConfig(9, 3, 20, False, (), routed_scaling_factor=2.5, shared_hidden_dim=20, n_groups=3, n_groups_used=2),
+    ),
+    "deepseek_v3": make_config(
+        36, 40, 3, 4, 1, 71, 128, False, norm_eps=1e-6, head_dim=24, rope_dim=8, rope_theta=100,
+        rope_scaling=YarnRopeScaling(8, 16, 2, 0.5), attention_scale=float(np.float32((1 + 0.1 * math.log(8)) ** 2 / 24**0.5)),
+        latent=LatentAttentionConfig(33, 16, 8, 20, 30),
+        experts=ExpertsConfig(12, 3, 16, **SIGMOID, routed_scaling_factor=2.5, shared_hidden_dim=16, n_groups=4, n_groups_used=2),
+    ),
+    "moonlight": make_config(
+        32, 36, 2, 4, 1, 67, 128, False, norm_eps=1e-6, head_dim=20, rope_dim=6, latent=LatentAttentionConfig(32, 14, 6, 10),
+        experts=ExpertsConfig(6, 2, 12, **SIGMOID, routed_scaling_factor=2.5, shared_hidden_dim=24),
+    ),
+    "glm4_moe_lite": make_config(
+        40, 48, 3, 5, 1, 70, 128, False, norm_eps=1e-5, head_dim=28, rope_dim=8, latent=LatentAttentionConfig(36, 20, 8, 24, 28),
+        experts=ExpertsConfig(8, 2, 20, **SIGMOID, routed_scaling_factor=1.8, shared_hidden_dim=20),
+    ),
+    "bailing_moe_v2": make_config(
+        36, 44, 3, 6, 2, 68, 128, False, norm_eps=1e-6, head_dim=12, rope_dim=6, qk_norm=True,
+        experts=ExpertsConfig(12, 3, 16, **SIGMOID, routed_scaling_factor=2.5, shared_hidden_dim=16, n_groups=4, n_groups_used=2),
     ),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONVERTED = (
+    "bailing_moe_v2", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite", "moonlight",
     "ernie4_5", "exaone4", "gemma2", "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "gpt_oss",
     "gpt_oss_mxfp4", "granite_h", "granitemoe", "granitemoe_shared", "hunyuan_v1_dense", "lfm2_moe", "olmo2", "olmo3", "olmoe",
     "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smolvlm",

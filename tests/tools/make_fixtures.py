@@ -24,6 +24,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -32,6 +34,8 @@ from transformers import (
     Gemma4TextConfig,
     GenerationConfig,
     Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -67,6 +71,7 @@ from transformers import (
     SmolVLMConfig,
     logging,
 )
+from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm4_moe_lite
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -166,6 +171,27 @@ def make_mamba(layers, n_heads, n_groups, d_state, **others):
 
 def make_partial_rope(theta, share, **others):
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
+
+
+def make_latent_sizes(*numbers, kv, q, nope, rope, value, **others):
+    """Return sizes of a model with latent attention."""
+    return make_sizes(
+        *numbers, kv_lora_rank=kv, q_lora_rank=q, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value, pad_token_id=0,
+        **others,
+    )  # fmt: skip
+
+
+def make_expert_sizes(experts, used, hidden, shared, dense, **others):
+    """Return sizes of the experts of a DeepSeek; the first `dense` layers have none."""
+    return {
+        "n_routed_experts": experts, "num_experts_per_tok": used, "moe_intermediate_size": hidden, "n_shared_experts": shared,
+        "first_k_dense_replace": dense, **others,
+    }  # fmt: skip
+
+
+def make_latent_yarn(factor, mscale, **others):
+    numbers = {"factor": factor, "original_max_position_embeddings": 16, "mscale": mscale, "mscale_all_dim": mscale}
+    return {"rope_type": "yarn", "rope_theta": 100.0, "beta_fast": 2.0, "beta_slow": 0.5, **numbers, **others}
 
 
 def make_gpt2_sizes(vocab, positions, dim, layers, heads):
@@ -600,6 +626,59 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "deepseek_v2": (  # as V2-Lite
+        DeepseekV2Config(
+            **make_latent_sizes(69, 40, 44, 3, 5, 5, kv=28, q=None, nope=12, rope=10, value=14),
+            **make_expert_sizes(7, 3, 20, 2, 1),
+            rope_parameters=make_latent_yarn(40.0, 0.707),
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "deepseek_v2_groups": (
+        DeepseekV2Config(
+            **make_latent_sizes(66, 36, 30, 2, 3, 3, kv=40, q=22, nope=10, rope=12, value=7),
+            **make_expert_sizes(9, 3, 20, 1, 0, topk_method="group_limited_greedy", n_group=3, topk_group=2),
+            routed_scaling_factor=2.5,
+        ),
+        torch.float16,
+        {},
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config(
+            **make_latent_sizes(71, 36, 40, 3, 4, 4, kv=33, q=30, nope=16, rope=8, value=20),
+            **make_expert_sizes(12, 3, 16, 1, 1, n_group=4, topk_group=2, scoring_func="sigmoid"),
+            rope_parameters=make_latent_yarn(8.0, 1.0),
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "moonlight": (
+        DeepseekV3Config(
+            **make_latent_sizes(67, 32, 36, 2, 4, 4, kv=32, q=None, nope=14, rope=6, value=10),
+            **make_expert_sizes(6, 2, 12, 2, 1, n_group=1, topk_group=1, scoring_func="sigmoid"),
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig(
+            **make_latent_sizes(70, 40, 48, 3, 5, 5, kv=36, q=28, nope=20, rope=8, value=24),
+            **make_expert_sizes(8, 2, 20, 1, 1),
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "bailing_moe_v2": (  # as Ling-mini 2, which computes as a GLM-4.5 with norms of queries and keys
+        Glm4MoeConfig(
+            **make_sizes(68, 36, 44, 3, 6, 2, head_dim=12, partial_rotary_factor=0.5, pad_token_id=0, use_qk_norm=True),
+            **make_expert_sizes(12, 3, 16, 1, 1, n_group=4, topk_group=2),
+            routed_scaling_factor=2.5,
+            rms_norm_eps=1e-6,
+        ),
+        torch.bfloat16,
+        {"as_ling": True},
+    ),
     "gpt2": (GPT2Config(**make_gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**make_gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -664,7 +743,7 @@ def randomize(model):
                 one = 0 if config.model_type.startswith(("gemma2", "gemma3")) else 1  # transformers adds 1 itself
                 parameter.copy_(one + 0.2 * noise if is_norm and name.endswith(("weight", "scale")) else 0.3 * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
@@ -680,6 +759,9 @@ class Mtp(torch.nn.Module):
         config.num_hidden_layers, config.layer_types, config._attn_implementation = 1, ["full_attention"], "eager"
         n, norm, rotary = config.hidden_size, qwen3_5.Qwen3_5RMSNorm, qwen3_5.Qwen3_5TextRotaryEmbedding
         layer = qwen3_5_moe.Qwen3_5MoeDecoderLayer if hasattr(config, "num_experts") else qwen3_5.Qwen3_5DecoderLayer
+        if config.model_type == "glm4_moe_lite":
+            norm, rotary = glm4_moe_lite.Glm4MoeLiteRMSNorm, glm4_moe_lite.Glm4MoeLiteRotaryEmbedding
+            layer, config.mlp_layer_types = glm4_moe_lite.Glm4MoeLiteDecoderLayer, ["sparse"]
         if config.model_type == "qwen3_next":
             norm, rotary = qwen3_next.Qwen3NextRMSNorm, qwen3_next.Qwen3NextRotaryEmbedding
             layer = qwen3_next.Qwen3NextDecoderLayer
@@ -697,18 +779,57 @@ class Mtp(torch.nn.Module):
         return self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask)[0])
 
 
+def rename_as_last_layer(tensors, n_layers):
+    """Return the tensors of an MTP head as published GLMs name them: a layer after the last, with a tensor for each expert."""
+    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("layers.0.")
+        if "experts." in name and tensor.dim() == 3:
+            parts = {"down_proj": tensor}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
+            for part, experts in parts.items():
+                renamed |= {f"mlp.experts.{i}.{part}.weight": expert.contiguous() for i, expert in enumerate(experts)}
+        else:
+            module, _, kind = name.rpartition(".")
+            renamed[f"{names.get(module, module)}.{kind}"] = tensor
+    return {f"model.layers.{n_layers}.{name}": tensor for name, tensor in renamed.items()}
+
+
+def read_mtp(folder, config):
+    """Return the tensors of the MTP head of a folder, with the names of the module `Mtp`."""
+    tensors = load_file(folder / "model.safetensors")
+    if config.model_type != "glm4_moe_lite":
+        return {name.removeprefix("mtp."): tensor.float() for name, tensor in tensors.items() if name.startswith("mtp.")}
+    own = {}
+    for name, expected in Mtp(config).state_dict().items():
+        if expected.dim() < 3:
+            (stored,) = rename_as_last_layer({name: expected}, config.num_hidden_layers)
+            own[name] = tensors[stored].float()
+            continue
+        parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        at = f"model.layers.{config.num_hidden_layers}.mlp.experts"
+        experts = [torch.cat([tensors[f"{at}.{i}.{part}.weight"] for part in parts]) for i in range(len(expected))]
+        own[name] = torch.stack(experts).float()
+    return own
+
+
 def add_mtp(folder, model, dtype, seed):
     """Add a random MTP head to the tensors of a saved model."""
     torch.manual_seed(seed)
-    head = Mtp(model.config.get_text_config())
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in head.state_dict().items():
+    config = model.config.get_text_config()
+    tensors, own, is_glm = load_file(folder / "model.safetensors"), {}, config.model_type == "glm4_moe_lite"
+    for name, tensor in Mtp(config).state_dict().items():
         noise = torch.randn_like(tensor)
         noise *= 0.2 if tensor.dim() == 1 else 1.6 / tensor.shape[1] ** 0.5
-        tensors[f"mtp.{name}"] = noise.to(dtype)
+        own[name] = (noise + (is_glm and "norm" in name)).to(torch.float32 if name.endswith("correction_bias") else dtype)
+    tensors |= (
+        rename_as_last_layer(own, config.num_hidden_layers) if is_glm else {f"mtp.{name}": each for name, each in own.items()}
+    )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
-    values.get("text_config", values)["mtp_num_hidden_layers"] = 1
+    values.get("text_config", values)["num_nextn_predict_layers" if is_glm else "mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -717,9 +838,7 @@ def compute_expected_mtp(folder, tokens):
     auto_class = get_auto_class(AutoConfig.from_pretrained(folder))
     model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     head = Mtp(model.config.get_text_config())
-    stored = load_file(folder / "model.safetensors")
-    head_tensors = {name.removeprefix("mtp."): tensor.float() for name, tensor in stored.items() if name.startswith("mtp.")}
-    head.load_state_dict(head_tensors)
+    head.load_state_dict(read_mtp(folder, model.config.get_text_config()))
     with torch.no_grad():
         text_model = getattr(model.model, "language_model", model.model)
         states, embedded = text_model(tokens[None]).last_hidden_state[0], text_model.embed_tokens(tokens)
@@ -753,6 +872,30 @@ def transpose_experts(folder):
     tensors = load_file(folder / "model.safetensors")
     experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file(tensors | experts, folder / "model.safetensors", {"format": "pt"})
+
+
+def rename_as_ling(folder):
+    """Give tensors and config of a saved GLM-4.5 the names of a published Ling 2.0, for which transformers has no class."""
+    names = {
+        "embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm", "gate.e_score_correction_bias": "gate.expert_bias",
+    }  # fmt: skip
+    stored, tensors = load_file(folder / "model.safetensors"), {}
+    for name, tensor in stored.items():
+        for part in [part for part in names if part in name]:
+            name = name.replace(part, names[part])
+        if "self_attn.q_proj" in name:
+            joined = torch.cat([stored[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+            tensors[name.replace("self_attn.q_proj", "attention.query_key_value")] = joined
+        elif "self_attn" not in name:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    values = {renamed.get(key, key): value for key, value in values.items()}
+    own = {"architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe_v2", "score_function": "sigmoid"}
+    own |= {"use_bias": False, "use_qkv_bias": False, "moe_router_enable_expert_bias": True, "num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(values | own, indent=2) + "\n")
 
 
 def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=False, as_transposed=False):
@@ -802,7 +945,7 @@ def compute_checksums(folder):
 
 def make(name, folder):
     config, dtype, others = MODELS[name]
-    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    layer_types, as_ling = getattr(config.get_text_config(), "layer_types", None) or (), others.pop("as_ling", False)
     for seed in range(100):
         shutil.rmtree(folder, ignore_errors=True)
         model, has_mtp = (
@@ -814,6 +957,8 @@ def make(name, folder):
             add_mtp(folder, model, dtype, seed)
         tokens, logits, continuation, lead = compute_expected(folder, seed)
         if lead > MIN_LEAD and len(set(continuation.tolist())) > 8:
+            if as_ling:
+                rename_as_ling(folder)
             sums = compute_checksums(folder)
             arrays = {"names": np.array(list(sums)), "sums": np.array(list(sums.values()))}
             if has_mtp:

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from specdec.head_config import HeadConfig
 from specdec.heads.eagle3 import EAGLE3, shapes
 from specdec.heads.head import Head, HeadCache
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.model_config import HeadConfig, ModelConfig
+from specdec.model_config import ModelConfig
 from specdec.quant import FP32, WeightFormat
 from specdec.runtime.simd import Int64
 from tests.tools import reference

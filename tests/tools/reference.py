@@ -134,7 +134,7 @@ def attention(q, keys, values, window=None, round_kv=np.float64, scale=None, sin
     """
     keys, values = (round_kv(x).astype(np.float64) for x in (keys, values))
     n, heads, k = q.shape
-    mixed = np.zeros((n, heads, k))
+    mixed = np.zeros((n, heads, values.shape[-1]))
     for i in range(n):
         first = max(0, i + 1 - (window or n))
         for head in range(heads):
@@ -175,6 +175,8 @@ def forward(
             return short_conv(x, t, i, own.mixer)
         if isinstance(own.mixer, Mamba2Config):
             return mamba2(x, t, i, own.mixer, eps)
+        if own.attention.latent:
+            return latent_attention(x, t, i, own, round_kv)
         seen = (window or own.attention.window) if own.attention.window == config.attention.window else own.attention.window
         sinks = t["sinks"][i] if config.attention.sinks else None
         if own.attention.kv_layer is None:
@@ -266,9 +268,10 @@ def moe(x, t, i, e, routed=None, activation=silu):
     out = np.zeros(x.shape)
     for row, (h, score) in enumerate(zip(x, scores, strict=True)):
         probs = 1 / (1 + np.exp(-score)) if e.is_sigmoid else np.exp(score - score.max()) / np.exp(score - score.max()).sum()
-        chosen = np.argsort(-(probs + (t["router_bias"][i] if e.has_selection_bias else 0)), kind="stable")[: e.n_experts_used]
+        selection = keep_best_groups(probs + (t["router_bias"][i] if e.has_selection_bias else 0), e)
+        chosen = np.argsort(-selection, kind="stable")[: e.n_experts_used]
         weights = probs[chosen] * e.routed_scaling_factor
-        weights = weights / (probs[chosen].sum() + (1e-6 if e.is_sigmoid else 0)) if e.norm_topk_prob else weights
+        weights = weights / (probs[chosen].sum() + (e.sum_eps if e.is_sigmoid else 0)) if e.norm_topk_prob else weights
         weights = weights * t["expert_scale"][i][chosen] if e.has_parallel_mlp else weights
         for expert, weight in zip(chosen, weights, strict=True):
             output = clamped_mlp(h, expert) if e.swiglu_limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
@@ -277,6 +280,32 @@ def moe(x, t, i, e, routed=None, activation=silu):
         gate = 1 / (1 + np.exp(-matmul(x, t["shared_gate"][i]))) if e.shared_gate else 1
         out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in (1, 2, 3)))
     return out
+
+
+def keep_best_groups(scores, e):
+    """Return the scores (E,), -inf for experts outside of the best groups."""
+    groups = scores.reshape(e.n_groups, -1)
+    best = np.argsort(-np.sort(groups, 1)[:, -2 if e.is_sigmoid else -1 :].sum(1), kind="stable")[: e.n_groups_used]
+    return np.where(np.isin(np.arange(e.n_groups), best)[:, None], groups, -np.inf).reshape(-1)
+
+
+def latent_attention(x, t, i, own, round_kv):
+    """Return multi-head latent attention with keys and values of each head, as DeepSeek-V2's paper defines it (section 2.1)."""
+    a, n, heads = own.attention.latent, len(x), own.n_heads
+    q = matmul(rms_norm(matmul(x, t["wq_a"][i]), t["q_a_norm"][i], 1e-6), t["wq_b"][i]) if a.q_rank else matmul(x, t["wq"][i])
+    latent, shared = np.split(matmul(x, t["wkv_a"][i]), [a.kv_rank], 1)
+    q, latent = q.reshape(n, heads, -1), rms_norm(latent, t["kv_a_norm"][i], 1e-6)
+    angles, scale = rope_frequencies(own), own.rope.attention_factor
+    shared = np.stack([rope(shared[pos], pos * angles, scale) for pos in range(n)])
+    q_rope = np.stack([rope(q[pos, :, a.nope_dim :], pos * angles, scale) for pos in range(n)])
+    cached = round_kv(np.concatenate([latent, shared], 1)).astype(np.float64)
+    latent, shared = cached[:, : a.kv_rank], cached[:, a.kv_rank :]
+    mixed = []
+    for head in range(heads):
+        own_q = np.concatenate([q[:, head, : a.nope_dim], q_rope[:, head]], 1)
+        keys, values = np.concatenate([latent @ t["wk_b"][i][head], shared], 1), latent @ t["wv_b"][i][head].T
+        mixed.append(attention(own_q[:, None], keys[:, None], values[:, None], own.attention.window, scale=own.softmax_scale))
+    return matmul(np.concatenate(mixed, 1), t["wo"][i])
 
 
 def short_conv(x, t, i, conv):

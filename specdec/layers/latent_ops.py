@@ -1,0 +1,259 @@
+"""Kernels of latent attention (MLA): the latent vector and rotated keys of a token, its queries, and attention over latents.
+
+Shapes: T tokens of this pass, S cached positions, H heads, N and E rows of a head that RoPE leaves and rotates, C rows of the
+latent vector, V rows of a value head, R rows of a panel; W, the columns of a cached position: C and E, each padded to panels.
+A slot is one head of one token; the slots of a head follow each other, so that each head's own matrix is read once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec.kernels import (
+    attend_in_tiles,
+    compute_norm_scale,
+    find_score_panels,
+    get_position,
+    make_query_tile,
+    mix_values,
+)
+from specdec.layers.kv_formats import compute_scale, encode_q8
+from specdec.runtime.code_cache import jitable
+from specdec.runtime.dot_tile import compute_dots
+from specdec.runtime.matmul_tile import PANEL_ROWS, StridedRows
+from specdec.runtime.op_program import Bytes4, Floats1, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, kernel
+from specdec.runtime.simd import LANES, ceil_div, load, mul, round_up, splat, store, store_by_dtype
+from specdec.runtime.work_stealing import get_chunk_range
+
+
+@jitable
+def norm_row(out, at, x, row, weight, n, eps):
+    """out[at + k] = weight[k] x[row + k] / sqrt(mean(x^2) + eps) for k < n, with flat indexes of both arrays."""
+    scale = compute_norm_scale(x, row, n, n, eps)
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(out, at + k, mul(load(weight, k), mul(load(x, row + k), splat(scale))))
+    flat_out, flat_x = out.reshape(out.size), x.reshape(x.size)
+    for k in range(whole, n):
+        flat_out[at + k] = weight[k] * (flat_x[row + k] * scale)
+
+
+@kernel
+def norm_columns(run: ForwardContext, thread: int, out: Floats3, x: Floats2, weight: Floats1, n: int, eps: float) -> None:
+    """out[thread, t] = rms_norm(x[t, :n]); each thread fills its own copy."""
+    if run.is_first_chunk == 0:
+        return
+    for t in range(run.n_tokens):
+        norm_row(out, (thread * out.shape[1] + t) * out.shape[2], x, t * x.shape[1], weight, n, eps)
+
+
+@jitable
+def rotate_pairs(out, to, x, at, cos, sin, n):
+    """out[to : to + n] = x[at : at + n], whose pairs are rotated by a position's angles, its rows of RoPE's tables."""
+    for k in range(0, n, 2):
+        first, second = x[at + k], x[at + k + 1]
+        out[to + k] = first * cos[k] + second * sin[k]
+        out[to + k + 1] = second * cos[k + 1] + first * sin[k + 1]
+
+
+class StoreLatentArgs(NamedTuple):
+    """Arguments of the kernels that compute and store what the cache keeps of a token.
+
+    Attributes:
+        values: KV cache (1, W / R, S, R) of one layer.
+        scales: Scales (1, S) of quantized codes, empty if the cache is not quantized.
+        latent: Scratch (T, W); padding columns are 0.
+        x: (T, ...); the latent vector and the rows to rotate are the columns from `base` on.
+        weight: Norm weights of the latent vector (C padded,).
+        kv_rank: C.
+        rope_dim: E.
+        cos, sin: See `fill_rope_tables`.
+        depths: See `build_tree_paths`.
+    """
+
+    values: Floats4
+    scales: Floats2
+    latent: Floats2
+    x: Floats2
+    base: int
+    weight: Floats1
+    eps: float
+    kv_rank: int
+    rope_dim: int
+    cos: Floats2
+    sin: Floats2
+    depths: Ints1
+
+
+@jitable
+def compute_latent(run, p, t):
+    """Write what the cache keeps of token t to its row of p.latent: rms_norm(latent vector), and the rotated rows of keys."""
+    norm_row(p.latent, t * p.latent.shape[1], p.x, t * p.x.shape[1] + p.base, p.weight, p.kv_rank, p.eps)
+    position, to = get_position(run, p.depths, t), round_up(p.kv_rank, PANEL_ROWS)
+    rotate_pairs(p.latent[t], to, p.x[t], p.base + p.kv_rank, p.cos[position], p.sin[position], p.rope_dim)
+
+
+@kernel
+def store_latent_f32(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
+    """Compute the latent vectors and rotated keys of this chunk's tokens, and write them to the cache from slot `pos` on."""
+    first, last = get_chunk_range(run.n_tokens, run.chunk, run.n_chunks)
+    for t in range(first, last):
+        compute_latent(run, p, t)
+        for panel in range(p.values.shape[1]):
+            at = (panel * p.values.shape[2] + run.pos + t) * PANEL_ROWS
+            for i in range(0, PANEL_ROWS, LANES):
+                store_by_dtype(p.values, at + i, load(p.latent, t * p.latent.shape[1] + panel * PANEL_ROWS + i))
+
+
+@kernel
+def store_latent_q8(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
+    """Do as `store_latent_f32`, for a cache of int8 codes with a scale for each position."""
+    first, last = get_chunk_range(run.n_tokens, run.chunk, run.n_chunks)
+    for t in range(first, last):
+        compute_latent(run, p, t)
+        scale, factor = compute_scale(p.latent, t, 0, p.latent.shape[1])
+        p.scales[0, run.pos + t] = scale
+        for k in range(p.latent.shape[1]):
+            panel, lane = divmod(k, PANEL_ROWS)
+            p.values[0, panel, run.pos + t, lane] = encode_q8(p.latent[t, k], factor)
+
+
+@kernel
+def gather_heads(
+    run: ForwardContext, thread: int, out: Floats3, starts: Ints2, x: Floats2, base: int, stride: int, n: int
+) -> None:
+    """out[thread, slot] = the n columns of the slot's head in its token's row x[t]; heads are `stride` columns apart.
+
+    Also fills starts[thread] (H + 1): the first slot of each head. Each thread fills its own copies.
+    """
+    if run.is_first_chunk == 0:
+        return
+    n_heads = starts.shape[1] - 1
+    starts[thread, n_heads] = n_heads * run.n_tokens
+    whole = n // LANES * LANES
+    for head in range(n_heads):
+        starts[thread, head] = head * run.n_tokens
+        for t in range(run.n_tokens):
+            slot, at = head * run.n_tokens + t, base + head * stride
+            to, row = (thread * out.shape[1] + slot) * out.shape[2], t * x.shape[1] + at
+            for k in range(0, whole, LANES):
+                store(out, to + k, load(x, row + k))
+            for k in range(whole, n):
+                out[thread, slot, k] = x[t, at + k]
+
+
+@kernel
+def scatter_heads(run: ForwardContext, thread: int, out: Floats2, slots: Floats2, n_heads: int, stride: int, n: int) -> None:
+    """out[t] = the first n columns of the slots of token t, heads `stride` columns apart: those that this chunk has computed.
+
+    They are this chunk's share of the panels of each head in the preceding `Matrix.expert_matmul`.
+    """
+    first, last = get_chunk_range(ceil_div(n, PANEL_ROWS), run.chunk, run.n_chunks)
+    for head in range(n_heads):
+        for t in range(run.n_tokens):
+            slot = head * run.n_tokens + t
+            for k in range(first * PANEL_ROWS, min(last * PANEL_ROWS, n)):
+                out[t, head * stride + k] = slots[slot, k]
+
+
+class RotateQueriesArgs(NamedTuple):
+    """Arguments of the kernel `rotate_queries`.
+
+    Attributes:
+        out: Queries (T, H W).
+        x: Heads of N + E columns (T, ...), from column `base` on.
+        cos, sin: See `fill_rope_tables`.
+        depths: See `build_tree_paths`.
+    """
+
+    out: Floats2
+    x: Floats2
+    base: int
+    n_heads: int
+    head_dim: int
+    rope_dim: int
+    cache_width: int
+    latent_width: int
+    cos: Floats2
+    sin: Floats2
+    depths: Ints1
+
+
+@kernel
+def rotate_queries(run: ForwardContext, thread: int, p: RotateQueriesArgs) -> None:
+    """Write the rotated rows of this chunk's share of the query heads behind their absorbed rows."""
+    first, last = get_chunk_range(p.n_heads, run.chunk, run.n_chunks)
+    for t in range(run.n_tokens):
+        position = get_position(run, p.depths, t)
+        for head in range(first, last):
+            at = p.base + (head + 1) * p.head_dim - p.rope_dim
+            to = head * p.cache_width + p.latent_width
+            rotate_pairs(p.out[t], to, p.x[t], at, p.cos[position], p.sin[position], p.rope_dim)
+
+
+class LatentAttentionArgs(NamedTuple):
+    """Arguments of the kernels of attention over latent vectors, for one layer.
+
+    Attributes:
+        out: Mixed latent vectors (T, H C padded).
+        queries: Absorbed and rotated queries (T, H W).
+        values: KV cache (1, W / R, S, R) of one layer: a key is a whole row, a value its first C columns.
+        value_scales: Scales (1, S) of quantized codes, empty if the cache is not quantized.
+        scores, acc, depths, paths, sinks, n_heads, window, scale, softcap: See `AttentionArgs`; acc (threads, MAX_TILE_TOKENS,
+            C padded).
+    """
+
+    out: Floats2
+    queries: Floats2
+    values: Floats4
+    value_scales: Floats2
+    scores: Floats3
+    acc: Floats3
+    depths: Ints1
+    paths: Ints2
+    sinks: Floats1
+    n_heads: int
+    window: int
+    scale: float
+    softcap: float
+
+
+@jitable
+def attend_to_latents(run, thread, p, head, token, n_queries, along_heads):
+    """out[t, head] = softmax(scale q[t, head] . keys) latents for n_queries from the given token and head on; see `attend`."""
+    cached, scores, acc, width = p.values[0], p.scores[thread], p.acc[thread], p.values.shape[1] * PANEL_ROWS
+    tile = make_query_tile(run, p.depths, head, token, n_queries, along_heads)
+    block, n_panels = find_score_panels(run, tile, p.window)
+    compute_dots(
+        StridedRows(scores, block * PANEL_ROWS, scores.shape[1]),
+        StridedRows(cached, block * PANEL_ROWS * PANEL_ROWS, cached.shape[1] * PANEL_ROWS),
+        StridedRows(
+            p.queries, token * p.queries.shape[1] + head * width, tile.next_token * p.queries.shape[1] + tile.next_head * width
+        ),
+        cached.shape[0], n_panels * PANEL_ROWS, n_queries,
+    )  # fmt: skip
+    latents = cached[: acc.shape[1] // PANEL_ROWS]
+    mix_values(run, p, tile, scores, acc, (latents, p.value_scales[0]), p.value_scales[0])
+    for i in range(n_queries):
+        t, at = token + tile.next_token * i, (head + tile.next_head * i) * acc.shape[1]
+        for k in range(0, acc.shape[1], LANES):
+            store(p.out, t * p.out.shape[1] + at + k, load(acc, i * acc.shape[1] + k))
+
+
+@kernel
+def latent_attention_f32(run: ForwardContext, thread: int, p: LatentAttentionArgs) -> None:
+    """Compute attention over latent vectors for this chunk's share of all heads of all tokens; see `attend_in_tiles`."""
+    attend_in_tiles(attend_to_latents, run, thread, p, 1)
+
+
+# For each dtype of the KV cache, the kernels that store and that read latent vectors
+STORE_LATENT = {
+    np.float32: store_latent_f32,
+    np.uint16: store_latent_f32.specialize("store_latent_f16", values=Halves4),
+    np.int8: store_latent_q8.specialize("store_latent_codes", values=Bytes4),
+}
+LATENT_ATTENTION = {
+    np.float32: latent_attention_f32,
+    np.uint16: latent_attention_f32.specialize("latent_attention_f16", values=Halves4),
+    np.int8: latent_attention_f32.specialize("latent_attention_q8", values=Bytes4),
+}
