@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +14,7 @@ from specdec.server.generation_fields import ServedModel
 from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
 from specdec.server.tool_parsers.generic import GenericParser
 from specdec.server.tool_parsers.harmony import HarmonyParser
+from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, make_state
 from tests.test_end_to_end import make_folder
@@ -270,7 +270,7 @@ def test_invalid_tool_parameters_are_rejected_by_name(chat_app):
 
 def test_unknown_tool_formats_are_not_forced(decoder, scheduler):
     assert find_tool_parser("tools") is None
-    template = SimpleNamespace(source="{{ tools }}", supports_tools=True, location="", has_reference_to=lambda name: False)
+    template = ChatTemplate("{{ tools }}", "", {})
     state = make_state(ServedModel("talker", decoder, template), scheduler)
     app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
     for fields, param in (
