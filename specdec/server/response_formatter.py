@@ -70,7 +70,7 @@ class Choice:
         if marks and not (tool_parser and tool_parser.is_always_parsed):
             splitter = marks.make_splitter(tool_parser.open_mark if tool_parser else "")
         self._parser = OutputParser(splitter, tool_parser)
-        self.statistics, self.n_calls, self.n_reasoning_tokens = Statistics(), 0, 0
+        self.statistics, self.n_calls = Statistics(), 0
         self._arguments = list[str]()  # of the last call that was returned
         self.stop_string: str | None = None  # the one that ended the output
 
@@ -102,13 +102,15 @@ class Choice:
                 delta.details |= format_statistics(self.statistics)
         return delta
 
+    @property
+    def n_reasoning_tokens(self) -> int:
+        """Number of tokens of the thought, without those of its marks."""
+        return self._parser.n_reasoning_tokens
+
     def _parse(self, step: Step) -> list[Delta]:
-        """Return the output of a step, and count its tokens that are inside a thought, without its marks."""
         deltas = list[Delta]()
         for i, text in enumerate(step.pieces):
-            was_reasoning = self._parser.is_reasoning
-            deltas += self._parser.push(text)
-            self.n_reasoning_tokens += was_reasoning and self._parser.is_reasoning and i < len(step.tokens)
+            deltas += self._parser.push(text, i < len(step.tokens))
         return deltas + (self._parser.end() if step.stop_reason else [])
 
     @property

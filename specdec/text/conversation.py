@@ -125,7 +125,7 @@ class ThoughtFilter:
 
     def __init__(self, marks: ReasoningMarks) -> None:
         """Create a filter before the first event."""
-        self._splitter, self._n_tokens, self._seconds = marks.make_splitter(), 0, 0.0
+        self._splitter, self._seconds = marks.make_splitter(), 0.0
         self._text, self._thought = list[str](), list[str]()
 
     def filter(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
@@ -136,9 +136,7 @@ class ThoughtFilter:
             return event
         pieces, thoughts, has_thought = list[str](), list[str](), self._splitter.is_reasoning
         for i, piece in enumerate(event.pieces):
-            was_reasoning = self._splitter.is_reasoning
-            parts = self._splitter.push(piece)
-            self._n_tokens += was_reasoning and self._splitter.is_reasoning and i < len(event.tokens)
+            parts = self._splitter.push(piece, i < len(event.tokens))
             if event.stop_reason and i == len(event.pieces) - 1:
                 parts += self._splitter.end()
             text, thought = _join_parts(parts)
@@ -154,7 +152,7 @@ class ThoughtFilter:
         return ThoughtStep(
             **fields,
             thought_pieces=thoughts,
-            n_thought_tokens=self._n_tokens,
+            n_thought_tokens=self._splitter.n_tokens,
             thought_seconds=self._seconds,
             is_thought_end=is_end,
         )

@@ -6,6 +6,7 @@ with and without `reasoning_content`, and the difference has the marks. A table 
 
 import functools
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -210,17 +211,37 @@ class ReasoningSplitter:
         self._start, self._ends, self._hold_mark, self._header_end = start, [*dict.fromkeys(ends)], hold_mark, header_end
         self.phase: Literal["before", "thought", "held", "header", "after", "answer"] = "thought" if is_open else "before"
         self._pending, self._held, self._has_reasoning = "", list[str](), False
+        self._n_characters, self._token_starts, self._token_ends = 0, list[int](), list[int]()  # up to the end of the thought
+        self._thought_start: int | None = 0 if is_open else None  # an offset in the output
+        self._thought_end: int | None = None
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the output is inside the thought."""
         return self.phase in ("thought", "held")
 
-    def push(self, text: str) -> list[tuple[PartKind, str]]:
-        """Take more of the output, and return the parts that are now certain, each with its kind."""
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens of the thought so far, without those of its marks."""
+        if (start := self._thought_start) is None:
+            return 0
+        end = self._n_characters if self._thought_end is None else self._thought_end
+        return max(bisect_right(self._token_ends, end) - bisect_left(self._token_starts, start), 0)
+
+    def push(self, text: str, is_token: bool = True) -> list[tuple[PartKind, str]]:
+        """Take more of the output, and return the parts that are now certain, each with its kind.
+
+        Args:
+            text: The text.
+            is_token: Whether the text is that of one token, which counts for `n_tokens`.
+        """
         if self.phase == "answer":
             return [("text", text)] if text else []
         parts = list[tuple[PartKind, str]]()
+        if is_token and self.phase in ("before", "thought", "held"):
+            self._token_starts.append(self._n_characters)
+            self._token_ends.append(self._n_characters + len(text))
+        self._n_characters += len(text)
         self._pending += text
         if self.phase == "before":
             self._read_start(parts)
@@ -254,6 +275,7 @@ class ReasoningSplitter:
         if mark := next((each for each in marks if stripped.startswith(each)), ""):
             self._pending = stripped[len(mark) :]
             self.phase = "thought" if mark == self._start else "header"
+            self._thought_start = self._n_characters - len(self._pending) if self.phase == "thought" else None
         elif not any(each.startswith(stripped) for each in marks):
             self.phase = "answer"
             parts.append(("text", self._pending))
@@ -263,6 +285,8 @@ class ReasoningSplitter:
         text = self._pending if self._has_reasoning else self._pending.lstrip("\r\n")
         marks = [mark for mark in (*self._ends, self._hold_mark) if mark]
         n_before, mark = _find_first(text, marks)
+        if mark and mark != self._hold_mark:
+            self._thought_end = self._n_characters - len(text) + n_before
         thought = text[:n_before]
         if mark != self._hold_mark or not mark:  # newlines may be the last of the thought
             thought = thought.rstrip("\r\n")
@@ -278,6 +302,8 @@ class ReasoningSplitter:
 
     def _read_held(self, parts: list[tuple[PartKind, str]]) -> None:
         n, mark = _find_first(self._pending, self._ends)
+        if mark:
+            self._thought_end = self._n_characters - len(self._pending) + n
         self._held.append(self._pending[:n])
         self._pending = self._pending[n:]
         if mark:

@@ -79,7 +79,7 @@ def test_the_panel_folds_the_thought(make_runner: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(GenerationRunner, "_make_view", lambda self, statistics: panel)
     runner.generate(Sampling())
     rows = [row.strip() for row in sanitize(out.getvalue()).split("\n")]
-    assert rows[-5:-1] == [PROMPT.strip(), "thought for 3.0 s, 4 tokens", "", "Yes."]
+    assert rows[-5:-1] == [PROMPT.strip(), "thought for 3.0 s, 2 tokens", "", "Yes."]
 
 
 def test_a_terminal_gets_the_thought_in_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

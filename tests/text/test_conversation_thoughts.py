@@ -103,7 +103,7 @@ def get_rows(screen: Screen) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "rows"),
     [
-        ("<think>\nHm, hm.\n</think>\n\nYes.", ["thought for 9.0 s, 16 tokens", "Yes.", ""]),
+        ("<think>\nHm, hm.\n</think>\n\nYes.", ["thought for 9.0 s, 9 tokens", "Yes.", ""]),
         ("<think>\n\n</think>\n\nYes.", ["Yes.", ""]), ("Yes.", ["Yes.", ""]),
     ],
 )  # fmt: skip
@@ -166,7 +166,7 @@ def test_a_thought_is_folded_in_the_panel_and_a_key_opens_it(thinker: Callable[.
     def get_page() -> list[str]:
         return [row.strip() for row in sanitize(panel._final_page()).split("\n")][:-1]
 
-    folded = ["Is it a robin?", "thought for 9.0 s, 16 tokens", "", "Yes."]
+    folded = ["Is it a robin?", "thought for 9.0 s, 9 tokens", "", "Yes."]
     assert get_page() == folded
     panel._handle_input("thought")
     assert get_page() == [folded[0], "Hm, hm.", *folded[1:]]

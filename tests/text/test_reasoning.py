@@ -137,6 +137,22 @@ def test_thoughts_are_split_from_answers_for_any_chunk_size(case):
         assert run(text, size, False, "<call>") == expected, size
 
 
+@pytest.mark.parametrize(("pieces", "is_open", "expected"), [
+    (["<think>", "a", " b", "</think>", "c"], False, 2), (["<", "think", ">", "a", " b", "</", "think", ">", "c"], False, 2),
+    (["<", "think", ">\n", "a", "\n", "</", "think", ">\n\n", "c"], False, 2), (["\n", "<think>", "</", "think>"], False, 0),
+    (["a", " b", "</", "think", ">"], True, 2), (["</think>", "c"], True, 0), (["a", "</", "thin"], True, 3),
+    (["a", "b"], False, 0),
+    (["a", "", "\u00e9", "</", "think>", "", "c"], True, 3), (["<call>", "a", "</", "think>", "b"], True, 2),
+    (["a</", "think>b", "c"], True, 0), (["</think>", "a"], False, 0),
+])  # fmt: skip
+def test_tokens_of_a_thought_are_counted_without_those_of_its_marks(pieces, is_open, expected):
+    splitter = ReasoningSplitter("<think>", ["</think>"], is_open, "<call>")
+    for piece in pieces:
+        splitter.push(piece)
+    splitter.push("", is_token=False)
+    assert splitter.n_tokens == expected
+
+
 HARMONY_CASES = [
     ("*channel*analysis*message*Hm.*end**start*assistant*channel*final*message*Yes.", ("Hm.", "Yes.")),
     ("*channel*analysis*message*Hm.*end**start*assistant*channel*final *constrain*json*message*{}", ("Hm.", "{}")),

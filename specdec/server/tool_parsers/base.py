@@ -271,16 +271,26 @@ class OutputParser:
     def __init__(self, splitter: ReasoningSplitter | None, tool_parser: ToolParser | None) -> None:
         """Create a parser before the first text."""
         self._splitter, self._tool_parser = splitter, tool_parser
+        self._n_parsed_tokens = 0  # of a thought that `tool_parser` reads
 
     @property
-    def is_reasoning(self) -> bool:
-        """Whether the output is inside a thought."""
-        parser = self._splitter or self._tool_parser
-        return parser is not None and parser.is_reasoning
+    def n_reasoning_tokens(self) -> int:
+        """The number of tokens of the thought so far, without those of its marks."""
+        return self._splitter.n_tokens if self._splitter else self._n_parsed_tokens
 
-    def push(self, text: str) -> list[Delta]:
-        """Take more of the output, and return the pieces that are now certain."""
-        return self._parse(self._splitter.push(text) if self._splitter else [("text", text)])
+    def push(self, text: str, is_token: bool = True) -> list[Delta]:
+        """Take more of the output, and return the pieces that are now certain.
+
+        Args:
+            text: The text.
+            is_token: Whether the text is that of one token, which counts for `n_reasoning_tokens`.
+        """
+        if self._splitter:
+            return self._parse(self._splitter.push(text, is_token))
+        was_reasoning = self._tool_parser is not None and self._tool_parser.is_reasoning
+        deltas = self._parse([("text", text)])
+        self._n_parsed_tokens += bool(was_reasoning and self._tool_parser and self._tool_parser.is_reasoning and is_token)
+        return deltas
 
     def end(self) -> list[Delta]:
         """Return the pieces that are pending when the output ends."""
