@@ -69,9 +69,12 @@ def encode_infill(
     head = _encode_segments(tokenizer, (project, False), ("project\n", True)) if project else []
     tail = _encode_segments(tokenizer, *([(mark, False), ("file\n", True)] if mark else []), *gap)
     separator = (mark, False) if mark else ("\n\n--- snippet ---\n\n", True)
-    parts = [_encode_segments(tokenizer, separator, (f"{name}\n{text}" if mark else text, True)) for name, text in files]
-    while parts and max_tokens is not None and len(start + head) + len(tail) + sum(map(len, parts)) > max_tokens:
-        del parts[0]
+    parts, room = list[list[int]](), None if max_tokens is None else max_tokens - len(start + head + tail)
+    for name, text in reversed(files):
+        part = _encode_segments(tokenizer, separator, (f"{name}\n{text}" if mark else text, True))
+        if room is not None and sum(map(len, parts)) + len(part) > room:
+            break
+        parts.insert(0, part)
     if not parts:
         return start + _encode_segments(tokenizer, *gap)
     return [*start, *head, *(token for part in parts for token in part), *tail]

@@ -26,7 +26,8 @@ def parse_infill_request(body: Mapping[str, Any], model: ServedModel) -> ParsedR
     max_tokens = fields.take_limit("n_predict")
     fields.take("response_fields", _parse_response_fields, list[str]())
     fields.reject_remaining("infill field")
-    for name, text in (("input_prefix", before + prompt), ("input_suffix", after), *(("input_extra", text) for _, text in files)):
+    files = [(name, text[: model.max_chars]) for name, text in files]  # a longer one does not fit the context either
+    for name, text in (("input_prefix", before + prompt), ("input_suffix", after)):
         if len(text) > model.max_chars:
             raise APIError(f"{name} has {len(text)} characters; the context holds at most {model.max_chars}", name, TOO_LONG)
     with wrap_encoding_errors(model, "input_prefix"):

@@ -360,6 +360,9 @@ def test_llama_cpps_infill_has_the_files_of_the_project(coder: ServedModel) -> N
             n_left_out += 1
             kept = [token for part in parts[n_left_out:] for token in part]
         assert request.prompt == (head + kept + tail if kept else gap)
+    long = {"filename": "long.py", "text": "x" * 10**6}
+    (request,), _ = parse_infill_request(body | {"input_extra": [files[0], long, files[1]], "n_predict": 1}, coder)
+    assert request.prompt == head + parts[1] + tail
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -80,11 +80,14 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def write_optional_calls(cls, grammar: GrammarBuilder, call: str) -> str:
-        """Return a Lark expression for a call or an answer, and for text without messages."""
-        text, (channel, message) = grammar.add_rule(ANY_TEXT), grammar.write_marks(CHANNEL, MESSAGE)
+        """Return a Lark expression for a call or an answer, which may follow a message to the user, and for other text."""
+        channel, message, end, start = grammar.write_marks(CHANNEL, MESSAGE, END_MARKS[0], START)
+        text = grammar.add_rule(ANY_TEXT)
         answer = f'{channel} ("final" | "commentary") {message} {text}?'
-        # without special tokens the mark could be any text
-        return f"{cls._write_start(grammar)} ({call} | {answer})" + f" | {text}" * (CHANNEL in grammar.specials)
+        if CHANNEL not in grammar.specials:  # the mark could be any text
+            return f"{cls._write_start(grammar)} ({call} | {answer})"
+        preamble = f'{channel} "commentary" {message} {text} {end} {start} "assistant"'
+        return f"{cls._write_start(grammar)} ({preamble})? ({call} | {answer}) | {text}"
 
     @classmethod
     def _write_start(cls, grammar: GrammarBuilder) -> str:

@@ -351,6 +351,29 @@ def test_a_response_of_harmony_follows_its_schema_in_the_final_channel(harmony_a
     assert thoughts & {(True, True, True), (True, False, True)}
 
 
+def test_a_call_of_harmony_may_follow_a_message_to_the_user(marked_model):
+    decoder, _ = marked_model
+    grammar, marks = PARSERS["Harmony"].make_grammar(decoder.tokenizer, [TIME], False, False), re.compile(r"<\|\w+\|>")
+    channel, message, end = "<|channel|>", "<|message|>", "<|end|>"
+    call, preamble = f"{channel}commentary to=functions.time <|constrain|>json{message}{{}}", f"{channel}commentary{message}Hm."
+    for text, is_allowed in (
+        (f"{preamble}{end}<|start|>assistant{call}", True), (f"<|start|>assistant{preamble}{end}<|start|>assistant{call}", True),
+        (f"{preamble}{end}<|start|>assistant{channel}final{message}Hi.", True), (f"{preamble}{end}{call}", False),
+        (preamble, True),
+        (f"{preamble}{end}<|start|>assistant{preamble}{end}", False), (f"{channel}final{message}Hi.{end}", False), ("Hi.", True),
+    ):  # fmt: skip
+        names, words = marks.findall(text), marks.split(text)
+        tokens = [*encode_plain(decoder, words[0])]
+        for name, word in zip(names, words[1:], strict=True):
+            tokens += [400 + MARKS.index(name), *encode_plain(decoder, word)]
+        state = grammar.get_constraint().begin([1])
+        assert (state.count_allowed(tokens) == len(tokens)) == is_allowed, text
+
+
+def encode_plain(decoder, text):
+    return decoder.tokenizer.encode(text) if text else []
+
+
 def test_a_budget_ends_a_thought_of_harmony_before_a_call(harmony_app):
     for budget, seed in ((0, 1), (1, 1), (5, 1), (5, 2)):
         choice, n = harmony_app(seed=seed, thinking_budget_tokens=budget, tools=make_tools(TIME, WEATHER), tool_choice="required")
