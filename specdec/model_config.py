@@ -14,10 +14,8 @@ from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.simd import round_up
 
 MAX_CONV_KERNEL_SIZE = 16
-ASSISTANT, TARGET_KV_LAYER = (
-    "gemma4_assistant",
-    -1,
-)  # a draft head that reads its target's KV cache, and the kv_layer of its layers
+# A draft head that reads its target's KV cache, and the kv_layer of its layers
+ASSISTANT, TARGET_KV_LAYER = "gemma4_assistant", -1
 HEAD_ARCHITECTURES = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
 ConfigPart = TypeVar("ConfigPart")
 
@@ -139,10 +137,8 @@ class Mamba2Config:
     """Settings of Mamba-2 layers, which replace attention in some layers (Dao and Gu 2024, arXiv:2405.21060).
 
     Attributes:
-        head_dim: Number of rows of each head.
         n_groups: Number of groups of heads; the heads of a group share B and C, and a norm.
         state_dim: Number of columns of a head's state.
-        kernel_size: Kernel size of the convolution.
         conv_bias: Add a bias in the convolution.
     """
 
@@ -437,6 +433,7 @@ class LayerConfig:
     hidden_dim: int | None = None
     attention: AttentionConfig | None = None
     mixer: MixerConfig | None = None
+    blocks: Literal["both", "first", "second"] | None = None
 
 
 def make_layer_configs(layer_config: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
@@ -462,7 +459,8 @@ class ModelConfig:
         layers: Settings of each layer that differ (see `layer_config`). Empty: all layers are alike.
         mixer: Replacement of attention; set only in the config that `layer_config` returns.
         mlp_bias: MLPs have biases.
-        activation: Activation of the gate.
+        blocks: Which of its two blocks a layer has: "first" is attention or what replaces it, "second" the MLP or experts.
+        activation: Activation of the gate; with "relu2", the square of a ReLU, MLPs and experts have no gate.
         experts: Mixture of experts in the place of MLPs.
         norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
         embedding_scale: Factor of embeddings.
@@ -488,8 +486,9 @@ class ModelConfig:
     attention: AttentionConfig = AttentionConfig()
     layers: tuple[LayerConfig, ...] = ()
     mixer: MixerConfig | None = None
+    blocks: Literal["both", "first", "second"] = "both"
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "relu2"] = "silu"
     experts: ExpertsConfig | None = None
     norm_placement: Literal["before", "behind", "around"] = "before"
     embedding_scale: float = 1.0
@@ -547,10 +546,8 @@ class ModelConfig:
         ):
             yield f"norm_placement is {self.norm_placement}; expected around with per_layer_inputs or layer_scale"
         if self.experts and self.experts.has_parallel_mlp != (self.norm_placement == "around"):
-            yield (
-                f"norm_placement is {self.norm_placement}; "
-                f"expected around if experts run in parallel to an MLP, else before or behind"
-            )
+            expected = "around if experts run in parallel to an MLP, else before or behind"
+            yield f"norm_placement is {self.norm_placement}; expected {expected}"
         if self.norm_placement != "before" and self.residual_scale != 1:
             yield f"norm_placement is {self.norm_placement}; expected before if residual_scale is not 1"
 
@@ -567,7 +564,7 @@ class ModelConfig:
         mixers = {overrides.mixer for overrides in self.layers if overrides.mixer}
         if len(mixers) > 1:
             yield f"layers have {len(mixers)} kinds of mixers; expected one, next to attention"
-        if self.mixer or (mixers and all(overrides.mixer for overrides in self.layers)):
+        if self.mixer or (self.layers and all(overrides.mixer or overrides.blocks == "second" for overrides in self.layers)):
             yield "all layers have mixers; expected attention in some"
         for mixer in mixers:
             yield from prefix_errors("mixer", mixer.find_errors())

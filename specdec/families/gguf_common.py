@@ -28,6 +28,7 @@ EMBEDDING, LM_HEAD, ROPE_FREQS = "token_embd.weight", "output.weight", "rope_fre
 MLP_DIM_KEY, EXPERT_DIM_KEY, KV_HEADS_KEY = "feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"
 PER_LAYER_KEYS = ("attention.head_count", KV_HEADS_KEY, MLP_DIM_KEY, EXPERT_DIM_KEY)  # a number, or a list with one per layer
 SLIDING_WINDOW_KEY, EXPERT_COUNT_KEY, QUERY_SCALE_KEY = "attention.sliding_window", "expert_count", "attention.temperature_scale"
+RMS_EPS_KEY = "attention.layer_norm_rms_epsilon"
 GATING_FUNC_KEY, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR_KEY, NEXTN_LAYERS_KEY = "rope.scaling.attn_factor", "nextn_predict_layers"
 # Keys after the architecture's name that change the arithmetic, and their values that change nothing.
@@ -78,7 +79,12 @@ YARN_BETAS = "beta_fast", "beta_slow"
 
 
 def parse_base_fields(
-    metadata: GGUFMetadata, has_partial_rope: bool = False, n_kv_heads: int | None = None, has_biases: bool = True, **more: Any
+    metadata: GGUFMetadata,
+    has_partial_rope: bool = False,
+    n_kv_heads: int | None = None,
+    has_biases: bool = True,
+    eps_key: str = RMS_EPS_KEY,
+    **more: Any,
 ) -> dict[str, Any]:
     """Parse the metadata of a GGUF file with keys like Llama's and return a dict of `ModelConfig` fields.
 
@@ -87,6 +93,7 @@ def parse_base_fields(
         has_partial_rope: Whether RoPE may rotate only a part of each attention head.
         n_kv_heads: Number of KV heads; by default that of the metadata.
         has_biases: Whether biases in the file are used.
+        eps_key: The key of the norms' eps.
         more: Other fields of `AttentionConfig`.
 
     Raises:
@@ -101,7 +108,7 @@ def parse_base_fields(
     return {
         **metadata.common_fields,
         "n_kv_heads": n_kv_heads or metadata.get_int(KV_HEADS_KEY, n_heads),
-        "norm_eps": metadata.get_float("attention.layer_norm_rms_epsilon", 0, 1),
+        "norm_eps": metadata.get_float(eps_key, 0, 1),
         "head_dim": head_dim,
         "attention": AttentionConfig(
             parse_rope(metadata, rotary_dim, head_dim),

@@ -95,13 +95,16 @@ SHARED_EXPERT_TENSORS = make_tensor_specs(  # the expert that processes all toke
 FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.mlp.experts.%s")
 
 
-def parse_base_fields(values: ConfigValues, activation: str = "hidden_act", choices: Sequence[str] = SILU) -> dict[str, Any]:
+def parse_base_fields(
+    values: ConfigValues, activation: str = "hidden_act", choices: Sequence[str] = SILU, n_layers: int | None = None
+) -> dict[str, Any]:
     """Parse the sizes in a config.json with keys like Llama's and return them as a dict of `ModelConfig` fields.
 
     Args:
         values: The keys of config.json.
         activation: The key of the MLP's activation.
         choices: The supported values of that key.
+        n_layers: Number of layers; by default that of num_hidden_layers.
 
     Raises:
         CheckpointError: A value is not supported.
@@ -111,7 +114,7 @@ def parse_base_fields(values: ConfigValues, activation: str = "hidden_act", choi
     return {
         "dim": values.get_int("hidden_size", max_value=MAX_DIM),
         "hidden_dim": values.get_int("intermediate_size"),
-        "n_layers": values.get_int("num_hidden_layers", max_value=MAX_LAYERS),
+        "n_layers": n_layers or values.get_int("num_hidden_layers", max_value=MAX_LAYERS),
         "n_heads": n_heads,
         "n_kv_heads": values.get_int("num_key_value_heads", n_heads),
         "vocab_size": values.get_int("vocab_size"),

@@ -55,6 +55,17 @@ def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2) -> None
 
 
 @kernel
+def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
+    """Compute hidden[t] = max(w1 x, 0)^2 for each of T per_token rows, without a gate (So et al. 2021, arXiv:2109.08668)."""
+    width = hidden.shape[2]
+    first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
+    for t in range(run.n_tokens * per_token):
+        for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
+            v = maximum(splat(0.0), load(up, t * up.shape[1] + i))
+            store(hidden, t * width + i, mul(v, v))
+
+
+@kernel
 def gate_heads(run: ForwardContext, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
     """Compute heads[0, t] *= sigmoid(gates[t, base : base + n]), the gate of attention output."""
     first, last = get_chunk_range(ceil_div(n, LANES), run.chunk, run.n_chunks)

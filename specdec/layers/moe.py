@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, add_bias, rms_norm
-from specdec.layers.activations import add_parallel_branches, add_slot_bias, clamped_swiglu, gate_tokens, swiglu
+from specdec.layers.activations import add_parallel_branches, add_slot_bias, clamped_swiglu, gate_tokens
 from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.layers.block import NO_BIAS, Block, get_layer_scale, norm, norm_shapes, prepare_input
-from specdec.layers.mlp import GATED_ACTIVATIONS, MLP, NORM
+from specdec.layers.mlp import MLP, NORM, activate, is_gated
 from specdec.model_config import ExpertsConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
 from specdec.runtime.code_cache import jitable
@@ -46,22 +46,19 @@ def get_experts_config(config: ModelConfig) -> ExpertsConfig:
 def shapes(config: ModelConfig) -> Shapes:
     """Return the shapes of a mixture-of-experts block's tensors in one layer, by name.
 
-    router (E, D); experts_w1, experts_w3 (E, F, D); experts_w2 (E, D, F).
+    router (E, D); experts_w1, experts_w3 (E, F, D); experts_w2 (E, D, F). Without a gate, there is no experts_w3 or shared_w3.
     router_bias (E,): added to the scores that choose experts.
     router_b (E,), experts_b1, experts_b3 (E, F), experts_b2 (E, D): biases of the matmuls.
     shared_w1, shared_w3 (S, D), shared_w2 (D, S), shared_gate (1, D): matrices of the shared expert.
     """
     e, dim = get_experts_config(config), config.dim
     tensors: Shapes = {"router": (e.n_experts, dim), "experts_w2": (e.n_experts, dim, e.hidden_dim)}
-    tensors |= dict.fromkeys(("experts_w1", "experts_w3"), (e.n_experts, e.hidden_dim, dim))
+    first = (1, 3)[: 1 + is_gated(config)]
+    tensors |= {f"experts_w{n}": (e.n_experts, e.hidden_dim, dim) for n in first}
     if e.has_selection_bias:
         tensors["router_bias"] = (e.n_experts,)
     if e.shared_hidden_dim:
-        tensors |= {
-            "shared_w1": (e.shared_hidden_dim, dim),
-            "shared_w2": (dim, e.shared_hidden_dim),
-            "shared_w3": (e.shared_hidden_dim, dim),
-        }
+        tensors |= {f"shared_w{n}": (e.shared_hidden_dim, dim) for n in first} | {"shared_w2": (dim, e.shared_hidden_dim)}
     if e.swiglu_limit:
         tensors |= {"router_b": (e.n_experts,), "experts_b2": (e.n_experts, dim)}
         tensors |= dict.fromkeys(("experts_b1", "experts_b3"), (e.n_experts, e.hidden_dim))
@@ -85,9 +82,9 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
     router_probs (threads, E padded and groups padded), slot_tokens, token_slots, slot_weights (threads, T k), starts (threads,
     E + 1): see `RoutingArgs`.
     experts_read (L,): number of experts that the last pass has read in each layer.
-    slot_up (T k, 2 F padded), slot_hidden (1, T k, F padded), slot_out (T k, D padded).
+    slot_up (T k, 2 F padded, or F padded without a gate), slot_hidden (1, T k, F padded), slot_out (T k, D padded).
     slot_scratch (threads, T k, words), gathered (threads, T, words or D padded).
-    shared_up (T, 2 S padded), shared_hidden (1, T, S padded), shared_gates (T, R): of the shared expert.
+    shared_up (T, 2 S padded, or S padded), shared_hidden (1, T, S padded), shared_gates (T, R): of the shared expert.
     gate_scratch, router_scratch: like scratch.
     """
     e, n_threads = get_experts_config(config), sizes.n_threads
@@ -96,10 +93,11 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
         round_up(e.n_experts, PANEL_ROWS),
         round_up(e.hidden_dim, PANEL_ROWS),
     )
+    n_parts = 1 + is_gated(config)
     widest = max(round_up(config.dim, PANEL_ROWS), *(matrix.scratch_words for matrix in weights.matrices.values()))
 
     shared = {
-        "shared_up": BufferSpec((MAX_BATCH_TOKENS, 2 * round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
+        "shared_up": BufferSpec((MAX_BATCH_TOKENS, n_parts * round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
         "shared_hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
         "shared_gates": BufferSpec((MAX_BATCH_TOKENS, PANEL_ROWS), scope="token"),
         "gate_scratch": make_scratch(weights, sizes, ".shared_gate"),
@@ -113,7 +111,7 @@ def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[s
         "slot_weights": BufferSpec((n_threads, n_slots)),
         "starts": BufferSpec((n_threads, e.n_experts + 1), np.int64),
         "experts_read": BufferSpec((config.n_layers,), np.int64),
-        "slot_up": BufferSpec((n_slots, 2 * hidden)),
+        "slot_up": BufferSpec((n_slots, n_parts * hidden)),
         "slot_hidden": BufferSpec((1, n_slots, hidden)),
         "slot_out": BufferSpec((n_slots, round_up(config.dim, PANEL_ROWS))),
         "slot_scratch": BufferSpec((n_threads, n_slots, make_scratch(weights, sizes, ".experts_down").shape[-1])),
@@ -156,7 +154,7 @@ def make_expert_ops(
             b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, routed, per_token=e.n_experts_used
         )
     ]
-    activation = GATED_ACTIVATIONS[config.activation](b.slot_hidden, b.slot_up, e.n_experts_used)
+    activation = activate(config, b.slot_hidden, b.slot_up, e.n_experts_used)
     if e.swiglu_limit:
         activation = clamped_swiglu(b.slot_hidden, b.slot_up, v[f"{i}.experts_b13"], b.starts, e.swiglu_limit, e.swiglu_alpha)
         router_ops.append(add_bias(b.router, v[f"{i}.router_b"], 1))
@@ -165,17 +163,17 @@ def make_expert_ops(
     sum_op = add_experts(
         out, b.slot_out, b.token_slots, b.slot_weights, b.starts, n_read, e.n_experts_used, int(not e.has_parallel_mlp)
     )
-    up_op = w[f"{i}.experts_up"].expert_matmul(b.slot_up, source, b.scratch, b.gathered, routed, unit=2)
+    up_op = w[f"{i}.experts_up"].expert_matmul(b.slot_up, source, b.scratch, b.gathered, routed, unit=1 + is_gated(config))
     return router_ops, [*before, routing, up_op, activation], [routing, *down_ops, sum_op]
 
 
 def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += weighted sum of w2 swiglu(w13 rmsnorm(x)) over each token's experts + the shared expert."""
+    """Return the program of x += weighted sum of w2 act(w13 rmsnorm(x)) over each token's experts + the shared expert."""
     e, w, (source, before) = get_experts_config(config), weights.matrices, prepare_input(config, weights, b, f"{i}.{NORM}")
     router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, source, before)
     if e.shared_hidden_dim:
-        router_ops.append(w[f"{i}.shared_up"].matmul(b.shared_up, source, b.scratch, unit=2))
-        router_ops.append(swiglu(b.shared_hidden, b.shared_up, 1))
+        router_ops.append(w[f"{i}.shared_up"].matmul(b.shared_up, source, b.scratch, unit=1 + is_gated(config)))
+        router_ops.append(activate(config, b.shared_hidden, b.shared_up))
         sum_ops.append(w[f"{i}.shared_down"].matmul(b.x[0], b.shared_hidden, b.scratch, accumulate=True))
     if e.shared_gate:
         router_ops.append(w[f"{i}.shared_gate"].matmul(b.shared_gates, source, b.gate_scratch))
@@ -235,7 +233,7 @@ def parallel_program(config: ModelConfig, weights: Weights, b: Buffers, i: int) 
 
     Each norm has its own weights, also the norm of the router's input.
     """
-    w, v, dim, eps, gate = weights.matrices, weights.vectors, config.dim, config.norm_eps, GATED_ACTIVATIONS[config.activation]
+    w, v, dim, eps = weights.matrices, weights.vectors, config.dim, config.norm_eps
     router_weight = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))
     before = [rms_norm(b.experts_input, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0)]
     router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, b.experts_input, before)
@@ -245,7 +243,7 @@ def parallel_program(config: ModelConfig, weights: Weights, b: Buffers, i: int) 
         [
             norm(config, weights, b, f"{i}.{NORM}"),
             w[f"{i}.up"].matmul(b.up, b.normed, b.scratch, unit=2),
-            gate(b.hidden, b.up, 1),
+            activate(config, b.hidden, b.up),
             rms_norm(b.routed, b.x, router_weight, dim, eps, False, 0),
             *router_ops,
         ],

@@ -59,12 +59,13 @@ def load_layer(name: str) -> Any:
 
 
 def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
-    """Return the blocks of layer i in order: attention or a mixer, an MLP or experts, and per-layer inputs if there are any."""
-    mixer = config.layer_config(i).mixer
+    """Return layer i's blocks in order: attention or a mixer, an MLP or experts, and per-layer inputs, as far as it has them."""
+    layer = config.layer_config(i)
     attention = load_layer(LATENT_ATTENTION) if config.attention.latent else ATTENTION
-    blocks = [load_layer(MIXERS[type(mixer)]) if mixer else attention, MLP]
+    blocks = [load_layer(MIXERS[type(layer.mixer)]) if layer.mixer else attention, MLP]
     if config.experts and i not in config.experts.dense_layers:
         blocks[1] = load_layer("moe:PARALLEL_MOE" if config.experts.has_parallel_mlp else "moe:MOE")
+    blocks = {"both": blocks, "first": blocks[:1], "second": blocks[1:]}[layer.blocks]
     return (*blocks, load_layer("per_layer_inputs:PER_LAYER_INPUTS")) if config.per_layer_inputs else (*blocks,)
 
 

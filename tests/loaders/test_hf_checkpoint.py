@@ -413,6 +413,10 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next_odd", {"experts": ExpertsConfig(5, 3, 20, True, (0, 1, 2), shared_hidden_dim=9, shared_gate=True)}),
     ("qwen35", {"delta": ((0, 1, 2), DeltaNetConfig(2, 4, 8, 16, tiled_heads=True))}),
     ("granite_h", {"residual_scale": 1.0}),
+    ("nemotron_h", {"has_rope": True}),
+    ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, True, (0, 2, 3), True, True, 0.0, 0.0, 1.0, 28)}),
+    ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, False, (0, 2, 3), True, True, 0.0, 0.0, 2.5, 28)}),
+    ("nemotron_h_dense", {"norm_eps": 0.1}),
     ("granite_h", {"norm_eps": 1e-1}),
     ("granite_h", {"has_rope": True}),
 ]

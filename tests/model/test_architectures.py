@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specdec.families.nemotron_h import make_layers
 from specdec.layers.rope import compute_positions_per_radian, fill_cos_sin
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
@@ -73,6 +74,11 @@ FAMILIES = {
     "mamba 2": make_config(64, 96, 3, 4, 2, 105, 400, mamba=((0, 2), Mamba2Config(8, 32, 2, 16))),
     "mamba 2, odd": make_config(
         40, 50, 4, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, mamba=((0, 1, 3), Mamba2Config(6, 35, 3, 7, 3, False))
+    ),
+    "one block a layer": make_config(
+        40, 50, 5, 5, 1, 105, 400, False, head_dim=12, activation="relu2", has_rope=False,
+        layers=make_layers(("linear_attention", "moe", "full_attention", "mlp", "moe"), Mamba2Config(3, 35, 1, 20)),
+        experts=ExpertsConfig(5, 2, 30, True, (0, 2, 3), True, True, shared_hidden_dim=35, sum_eps=0.5),
     ),
     "olmo2": make_config(40, 50, 2, 4, 2, 105, 400, False, norm_placement="behind", qk_norm="whole"),
     "all norms of the whole": make_config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norm_placement="around", qk_norm="whole",
@@ -215,7 +221,18 @@ POISON = 7  # token with values that are not finite somewhere inside
 
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize(
-    "name", ["everything", "gemma", "lfm2, odd", "mamba 2, odd", "gpt2, odd", "olmo2", "gpt-oss", "experts of sigmoids"]
+    "name",
+    [
+        "everything",
+        "gemma",
+        "lfm2, odd",
+        "mamba 2, odd",
+        "gpt2, odd",
+        "olmo2",
+        "gpt-oss",
+        "experts of sigmoids",
+        "one block a layer",
+    ],
 )
 def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
     """Put a NaN or an infinity in each tensor: every logit that is not finite in the oracle is not finite here."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from specdec.families.nemotron_h import make_layers
 from specdec.loaders import Checkpoint, CheckpointError, load_checkpoint
 from specdec.model_config import (
     DeltaNetConfig,
@@ -376,6 +377,17 @@ CONFIGS |= {
     "bailing_moe_v2": make_config(
         36, 44, 3, 6, 2, 68, 128, False, norm_eps=1e-6, head_dim=12, rope_dim=6, qk_norm=True,
         experts=ExpertsConfig(12, 3, 16, **SIGMOID, routed_scaling_factor=2.5, shared_hidden_dim=16, n_groups=4, n_groups_used=2),
+    ),
+    "nemotron_h": make_config(
+        32, 1, 5, 4, 2, 70, 128, False, activation="relu2", head_dim=10, **NO_ROPE,
+        layers=make_layers(("linear_attention", "moe", "linear_attention", "full_attention", "moe"), Mamba2Config(4, 16, 2, 16)),
+        experts=ExpertsConfig(6, 2, 20, True, (0, 2, 3), True, True, 0.0, 0.0, 2.5, 28, sum_eps=1e-20),
+    ),
+    "nemotron_h_dense": make_config(
+        27, 41, 5, 3, 1, 65, 128, False, activation="relu2", head_dim=10, **NO_ROPE,
+        layers=make_layers(
+            ("linear_attention", "mlp", "full_attention", "mlp", "linear_attention"), Mamba2Config(2, 7, 1, 9, 3, False)
+        ),
     ),
 }  # fmt: skip
 

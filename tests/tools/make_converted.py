@@ -11,6 +11,7 @@ import runpy
 import shutil
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONVERTED = (
     "bailing_moe_v2", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite", "moonlight",
     "ernie4_5", "exaone4", "gemma2", "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "gpt_oss",
-    "gpt_oss_mxfp4", "granite_h", "granitemoe", "granitemoe_shared", "hunyuan_v1_dense", "lfm2_moe", "olmo2", "olmo3", "olmoe",
-    "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smolvlm",
-    "heads/assistants/plain",
+    "gpt_oss_mxfp4", "granite_h", "granitemoe", "granitemoe_shared", "hunyuan_v1_dense", "lfm2_moe", "nemotron_h",
+    "nemotron_h_dense", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl",
+    "qwen3_vl_moe", "seed_oss", "smolvlm", "heads/assistants/plain",
 )  # fmt: skip
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
@@ -56,10 +57,21 @@ def make_granite4_folder(path: Path) -> None:
 
 
 def use_published_layer_types(path: Path, values: dict[str, Any]) -> None:
-    """Write Granite's types of layers to its config as published models name them, which the converter expects."""
+    """Write a hybrid's types of layers to its config as published models name them, which the converter expects."""
     if values["model_type"] == "granitemoehybrid":
         names = {"full_attention": "attention", "linear_attention": "mamba"}
         path.write_text(json.dumps(values | {"layer_types": [names[each] for each in values["layer_types"]]}))
+    if values["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+        types = values.pop("layers_block_type")
+        if "moe" not in types:
+            values = {key: value for key, value in values.items() if "expert" not in key}
+        pattern = "".join(letters[each] for each in types)
+        values |= {"mamba_d_head": values["mamba_head_dim"]}  # the converter takes 64 without it
+        values |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(types)}
+        path.write_text(json.dumps(values))
+        base = import_module("conversion.base")  # transformers adds keys that make a dense model one with experts
+        base.ModelBase.load_hparams = staticmethod(lambda *_, **__: dict(values))
 
 
 def convert(source: Path, target: Path, llama_cpp: Path) -> None:

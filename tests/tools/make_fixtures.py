@@ -50,6 +50,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -169,6 +170,16 @@ def make_mamba(layers, n_heads, n_groups, d_state, **others):
     }  # fmt: skip
 
 
+def make_nemotron_h(layers, vocab, dim, hidden, heads, kv_heads, *, n_heads, head_dim, n_groups, d_state, **others):
+    """Return sizes of a Nemotron-H; layers has a letter for each layer: m, Mamba-2, e, experts, -, an MLP, *, attention."""
+    sizes = make_sizes(vocab, dim, hidden, len(layers), heads, kv_heads, head_dim=10, pad_token_id=0, **others)
+    types = {"m": "linear_attention", "e": "moe", "-": "mlp", "*": "full_attention"}
+    return sizes | {
+        "layers_block_type": [types[layer] for layer in layers], "mamba_num_heads": n_heads, "mamba_head_dim": head_dim,
+        "n_groups": n_groups, "ssm_state_size": d_state,
+    }  # fmt: skip
+
+
 def make_partial_rope(theta, share, **others):
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
 
@@ -279,6 +290,26 @@ MODELS = {
             **make_mamba("mam", 8, 2, 7, mamba_d_conv=3, mamba_conv_bias=False),
         ),
         torch.float32,
+        {},
+    ),
+    "nemotron_h": (
+        NemotronHConfig(
+            **make_nemotron_h("mem*e", 70, 32, 24, 4, 2, n_heads=4, head_dim=16, n_groups=2, d_state=16),
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
+            routed_scaling_factor=2.5,
+            moe_shared_expert_intermediate_size=28,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "nemotron_h_dense": (
+        NemotronHConfig(
+            **make_nemotron_h("m-*-m", 65, 27, 41, 3, 1, n_heads=2, head_dim=7, n_groups=1, d_state=9, conv_kernel=3),
+            use_conv_bias=False,
+        ),
+        torch.bfloat16,
         {},
     ),
     "smollm3": (SmolLM3Config(**make_sizes(72, 24, 40, 5, 3, 1, pad_token_id=0)), torch.bfloat16, {}),

@@ -213,14 +213,17 @@ def forward(
         rows = t["input_rows"][tokens].reshape(inputs.shape) * math.sqrt(width)
         inputs = (rms_norm(inputs, t["inputs_norm_in"], eps) + rows) / math.sqrt(2)
     for i in range(config.n_layers):
-        x = x + branch(mix(branch(x, "rms_att", i), i), "rms_att_out", i)
+        blocks = config.layer_config(i).blocks
+        if blocks != "second":
+            x = x + branch(mix(branch(x, "rms_att", i), i), "rms_att_out", i)
+        if blocks == "first":
+            continue
         h = branch(x, "rms_ffn", i)
         if config.experts and i not in config.experts.dense_layers and not config.experts.has_parallel_mlp:
-            x = x + moe(h, t, i, config.experts)
+            x = x + moe(h, t, i, config.experts, None, ACTIVATIONS[config.activation])
             continue
-        gate, up = project(h, "1", i), project(h, "3", i)
-        gated = gelu(gate) if config.activation == "gelu" else gate / (1 + np.exp(-gate))
-        made = project(gated * up, "2", i)
+        gate = 1 if config.activation in UNGATED else project(h, "3", i)
+        made = project(ACTIVATIONS[config.activation](project(h, "1", i)) * gate, "2", i)
         if config.experts and config.experts.has_parallel_mlp:
             routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
             own = moe(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
@@ -250,11 +253,19 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def relu2(x):
+    return np.maximum(x, 0) ** 2
+
+
+UNGATED, ACTIVATIONS = ("relu2",), {"silu": silu, "gelu": gelu, "relu2": relu2}
+
+
 def moe(x, t, i, e, routed=None, activation=silu):
     """Return the weighted sum over each token's experts, with the shared expert; routed: input of the router, if not x."""
+    numbers = (1, 2) if activation is relu2 else (1, 2, 3)
 
-    def mlp(x, w1, w2, w3):
-        return matmul(activation(matmul(x, w1)) * matmul(x, w3), w2)
+    def mlp(x, w1, w2, w3=None):
+        return matmul(activation(matmul(x, w1)) * (1 if w3 is None else matmul(x, w3)), w2)
 
     def clamped_mlp(x, expert):
         w, b = ([t[f"experts_{prefix}{n}"][i][expert] for n in (1, 2, 3)] for prefix in "wb")
@@ -274,11 +285,11 @@ def moe(x, t, i, e, routed=None, activation=silu):
         weights = weights / (probs[chosen].sum() + (e.sum_eps if e.is_sigmoid else 0)) if e.norm_topk_prob else weights
         weights = weights * t["expert_scale"][i][chosen] if e.has_parallel_mlp else weights
         for expert, weight in zip(chosen, weights, strict=True):
-            output = clamped_mlp(h, expert) if e.swiglu_limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in (1, 2, 3)))
+            output = clamped_mlp(h, expert) if e.swiglu_limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in numbers))
             out[row] += weight * output
     if e.shared_hidden_dim:
         gate = 1 / (1 + np.exp(-matmul(x, t["shared_gate"][i]))) if e.shared_gate else 1
-        out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in (1, 2, 3)))
+        out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in numbers))
     return out
 
 
