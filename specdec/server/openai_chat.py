@@ -65,8 +65,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
     is_single_call = not fields.take_bool("parallel_tool_calls", True)
     template = model.template.for_tools if tools and choice != "none" else model.template
-    is_generic = bool(tools) and not template.supports_tools
-    tool_parser = GenericParser if is_generic else find_tool_parser(template.source)
+    tool_parser = _choose_tool_parser(template) if tools else find_tool_parser(template.source)
     if body.get("messages") is None:
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
@@ -78,7 +77,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     offered_tools = tools if choice != "none" else []
     functions = [tool["function"] | {"strict": tool["function"]["name"] in strict_names} for tool in callable_tools]
     with wrap_encoding_errors(model, "tools" if offered_tools else "response_format"):
-        if offered_tools:
+        if offered_tools and tool_parser:
             grammar = _make_tool_grammar(model, tool_parser, functions, choice == "required", is_single_call, response_schema)
         else:
             grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
@@ -99,26 +98,24 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     return reasoning.apply(requests, options, response_schema is not None or choice == "required")
 
 
+def _choose_tool_parser(template: ChatTemplate) -> type[ToolParser]:
+    """Return the parser of a model's tool calls: the generic one if its template takes no tools, or their format is unknown."""
+    return (find_tool_parser(template.source) if template.supports_tools else None) or GenericParser
+
+
 def _make_tool_grammar(
     model: ServedModel,
-    tool_parser: type[ToolParser] | None,
+    tool_parser: type[ToolParser],
     functions: list[dict[str, Any]],
     is_required: bool,
     is_single_call: bool,
     response_schema: Mapping[str, Any] | None,
 ) -> Grammar | None:
-    """Return a grammar that makes the tool calls valid; None if their format is unknown or llguidance is not installed.
-
-    Raises:
-        APIError: A field needs the grammar, but the format is unknown.
-    """
-    is_strict = any(function["strict"] for function in functions)
-    required_by = "tool_choice" if is_required else "tools" if is_strict else "" if response_schema is None else "response_format"
-    if tool_parser and (required_by or is_installed()):
-        return tool_parser.make_grammar(model.decoder.tokenizer, functions, is_required, is_single_call, response_schema)
-    if required_by:
-        raise APIError("the tool-call format of the model's chat template is not supported", required_by, UNSUPPORTED)
-    return None
+    """Return a grammar that makes the tool calls valid; None if no field needs it and llguidance is not installed."""
+    is_needed = is_required or response_schema is not None or any(function["strict"] for function in functions)
+    if not (is_needed or is_installed()):
+        return None
+    return tool_parser.make_grammar(model.decoder.tokenizer, functions, is_required, is_single_call, response_schema)
 
 
 def _encode_messages(
@@ -134,9 +131,10 @@ def _encode_messages(
         TemplateError: The template rejects the messages.
     """
     messages = _join_system_messages(messages)
-    if not template.supports_tools:
+    if _choose_tool_parser(template) is GenericParser:
         if tools:
-            log_once(f"the chat template of {model.name} takes no tools; the system message describes them")
+            problem = "has an unknown format of tool calls" if template.supports_tools else "takes no tools"
+            log_once(f"the chat template of {model.name} {problem}; the system message describes the tools")
         messages, tools = describe_tools(messages, tools), []
     candidates, errors = [messages], list[TemplateError]()
     for n_kept in (1, 0):  # the first message may be the system's, except in templates without this role

@@ -1,4 +1,4 @@
-"""Tool calls of models whose chat template takes no tools: `{"tool_calls": [{"name": ..., "arguments": {...}}, ...]}`.
+"""Tool calls of models whose chat template takes no tools or has an unknown format: `{"tool_calls": [{"name": ..., ...}, ...]}`.
 
 The tools, earlier calls and their results are described in ordinary messages, as llama.cpp does it.
 """

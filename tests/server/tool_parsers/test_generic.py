@@ -7,6 +7,7 @@ import pytest
 
 from specdec import Prompt
 from specdec.server import field_validation
+from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, FakeScheduler, step
@@ -69,6 +70,19 @@ def test_tools_calls_and_results_are_described_in_messages(app: Any, prompts: li
     send_request(app, CHAT, {"messages": CONVERSATION, "tools": TOOLS, "max_tokens": 1})
     assert [record.getMessage().split(" of ")[0] for record in caplog.records] == ["the chat template"], "logged once"
     assert describe_tools(CONVERSATION, []) == CONVERSATION
+
+
+def test_tools_of_an_unknown_format_are_described_too(
+    app: Any, decoder: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Calls of Seed-OSS, Granite 3.3 or LFM2.5-Instruct would stay text, without a word."""
+    monkeypatch.setattr(decoder.chat_template, "source", "{% if tools %}<seed:tool_call>{% endif %}{{ messages[-1].content }}")
+    assert find_tool_parser(decoder.chat_template.source) is None
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "tools": TOOLS, "max_tokens": 1}).status == 200
+    rendered, tools, _ = prompts[-1]
+    assert tools is None and rendered[0]["content"].startswith("You can call")
+    assert "unknown format" in caplog.records[-1].getMessage()
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1}).status == 200 and prompts[-1][0] == CONVERSATION
 
 
 def test_a_template_without_a_system_role_gets_the_tools_in_the_first_message(

@@ -11,10 +11,9 @@ from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
-from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
+from specdec.server.tool_parsers import TOOL_PARSERS
 from specdec.server.tool_parsers.generic import GenericParser
 from specdec.server.tool_parsers.harmony import HarmonyParser
-from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, make_state
 from tests.test_end_to_end import make_folder
@@ -266,23 +265,6 @@ def test_invalid_tool_parameters_are_rejected_by_name(chat_app):
         assert (response.status, response.error["param"]) == (400, param), (fields, response.body)
         if (tool := fields.get("tools")) and tool[0]["function"]["name"] == "a":
             assert "the tool a: " in response.error["message"], response.body
-
-
-def test_unknown_tool_formats_are_not_forced(decoder, scheduler):
-    assert find_tool_parser("tools") is None
-    template = ChatTemplate("{{ tools }}", "", {})
-    state = make_state(ServedModel("talker", decoder, template), scheduler)
-    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
-    for fields, param in (
-        ({"tool_choice": "required"}, "tool_choice"), ({"tools": make_tools(TIME, strict=True)}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-    ):  # fmt: skip
-        response = send_request(app, CHAT, {"messages": CONVERSATION, "tools": make_tools(TIME)} | fields)
-        assert (
-            response.status == 400
-            and response.error["param"] == param
-            and re.search("is not supported", response.error["message"])
-        )
 
 
 def test_a_response_follows_its_schema_or_is_a_call(chat_app):
