@@ -14,8 +14,9 @@ INFILL_MARKS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek Coder
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),  # Falcon-H1
 )
-
 
 FILE_MARKS = (  # before the name of a repository, and before each file; both precede the infill
     ("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"), ("", "<|file_separator|>"),
@@ -34,7 +35,7 @@ def encode_prompt(tokenizer: AnyTokenizer, prompt: str, suffix: str) -> list[int
     """
     if suffix:
         return encode_infill(tokenizer, prompt, suffix, "suffix")
-    marks = _find_marks(tokenizer) if "fim" in prompt or "code_" in prompt else ()
+    marks = _find_marks(tokenizer) if any(marks[0] in prompt for marks in INFILL_MARKS) else ()
     if not (marks and all(mark in prompt for mark in marks)):
         return tokenizer.encode(prompt)
     return _encode_start(tokenizer) + _encode_segments(tokenizer, (prompt, False))
