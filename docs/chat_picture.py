@@ -30,7 +30,7 @@ Turns = list[tuple[str, list[Step]]]  # each question, and the steps of its answ
 
 def record(model: str) -> Turns:
     """Return the turns of the fastest of several equal chats."""
-    decoder = SpeculativeDecoder(model, "ngram")
+    decoder = SpeculativeDecoder(model, "lookup")
     decoder.warm_up()
     chats = list[Turns]()
     for _ in range(N_CHATS):
@@ -77,7 +77,7 @@ def main(model: str, out: str = str(Path(__file__).with_name("chat.svg"))) -> No
             shown_rows = [list(row) for row in rows]  # copies, since the rows keep growing
         n_rows = first_row + len(shown_rows) + 1
         parts.append(make_line(n_rows - 1, 0, summarize(steps), "faint", clock.get_class(seconds)))
-    title = f"specdec chat -m {Path(model).stem} -d ngram"
+    title = f"specdec chat -m {Path(model).stem} -d lookup"
     legend = (("green: guessed and confirmed", "accepted"), ("white: the model's own", "target"))
     column = 0
     for text, style in legend:

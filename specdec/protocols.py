@@ -11,9 +11,11 @@ class LengthPolicy(Protocol):
 
     Attributes:
         max_tokens: The maximum number of draft tokens of the current round.
+        can_branch: Whether a proposal of the current round may be a token tree.
     """
 
     max_tokens: int
+    can_branch: bool
 
     def start(self, token_budget: int) -> bool:
         """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""
@@ -25,14 +27,22 @@ class LengthPolicy(Protocol):
             confidence: A number >= 0 that rises with the acceptance probability of the token.
         """
 
-    def choose(self, confidences: list[float]) -> int:
+    def choose(self, confidences: list[float], parents: list[int] | None = None) -> int:
         """Return how many of the tokens that a drafter found at no cost to propose, 0 for none.
 
         Args:
             confidences: The confidence of each token that could be proposed, in order; see `should_continue`.
+            parents: For a token tree, the index of each token's parent; see `Draft`.
         """
 
-    def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+    def update(
+        self,
+        n_drafted: int,
+        n_accepted: int,
+        pass_seconds: float,
+        draft_seconds: float,
+        verified_nodes: tuple[list[int], list[int]] | None = None,
+    ) -> None:
         """Learn from a finished round, to choose the draft length of later rounds.
 
         Args:
@@ -40,6 +50,7 @@ class LengthPolicy(Protocol):
             n_accepted: Number of these draft tokens that were accepted.
             pass_seconds: Time of the target pass and its verification.
             draft_seconds: Time that drafting took.
+            verified_nodes: For a token tree, see `Draft.find_verified_nodes`.
         """
 
 
@@ -55,6 +66,15 @@ class Drafter(Protocol):
         Args:
             tokens: The tokens of the sequence so far.
             policy: Decides the number of draft tokens; its round has begun.
+        """
+
+    def observe(self, logits: Float32, rows: list[int], n_tokens: int) -> None:
+        """Learn from the logits of a pass, whose draft is verified; a second call for the same pass replaces the first.
+
+        Args:
+            logits: (n + 1, V) for n draft tokens, or (n, V).
+            rows: The rows at the sequence's last token, and at the accepted draft tokens after it.
+            n_tokens: Number of tokens of the sequence before the pass.
         """
 
 

@@ -126,7 +126,8 @@ class DecodingState:
     def verify(self, logits: Float32) -> Verified:
         """Accept or reject the current draft, and return the sequence's next tokens.
 
-        Nothing but the logits changes, so the method may be called again if another pass has overwritten them.
+        Nothing but the logits changes, and what the drafter has observed of them, so the method may be called again if another
+        pass has overwritten them.
 
         Args:
             logits: (n + 1, V) for n draft tokens; a constraint masks them in place.
@@ -149,6 +150,9 @@ class DecodingState:
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
                 "values too large for f16 (kv='f32' holds them)"
             )
+        if self.drafter:
+            nodes = range(n_accepted) if draft.parents is None else draft.find_nodes(tokens[:n_accepted])
+            self.drafter.observe(logits, [0, *(node + 1 for node in nodes)][: len(logits)], len(self.tokens))
         if self.top_logprobs is None:
             return Verified(tokens, n_accepted)
         from specdec.logprobs import compute_logprobs
@@ -182,7 +186,8 @@ class DecodingState:
             self.stop_reason = "seq_len" if self._max_length > self.n_positions else "max_tokens"
         n_nodes, draft_seconds = len(draft.tokens), self._draft_seconds
         if not self._is_forced:
-            self.policy.update(n_nodes, n_accepted, seconds, draft_seconds)
+            nodes = None if draft.parents is None else draft.find_verified_nodes(verified.tokens[:n_accepted])
+            self.policy.update(n_nodes, n_accepted, seconds, draft_seconds, nodes)
         return Step(
             new, path, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes,
             logprobs=logprobs and logprobs[: len(new)], experts=experts,

@@ -49,17 +49,17 @@ class SpeculativeDecoder:
     Args:
         target: A Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c
             file, also searched in models/, or a loaded `Model`.
-        draft: The same, or a head; "mtp": the head in the target's own file or next to it; "ngram": the continuation of an
-            earlier match in the sequence; "auto", the default: "mtp" if there is one, else "ngram"; "self": an int8 or int4 copy
+        draft: The same, or a head; "mtp": the head in the target's own file or next to it; "lookup": what followed earlier, and
+            what the target found likely; "auto", the default: "mtp" if there is one, else "lookup"; "self": an int8 or int4 copy
             of the target; None: no draft. A model with another vocabulary drafts with the tokens that both have (`shared`).
         tokenizer: A path or a tokenizer; by default the one in the target's folder or file, next to it or in models/.
-        stage: "ngram" or a smaller model, the second-level draft. The draft model verifies its tokens before the target does.
+        stage: "lookup" or a smaller model, the second-level draft. The draft model verifies its tokens before the target does.
         gamma: Draft tokens per step, 1 to 63, or "auto": as many as are profitable, none if none are.
         verify: "coupled" (the output equals that of a plain run with the same seed), "rejection" (Leviathan et al. 2023) or
             "block" (Sun et al. 2024), which keep the distribution of a plain run.
-        tree: Whether proposals are token trees with several candidates per position, gamma deep: "on", "off" or "auto", which
-            means off. Needs a draft model without a stage, and target and draft that can run trees. `gamma`, `verify` and `tree`
-            can also be set later.
+        tree: Whether proposals are token trees with several candidates per position: "off", "on" or "auto", which means off for
+            models, and trees where they are profitable for "lookup". "on" makes those of a draft model gamma deep; it needs one
+            without a stage, and target and draft that can run trees. `gamma`, `verify` and `tree` can also be set later.
         n_threads: By default all cores, or fewer if a trial shows that they are faster.
         quantize: Which models, if they are named and not loaded and have float weights, are quantized: "target", "draft" (and
             its stage) or "both" become int8, "none" keeps them; "draft=int4" or "target=int8,draft=int4" chooses the format.
@@ -99,7 +99,7 @@ class SpeculativeDecoder:
         stage: DraftSpec | None = None,
         gamma: Gamma = AUTO,
         verify: VerifyMode = "coupled",
-        tree: TreeMode = "off",
+        tree: TreeMode = "auto",
         n_threads: int | None = None,
         quantize: str = "draft",
         template: str | os.PathLike[str] | None = None,
@@ -126,7 +126,7 @@ class SpeculativeDecoder:
 
     def __repr__(self) -> str:
         """Return the models and the settings of speculation as text."""
-        named = {"target": self.target, "draft": self.bundle.draft.model_or_ngram, "stage": self.bundle.stage.model_or_ngram}
+        named = {"target": self.target, "draft": self.bundle.draft.model_or_lookup, "stage": self.bundle.stage.model_or_lookup}
         parts = [f"{name}={source!r}" for name, source in named.items() if source]
         return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
 

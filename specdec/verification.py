@@ -60,6 +60,26 @@ class Draft:
             return [node + 1] if node + 1 < len(self.tokens) else []
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
+    def find_nodes(self, tokens: list[int]) -> list[int]:
+        """Return the indices of the draft tokens along `tokens`, as far as the proposal has them."""
+        nodes, node = list[int](), -1
+        for token in tokens:
+            node = next((child for child in self.children(node) if self.tokens[child] == token), -1)
+            if node < 0:
+                break
+            nodes.append(node)
+        return nodes
+
+    def find_verified_nodes(self, tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Return the indices of a tree's nodes that were accepted, and of those whose parent was, but not they.
+
+        Args:
+            tokens: The accepted tokens.
+        """
+        nodes = self.find_nodes(tokens)
+        accepted = {-1, *nodes}
+        return nodes, [i for i, parent in enumerate(self.parents or ()) if parent in accepted and i not in accepted]
+
     def path(self, tokens: list[int]) -> list[int]:
         """Return the draft tokens on one path: along `tokens` as far as the tree has them, then first choices; all of a chain."""
         if self.parents is None:

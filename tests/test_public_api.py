@@ -125,7 +125,7 @@ def test_sampling_and_keywords_are_equivalent(decoder):
         decoder.generate(PROMPT, 20, heat=3)
 
 
-def test_ngrams_are_the_default_draft_and_change_no_output(decoder):
+def test_lookup_is_the_default_draft_and_change_no_output(decoder):
     drafted = SpeculativeDecoder(decoder.target, tokenizer=decoder.tokenizer, gamma=4)
     alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
     prompt = "Tim ran. Tim ran. Tim ran. Tim"
@@ -235,4 +235,4 @@ def test_objects_have_a_meaningful_repr(decoder):
     assert "target=<llama of 7 layers x 288, 1024 tokens, fp32>" in text
     assert "gamma=4, verify='coupled'" in text
     assert re.fullmatch(r"<Tokenizer of 1024 tokens, .*tok1024.bin>", repr(decoder.tokenizer))
-    assert "'ngram'" in repr(SpeculativeDecoder(decoder.target, "ngram", decoder.tokenizer))
+    assert "'lookup'" in repr(SpeculativeDecoder(decoder.target, "lookup", decoder.tokenizer))

@@ -11,8 +11,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import MAX_GAMMA, FixedLength
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.engine.scheduler import Scheduler
 from specdec.events import Prompt, Proposal, Statistics, Step
@@ -72,6 +72,9 @@ class HostileDrafter:
     def prepare(self, tokens):
         pass
 
+    def observe(self, logits, rows, n_tokens):
+        pass
+
     def propose(self, tokens, policy):
         return Draft([self.wrong] * min(policy.max_tokens, next(self.lengths)))
 
@@ -94,6 +97,9 @@ class ScriptedDrafter:
         self.proposals = [*proposals]
 
     def prepare(self, tokens):
+        pass
+
+    def observe(self, logits, rows, n_tokens):
         pass
 
     def propose(self, tokens, policy):
@@ -227,6 +233,9 @@ class ConstantDrafter:
     """A drafter that always proposes the same tokens, without probabilities."""
 
     def prepare(self, tokens):
+        pass
+
+    def observe(self, logits, rows, n_tokens):
         pass
 
     def propose(self, tokens, policy):
@@ -574,7 +583,7 @@ def make_arguments(draft, kind, verify, sampling):
     verifier = VERIFIERS[verify](105, sampling)
     arguments = draft.new_cache(), Sampler(105, sampling), verifier.get_draft_stream, END_MARKS
     drafters = {"model": lambda: ModelDrafter(*arguments), "tree": lambda: TreeDrafter(*arguments)}
-    drafter = drafters.get(kind, lambda: NgramDrafter(END_MARKS) if kind else None)()
+    drafter = drafters.get(kind, lambda: LookupDrafter(END_MARKS) if kind else None)()
     return {"drafter": drafter, "verifier": verifier, "max_tokens": 50, "policy": FixedLength(4), "eos_tokens": END_MARKS}
 
 
@@ -596,7 +605,7 @@ def all_at_once(sequences):
 @pytest.mark.parametrize("run_steps", [one_by_one, all_at_once])
 @pytest.mark.parametrize(
     ("kind", "verify"),
-    [(kind, verify) for kind in ("model", "ngram", "tree", None) for verify in VERIFIERS if (kind, verify) != ("tree", "block")],
+    [(kind, verify) for kind in ("model", "lookup", "tree", None) for verify in VERIFIERS if (kind, verify) != ("tree", "block")],
 )
 def test_sequences_that_take_turns_on_one_target_equal_those_alone(run_steps, kind, verify):
     """Take turns at every step, also with one draft model for both."""

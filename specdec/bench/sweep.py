@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from specdec.bench.race import RecordedRun
-from specdec.draft.model_bundle import NGRAM
+from specdec.draft.model_bundle import LOOKUP
 from specdec.draft.settings import AUTO
 from specdec.events import Event, Statistics
 from specdec.sampling import Sampling
@@ -39,7 +39,7 @@ SUMMED_FIELDS = (  # fields taken from the summed statistics of the runs
     "n_drafted", "n_accepted", "acceptance_rate", "tokens_per_pass", "acceptance_by_position", "experts_alone",
     "experts_per_token",
 )  # fmt: skip
-SettingKind = Literal["alone", "draft", "ngram", "pair"]
+SettingKind = Literal["alone", "draft", "lookup", "pair"]
 
 
 class OutputMismatchError(Exception):
@@ -188,9 +188,9 @@ def _get_speed(run: RecordedRun) -> float:
 def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[list[Setting], list[str]]:
     """Return the settings to compare, and notes on those that are left out.
 
-    The target alone comes first, then the draft alone, n-grams, and the pair with each gamma, with trees and staged. Decoders
+    The target alone comes first, then the draft alone, lookup, and the pair with each gamma, with trees and staged. Decoders
     share the pair's models, and each model's cache holds one sequence, so each generation must run to its end. Without a draft
-    model the gammas are those of n-grams.
+    model the gammas are those of lookup.
 
     Args:
         pair: Decoder of the pair.
@@ -198,9 +198,9 @@ def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tupl
     """
     target, tokenizer, notes = pair.target, pair.tokenizer, list[str]()
     settings = [Setting("target alone", "", SpeculativeDecoder(target, None, tokenizer), "alone")]
-    ngrams = SpeculativeDecoder(target, NGRAM, tokenizer)
+    lookup = SpeculativeDecoder(target, LOOKUP, tokenizer)
     if pair.draft is None:
-        return settings + [Setting(f"n-grams γ {g}", f"-d ngram -g {g}", ngrams, "ngram", g) for g in gammas], notes
+        return settings + [Setting(f"lookup γ {g}", f"-d lookup -g {g}", lookup, "lookup", g) for g in gammas], notes
     is_head = pair.draft.is_head
     if is_head:
         notes.append(
@@ -214,15 +214,15 @@ def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tupl
         except ValueError as error:  # also of a vocabulary of another size
             notes.append(f"the draft alone is left out: {error}")
     longest = AUTO if AUTO in gammas else max(gamma for gamma in gammas if isinstance(gamma, int))
-    settings.append(Setting(f"n-grams γ {longest}", f"-d ngram -g {longest}", ngrams, "ngram", longest))
+    settings.append(Setting(f"lookup γ {longest}", f"-d lookup -g {longest}", lookup, "lookup", longest))
     settings += [Setting(f"γ {g}", f"-g {g}", pair, "pair", g) for g in gammas]
     if AUTO in gammas and not pair.has_stage and not is_head:
-        staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=NGRAM)
+        staged = SpeculativeDecoder(target, pair.draft, tokenizer, stage=LOOKUP)
         if target.can_run_trees and pair.draft.can_run_trees:
             settings.append(Setting("γ auto, trees", "-g auto --tree on", pair, "pair", AUTO, "on"))
         else:
             notes.append("trees are left out: the target or the draft has a recurrent state, which holds one sequence")
-        settings.append(Setting("γ auto, n-grams first", "-g auto --stage ngram", staged, "pair", AUTO))
+        settings.append(Setting("γ auto, lookup first", "-g auto --stage lookup", staged, "pair", AUTO))
     return settings, notes
 
 
@@ -347,7 +347,7 @@ def format_temperature(temperature: float, temperatures: Iterable[float]) -> str
 
 def format_conclusion(totals: Sequence[SettingResult]) -> str:
     """Return one sentence on the best speculation options and their speed-up, or the advice to leave out the draft."""
-    drafting = [result for result in totals if result.kind in ("ngram", "pair")]
+    drafting = [result for result in totals if result.kind in ("lookup", "pair")]
     temperatures = list(dict.fromkeys(result.temperature for result in drafting))
     if not temperatures:
         return "Nothing was measured."
@@ -396,8 +396,8 @@ class FixedGammaSummary(NamedTuple):
 
 
 def summarize_fixed_gamma(cells: Sequence[SettingResult]) -> FixedGammaSummary | None:
-    """Return a summary of the results with a fixed draft length, of the pair or else of n-grams; None if there are none."""
-    kind = "pair" if any(result.kind == "pair" for result in cells) else "ngram"
+    """Return a summary of the results with a fixed draft length, of the pair or else of lookup; None if there are none."""
+    kind = "pair" if any(result.kind == "pair" for result in cells) else "lookup"
     fixed = [f for f in cells if f.kind == kind and AUTO not in f.options]
     if not fixed:
         return None

@@ -21,7 +21,7 @@ from specdec.cli.option_fields import (
 )
 from specdec.cli.prompt_sources import STDIN
 from specdec.draft.draft_length import MAX_GAMMA
-from specdec.draft.model_bundle import MTP, NGRAM, SELF
+from specdec.draft.model_bundle import LOOKUP, MTP, SELF
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, parse_quantize
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import get_default_pair
@@ -33,9 +33,9 @@ from specdec.ui.plain_views import ModelLabels, sanitize_line
 from specdec.verification import VerifyMode
 
 NONE = "none"  # as a draft: the target decodes alone
-DRAFT_KEYWORDS = (SELF, MTP, NGRAM, AUTO, NONE)  # drafts that are not names of models
+DRAFT_KEYWORDS = (SELF, MTP, LOOKUP, AUTO, NONE)  # drafts that are not names of models
 DEFAULT_STEPS = 256  # for -n
-DRAFT_HELP = "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), ngram (no model)"
+DRAFT_HELP = "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), lookup (no model)"
 MODEL_OPTIONS = "stage quantize kv pack packed prompt_cache prompt_cache_size tokenizer"
 SAMPLING_OPTIONS = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 RequestT = TypeVar("RequestT", bound="Request")
@@ -62,8 +62,8 @@ class Request:
     )  # fmt: skip
     draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}, none.")
     stage: str = models_option(
-        "", "--stage", metavar="ngram|NAME",
-        help="Second-level draft: ngram or a smaller model. The draft verifies its tokens before the target does.",
+        "", "--stage", metavar="lookup|NAME",
+        help="Second-level draft: lookup or a smaller model. The draft verifies its tokens before the target does.",
     )  # fmt: skip
     quantize: str = models_option(
         "draft", "--quantize", metavar="WHAT",
@@ -155,9 +155,9 @@ class Request:
         "accepts more): its distribution.",
     )  # fmt: skip
     tree: str = speculation_option(
-        "off", "--tree", metavar="auto|on|off",
-        help="on: propose token trees, with several candidates per position; same output. auto: off, since no measured pair was "
-        "faster with trees.",
+        AUTO, "--tree", metavar="auto|on|off",
+        help="on: propose token trees, with several candidates per position; same output. auto: with -d lookup where they pay "
+        "off, not with models.",
     )  # fmt: skip
     threads: int = machine_option(
         0, "-j", "--threads", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer if that is faster."
@@ -223,7 +223,7 @@ class Request:
     def labels(self) -> ModelLabels:
         """The labels with which views name the target, the origin of draft tokens, and the pair."""
         names = self.display_names
-        origins = {NGRAM: "from the text so far", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
+        origins = {LOOKUP: "from the text so far", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
         return ModelLabels(names[0], origins.get(self.draft, f"by {names[1]}") if self.draft else "", " + ".join(names))
 
     @property
@@ -276,6 +276,6 @@ def parse_gamma(text: str) -> Gamma:
 
 
 def _normalize_draft(name: str) -> str:
-    """Return a draft's name, with a keyword such as NGRAM in lower case unless a file or folder has that name."""
+    """Return a draft's name, with a keyword such as LOOKUP in lower case unless a file or folder has that name."""
     lower = name.lower()
     return lower if lower in DRAFT_KEYWORDS and not Path(name).exists() else name

@@ -15,7 +15,6 @@ from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import STDIN, read_prompt
 from specdec.cli.suggestions import explain_misplaced_word
 from specdec.cli.version import print_version
-from specdec.draft.model_bundle import NGRAM
 from specdec.draft.settings import AUTO
 from specdec.events import Event, PrefillProgress, Prompt, Statistics
 from specdec.loaders.model_paths import is_model_name
@@ -93,8 +92,7 @@ class TextRequest(Request):
     def describe_ineffective_options(self) -> str:
         """Return a message that names the given options that have no effect, and why; "" for none."""
         reasons = (
-            ("without a draft", not self.draft, ("gamma", "verify")),
-            ("without a draft that is a model", self.draft in ("", NGRAM), ("tree",)),
+            ("without a draft", not self.draft, ("gamma", "verify", "tree")),
             ("with --json", self.as_json, ("pace", "plain", "stats")),
             ("with --plain", self.plain and not self.as_json, ("pace",)),
             ("at temperature 0", self.temperature == 0, ("top_p", "top_k", "min_p")),

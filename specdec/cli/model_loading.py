@@ -13,7 +13,7 @@ from specdec.cli.common_options import DRAFT_KEYWORDS, Request, RequestT
 from specdec.cli.option_fields import PARAMETER_OPTIONS
 from specdec.cli.output_errors import print_message
 from specdec.cli.resolve_with_progress import find_model
-from specdec.draft.model_bundle import HEAD, MTP, NGRAM
+from specdec.draft.model_bundle import HEAD, LOOKUP, MTP
 from specdec.draft.settings import AUTO
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
@@ -42,8 +42,8 @@ class LoadedModels:
     warmup_seconds: float = 0.0
 
     def resolve_draft(self, request: RequestT) -> RequestT:
-        """Return the request with draft "auto" replaced by the one that was loaded: the target's own head, or n-grams."""
-        return replace(request, draft=MTP if self.decoder.draft else NGRAM) if request.draft == AUTO else request
+        """Return the request with draft "auto" replaced by the one that was loaded: the target's own head, or lookup."""
+        return replace(request, draft=MTP if self.decoder.draft else LOOKUP) if request.draft == AUTO else request
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def open_prompt_cache(request: Request) -> PromptCache | None:
 
 
 def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
-    """Return the paths of target, draft and stage, and download the models if needed; keywords such as ngram are kept.
+    """Return the paths of target, draft and stage, and download the models if needed; keywords such as lookup are kept.
 
     Args:
         request: The request, with its models named.

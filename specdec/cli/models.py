@@ -16,7 +16,7 @@ from specdec.cli.common_options import Request
 from specdec.cli.option_fields import argument, flag
 from specdec.cli.output_errors import guard_output
 from specdec.cli.resolve_with_progress import find_model
-from specdec.draft.model_bundle import NGRAM, SELF
+from specdec.draft.model_bundle import LOOKUP, SELF
 from specdec.loaders import CheckpointError, optional_dependencies
 from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import find_local, find_required_packages
@@ -193,7 +193,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
             str(row["vocabulary"]),
             _format_head_targets(row["head"], format_names)
             if row["head"]
-            else format_names(*(row["drafts"] or (*[SELF][: row["self"]], NGRAM))),
+            else format_names(*(row["drafts"] or (*[SELF][: row["self"]], LOOKUP))),
         )
     console = Console()
     console = console if console.is_terminal else Console(width=PIPE_TABLE_WIDTH)

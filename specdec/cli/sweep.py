@@ -97,7 +97,7 @@ class SweepRequest(Request):
         """
         request = with_models(self)
         if self.draft and not request.draft:
-            raise ValueError("sweep needs a draft; leave out -d to measure n-grams")
+            raise ValueError("sweep needs a draft; leave out -d to measure lookup")
         return request
 
     def read_prompts(self) -> Sequence[str]:
@@ -131,7 +131,7 @@ class SweepRequest(Request):
 def run(request: SweepRequest) -> None:
     """Find the fastest options for these models and prompts.
 
-    The target alone, the draft alone, n-grams and the pair generate the same
+    The target alone, the draft alone, lookup and the pair generate the same
     outputs in turn. This takes a minute for the embedded pair.
     """
     from specdec.bench import sweep  # imported here, since no other command needs it

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 N_BUCKETS = 12  # of confidence: below 1/8, 1/4, 1/2, 1, 2, ...
 # Prior acceptance by bucket: for the margins of a model, as measured on two pairs; for odds p / (1 - p), the p of each bucket.
 MARGIN_ACCEPTANCE = (0.45, 0.45, 0.5, 0.6, 0.75, 0.9, *[0.95] * 6)
-NGRAM_ACCEPTANCE = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(N_BUCKETS))
+LOOKUP_ACCEPTANCE = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(N_BUCKETS))
 MEAN_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 2.0  # the mean acceptance of an unknown draft, and how many observations a prior counts for
 SEQUENCE_WEIGHT = 4.0  # observations that the acceptance of earlier sequences counts for
 MAX_ACCEPTANCE = 0.99

@@ -114,6 +114,11 @@ class CostModel:
         """The number of tokens that may still be drafted for this pass."""
         return self._max_tokens - self.n_tokens
 
+    @property
+    def is_single(self) -> bool:
+        """Whether this pass is one sequence's, without a part that is kept for prefill chunks."""
+        return self.n_sequences == 1 and self._max_tokens == MAX_BATCH_TOKENS
+
     def pass_cost(self, n_tokens: int) -> float:
         """Return the expected seconds of a target pass over n_tokens tokens of the whole batch."""
         n = min(n_tokens, MAX_BATCH_TOKENS)
@@ -309,13 +314,13 @@ class DraftLengthPolicy:
     Args:
         costs: Costs of the batch that the sequence is in.
         acceptance: The acceptance probabilities of the sequence's draft tokens; learns from each round.
-        is_free: Whether proposing costs nothing, as with n-grams.
+        is_free: Whether proposing costs nothing, as with lookup.
     """
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool) -> None:
         """Start without rounds of its own."""
         self.costs, self.acceptance = costs, acceptance
-        self.max_tokens = 0  # of this round's draft
+        self.max_tokens, self.can_branch = 0, False  # of this round's draft
         self._is_free = is_free
         self._buckets = list[int]()
         self._survival, self._is_trial = 1.0, False
@@ -338,6 +343,7 @@ class DraftLengthPolicy:
         self._buckets = []
         self._survival, self._is_trial, self._is_searching = 1.0, False, False
         self.max_tokens = token_budget = min(token_budget, costs.token_budget, self._max_draft_tokens)
+        self.can_branch = costs.is_single
         if costs.is_plain or token_budget < 1:
             self.max_tokens = 0
             return False
@@ -364,16 +370,21 @@ class DraftLengthPolicy:
         n = len(self._buckets)
         return n < self.max_tokens and (self._survival > self._get_threshold(n) or self._is_trial)
 
-    def choose(self, confidences: Sequence[float]) -> int:
-        """Return how many of the tokens with the given confidences to propose, for a drafter that has found them at no cost."""
+    def choose(self, confidences: Sequence[float], parents: Sequence[int] | None = None) -> int:
+        """Return how many of the tokens with the given confidences to propose, for a drafter that has found them at no cost.
+
+        Args:
+            confidences: The confidence of each token.
+            parents: For a token tree, the index of each token's parent, an earlier token, or -1.
+        """
         costs, probabilities = self.costs, self._probabilities
         rate, base = costs.tokens_per_second, costs.pass_cost(costs.n_tokens)
         self._buckets = [get_bucket(confidence) for confidence in confidences[: self.max_tokens]]
         best = gain = 0.0
-        n_best, survival = 0, 1.0
+        n_best, survivals = 0, [1.0]  # of no token, then of each
         for n, bucket in enumerate(self._buckets, 1):
-            survival *= probabilities[bucket]
-            gain += survival
+            survivals.append(survivals[parents[n - 1] + 1 if parents else -1] * probabilities[bucket])
+            gain += survivals[-1]
             profit = gain - rate * (costs.pass_cost(costs.n_tokens + n) - base)
             if profit > best:
                 best, n_best = profit, n
@@ -382,8 +393,15 @@ class DraftLengthPolicy:
         del self._buckets[n_best:]
         return n_best
 
-    def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
-        """Learn from a finished round: record its accepted tokens and its times in seconds."""
+    def update(
+        self,
+        n_drafted: int,
+        n_accepted: int,
+        pass_seconds: float,
+        draft_seconds: float,
+        verified_nodes: tuple[list[int], list[int]] | None = None,
+    ) -> None:
+        """Learn from a finished round: record its accepted tokens and its times in seconds; see `LengthPolicy.update`."""
         costs = self.costs
         self._pending_seconds += pass_seconds
         if self._is_searching:
@@ -392,7 +410,11 @@ class DraftLengthPolicy:
             gain = n_accepted - costs.tokens_per_second * (costs.pass_cost(costs.n_sequences + n_drafted) - costs.plain_cost)
             self._search_gain += 0.1 * (gain - self._search_gain)
         if n_drafted:
-            self._pending_rounds.append((self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted))
+            if verified_nodes:
+                accepted, rejected = ([self._buckets[node] for node in nodes] for nodes in verified_nodes)
+                self._pending_rounds += [(accepted, n_accepted), (rejected, 0)]
+            else:
+                self._pending_rounds.append((self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted))
             if not self._is_free:
                 costs.add_draft(n_drafted, self._n_missed, draft_seconds)
         self._n_missed = 0 if n_drafted else self._n_missed + 1
@@ -450,7 +472,8 @@ class FixedLength:
     def __init__(self, gamma: int) -> None:
         """Set the length of all drafts."""
         self._gamma = gamma
-        self.max_tokens = self._n_left = 0
+        self.max_tokens, self.can_branch = 0, False
+        self._n_left = 0
 
     def start(self, token_budget: int) -> bool:
         """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""
@@ -462,9 +485,16 @@ class FixedLength:
         self._n_left -= 1
         return self._n_left > 0
 
-    def choose(self, confidences: Sequence[float]) -> int:
+    def choose(self, confidences: Sequence[float], parents: Sequence[int] | None = None) -> int:
         """Return the number of given confidences: all tokens that the drafter has found are proposed."""
         return len(confidences)
 
-    def update(self, n_drafted: int, n_accepted: int, pass_seconds: float, draft_seconds: float) -> None:
+    def update(
+        self,
+        n_drafted: int,
+        n_accepted: int,
+        pass_seconds: float,
+        draft_seconds: float,
+        verified_nodes: tuple[list[int], list[int]] | None = None,
+    ) -> None:
         """Do nothing: the draft length does not depend on earlier rounds."""

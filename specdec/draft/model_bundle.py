@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -10,9 +10,9 @@ from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
 from specdec.argument_checks import check_ints, check_string, is_list, shorten
-from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.draft.ngram import NgramDrafter
 from specdec.draft.precompile_models import compile_passes
 from specdec.draft.settings import AUTO, QuantizeOptions, parse_quantize
 from specdec.layers.architecture import Weights
@@ -35,32 +35,32 @@ from specdec.tokenizer import AnyTokenizer
 SELF = "self"  # draft keyword: a copy of the target in fewer bits
 MTP = "mtp"  # draft keyword: the head in the target's own file or next to it
 HEAD = "head"  # name in `ModelBundle.models` of a draft that is a head
-NGRAM: Literal["ngram"] = "ngram"  # draft keyword: the continuation of an earlier match in the sequence
+LOOKUP: Literal["lookup"] = "lookup"  # draft keyword: what followed earlier, and what the target found likely
 DraftSpec = str | os.PathLike[str] | Model
 ModelT = TypeVar("ModelT", bound=Model)
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A source of draft tokens for a target: a draft model, n-grams or nothing, with the vocabulary that both share.
+    """A source of draft tokens for a target: a draft model, lookup or nothing, with the vocabulary that both share.
 
     Attributes:
-        model_or_ngram: A model, "ngram", or None for no draft.
+        model_or_lookup: A model, "lookup", or None for no draft.
         vocabulary: The token ids that the target and the draft can generate.
     """
 
-    model_or_ngram: Model | Literal["ngram"] | None
+    model_or_lookup: Model | Literal["lookup"] | None
     vocabulary: SharedVocabulary
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no draft."""
-        return self.model_or_ngram is None
+        return self.model_or_lookup is None
 
     @property
     def model(self) -> Model | None:
-        """The draft model, which may be a head; None if the source is n-grams or nothing."""
-        return self.model_or_ngram if isinstance(self.model_or_ngram, Model) else None
+        """The draft model, which may be a head; None if the source is lookup or nothing."""
+        return self.model_or_lookup if isinstance(self.model_or_lookup, Model) else None
 
     @property
     def is_head(self) -> bool:
@@ -70,15 +70,19 @@ class DraftSource:
     @property
     def prior_acceptance(self) -> Sequence[float]:
         """The assumed acceptance probability of draft tokens in each confidence bucket, before any observation."""
-        return MARGIN_ACCEPTANCE if self.model else NGRAM_ACCEPTANCE
+        return MARGIN_ACCEPTANCE if self.model else LOOKUP_ACCEPTANCE
 
     def new_cache(self, target_cache: KVCache) -> KVCache | None:
         """Return an empty KV cache of the model for the sequence of a target's cache; None without a model."""
         return self.model.new_draft_cache(target_cache) if self.model else None
 
     def make_drafter(
-        self, cache: KVCache | None, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]
-    ) -> ModelDrafter | NgramDrafter | None:
+        self,
+        cache: KVCache | None,
+        sampler: Sampler,
+        noise: Callable[[int], int],
+        eos_tokens: Collection[int],
+    ) -> ModelDrafter | LookupDrafter | None:
         """Return a new drafter for one sequence from this source, or None for no draft.
 
         Args:
@@ -89,7 +93,7 @@ class DraftSource:
         """
         if cache:
             return ModelDrafter(cache, sampler, noise, eos_tokens)
-        return None if self.is_empty else NgramDrafter(eos_tokens)
+        return None if self.is_empty else LookupDrafter(eos_tokens)
 
 
 @dataclass(frozen=True)
@@ -144,16 +148,16 @@ class DraftResolver:
         """
         if isinstance(draft, DraftSource):  # from a pickled decoder, with its vocabulary
             model = None if draft.is_head else draft.model
-            return replace(draft, model_or_ngram=self._fit_to_memory(model, model.weights.n_bytes)) if model else draft
+            return replace(draft, model_or_lookup=self._fit_to_memory(model, model.weights.n_bytes)) if model else draft
         n_target = count_known_ids(self.tokenizer, self.target.config.vocab_size)
         same_vocabulary = SharedVocabulary(n_target, n_target)
         if draft is None:
             return DraftSource(None, same_vocabulary)
-        if is_draft_keyword(draft, NGRAM):
-            return DraftSource(NGRAM, same_vocabulary)
+        if is_draft_keyword(draft, LOOKUP):
+            return DraftSource(LOOKUP, same_vocabulary)
         if is_draft_keyword(draft, AUTO, MTP):
             head = self._find_builtin_head(is_requested=draft == MTP)
-            return DraftSource(self._load_head(head) if head else NGRAM, same_vocabulary)
+            return DraftSource(self._load_head(head) if head else LOOKUP, same_vocabulary)
         if is_draft_keyword(draft, SELF):
             from specdec.draft.self_copy import make_self_draft
 
@@ -263,10 +267,15 @@ class ModelBundle:
 
     @property
     def models(self) -> dict[str, Model]:
-        """The loaded models by name ("target", "draft" or "head", "stage"), the target first; n-grams have no model."""
+        """The loaded models by name ("target", "draft" or "head", "stage"), the target first; lookup has no model."""
         draft = HEAD if self.draft.is_head else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
+
+    @property
+    def uses_lookup(self) -> bool:
+        """Whether the draft is looked up, without a model."""
+        return self.draft.model_or_lookup == LOOKUP
 
     @property
     def tree_incompatibility(self) -> str:
@@ -344,7 +353,7 @@ def load_bundle(
         TokenizerError: If a tokenizer file cannot be used.
         ValueError: If values or models do not fit together.
     """
-    if stage is not None and (draft is None or is_draft_keyword(draft, NGRAM, AUTO)):
+    if stage is not None and (draft is None or is_draft_keyword(draft, LOOKUP, AUTO)):
         raise ValueError("a stage needs a draft that is a model, and there is none; name one with draft=...")
     if is_draft_keyword(stage, SELF):
         raise ValueError('the stage "self" is not supported: a copy of the target is not smaller than the draft')
@@ -368,7 +377,7 @@ def load_bundle(
         loaded_tokenizer = resolve_tokenizer(tokenizer, checkpoint, checkpoint.config.vocab_size)
         count_known_ids(loaded_tokenizer, checkpoint.config.vocab_size)
         gguf_metadata = checkpoint.vocabulary if tokenizer is None else {}
-        is_named = draft is not None and not is_draft_keyword(draft, NGRAM, AUTO, MTP)
+        is_named = draft is not None and not is_draft_keyword(draft, LOOKUP, AUTO, MTP)
         # most drafts have the architecture of their target, so their code is compiled too
         likely = loader.list_weight_formats(checkpoint, quantize_options.target) + [quantize_options.draft] * is_named
         compile_processes = compile_passes(checkpoint.config, checkpoint.tensors, likely, loader.kv)

@@ -92,6 +92,9 @@ class ModelDrafter:
                     break
         return Draft(seen[len(seen) - n :], self._probs_buffers[:n])
 
+    def observe(self, logits: Float32, rows: list[int], n_tokens: int) -> None:
+        """Do nothing: a model does not learn from the target's passes."""
+
     def _get_probs_buffers(self, n: int) -> list[Float32]:
         """Return a list of at least n buffers for probabilities, which the next proposal overwrites; allocate missing ones."""
         while len(self._probs_buffers) < n:

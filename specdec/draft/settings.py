@@ -12,7 +12,8 @@ from specdec.verification import VERIFIERS, VerifyMode
 
 AUTO: Literal["auto"] = "auto"
 Gamma = int | Literal["auto"]
-TreeMode = Literal["auto", "on", "off"]  # auto: off, since no pair was faster by trees
+# auto: for looked-up drafts where they are profitable; no pair of models was faster by trees
+TreeMode = Literal["auto", "on", "off"]
 FIXED_GAMMA = 4  # draft tokens per round if measured times must not influence the draft length
 
 QUANTIZE_FORMATS = {"int8": "INT8", "int4": "INT4", "none": ""}  # names in `quant`
@@ -29,7 +30,7 @@ class SpeculativeSettings:
 
     gamma: Gamma = AUTO
     verify: VerifyMode = "coupled"
-    tree: TreeMode = "off"
+    tree: TreeMode = "auto"
 
     def __post_init__(self) -> None:
         """Check the settings, and convert `gamma` to an int."""

@@ -6,15 +6,15 @@ alone, with the same q, whatever the second level drafts. A second-level token t
 """
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 from specdec.draft.acceptance import Acceptance
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_bundle import ModelBundle, SequenceCaches
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.draft.ngram import NgramDrafter
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import get_token_headroom
 from specdec.protocols import LengthPolicy
@@ -22,7 +22,7 @@ from specdec.runtime.simd import Float32
 from specdec.sampling import Sampler
 from specdec.verification import Draft
 
-SecondLevelDrafter = ModelDrafter | NgramDrafter  # these can propose after the unverified tokens of another proposal (`tail`)
+SecondLevelDrafter = ModelDrafter | LookupDrafter  # these can propose after the unverified tokens of another proposal (`tail`)
 
 
 class StagedDraftCache:
@@ -120,7 +120,7 @@ class StagedDrafter(ModelDrafter):
         policy: LengthPolicy,
         sampler: Sampler,
         noise: Callable[[int], int],
-        eos_tokens: Container[int],
+        eos_tokens: Collection[int],
     ) -> None:
         """Wrap the first cache in a `StagedDraftCache` and draft from that."""
         self._second_level = second_level
@@ -149,7 +149,7 @@ def make_staged_drafter(
     calibration: tuple[CostCurve, Acceptance],
     sampler: Sampler,
     noise: Callable[[int], int],
-    eos_tokens: Container[int],
+    eos_tokens: Collection[int],
 ) -> StagedDrafter:
     """Return a new drafter for one sequence from the draft and the second-level draft of a bundle.
 

@@ -6,14 +6,16 @@ from specdec.draft.acceptance import Acceptance
 from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
-from specdec.draft.model_bundle import NGRAM, ModelBundle
+from specdec.draft.model_bundle import LOOKUP, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner, choose_threads
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 
-MIN_NGRAM_PASS_S = 3e-4  # minimum time of a target pass for n-gram drafts, since the search costs up to 5 us of Python
+MIN_LOOKUP_PASS_S = (
+    3e-4  # minimum time of a target pass for looked-up drafts, since a search and what it learns from cost up to 20 us
+)
 MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
 MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes
 FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS  # of such a pass
@@ -68,9 +70,9 @@ class Autotuner:
         self._thread_tuner: ThreadTuner | None = None  # if the number of threads may be chosen
 
     @property
-    def is_too_fast_for_ngrams(self) -> bool:
-        """Whether a pass of the target is so short that looking up n-grams takes too much of the time."""
-        return self._curve is not None and self._curve.pass_seconds[1] <= MIN_NGRAM_PASS_S
+    def is_too_fast_for_lookup(self) -> bool:
+        """Whether a pass of the target is so short that looking up drafts takes too much of the time."""
+        return self._curve is not None and self._curve.pass_seconds[1] <= MIN_LOOKUP_PASS_S
 
     @property
     def thread_summary(self) -> str:
@@ -143,7 +145,7 @@ class Autotuner:
         """
         draft, seconds = self.bundle.draft, MEASURE_BUDGET_S
         models = [self.bundle.target, *([draft.model] if draft.model else [])]
-        self._calibration_file = CalibrationFile(models, "" if draft.model else NGRAM)
+        self._calibration_file = CalibrationFile(models, "" if draft.model else LOOKUP)
         if stored := self._calibration_file.read():
             self._curve, self.acceptance = stored
             seconds = RECHECK_BUDGET_S

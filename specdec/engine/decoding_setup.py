@@ -1,9 +1,10 @@
 """Set up the decoding of one sequence: its verifier, drafter, draft length policy and constraint."""
 
-from specdec.draft.acceptance import NGRAM_ACCEPTANCE, Acceptance
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, Acceptance
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.lookup import LookupDrafter, PredictionDrafter
+from specdec.draft.lookup_tables import LookupMemory
 from specdec.draft.model_bundle import ModelBundle, SequenceCaches
-from specdec.draft.ngram import PredictionDrafter
 from specdec.draft.settings import SpeculativeSettings
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.request import GenerationRequest
@@ -20,6 +21,7 @@ def make_decoding_state(
     settings: SpeculativeSettings,
     costs: CostModel | None,
     is_alone: bool,
+    memory: LookupMemory,
 ) -> DecodingState:
     """Return the state of a new sequence, with everything that decides its tokens.
 
@@ -30,6 +32,7 @@ def make_decoding_state(
         settings: The settings of speculative decoding.
         costs: The cost model of the sequence's batch; None for drafts of fixed length.
         is_alone: Whether the batch is only this sequence.
+        memory: What earlier sequences of the same client have left for looked-up drafts.
     """
     bundle = autotuner.bundle
     draft, vocabulary, target, eos_tokens = bundle.draft, bundle.draft.vocabulary, bundle.target, bundle.tokenizer.eos_tokens
@@ -39,13 +42,19 @@ def make_decoding_state(
     # with other verifiers the output depends on the draft, so a prediction would change it
     is_predicted = bool(request.prediction) and verify == "coupled"
     if is_predicted:
-        drafter: Drafter | None = PredictionDrafter(eos_tokens, len(request.prompt), request.prediction)
+        drafter: Drafter | None = PredictionDrafter(
+            eos_tokens, len(request.prompt), request.prediction, request.sampling, memory, vocabulary.n_target
+        )
+    elif bundle.uses_lookup and verifier.is_coupled:
+        is_too_fast = settings.is_adaptive and autotuner.is_too_fast_for_lookup
+        can_branch = can_lookup_branch(bundle, settings) and not (request.constraint or request.sampling.has_logit_adjustments)
+        drafter = None if is_too_fast else LookupDrafter(eos_tokens, request.sampling, memory, vocabulary.n_target, can_branch)
     else:
         drafter = _make_drafter(autotuner, caches, request.sampling, verifier, settings, is_alone)
     policy: LengthPolicy = FixedLength(settings.fixed_gamma)
     if costs and drafter and settings.is_adaptive and not is_tree_drafting(bundle, settings, is_alone):
         is_free = is_predicted or draft.model is None
-        acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(NGRAM_ACCEPTANCE)
+        acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(LOOKUP_ACCEPTANCE)
         policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free)
     constraint = request.constraint
     if request.sampling.has_logit_adjustments:
@@ -73,6 +82,11 @@ def is_tree_drafting(bundle: ModelBundle, settings: SpeculativeSettings, is_alon
     return is_requested and bundle.draft.model is not None and not bundle.tree_incompatibility
 
 
+def can_lookup_branch(bundle: ModelBundle, settings: SpeculativeSettings) -> bool:
+    """Return whether looked-up proposals of a sequence with these settings may be token trees, where these are profitable."""
+    return bundle.uses_lookup and settings.tree != "off" and settings.is_adaptive and not bundle.tree_incompatibility
+
+
 def _make_drafter(
     autotuner: Autotuner,
     caches: SequenceCaches,
@@ -93,6 +107,5 @@ def _make_drafter(
         from specdec.draft.staged import make_staged_drafter
 
         return make_staged_drafter(bundle, caches, autotuner.stage_calibration, sampler, noise, eos_tokens)
-    if not bundle.draft.model and settings.is_adaptive and autotuner.is_too_fast_for_ngrams:
-        return None
+    # with other verifiers the output depends on the draft, so matches in the sequence alone are looked up
     return bundle.draft.make_drafter(caches.draft, sampler, noise, eos_tokens)

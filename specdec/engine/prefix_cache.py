@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from specdec.argument_checks import replace_unknown_tokens
+from specdec.draft.lookup_tables import LookupMemory
 from specdec.draft.model_bundle import ModelBundle, SequenceCaches
 from specdec.runtime.parallel_region import create_fork_safe_lock
 from specdec.runtime.simd import round_up
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # prompt tokens that are worth a copy from another slot; also other tokens in a slot that are worth keeping it
 MIN_SHARED_PREFIX_TOKENS = 8
+MAX_MEMORIES = 16  # of looked-up drafts, 4.5 MB each
 CAPACITY_STEP_TOKENS = 128  # granularity of cache sizes
 
 
@@ -26,18 +28,19 @@ class KVSlot:
     Attributes:
         caches: The KV caches.
         cache_salt: Only sequences with the same salt may reuse the KV caches.
+        memory: What the sequences with the same salt leave for looked-up drafts.
         n_reserved: Most tokens that the current sequence may grow to; 0 for an idle slot.
         n_peak: Most tokens that any finished sequence in the slot has had.
     """
 
-    def __init__(self, caches: SequenceCaches, cache_salt: str) -> None:
+    def __init__(self, caches: SequenceCaches, cache_salt: str, memory: LookupMemory) -> None:
         """Create a slot from caches that nothing else uses."""
-        self.caches, self.cache_salt = caches, cache_salt
+        self.caches, self.cache_salt, self.memory = caches, cache_salt, memory
         self.n_reserved = self.n_peak = 0
 
-    def reserve(self, n_tokens: int) -> None:
-        """Reserve the slot for a sequence that may grow to n_tokens tokens."""
-        self.n_reserved = n_tokens
+    def reserve(self, n_tokens: int, memory: LookupMemory) -> None:
+        """Reserve the slot for a sequence that may grow to n_tokens tokens and looks up drafts in a memory."""
+        self.n_reserved, self.memory = n_tokens, memory
 
     def release(self, n_tokens: int) -> None:
         """Make the slot idle after its sequence has ended with n_tokens tokens."""
@@ -91,6 +94,7 @@ class PrefixCache:
         create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
         self._idle, self._in_use = list[KVSlot](), weakref.WeakSet[KVSlot]()  # the first idle one has been idle longest
+        self._memories = dict[str, LookupMemory]()  # by cache salt, the last used one at the end
         self._ended = deque[tuple[KVSlot, int | None]]()  # slots that are in use no more, with the length if it is known
 
     def acquire(self, prompt: list[int], n_tokens: int, cache_salt: str = "") -> KVSlot | None:
@@ -122,7 +126,7 @@ class PrefixCache:
             key=n_held_by_slot.__getitem__,
         )
         slot = self._get_free_slot(source, n_held_by_slot[source] if source else 0, n_tokens, cache_salt)
-        slot.reserve(n_tokens)
+        slot.reserve(n_tokens, self._get_memory(cache_salt))
         while self._idle and not self._can_fit((*self._idle, *self._in_use), slot.capacity):
             del self._idle[0]
         if source and source is not slot:
@@ -195,7 +199,15 @@ class PrefixCache:
             self._idle.remove(slot)
             if slot.cache_salt == cache_salt:
                 return slot
-        return KVSlot(self._bundle.new_caches(), cache_salt)
+        return KVSlot(self._bundle.new_caches(), cache_salt, self._get_memory(cache_salt))
+
+    def _get_memory(self, cache_salt: str) -> LookupMemory:
+        """Return the memory of looked-up drafts of a cache salt; beyond MAX_MEMORIES, the one used longest ago is dropped."""
+        memory = self._memories.pop(cache_salt, None) or LookupMemory()
+        self._memories[cache_salt] = memory
+        if len(self._memories) > MAX_MEMORIES:
+            del self._memories[next(iter(self._memories))]
+        return memory
 
     def _is_worth_keeping(self, source: KVSlot, n_prefix: int, n_tokens: int) -> bool:
         """Return whether to keep a slot for its other tokens, and copy its first n_prefix tokens to another slot instead.

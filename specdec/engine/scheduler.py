@@ -155,7 +155,7 @@ class Scheduler:
                 if not slot:
                     return
                 state = make_decoding_state(
-                    self._autotuner, slot.caches, request, self._settings, self._costs, self._max_running == 1
+                    self._autotuner, slot.caches, request, self._settings, self._costs, self._max_running == 1, slot.memory
                 )
                 sequence.start(slot, state)
                 sequence.find_prefix_donor(self.running)
@@ -336,6 +336,8 @@ class Scheduler:
         """Remove a running sequence and release its slot, which keeps the KV caches for later prompts."""
         self.running.remove(sequence)
         try:
+            if self._bundle.uses_lookup:
+                sequence.slot.memory.add(sequence.tokens)
             self._prefix_cache.save_to_disk(sequence.slot, sequence.tokens)
         finally:
             self._prefix_cache.release(sequence.slot, len(sequence.tokens))

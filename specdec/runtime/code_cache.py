@@ -43,7 +43,7 @@ from specdec.runtime.late_linking import enable_late_linking
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 # Every file with compiled functions or constants that they use: whole folders, so that a new file needs no entry.
 _SOURCE_FOLDERS = ("heads", "layers", "model", "quant", "runtime")
-_SOURCE_FILES = ("model_config.py", "kernels.py", "sampling.py")
+_SOURCE_FILES = ("model_config.py", "kernels.py", "sampling.py", "draft/lookup_tables.py")
 SOURCES = (
     *sorted(f"{folder}/{path.name}" for folder in _SOURCE_FOLDERS for path in (PACKAGE_DIR / folder).glob("*.py")),
     *_SOURCE_FILES,

@@ -20,6 +20,7 @@ from numba.extending import intrinsic, models, register_jitable, register_model
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt16 = npt.NDArray[np.uint16]
 

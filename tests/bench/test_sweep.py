@@ -208,7 +208,7 @@ def make_result(
 def totals(table: dict[str, tuple[float, ...]], temperatures: tuple[float, ...] = (0.0, 1.0)) -> list[SettingResult]:
     alone = [make_result("", t, 1.0, "alone") for t in temperatures]
     return alone + [
-        make_result(options, t, speed, "ngram" if "ngram" in options else "pair")
+        make_result(options, t, speed, "lookup" if "lookup" in options else "pair")
         for options, speeds in table.items()
         for t, speed in zip(temperatures, speeds, strict=True)
     ]
@@ -227,9 +227,9 @@ SENTENCES = {
         {"-g 2": (1.5, 2.1), "-g 8": (2.9, 1.2)},
         "Best here: -g 8, 2.90 times the target alone (greedy); -g 2, 2.10 (sampled).",
     ),
-    "n-grams": (
-        {"-d ngram -g 8": (1.5, 1.2), "-g 4": (1.1, 1.0)},
-        "Best here: -d ngram -g 8, 1.50 times the target alone (greedy), 1.20 (sampled).",
+    "lookup": (
+        {"-d lookup -g 8": (1.5, 1.2), "-g 4": (1.1, 1.0)},
+        "Best here: -d lookup -g 8, 1.50 times the target alone (greedy), 1.20 (sampled).",
     ),
     "nothing pays": (
         {"-g 1": (0.8, 0.7), "-g 4": (0.5, 0.4)},
@@ -263,16 +263,16 @@ def test_several_temperatures_are_named_by_number() -> None:
 def test_fixed_gamma_summary_ignores_other_settings() -> None:
     cells = [
         make_result("", 0, 1.0, "alone", 50),
-        make_result("-d ngram -g 8", 0, 9.0, "ngram", 50),
+        make_result("-d lookup -g 8", 0, 9.0, "lookup", 50),
         make_result("-g auto", 0, 8.0, n=50),
     ]
     cells += [make_result("-g 2", 0, 2.0, n=50), make_result("-g 4", 1, 3.0, n=200)]
     over = sweep.summarize_fixed_gamma(cells)
     assert over is not None
     assert (over.mean, over.best, over.best_text) == (2.5, cells[-1], pytest.approx(3.6))
-    ngrams = sweep.summarize_fixed_gamma(cells[:2])
-    assert ngrams is not None
-    assert ngrams.mean == 9.0
+    lookup = sweep.summarize_fixed_gamma(cells[:2])
+    assert lookup is not None
+    assert lookup.mean == 9.0
     assert sweep.summarize_fixed_gamma(cells[:1]) is None
 
 
@@ -410,32 +410,32 @@ def decoder(pair: Pair) -> SpeculativeDecoder:
 def test_settings_of_pair_and_their_outputs(decoder: SpeculativeDecoder) -> None:
     settings, notes = sweep.make_settings(decoder, [1, 6])
     assert [(s.kind, s.options) for s in settings] == [
-        ("alone", ""), ("draft", ""), ("ngram", "-d ngram -g 6"), ("pair", "-g 1"), ("pair", "-g 6"),
+        ("alone", ""), ("draft", ""), ("lookup", "-d lookup -g 6"), ("pair", "-g 1"), ("pair", "-g 6"),
     ]  # fmt: skip
     assert notes == []
     texts = [SweepCase("One day", 30, sampling) for sampling in (GREEDY, SAMPLED)]
     cells = sweep.measure(settings, texts, 1).compute_cells()
-    assert [f.n_drafted > 0 for f in cells if f.kind != "ngram"] == [False, False, True, True] * 2
+    assert [f.n_drafted > 0 for f in cells if f.kind != "lookup"] == [False, False, True, True] * 2
     assert {f.setting: len(f.acceptance_by_position) for f in cells if f.kind == "pair"} == {"γ 1": 1, "γ 6": 6}
 
 
-def test_ngrams_get_all_gammas_without_draft(pair: Pair) -> None:
+def test_lookup_get_all_gammas_without_draft(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, None, pair.tokenizer, n_threads=1)
     settings, _ = sweep.make_settings(decoder, [1, 6])
-    assert [s.options for s in settings] == ["", "-d ngram -g 1", "-d ngram -g 6"]
+    assert [s.options for s in settings] == ["", "-d lookup -g 1", "-d lookup -g 6"]
 
 
 def test_draft_with_fewer_positions_is_not_measured_alone(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder.draft, "n_positions", 64)
     settings, notes = sweep.make_settings(decoder, [2])
-    assert [s.kind for s in settings] == ["alone", "ngram", "pair"]
+    assert [s.kind for s in settings] == ["alone", "lookup", "pair"]
     assert notes == ["the draft alone is left out: it has room for 64 tokens, the target for 128"]
 
 
 def test_auto_gamma_is_measured_with_the_others(decoder: SpeculativeDecoder) -> None:
     pair = SpeculativeDecoder(decoder.target, decoder.draft, decoder.tokenizer, gamma=2)
     assert [s.options for s in sweep.make_settings(pair, [1, "auto"])[0]] == [
-        *("", "", "-d ngram -g auto", "-g 1", "-g auto", "-g auto --tree on", "-g auto --stage ngram")
+        *("", "", "-d lookup -g auto", "-g 1", "-g auto", "-g auto --tree on", "-g auto --stage lookup")
     ]
     assert pair.gamma == 2
 
@@ -490,7 +490,7 @@ def test_command_prints_results_and_draws_chart(
     assert result["prompts"] == ["One day", "a cat"]
     assert (result["kv"], result["arithmetic"]) == ("f32", specdec.__arithmetic__)
     assert {(f["options"], f["temperature"], f["max_tokens"], f["n_texts"]) for f in result["cells"]} == {
-        (options, t, n, 2) for options in ("", "-d ngram -g 4", "-g 1", "-g 4") for t in (0, 1) for n in (5, 20)
+        (options, t, n, 2) for options in ("", "-d lookup -g 4", "-g 1", "-g 4") for t in (0, 1) for n in (5, 20)
     }
     assert result["conclusion"].startswith(("Best here", "Leave out"))
     assert "γ 4" in svg.read_text(encoding="utf-8")

@@ -412,12 +412,12 @@ def test_token_tree_does_not_change_output(run: Run, pair: Pair, tree: str, gamm
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
-def test_ngrams_draft_without_draft_model(run: Run, pair: Pair, verify: str) -> None:
+def test_lookup_draft_without_draft_model(run: Run, pair: Pair, verify: str) -> None:
     arguments = ("-m", pair.target, "-i", "ab ab ab ab ab ab", "-t", 0, "-j", 1, "-n", 100, "--json")
-    alone, result = from_json(run(*arguments)), from_json(run(*arguments, "-d", "ngram", "-g", 4, "--verify", verify))
+    alone, result = from_json(run(*arguments)), from_json(run(*arguments, "-d", "lookup", "-g", 4, "--verify", verify))
     assert result["tokens"] == alone["tokens"]
     assert result["n_drafted"] > 0
-    assert result["settings"]["draft"] == "ngram"
+    assert result["settings"]["draft"] == "lookup"
 
 
 def test_version_2_files_work_as_target_and_draft(run: Run, pair: Pair, tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_output_with_draft_equals_output_without(run: Run, pair: Pair) -> None:
             run(*arguments, "-g", 7),
         ):
             assert from_json(drafted)["tokens"] == alone["tokens"]
-        assert from_json(run(*arguments))["settings"]["draft"] == "ngram"
+        assert from_json(run(*arguments))["settings"]["draft"] == "lookup"
         assert json.loads(run(*arguments, "--verify", "rejection")[1])["n_drafted"] == 0  # a draft would change the output
         assert (alone["n_drafted"], alone["acceptance_rate"]) == (0, 0)
 
@@ -840,7 +840,7 @@ def test_stage_does_not_change_output_and_is_reported(run: Run, pair: Pair) -> N
     arguments = ("-m", pair.target, "-d", pair.draft, "-s", 3, "-j", 1, "-n", 60, "-g", 4, "--json")
     plain = from_json(run(*arguments))
     assert plain["settings"]["stage"] is None
-    for stage in (["--stage", "ngram"], ["--stage", pair.draft]):
+    for stage in (["--stage", "lookup"], ["--stage", pair.draft]):
         got = from_json(run(*arguments, *stage))
         assert [got[name] for name in ("text", "accepted_histogram")] == [plain[name] for name in ("text", "accepted_histogram")]
         assert got["settings"]["stage"] == str(stage[1])
@@ -850,8 +850,8 @@ def test_stage_does_not_change_output_and_is_reported(run: Run, pair: Pair) -> N
 def test_invalid_stage_is_one_line(run: Run, pair: Pair) -> None:
     two = ("-m", pair.target, "-d", pair.draft)
     for command in ([], ["race"], ["chat"], ["serve"], ["sweep"]):
-        assert_rejected(run(*command, *two, "-d", "ngram"), "-d is given twice; expected one draft; use --stage NAME")
-    assert_rejected(run("-m", pair.target, "--stage", "ngram"), "there is none; name one with -d")
-    assert_rejected(run("-m", pair.target, "-d", "none", "--stage", "ngram"), "there is none; name one with -d")
+        assert_rejected(run(*command, *two, "-d", "lookup"), "-d is given twice; expected one draft; use --stage NAME")
+    assert_rejected(run("-m", pair.target, "--stage", "lookup"), "there is none; name one with -d")
+    assert_rejected(run("-m", pair.target, "-d", "none", "--stage", "lookup"), "there is none; name one with -d")
     assert_rejected(run(*two, "--stage", "self"), "not smaller than the draft")
     assert_rejected(run(*two, "--stage", "nope"), "'nope' not found here, in models or in")

@@ -94,7 +94,7 @@ def test_command_offers_every_option_its_request_adds(request_class: type[Reques
         ([], DEFAULT_TARGET, DEFAULT_DRAFT, "", ModelLabels("stories6M", "by stories650K", "stories6M + stories650K")),
         (["-d", "NONE"], DEFAULT_TARGET, "", "", ModelLabels("stories6M", "", "stories6M")),
         (["-m", "a.bin"], "a.bin", "auto", "", ModelLabels("a", "by auto", "a + auto")),  # until it is loaded
-        (["-m", "a.bin", "-d", "Ngram"], "a.bin", "ngram", "", ModelLabels("a", "from the text so far", "a + ngram")),
+        (["-m", "a.bin", "-d", "Lookup"], "a.bin", "lookup", "", ModelLabels("a", "from the text so far", "a + lookup")),
         (["-m", "a.bin", "-d", "MTP"], "a.bin", "mtp", "", ModelLabels("a", "by a's own head", "a + mtp")),
         (
             ["x/a.gguf", "-d", "Self", "--stage", "None"],
@@ -103,7 +103,7 @@ def test_command_offers_every_option_its_request_adds(request_class: type[Reques
             "",
             ModelLabels("a", "by a in fewer bits", "a + self"),
         ),
-        (["-m", "a", "-d", "b", "--stage", "ngram"], "a", "b", "ngram", ModelLabels("a", "by b", "a + b + ngram")),
+        (["-m", "a", "-d", "b", "--stage", "lookup"], "a", "b", "lookup", ModelLabels("a", "by b", "a + b + lookup")),
         (["-m", "a.bin", "--verify", "block"], "a.bin", "", "", ModelLabels("a", "", "a")),
     ],
     ids=str,
@@ -162,7 +162,7 @@ def test_translated_options_exist() -> None:
     ("words", "expected"),
     [
         (["-d", "none", "-g", 4], "--gamma has no effect without a draft"),
-        (["-d", "ngram", "--tree", "on"], "--tree has no effect without a draft that is a model"),
+        (["-d", "none", "--tree", "on"], "--tree has no effect without a draft"),
         (["--json", "--pace", 3, "--stats"], "--pace and --stats have no effect with --json"),
         (["-t", 0, "-k", 3, "-p", 0.5], "--top-p and --top-k have no effect at temperature 0"),
         (["-d", "self", "-g", 4, "--tree", "on", "--pace", 3], ""),

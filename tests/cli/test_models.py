@@ -215,7 +215,7 @@ def test_self_draft_is_listed_only_where_supported(run: Run, tmp_path: Path, kin
     assert is_made or kind not in (*floats, "Q8_0")
     (row,) = from_json(run("models", path, "--json"))["models"]
     assert (row["self"], row["drafts"]) == (is_made, [])
-    assert run("models", path)[1].split()[-2:] == (["self,", "ngram"] if is_made else [str(row["vocabulary"]), "ngram"])
+    assert run("models", path)[1].split()[-2:] == (["self,", "lookup"] if is_made else [str(row["vocabulary"]), "lookup"])
 
 
 def test_server_offers_aliases_of_files_anywhere_and_the_models_of_a_folder(

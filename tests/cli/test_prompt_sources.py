@@ -322,7 +322,7 @@ def test_model_names_are_found_as_typed(ask: Run, pair: Pair, tmp_path: Path) ->
         (tmp_path / "models" / place).write_bytes(getattr(pair, name).read_bytes())
     assert settings(ask("-m", "target", "-d", "draft"))["model"] == "target"
     assert settings(ask("target", "-d", "Self"))["draft"] == "self"
-    assert settings(ask("target", "-d", "NGRAM"))["draft"] == "ngram"
+    assert settings(ask("target", "-d", "LOOKUP"))["draft"] == "lookup"
     assert settings(ask("target", "-d", "None"))["draft"] is None
 
 
@@ -333,7 +333,7 @@ def test_model_names_are_found_as_typed(ask: Run, pair: Pair, tmp_path: Path) ->
     ("more", "expected"),
     [
         (["-d", "none", "-g", 4], "--gamma has no effect without a draft"),
-        (["-d", "ngram", "--tree", "on"], "--tree has no effect without a draft that is a model"),
+        (["-d", "none", "--tree", "on"], "--tree has no effect without a draft"),
         (["--json", "--pace", 3, "--stats"], "--pace and --stats have no effect with --json"),
         (["--plain", "--pace", 3], "--pace has no effect with --plain"),
         (["-t", 0, "-k", 3, "-p", 0.5], "--top-p and --top-k have no effect at temperature 0"),
@@ -522,7 +522,7 @@ def test_head_is_rejected_as_model(
         (["-m", "org/nmae"], ["HF_HUB_OFFLINE", "; did you mean 'org/name'?"]),
         (["-m", "org/nane:Q8_0"], ["; did you mean 'org/name:Q8_0'?"]),
         (["-m", "stories6M", "-d", "slef"], ["; did you mean 'self'?"]),
-        (["-m", "stories6M", "-d", "n-gram"], ["; did you mean 'ngram'?"]),
+        (["-m", "stories6M", "-d", "look-up"], ["; did you mean 'lookup'?"]),
         (["-m", "stories6M", "-z", "toks.bin"], ["llama2.c's tokenizer.bin is at"]),
     ],
 )  # fmt: skip

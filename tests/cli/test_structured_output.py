@@ -32,7 +32,7 @@ def schema(tmp_path: Path) -> Path:
 
 
 @needs_guidance
-@pytest.mark.parametrize("draft", [[], ["-d", "ngram"], ["--tree", "on"], ["--verify", "block"]], ids=str)
+@pytest.mark.parametrize("draft", [[], ["-d", "lookup"], ["--tree", "on"], ["--verify", "block"]], ids=str)
 def test_schema_output_is_valid_json(run: Run, pair: Pair, schema: Path, draft: list[str]) -> None:
     result = from_json(run(*make_arguments(pair, "--schema", schema, "--max-tokens", 60, "--json", *draft)))
     value = json.loads(result["text"].removeprefix(PROMPT))

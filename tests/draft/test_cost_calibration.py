@@ -52,8 +52,8 @@ def test_expert_costs_are_stored(folder):
     target = load_model(FIXTURES / "qwen3_moe")
     experts = target.config.experts
     curve = CostCurve({1: 1.0, 64: 3.0}, 0.0, 0.0, ExpertCosts(experts.n_experts, experts.n_experts_used, 0.25, 0.5))
-    CalibrationFile([target], "ngram").write(curve, Acceptance())
-    known, _ = CalibrationFile([target], "ngram").read()
+    CalibrationFile([target], "lookup").write(curve, Acceptance())
+    known, _ = CalibrationFile([target], "lookup").read()
     assert (known.experts.seconds, known.experts.repeat_probability) == (0.25, 0.5) and known.pass_seconds == pytest.approx(
         curve.pass_seconds
     )
@@ -65,7 +65,7 @@ def test_expert_costs_are_stored(folder):
 def test_other_weights_threads_and_drafts_use_other_files(folder, monkeypatch):
     CalibrationFile(make_models(), "").write(*make_measurements())
     assert CalibrationFile(make_models(2), "").read() is None
-    assert CalibrationFile(make_models()[:1], "ngram").read() is None
+    assert CalibrationFile(make_models()[:1], "lookup").read() is None
     model = tiny_model(0)
     more = [Model(model.config, model.weights, 2), tiny_model(1)]
     assert CalibrationFile(more, "").read() is None

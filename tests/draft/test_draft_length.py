@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from specdec.draft.acceptance import MARGIN_ACCEPTANCE, N_BUCKETS, NGRAM_ACCEPTANCE, Acceptance, get_bucket
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, N_BUCKETS, Acceptance, get_bucket
 from specdec.draft.cost_curves import CostCurve, ExpertCosts
 from specdec.draft.draft_length import MAX_ERROR_RATIO, MAX_GAMMA, MIN_COMPARISONS, CostModel, DraftLengthPolicy, FixedLength
 from specdec.events import Statistics, Step
@@ -51,7 +51,7 @@ class SinglePolicy(DraftLengthPolicy):
 
 
 def make_policy(passes, draft, acceptance=None):
-    acceptance = acceptance or Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE)
+    acceptance = acceptance or Acceptance(MARGIN_ACCEPTANCE if draft else LOOKUP_ACCEPTANCE)
     return SinglePolicy(CostModel(CostCurve(passes, draft)), acceptance, is_free=not draft)
 
 
@@ -198,10 +198,10 @@ SHAPES = {
     "8 cost 10": {1: 1.0, 2: 1.9, 4: 4.2, 8: 10.0, 16: 20.0},
     "8 cost 1.4": {1: 1.0, 4: 1.0, 8: 1.4, 16: 2.4, 64: 8.0},
 }
-# Draft models: the mean of their margins, and the acceptance rate of a token without margin, or of all. N-grams, which cost
+# Draft models: the mean of their margins, and the acceptance rate of a token without margin, or of all. Lookup, which cost
 # nothing: how often there is a match, the probability that they claim, and their acceptance rate.
 MODELS = {"useless": (1.0, None), "mediocre": (1.5, 0.3), "perfect": (4.0, 1.0)}
-NGRAMS = {"useless": (0.7, 0.8, 0.03), "overstated": (0.7, 0.9, 0.4), "perfect": (0.9, 0.95, 1.0)}
+LOOKUPS = {"useless": (0.7, 0.8, 0.03), "overstated": (0.7, 0.9, 0.4), "perfect": (0.9, 0.95, 1.0)}
 DRAFTS = 0.0, 0.03, 0.3, 0.9  # cost of a draft token, relative to the target's
 
 
@@ -232,7 +232,7 @@ class UnusualMachine:
                 tokens.append(rng.random() < (0.02 if least is None else 1 - (1 - least) * math.exp(-margin)))
             n = len(tokens)
         else:
-            found, claimed, right = NGRAMS[self.kind]
+            found, claimed, right = LOOKUPS[self.kind]
             max_tokens = min(policy.max_tokens, int(math.log(0.2) / math.log(claimed))) if rng.random() < found else 0
             n = policy.choose([claimed / (1 - claimed)] * max_tokens) if max_tokens else 0
             tokens = [rng.random() < right for _ in range(n)]
@@ -267,7 +267,7 @@ def test_no_unusual_machine_is_much_slower_than_the_target_alone():
     for shape in SHAPES:
         for error in ERRORS:
             for draft in DRAFTS:
-                for draft_kind in MODELS if draft else NGRAMS:
+                for draft_kind in MODELS if draft else LOOKUPS:
                     machine = UnusualMachine(shape, draft, error, draft_kind)
                     speeds[shape, error, draft, draft_kind] = 3 / sum(1 / machine.play(seed) for seed in range(3))
     assert min(speeds.values()) > 0.8  # a draft that costs 0.9 target tokens and becomes three times as slow in the middle
@@ -374,7 +374,7 @@ def make_batch(machine, n_sequences, draft, errors):
         n: interpolate_seconds(BATCH_MACHINES[machine], n) * (plain_error if n <= n_sequences else drafted_error) for n in POINTS
     }
     costs = CostModel(CostCurve(passes, draft * draft_error))
-    pool = Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE)
+    pool = Acceptance(MARGIN_ACCEPTANCE if draft else LOOKUP_ACCEPTANCE)
     return costs, [DraftLengthPolicy(costs, pool.for_sequence(), not draft) for _ in range(n_sequences)]
 
 
@@ -514,7 +514,7 @@ def write(policy, machine, right, draft, repeats=None):
 
 
 def auto(machine, draft=0.0):
-    acceptance = Acceptance(MARGIN_ACCEPTANCE if draft else NGRAM_ACCEPTANCE)
+    acceptance = Acceptance(MARGIN_ACCEPTANCE if draft else LOOKUP_ACCEPTANCE)
     return SinglePolicy(CostModel(machine.curve(draft)), acceptance, not draft, machine)
 
 
@@ -565,7 +565,7 @@ def test_sequences_that_choose_different_experts_get_shorter_drafts():
         for _ in range(30):
             costs.begin_pass(4)
             costs.end_pass(12, 8, 1.0 + 0.5 * 11 / 63 + 0.5 * (n_read / 8 - 1), n_experts_read=n_read)
-        policy = DraftLengthPolicy(costs, Acceptance(NGRAM_ACCEPTANCE, n_accepted=8.0), True)
+        policy = DraftLengthPolicy(costs, Acceptance(LOOKUP_ACCEPTANCE, n_accepted=8.0), True)
         costs.begin_pass(4)
         while not policy.start(30):
             costs.end_pass(4, 4, 1.0, n_experts_read=n_read)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.draft.model_bundle import NGRAM, DraftResolver, DraftSource, ModelBundle, load_bundle
+from specdec.draft.model_bundle import LOOKUP, DraftResolver, DraftSource, ModelBundle, load_bundle
 from specdec.draft.settings import SpeculativeSettings, parse_quantize
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.prefix_cache import PrefixCache
@@ -26,21 +26,21 @@ def make_resolver(pair: Pair, quantize: str = "draft") -> DraftResolver:
     return DraftResolver(bundle.target, bundle.tokenizer, {}, parse_quantize(quantize), Loader(1))
 
 
-def test_draft_is_none_ngrams_a_model_or_a_copy(pair: Pair) -> None:
+def test_draft_is_none_lookup_a_model_or_a_copy(pair: Pair) -> None:
     resolver = make_resolver(pair)
     n = resolver.target.config.vocab_size
-    assert resolver.resolve("draft", None).model_or_ngram is None
-    ngrams, model, copy = (resolver.resolve("draft", named) for named in (NGRAM, pair.draft, "self"))
-    assert ngrams.model_or_ngram == NGRAM and ngrams.model is None and ngrams.prior_acceptance != model.prior_acceptance
+    assert resolver.resolve("draft", None).model_or_lookup is None
+    lookup, model, copy = (resolver.resolve("draft", named) for named in (LOOKUP, pair.draft, "self"))
+    assert lookup.model_or_lookup == LOOKUP and lookup.model is None and lookup.prior_acceptance != model.prior_acceptance
     assert (
         model.model
         and model.model.weights.format_names == "int8"
         and model.model.config.n_layers != resolver.target.config.n_layers
     )
     assert copy.model and copy.model.weights.format_names == "int8" and copy.model.config == resolver.target.config
-    assert [source.vocabulary.n_target for source in (ngrams, model, copy)] == [n] * 3
+    assert [source.vocabulary.n_target for source in (lookup, model, copy)] == [n] * 3
     loaded = load_model(pair.draft, n_threads=1, n_positions=resolver.target.n_positions)
-    assert resolver.resolve("draft", loaded).model_or_ngram is loaded
+    assert resolver.resolve("draft", loaded).model_or_lookup is loaded
 
 
 def test_copy_has_the_requested_weight_format(pair: Pair) -> None:
@@ -60,8 +60,8 @@ def test_draft_positions_are_limited_by_the_memory_next_to_the_target(pair: Pair
 @pytest.mark.parametrize(
     ("draft", "stage", "message"),
     [
-        (None, "ngram", "a stage needs a draft that is a model"),
-        ("ngram", "self", "a stage needs a draft that is a model"),
+        (None, "lookup", "a stage needs a draft that is a model"),
+        ("lookup", "self", "a stage needs a draft that is a model"),
         ("self", "self", "a copy of the target is not smaller"),
     ],
 )
@@ -81,7 +81,7 @@ def test_one_object_cannot_be_two_models(pair: Pair) -> None:
 
 
 def test_only_a_bundle_of_named_models_can_choose_its_threads(pair: Pair) -> None:
-    named = load_bundle(pair.target, pair.draft, "ngram", pair.tokenizer, "none", Loader())
+    named = load_bundle(pair.target, pair.draft, "lookup", pair.tokenizer, "none", Loader())
     assert named.can_choose_threads and list(named.models) == ["target", "draft"]
     assert named.checkpoint and not named.checkpoint.tensors  # their memory is free again
     for target, loader in ((pair.target, Loader(1)), (load_model(pair.target), Loader())):

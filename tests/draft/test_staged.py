@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.draft.acceptance import NGRAM_ACCEPTANCE, Acceptance
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, Acceptance
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import (
     INITIAL_BUDGET,
@@ -20,8 +20,8 @@ from specdec.draft.draft_length import (
     DraftLengthPolicy,
     FixedLength,
 )
+from specdec.draft.lookup import LookupDrafter, SuffixAutomaton
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.draft.ngram import NgramDrafter, SuffixAutomaton
 from specdec.draft.staged import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
@@ -79,7 +79,7 @@ def run_unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9)):
 @pytest.mark.parametrize("verify", VERIFIERS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_output_and_acceptance_equal_those_without_a_stage(verify, sampling):
-    """With n-grams, a smaller model and random tokens; a draft with a sliding window and one with fewer tokens; every gamma."""
+    """With lookup, a smaller model and random tokens; a draft with a sliding window and one with fewer tokens; every gamma."""
     prompt, n_drafted, n_tokens = [BOS, *[7, 9, 10, 11] * 3], 0, 0
     for seed, vocab, seq_len in ((0, 105, 128), (1, 105, 32), (2, 60, 128)):
         target, draft = tiny_model(seed, layers=3, scale=0.3), tiny_model(seed, vocab, seq_len, 128, scale=0.3)
@@ -93,7 +93,7 @@ def test_output_and_acceptance_equal_those_without_a_stage(verify, sampling):
             if verify == "coupled":
                 assert expected[0] == generate_tokens(target, None, sampling, prompt=prompt)[0]
             for make_second_level, models in (
-                (lambda _: NgramDrafter(END_MARKS), ()),
+                (lambda _: LookupDrafter(END_MARKS), ()),
                 (lambda _, random_drafter=random_drafter: random_drafter, ()),
                 (small, (smaller,)),
             ):
@@ -133,7 +133,7 @@ def test_the_draft_runs_fewer_passes_on_a_repetitive_sequence():
     models, sampler = (LoopingModel(), LoopingModel()), Sampler(12, Sampling(0.0))
     alone = ModelDrafter(models[0], sampler, lambda _: 0, {})
     costs = CostModel(CostCurve(LARGE))
-    together = StagedDrafter([models[1]], NgramDrafter(()), costs, FixedLength(9), sampler, lambda _: 0, {})
+    together = StagedDrafter([models[1]], LookupDrafter(()), costs, FixedLength(9), sampler, lambda _: 0, {})
     assert take_proposals(alone, 40) == take_proposals(together, 40) == [3 + n % 7 for n in range(200)]
     assert models[0].n_passes == 200
     assert models[1].n_passes < 60
@@ -164,7 +164,7 @@ def test_an_unprofitable_second_level_is_not_used_but_tried_again(monkeypatch, s
     clock = Clock()
     monkeypatch.setattr("specdec.draft.staged.time.perf_counter", lambda: clock.now)
     costs, second_level = CostModel(CostCurve(LARGE)), SometimesRightDrafter(clock, seconds)
-    policy = DraftLengthPolicy(costs, Acceptance(NGRAM_ACCEPTANCE), is_free=True)
+    policy = DraftLengthPolicy(costs, Acceptance(LOOKUP_ACCEPTANCE), is_free=True)
     drafter = StagedDrafter([LoopingModel(clock)], second_level, costs, policy, Sampler(12, Sampling(0.0)), lambda _: 0, {})
     assert take_proposals(drafter, 200) == [3 + n % 7 for n in range(1000)]
     if pays:
@@ -196,7 +196,7 @@ def test_the_automaton_matches_a_tail_without_taking_it_in():
 
 
 def test_a_proposal_after_a_tail_continues_the_match():
-    drafter = NgramDrafter(())
+    drafter = LookupDrafter(())
     text = [1, 7, 8, 9, 10, 11, 12, 13, 3, 4]
     assert drafter.propose(text, make_started_policy(2), [7, 8, 9]).tokens == [10, 11]
     assert drafter.propose(text, make_started_policy(1), [5, 19]).tokens == []
@@ -207,7 +207,7 @@ def test_decoder_with_a_stage_generates_plain_output(pair, verify):
     plain = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=4, verify=verify, n_threads=1)
     prompt = "abc abd abc abd abc ab"
     expected = [plain.generate(prompt, 40, temperature=temperature, seed=3) for temperature in (0.0, 1.0)]
-    for stage in ("ngram", pair.draft):
+    for stage in ("lookup", pair.draft):
         decoder = SpeculativeDecoder(plain.target, pair.draft, plain.tokenizer, stage=stage, gamma=4, verify=verify)
         for decoder_ in (decoder, pickle.loads(pickle.dumps(decoder))):
             for temperature, (text, statistics) in zip((0.0, 1.0), expected, strict=True):
@@ -219,8 +219,8 @@ def test_decoder_with_a_stage_generates_plain_output(pair, verify):
 def test_unsupported_stages_are_refused(pair):
     target = SpeculativeDecoder(pair.target, None, pair.tokenizer).target
     for draft, stage, message in (
-        (None, "ngram", "a stage needs a draft that is a model"),
-        ("ngram", "ngram", "a stage needs a draft that is a model"),
+        (None, "lookup", "a stage needs a draft that is a model"),
+        ("lookup", "lookup", "a stage needs a draft that is a model"),
         (pair.draft, "self", "not smaller than the draft"),
         (pair.draft, target, "target and stage are the same object"),
         (pair.draft, tiny_model(0), "the stage has a vocabulary of 105"),
@@ -252,4 +252,4 @@ def test_threads_with_models_in_different_order_do_not_deadlock(pair):
 
 def test_a_stage_with_trees_is_refused(pair):
     with pytest.raises(ValueError, match="proposes chains"):
-        SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, stage="ngram", tree="on")
+        SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, stage="lookup", tree="on")

@@ -6,7 +6,8 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.cost_curves import CostCurve
-from specdec.draft.model_bundle import NGRAM, DraftSource, ModelBundle
+from specdec.draft.lookup_tables import LookupMemory
+from specdec.draft.model_bundle import LOOKUP, DraftSource, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner
 from specdec.engine import autotuner
@@ -25,7 +26,7 @@ from tests.tools.random_models import tiny_model
 
 OWN = SharedVocabulary(105, 105)
 TOKENIZER = SimpleNamespace(eos_tokens=END_MARKS, encode=lambda text: [BOS], utf8_errors="replace")
-DRAFTS = {"none": None, "n-grams": NGRAM, "model": tiny_model(1)}
+DRAFTS = {"none": None, "lookup": LOOKUP, "model": tiny_model(1)}
 
 
 def make_autotuner(draft="model", stage=None):
@@ -45,7 +46,7 @@ def get_pending_tasks(warm_up, settings):
 def get_drafter_and_policy(tuner, settings):
     """Return the class names of drafter and policy of a new sequence."""
     costs, request = tuner.make_cost_model(settings, is_batch=False), GenerationRequest([BOS, 5], 5, Sampling())
-    state = make_decoding_state(tuner, tuner.bundle.new_caches(), request, settings, costs, is_alone=True)
+    state = make_decoding_state(tuner, tuner.bundle.new_caches(), request, settings, costs, True, LookupMemory())
     return type(state.drafter).__name__, type(state.policy).__name__
 
 
@@ -69,15 +70,15 @@ def test_tasks_run_once_and_other_settings_add_only_their_own(fast_steps, draft)
     ("draft", "settings", "expected"),
     [
         ("none", SpeculativeSettings(), ("NoneType", "FixedLength")),
-        ("n-grams", SpeculativeSettings(), ("NgramDrafter", "DraftLengthPolicy")),
-        ("n-grams", SpeculativeSettings(verify="block"), ("NgramDrafter", "FixedLength")),
+        ("lookup", SpeculativeSettings(), ("LookupDrafter", "DraftLengthPolicy")),
+        ("lookup", SpeculativeSettings(verify="block"), ("LookupDrafter", "FixedLength")),
         ("model", SpeculativeSettings(), ("ModelDrafter", "DraftLengthPolicy")),
         ("model", SpeculativeSettings(5), ("ModelDrafter", "FixedLength")),
         ("model", SpeculativeSettings(verify="rejection"), ("ModelDrafter", "FixedLength")),
         ("model", SpeculativeSettings(tree="auto"), ("ModelDrafter", "DraftLengthPolicy")),
         ("model", SpeculativeSettings(tree="on"), ("TreeDrafter", "FixedLength")),
         ("model", SpeculativeSettings(verify="rejection", tree="on"), ("TreeDrafter", "FixedLength")),
-        ("n-grams", SpeculativeSettings(tree="on"), ("NgramDrafter", "DraftLengthPolicy")),
+        ("lookup", SpeculativeSettings(tree="on"), ("LookupDrafter", "DraftLengthPolicy")),
     ],
 )
 def test_drafter_and_policy_by_settings(fast_steps, monkeypatch, draft, settings, expected):
@@ -88,15 +89,15 @@ def test_drafter_and_policy_by_settings(fast_steps, monkeypatch, draft, settings
     assert get_drafter_and_policy(tuner, settings) == expected
 
 
-def test_no_ngrams_are_searched_with_a_fast_target(fast_steps, monkeypatch):
+def test_no_lookup_is_searched_with_a_fast_target(fast_steps, monkeypatch):
     monkeypatch.setattr(autotuner, "measure", lambda *_: CostCurve({1: 1e-4, 64: 1.1e-4}, 1e-5))
-    tuner = make_autotuner("n-grams")
+    tuner = make_autotuner("lookup")
     WarmUp(tuner).run(SpeculativeSettings())
     assert get_drafter_and_policy(tuner, SpeculativeSettings()) == ("NoneType", "FixedLength")
 
 
 def test_a_stage_is_used_once_it_is_measured(fast_steps):
-    tuner = make_autotuner("model", NGRAM)
+    tuner = make_autotuner("model", LOOKUP)
     assert get_drafter_and_policy(tuner, SpeculativeSettings())[0] == "ModelDrafter"
     WarmUp(tuner).run(SpeculativeSettings())
     assert get_drafter_and_policy(tuner, SpeculativeSettings())[0] == "StagedDrafter"

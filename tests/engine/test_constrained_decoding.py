@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.ngram import NgramDrafter
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.model.kv_cache import KVCache
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
@@ -75,6 +75,9 @@ class ArbitraryDrafter:
     def prepare(self, tokens):
         pass
 
+    def observe(self, logits, rows, n_tokens):
+        pass
+
     def propose(self, tokens, policy):
         n = 1 + sum(tokens) % policy.max_tokens
         return Draft([(3 + sum(tokens) + i * len(tokens)) % 105 for i in range(n)])
@@ -85,7 +88,7 @@ def make_drafters(target, draft, sampling, verify="coupled"):
     drafters_by_name = {
         name: make_model_drafter(model, verifier, sampling) for name, model in (("model", draft), ("self", target))
     }
-    return {"none": None, "n-grams": NgramDrafter(END_MARKS), "everything": ArbitraryDrafter(), **drafters_by_name}
+    return {"none": None, "lookup": LookupDrafter(END_MARKS), "everything": ArbitraryDrafter(), **drafters_by_name}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -239,6 +242,9 @@ class UnlikelyDrafter:
     """Proposes tokens that are often not allowed."""
 
     def prepare(self, tokens):
+        pass
+
+    def observe(self, logits, rows, n_tokens):
         pass
 
     def propose(self, tokens, policy):

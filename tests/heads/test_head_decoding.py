@@ -250,7 +250,7 @@ def test_a_head_drafts_up_to_its_last_position_in_memory(pair: Pair, tmp_path: P
 def test_unsupported_uses_of_a_head_are_refused(pair: Pair, tmp_path: Path) -> None:
     path = head_folder(tmp_path / "head", pair)
     for refused in (
-        lambda: SpeculativeDecoder(pair.target, path, pair.tokenizer, stage="ngram"),
+        lambda: SpeculativeDecoder(pair.target, path, pair.tokenizer, stage="lookup"),
         lambda: SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, stage=path),
         lambda: SpeculativeDecoder(path, None, pair.tokenizer),
         lambda: SpeculativeDecoder(pair.target, path, pair.tokenizer, tree="on"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.ngram import NgramDrafter
+from specdec.draft.lookup import LookupDrafter
 from specdec.layers.block import TIP
 from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
@@ -114,7 +114,7 @@ def test_drafts_change_no_token_and_trees_are_rejected(name):
         drafted, statistics = generate_tokens(target, draft, sampling, gamma, prompt=PROMPT, max_tokens=90, eos_tokens={})
         assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
     verifier = VERIFIERS["coupled"](target.config.vocab_size, sampling)
-    assert get_tokens(decode(target.new_cache(), NgramDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})) == plain
+    assert get_tokens(decode(target.new_cache(), LookupDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})) == plain
     with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
         target.new_cache().forward_tree([1, 2], [3], [-1])
 

@@ -8,7 +8,7 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.bench.sweep import make_settings
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.ngram import NgramDrafter
+from specdec.draft.lookup import LookupDrafter
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
@@ -79,6 +79,9 @@ class PartlyWrongDrafter:
     def prepare(self, tokens):
         pass
 
+    def observe(self, logits, rows, n_tokens):
+        pass
+
     def propose(self, tokens, policy):
         n = int(self.rng.integers(0, policy.max_tokens + 1))
         expected = self.sequence[len(tokens) : len(tokens) + policy.max_tokens]
@@ -98,7 +101,7 @@ def test_output_equals_plain_output_for_any_rejections(gamma):
     drafter = PartlyWrongDrafter(plain)
     assert generate(drafter) == plain and len(plain) > INITIAL_CAPACITY
     assert len(drafter.rejected) > min(gamma, 8)
-    assert generate(NgramDrafter({})) == plain
+    assert generate(LookupDrafter({})) == plain
 
 
 def test_interrupted_pass_keeps_convolution_inputs():

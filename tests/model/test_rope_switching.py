@@ -92,13 +92,13 @@ def test_token_headroom_ends_at_longrope_threshold() -> None:
 
 
 DRAFTS: list[tuple[Any, dict[str, Any]]] = [
-    ("ngram", {"gamma": 4}),
+    ("lookup", {"gamma": 4}),
     ("self", {"gamma": 4}),
     ("self", {}),
-    ("ngram", {}),
+    ("lookup", {}),
     ("model", {"gamma": 5}),
     ("model", {"gamma": 3, "tree": "on"}),
-    ("model", {"stage": "ngram", "gamma": 4}),
+    ("model", {"stage": "lookup", "gamma": 4}),
     ("shorter", {"gamma": 4}),
     ("plain", {"gamma": 4}),
 ]
@@ -106,7 +106,7 @@ DRAFTS: list[tuple[Any, dict[str, Any]]] = [
 
 def make_draft(name: str, size: int) -> Any:
     others: dict[str, Any] = {"shorter": {"longrope_threshold": 13}, "plain": {"longrope_threshold": 0, "long_freq_factors": ()}}
-    return name if name in ("ngram", "self") else make_model(INT8, vocab_size=size, **others.get(name, {}))
+    return name if name in ("lookup", "self") else make_model(INT8, vocab_size=size, **others.get(name, {}))
 
 
 @pytest.mark.parametrize(("draft", "settings"), DRAFTS, ids=str)

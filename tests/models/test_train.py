@@ -129,7 +129,7 @@ def test_teacher_outputs_are_target_states_and_top_tokens():
 
 
 def test_chat_model_fills_rows_with_answers(pair):
-    decoder = SpeculativeDecoder(pair.endless, "ngram", pair.tokenizer, template="llama2", n_threads=1)
+    decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, template="llama2", n_threads=1)
     rows = features.generate_rows(decoder, 2, 400, seed=5)
     assert rows.shape == (2, 400)
     question = next(questions.questions(questions.TOPICS, 5))

@@ -20,7 +20,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
     source = (FIXTURES / "chat" / "smollm2.jinja").read_text()
     (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + source)
     (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    return SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
+    return SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
 
 
 @pytest.fixture(scope="module")

@@ -321,7 +321,7 @@ def coder(tmp_path: Path) -> ServedModel:
     names = *INFILL_MARKS[0], *FILE_MARKS[0], "<|fim_pad|>"
     vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(names)]
     (path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    return ServedModel("coder", SpeculativeDecoder(path, "ngram", n_threads=1), None)
+    return ServedModel("coder", SpeculativeDecoder(path, "lookup", n_threads=1), None)
 
 
 def test_a_suffix_fills_in_the_middle(coder: ServedModel, app: Any) -> None:

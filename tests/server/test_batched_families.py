@@ -17,7 +17,7 @@ from tests.tools.hf_folders import CONFIGS, FIXTURES, read_folder_tensors
 
 FAMILIES = list(CONFIGS)
 WEIGHT_FORMATS = {"own": None, "int8": INT8, "12 bits": PACKED_BF16}
-DRAFTS = ["ngram", "self", None]
+DRAFTS = ["lookup", "self", None]
 
 
 def random_requests(config, rng, n):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specdec import Proposal, Sampling, SpeculativeDecoder
-from specdec.draft.ngram import PredictionDrafter
+from specdec.draft.lookup import PredictionDrafter
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
@@ -94,7 +94,7 @@ def test_every_sampler_gives_the_same_output_in_a_batch(make_engine, pair):
         {}, {"min_p": 0.1}, {"repetition_penalty": 1.5}, {"presence_penalty": 2.0}, {"frequency_penalty": 1.0},
         {"logit_bias": {270: 4.0, 280: -100.0}}, {"min_p": 0.02, "repetition_penalty": 0.8, "frequency_penalty": -0.3},
     ]  # fmt: skip
-    for name in ("draft", "ngram", "plain"):
+    for name in ("draft", "lookup", "plain"):
         decoder = make_decoder(name, pair)
         engine, requests, outputs = make_engine(decoder), [], []
         for i in range(21):
@@ -152,18 +152,18 @@ def generate_many(decoder, engine, rng, n, max_tokens=60):
 
 DECODERS = {
     "plain": {"draft": None},
-    "ngram": {},
-    "ngram, gamma 7": {"gamma": 7},
-    "ngram, rejection": {"verify": "rejection"},
-    "ngram, block, 1 thread": {"verify": "block", "n_threads": 1},
+    "lookup": {},
+    "lookup, gamma 7": {"gamma": 7},
+    "lookup, rejection": {"verify": "rejection"},
+    "lookup, block, 1 thread": {"verify": "block", "n_threads": 1},
     "draft": {"draft": "draft"},
     "draft, gamma 3": {"draft": "draft", "gamma": 3, "n_threads": 1},
     "draft, rejection": {"draft": "draft", "verify": "rejection", "gamma": 2},
     "draft, block": {"draft": "draft", "verify": "block"},
     "draft, trees, rejection": {"draft": "draft", "verify": "rejection", "tree": "on"},
     "draft, trees": {"draft": "draft", "tree": "on"},
-    "stage": {"draft": "draft", "stage": "ngram"},
-    "stage, rejection": {"draft": "draft", "stage": "ngram", "verify": "rejection"},
+    "stage": {"draft": "draft", "stage": "lookup"},
+    "stage, rejection": {"draft": "draft", "stage": "lookup", "verify": "rejection"},
     "self, int8, f16": {"draft": "self", "kv": "f16"},
     "int8": {"draft": None, "quantize": "target"},
     "head": {"draft": "head"},
@@ -173,7 +173,7 @@ DECODERS = {
 
 def make_decoder(name, pair):
     settings = dict(DECODERS[name])
-    draft, target = settings.pop("draft", "ngram"), pair.target
+    draft, target = settings.pop("draft", "lookup"), pair.target
     if draft == "head":
         target = load_model(pair.target, n_threads=1)
         draft = make_head(target, INT8, draft_vocab_size=150)
@@ -193,7 +193,7 @@ def test_batched_output_equals_library_output(name, pair, make_engine):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("n_slots", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft", "head", "draft, block"])
+@pytest.mark.parametrize("name", ["plain", "lookup", "draft", "head", "draft, block"])
 def test_many_batched_outputs_equal_library_output(name, n_slots, pair, make_engine):
     decoder = make_decoder(name, pair)
     assert generate_many(decoder, make_engine(decoder, n_slots), np.random.default_rng(n_slots), 50, 100) > 25
@@ -417,7 +417,7 @@ def test_a_long_prompt_does_not_block_decoding(endless, make_engine):
     assert engine.metrics.prompt_tokens >= 3000
 
 
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft", "draft, trees, rejection"])
+@pytest.mark.parametrize("name", ["plain", "lookup", "draft", "draft, trees, rejection"])
 def test_logprobs_equal_those_of_the_target_logits(name, pair, make_engine):
     decoder = make_decoder(name, pair)
     engine, requests = (
@@ -447,7 +447,7 @@ def test_logprobs_equal_those_of_the_target_logits(name, pair, make_engine):
 
 def test_logprobs_do_not_depend_on_other_sequences(pair, make_engine):
     """The other prompts leave no trace in this output."""
-    decoder = make_decoder("ngram", pair)
+    decoder = make_decoder("lookup", pair)
     request = make_request(decoder, 30, "aab aab", top_logprobs=5)
     results = []
     for others in ([], ["abc abd "] * 5, ["[x] The once more"] * 7):
@@ -467,7 +467,7 @@ def test_logprobs_match_values_by_hand():
     assert np.exp(second.logprob) == pytest.approx(0.8) and second.top[0] == (2, second.logprob)
 
 
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft", "ngram, gamma 7", "draft, gamma 3", "ngram, rejection"])
+@pytest.mark.parametrize("name", ["plain", "lookup", "draft", "lookup, gamma 7", "draft, gamma 3", "lookup, rejection"])
 def test_a_prediction_is_drafted_and_does_not_change_the_output(name, pair, make_engine):
     """Without a set gamma, the draft length depends on timing."""
     decoder = make_decoder(name, pair)
@@ -493,7 +493,7 @@ def test_a_prediction_resumes_where_the_output_matches_again():
 
 
 @pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
-@pytest.mark.parametrize("name", ["plain", "ngram", "ngram, rejection", "draft, block", "draft, trees", "stage", "head"])
+@pytest.mark.parametrize("name", ["plain", "lookup", "lookup, rejection", "draft, block", "draft, trees", "stage", "head"])
 def test_constrained_output_equals_library_output_in_a_batch(name, pair, make_engine):
     decoder = make_decoder(name, pair)
     engine, requests = (
@@ -509,7 +509,7 @@ def test_constrained_output_equals_library_output_in_a_batch(name, pair, make_en
     assert set("".join(step.text for step in outputs[2].steps)) <= set("ab")
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", "draft"])
+@pytest.mark.parametrize("draft", [None, "lookup", "draft"])
 def test_sequences_beyond_the_longrope_threshold_are_recomputed_in_a_batch(draft, pair, make_engine):
     """A LongRoPE model uses other factors for long sequences: long prompts, and sequences that become long."""
     checkpoint = load_checkpoint(pair.target)

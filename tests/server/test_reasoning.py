@@ -141,7 +141,7 @@ def thinker(tmp_path_factory):
     (path / "tokenizer.json").write_text(json.dumps(vocabulary))
     (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    decoder = SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
+    decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
     scheduler = EngineThread(decoder, 4, 32, 10**8)
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
     yield AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder.chat_template
@@ -246,7 +246,7 @@ def strip_ids(choice):
 def test_batched_answers_equal_those_alone(make_thinker, verify, name):
     """With any draft; under coupled verification they are also equal to those without a draft."""
     source, outputs = HARMONY if name == "Harmony" else TOOLS + SOURCES[name][0], []
-    for draft in (None, "ngram", "draft") if verify == "coupled" else ("draft",):
+    for draft in (None, "lookup", "draft") if verify == "coupled" else ("draft",):
         app, decoder = make_thinker(draft, verify)
         decoder.chat_template.source, requests = source, make_requests(name, decoder.tokenizer)
 

@@ -21,7 +21,7 @@ from tests.tools.random_models import random_tokens
 def generate(folder, pair, requests):
     """Return the tokens of the requests, run by a new engine, and how many prompt tokens were cached."""
     cache = PromptCache(folder, 10**9, 2, print)
-    decoder = SpeculativeDecoder(pair.endless, "ngram", pair.tokenizer, gamma=3, prompt_cache=cache)
+    decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, gamma=3, prompt_cache=cache)
     engine, outputs = EngineThread(decoder, 4, 8, 10**8), [Output() for _ in requests]
     for request, output in zip(requests, outputs, strict=True):
         submit(engine, request, output)

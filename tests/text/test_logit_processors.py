@@ -126,8 +126,8 @@ def test_incremental_counting_equals_counting_at_once():
 def decoders_by_draft(pair):
     """Return the target without a draft, and decoders with every kind of draft."""
     kinds = (
-        (4, "off", pair.draft, None), (5, "on", pair.draft, None), (4, "off", "ngram", None), ("auto", "off", "self", None),
-        (3, "off", pair.draft, "ngram"),
+        (4, "off", pair.draft, None), (5, "on", pair.draft, None), (4, "off", "lookup", None), ("auto", "off", "self", None),
+        (3, "off", pair.draft, "lookup"),
     )  # fmt: skip
     decoders = [
         SpeculativeDecoder(pair.target, draft, pair.tokenizer, gamma=gamma, tree=tree, stage=stage)

@@ -61,6 +61,9 @@ class TrueDrafter:
     def prepare(self, tokens):
         pass
 
+    def observe(self, logits, rows, n_tokens):
+        pass
+
     def propose(self, tokens, policy):
         n = len(tokens) - len(PROMPT)
         return Draft(self.expected[n : n + policy.max_tokens])

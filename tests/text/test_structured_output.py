@@ -15,7 +15,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
-from specdec.draft.ngram import NgramDrafter
+from specdec.draft.lookup import LookupDrafter
 from specdec.events import Step
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET, DEFAULT_TOKENIZER
@@ -419,8 +419,8 @@ def test_a_constraint_of_another_tokenizer_is_rejected(decoder: SpeculativeDecod
         decoder.generate("Once", 9, shape="a+")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("drafter", [None, NgramDrafter({})], ids=["no draft", "n-grams"])
-def test_without_eos_tokens_output_ends_when_the_constraint_is_complete(drafter: NgramDrafter | None) -> None:
+@pytest.mark.parametrize("drafter", [None, LookupDrafter({})], ids=["no draft", "lookup"])
+def test_without_eos_tokens_output_ends_when_the_constraint_is_complete(drafter: LookupDrafter | None) -> None:
     tokenizer = small_tokenizer(has_eos_tokens=False)
     constraints = {pattern: structured_output.regex(tokenizer, pattern) for pattern in ("abc", "[ab]cb", "[ab]{9}", "c[ab]{3}c")}
     constraints["true"] = structured_output.json_schema(tokenizer, {"const": True})
@@ -453,7 +453,7 @@ def decoder() -> SpeculativeDecoder:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constrained_output_is_the_same_with_any_draft(decoder: SpeculativeDecoder, temperature: float) -> None:
     """Covers two constraints with several drafts and gammas; the output satisfies the constraint."""
-    others = [decoder, *(SpeculativeDecoder(decoder.target, draft, decoder.tokenizer) for draft in (None, "ngram"))]
+    others = [decoder, *(SpeculativeDecoder(decoder.target, draft, decoder.tokenizer) for draft in (None, "lookup"))]
     for constraint in (decoder.json_schema(PERSON), decoder.regex(r"[A-Z][a-z ]{20,60}\.")):
         options = {"sampling": Sampling(temperature, 0, 0.9, 11), "shape": constraint}
         outputs = set()

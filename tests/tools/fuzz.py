@@ -30,11 +30,11 @@ from unittest import mock
 
 import numpy as np
 
-from specdec.draft.acceptance import MARGIN_ACCEPTANCE, NGRAM_ACCEPTANCE, Acceptance
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, Acceptance
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.draft.ngram import NgramDrafter
 from specdec.draft.staged import StagedDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.events import Proposal, Step
@@ -436,7 +436,7 @@ def generate_tokens(target, draft, sampling, verify, prompt, n, policy, use_tree
     target = get_cache(target)
     n_ids = target.model.vocab_size
     verifier = VERIFIERS[verify](n_ids, sampling)
-    drafter = NgramDrafter(END_MARKS) if draft == "ngram" else None
+    drafter = LookupDrafter(END_MARKS) if draft == "lookup" else None
     if draft and not drafter:
         args = draft, Sampler(n_ids, sampling, draft.model.vocab_size), verifier.get_draft_stream, END_MARKS
         drafter = (TreeDrafter if use_tree else ModelDrafter)(*args)
@@ -469,13 +469,13 @@ def fuzz_decoding(rng):
         (draft, chain),
         (draft, random_policy(rng), True),
         (draft, random_policy(rng), True),
-        ("ngram", chain),
+        ("lookup", chain),
     ):
         tokens, error = generate_tokens(target, drafter, sampling, "coupled", prompt, n, *policy)
         assert error == plain_error, f"error {error!r}, without a draft {plain_error!r}"
         assert tokens == (plain[: len(tokens)] if error else plain), f"{tokens}, without a draft {plain}"
     for verify, *policy in (("rejection", FixedLength(4)), ("rejection", random_policy(rng), True), ("block", FixedLength(4))):
-        tokens, _ = generate_tokens(clone_model(rng, first), rng.choice([draft, "ngram"]), sampling, verify, prompt, n, *policy)
+        tokens, _ = generate_tokens(clone_model(rng, first), rng.choice([draft, "lookup"]), sampling, verify, prompt, n, *policy)
         assert all(0 <= token < config.vocab_size for token in tokens)
         assert sampling.temperature or tokens == plain[: len(tokens)]
     # the logits of one token per pass, by a model that ran nothing else
@@ -514,7 +514,7 @@ def fuzz_staged_drafts(rng):
     sampling, gamma = random_sampling(rng), rng.choice([1, 2, 4, 9, 63])
     for verify in VERIFIERS:
         results = []
-        for second in (None, NgramDrafter(END_MARKS), smaller):
+        for second in (None, LookupDrafter(END_MARKS), smaller):
             verifier = VERIFIERS[verify](config.vocab_size, sampling)
             sampler = Sampler(config.vocab_size, sampling, draft.model.vocab_size)
             arguments = (verifier.get_draft_stream, END_MARKS)
@@ -525,7 +525,7 @@ def fuzz_staged_drafts(rng):
                     caches.append(smaller)
                     token = 10.0 ** rng.uniform(-7, -1)
                     second = ModelDrafter(smaller, Sampler(config.vocab_size, sampling, smaller.model.vocab_size), *arguments)
-                acceptance = Acceptance(MARGIN_ACCEPTANCE if token else NGRAM_ACCEPTANCE)
+                acceptance = Acceptance(MARGIN_ACCEPTANCE if token else LOOKUP_ACCEPTANCE)
                 costs = CostModel(CostCurve(passes, token))
                 policy = DraftLengthPolicy(costs, acceptance, not token)
                 drafter = StagedDrafter(caches, second, costs, policy, sampler, *arguments)
@@ -677,7 +677,7 @@ def random_requests(rng):
     target, draft = (clone_model(rng, model, max(model.n_positions for model in models)) for model in models)
     verify, gamma, tree = rng.choice(list(VERIFIERS)), rng.randint(1, 9), rng.choice(["on", "off"])
     tree = "off" if verify == "block" else tree
-    pairs = [(target, draft), (draft, target), (target, rng.choice([None, "ngram"]))]
+    pairs = [(target, draft), (draft, target), (target, rng.choice([None, "lookup"]))]
     options = {"gamma": gamma, "verify": verify, "tree": tree}
     decoders = [SpeculativeDecoder(*pair, make_small_tokenizer(), **options) for pair in pairs]
     jobs = []

@@ -212,7 +212,7 @@ def run_command(session, command):
 
 def fuzz_conversation(rng):
     """Ask, interrupt, drop, save and load messages: each answer equals that of its messages without KV cache and draft."""
-    name, draft = rng.choice(NAMES), rng.choice([None, "ngram", "self", "other"])
+    name, draft = rng.choice(NAMES), rng.choice([None, "lookup", "self", "other"])
     decoder = make_chat_decoder(name, draft)
     settings = ChatSettings(rng.choice([0.0, 0.7, 1.0, 3.0]), rng.choice([0.9, 1.0]), rng.choice([0, 5]), rng.randint(0, 9), 12)
     conversation = Conversation(decoder, rng.choice(["", "Sing.", random_words(rng)]), settings, name)

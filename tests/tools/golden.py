@@ -19,8 +19,8 @@ import numpy as np
 
 import specdec
 from specdec.draft.draft_length import FixedLength
+from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
-from specdec.draft.ngram import NgramDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.events import Step
 from specdec.layers.architecture import Weights
@@ -58,7 +58,7 @@ PAIR = "stories6M.bin", "stories650K.bin"
 
 
 class Setting(NamedTuple):
-    """Verification mode, the numbers of `Sampling`, gamma, and the draft: "self", "ngram", "none" or a file of `models/`."""
+    """Verification mode, the numbers of `Sampling`, gamma, and the draft: "self", "lookup", "none" or a file of `models/`."""
 
     verify: str
     temperature: float
@@ -97,13 +97,13 @@ SETTINGS = [
     Setting("coupled", 0.0, 0, 0.0, 4, "self"),
     Setting("coupled", 0.8, 0, 0.9, 4, "self"),
     Setting("rejection", 1.0, 0, 0.9, 4, "self"),
-    Setting("coupled", 1.0, 0, 1.0, 7, "ngram"),
+    Setting("coupled", 1.0, 0, 1.0, 7, "lookup"),
     Setting("block", 1.0, 0, 0.95, 5, "self"),
     Setting("coupled", 1.3, 20, 0.0, 2, "self"),
     Setting("rejection", 0.7, 10, 0.8, 3, "self"),
     Setting("coupled", 1.0, 5, 0.0, 1, "none"),
     Setting("block", 1.3, 0, 0.0, 8, "self"),
-    Setting("rejection", 1.0, 0, 0.0, 5, "ngram"),
+    Setting("rejection", 1.0, 0, 0.0, 5, "lookup"),
 ]
 CASES = [
     *(
@@ -158,7 +158,7 @@ def generate_tokens(case: Case, target: Model, draft: Model | None) -> tuple[lis
     s = case.setting
     size, sampling = target.config.vocab_size, Sampling(s.temperature, s.top_k, s.top_p, SEED)
     verifier = VERIFIERS[s.verify](size, sampling)
-    drafter: Drafter | None = NgramDrafter(()) if s.draft == "ngram" else None
+    drafter: Drafter | None = LookupDrafter(()) if s.draft == "lookup" else None
     policy: LengthPolicy = FixedLength(s.gamma)
     if draft and case.is_tree:
         drafter = TreeDrafter(draft.new_cache(), Sampler(size, sampling), verifier.get_draft_stream, ())

@@ -52,7 +52,7 @@ def marked_model(tmp_path_factory):
     (path / "tokenizer.json").write_text(json.dumps(vocabulary))
     (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + (FIXTURES / "chat" / "smollm2.jinja").read_text())
     (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    decoder = SpeculativeDecoder(path, "ngram", n_threads=1, gamma=4)
+    decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
     scheduler = EngineThread(decoder, 4, 32, 10**8)
     yield decoder, scheduler
     scheduler.close(0.0)

@@ -1,0 +1,106 @@
+"""Looked-up drafts in whole decoders: the output is the target's own, and what a client leaves behind serves only that client."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.draft.cost_curves import CostCurve
+from specdec.engine import autotuner
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import GenerationRequest, validate_request
+from specdec.engine.sequence import Client, Sequence
+from specdec.events import Step
+from specdec.sampling import Sampling
+from tests.conftest import Pair
+
+MODELS = Path(__file__).parents[2] / "models"
+PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily", "The dog", "One day, a bird", "")
+
+
+@pytest.fixture(autouse=True)
+def _lookups_are_profitable(monkeypatch):
+    monkeypatch.setattr(autotuner, "measure", lambda *_: CostCurve({1: 1.0, 64: 1.1}))
+    monkeypatch.setattr("specdec.draft.cost_calibration.CalibrationFile.read", lambda self: None)
+
+
+def run(decoder, prefix_cache, cases, max_running):
+    """Generate from all (prompt, n tokens, Sampling, salt) in one scheduler; return the tokens of each, and all steps."""
+    scheduler, outputs, steps = decoder.make_scheduler(prefix_cache, max_running), {}, []
+    sequences = []
+    for prompt, n_tokens, sampling, salt in cases:
+        request = validate_request(GenerationRequest(prompt, n_tokens, sampling), decoder.bundle)
+        sequences.append(Sequence(request, request.make_detokenizer(decoder.tokenizer), Client(salt, salt)))
+        scheduler.add(sequences[-1])
+        outputs[sequences[-1]] = []
+    while scheduler.waiting or scheduler.running:
+        for sequence, event in scheduler.step():
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Step):
+                outputs[sequence] += event.tokens
+                steps.append(event)
+    return [outputs[sequence] for sequence in sequences], steps
+
+
+def make_cases(rng, n, n_tokens):
+    """Return n random cases for `run`; few prompts, seeds and salts, so that what a sequence leaves helps a later one."""
+    return [
+        (
+            rng.choice(PROMPTS),
+            n_tokens,
+            Sampling(rng.choice([0.0, 0.5, 0.8, 1.0]), rng.choice([0, 40]), rng.choice([0.0, 0.9]), rng.randrange(6)),
+            rng.choice("ab"),
+        )
+        for _ in range(n)
+    ]
+
+
+def test_output_equals_plain_output(pair: Pair) -> None:
+    """With chains, trees and several sequences in a batch, and with what earlier sequences of a client have left."""
+    rng = random.Random(1)
+    cases = make_cases(rng, 12, 60)
+    plain = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
+    plain.warm_up()
+    expected = run(plain, PrefixCache(plain.bundle, 1), cases, 1)[0]
+    n_trees = n_accepted = 0
+    for tree, max_running in (("auto", 1), ("off", 1), ("auto", 3)):
+        decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, tree=tree, n_threads=1)
+        decoder.warm_up()
+        prefix_cache = PrefixCache(decoder.bundle, 2)
+        for _ in range(2):
+            outputs, steps = run(decoder, prefix_cache, cases, max_running)
+            assert outputs == expected
+            n_trees += sum(step.n_nodes > len(step.draft_tokens) for step in steps)
+            n_accepted += sum(step.n_accepted for step in steps)
+    assert n_trees > 20 and n_accepted > 500
+
+
+def test_clients_with_different_salts_share_no_memory(pair: Pair) -> None:
+    decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, n_threads=1)
+    decoder.warm_up()
+    prefix_cache = PrefixCache(decoder.bundle, 4)
+    run(decoder, prefix_cache, [("abc", 40, Sampling(), "a")], 1)
+    memories = {salt: prefix_cache.acquire([1], 9, salt).memory for salt in ("a", "b", "")}
+    assert [memory.pool.size[0] > 0 for memory in memories.values()] == [True, False, False]
+    assert [memory.runner_ups.keys.any() for memory in memories.values()] == [True, False, False]
+    assert prefix_cache.acquire([1], 9, "a").memory is memories["a"]
+
+
+def test_memories_of_clients_are_bounded(pair: Pair) -> None:
+    decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, n_threads=1)
+    prefix_cache = PrefixCache(decoder.bundle, 4)
+    first = prefix_cache.acquire([1], 9, "first").memory
+    for i in range(100):
+        prefix_cache.release(prefix_cache.acquire([1], 9, str(i)), 1)
+    assert len(prefix_cache._memories) == 16
+    assert prefix_cache.acquire([1], 9, "first").memory is not first
+
+
+def test_a_repeated_request_is_drafted_from_the_first(pair: Pair) -> None:
+    decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, n_threads=1)
+    decoder.warm_up()
+    prefix_cache = PrefixCache(decoder.bundle, 4)
+    counts = [len(run(decoder, prefix_cache, [("abc", 60, Sampling(1.0, seed=3), salt)], 1)[1]) for salt in "aab"]
+    assert counts[1] < counts[0] / 2 and counts[2] > counts[0] / 2
