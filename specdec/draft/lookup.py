@@ -148,6 +148,7 @@ class LookupDrafter:
         n_ids: int | None = None,
         can_branch: bool = False,
     ) -> None:
+        """Create a drafter that has seen no tokens."""
         self._eos_tokens, self._n_ids, self._can_branch = [*eos_tokens], n_ids, can_branch
         self._noise = Noise(sampling.temperature, sampling.top_p, sampling.seed, 0) if sampling else Noise(0.0, 0.0, 0, 0)
         self._memory, self._uses_runner_ups = memory or LookupMemory(), memory is not None
@@ -261,6 +262,7 @@ class PredictionDrafter(LookupDrafter):
         memory: LookupMemory | None = None,
         n_ids: int | None = None,
     ) -> None:
+        """Copy the prediction; no token of the output is known yet."""
         super().__init__(eos_tokens, sampling, memory, n_ids)
         self._n_prompt, self._prediction = n_prompt, [*prediction]
         self._noise = self._noise._replace(first_position=-len(prediction))

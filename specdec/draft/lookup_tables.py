@@ -15,7 +15,8 @@ Shapes: R runner-ups of a position, N table entries, P tokens of the pool, S tok
 candidates for a node.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -485,6 +486,7 @@ class LookupMemory:
     """
 
     def __init__(self) -> None:
+        """Create an empty memory."""
         n = 1 << TABLE_BITS
         self.runner_ups = RunnerUps(
             np.zeros(n, np.int64), np.zeros((n, N_RUNNER_UPS), np.int32), np.zeros((n, N_RUNNER_UPS), np.float32)
@@ -496,6 +498,31 @@ class LookupMemory:
             np.zeros(1, np.int64),
         )
         self._prefixes: dict[int, None] = {}  # hashes of the prefixes, of whole blocks, that are in the pool; the oldest first
+
+    def copy_arrays(self) -> list[Any]:
+        """Return copies of all arrays, to be kept; `restore` takes them."""
+        prefixes = np.zeros(POOL_TOKENS // POOL_BLOCK_TOKENS, np.int64)
+        known = [*self._prefixes][-len(prefixes) :]
+        prefixes[: len(known)] = known
+        return [prefixes, *(array.copy() for array in (*self.runner_ups, *self.pool))]
+
+    def restore(self, arrays: Sequence[Any], n_ids: int) -> bool:
+        """Replace the contents by arrays of another memory, unless these have tokens other than 0 to n_ids - 1.
+
+        Args:
+            arrays: The arrays, as `copy_arrays` returns them.
+            n_ids: Number of token ids.
+
+        Returns:
+            Whether the contents were replaced.
+        """
+        prefixes, *others = arrays
+        if not all(NO_TOKEN <= array.min() <= array.max() < n_ids for array in others if array.dtype == np.int32):
+            return False
+        for own, array in zip((*self.runner_ups, *self.pool), others, strict=True):
+            own[...] = array
+        self._prefixes = dict.fromkeys(prefixes[prefixes != 0].tolist())
+        return True
 
     def add(self, tokens: list[int]) -> None:
         """Add the tokens of a sequence to the pool, without a beginning that is there already, and at most the last P / 2."""

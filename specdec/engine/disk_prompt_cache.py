@@ -3,7 +3,8 @@
 A block file holds the keys and values of BLOCK_TOKENS tokens. Its name is a digest of all tokens up to its last one and of what
 keys and values depend on: weights, KV cache format, and the revision of the arithmetic. So prompts with a common beginning share
 files, and another process writes the same ones. Next to the file of a prompt's last block, a tail file holds the remaining
-tokens, and for recurrent families the recurrent state after them.
+tokens, and for recurrent families the recurrent state after them. A memory file holds what the sequences of one cache salt leave
+for looked-up drafts: tokens, and the likeliest ones after them.
 
 The digest covers all weights and samples none, since keys and values of another model would change the output. A table of several
 GB that stays in its file is not read for it. A pass reads only the rows of its tokens, so these enter the digest with the token.
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
+from specdec.draft.lookup_tables import LookupMemory
 from specdec.layers.architecture import Buffers, Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
@@ -40,12 +42,16 @@ from specdec.runtime.memory import CHECKSUM_BYTES, checksum
 
 BLOCK_TOKENS = 128
 FILE_MAGIC = b"specdec prompt 1"
-BLOCK_SUFFIX, TAIL_SUFFIX = ".prompt", ".tail"
-FILE_NAME_PATTERN = re.compile(rf"[0-9a-f]{{40}}({BLOCK_SUFFIX}|{TAIL_SUFFIX})(\.\d+\.\d+)?")  # the last part while it is written
+BLOCK_SUFFIX, TAIL_SUFFIX, MEMORY_SUFFIX = ".prompt", ".tail", ".lookup"
+FILE_NAME_PATTERN = re.compile(
+    rf"[0-9a-f]{{40}}({BLOCK_SUFFIX}|{TAIL_SUFFIX}|{MEMORY_SUFFIX})(\.\d+\.\d+)?"
+)  # the last part while it is written
 MAX_QUEUED_WRITES = 64  # files that wait to be written; further ones are left for the next save
 MTIME_STEP_NS = 1000  # between the modification times of a prompt's blocks, the first one's the latest
 MAX_CLOCK_SKEW_NS = 3600 * 10**9  # of another machine; a file from later than that was written before a clock was set back
 FLUSH_TIMEOUT_S = 10.0
+MEMORY_INTERVAL_S = 10.0  # between two writes of a memory of looked-up drafts; the last one is at exit
+MIN_FILES_OF_A_MEMORY = 8  # a folder that has no room for as many files of its size gets none
 
 
 class ModelFingerprint(NamedTuple):
@@ -91,6 +97,7 @@ class PromptCache:
         self._fingerprints = dict[tuple[Any, ...], ModelFingerprint]()
         self._queue = queue.Queue[Callable[[], None]](MAX_QUEUED_WRITES)
         self._bytes_since_eviction = 0
+        self._unsaved_memories, self._memory_times = dict[Path, LookupMemory](), dict[Path, float]()
         self._thread = threading.Thread(target=self._run_writer, name="prompts", daemon=True)
         self._thread.start()
         atexit.register(self.flush)
@@ -141,8 +148,53 @@ class PromptCache:
         if is_prefilled:
             self._queue.put(partial(_touch, paths))
 
+    def restore_memory(self, cache: KVCache, memory: LookupMemory, n_ids: int, cache_salt: str = "") -> bool:
+        """Load what sequences with the same salt have left for looked-up drafts; return whether there was anything.
+
+        Args:
+            cache: A KV cache of the target.
+            memory: The memory to fill.
+            n_ids: Number of token ids.
+            cache_salt: Memories are shared only among requests with the same salt.
+        """
+        path, arrays = self._get_memory_path(cache, cache_salt), memory.copy_arrays()
+        if not os.path.exists(path) or not self._read_file(path, arrays):
+            return False
+        _touch([path])
+        return memory.restore(arrays, n_ids)
+
+    def save_memory(self, cache: KVCache, memory: LookupMemory, cache_salt: str = "") -> None:
+        """Queue a memory of looked-up drafts for the background thread, or keep it for `flush` if it was written recently.
+
+        Args:
+            cache: A KV cache of the target.
+            memory: The memory.
+            cache_salt: See `restore_memory`.
+        """
+        path, now = self._get_memory_path(cache, cache_salt), time.monotonic()
+        self._unsaved_memories[path] = memory
+        if now >= self._memory_times.get(path, -math.inf) + MEMORY_INTERVAL_S:
+            self._memory_times[path] = now
+            self._queue_memory(path)
+
+    def _queue_memory(self, path: Path) -> None:
+        with suppress(queue.Full):
+            self._queue.put_nowait(partial(self._write_memory, path))
+
+    def _write_memory(self, path: Path) -> None:
+        if memory := self._unsaved_memories.pop(path, None):
+            arrays = memory.copy_arrays()  # written as they are now, whatever other threads add
+            if sum(array.nbytes for array in arrays) * MIN_FILES_OF_A_MEMORY <= self._max_bytes:
+                self._write_file(path, arrays)
+
+    def _get_memory_path(self, cache: KVCache, cache_salt: str) -> Path:
+        digest = hashlib.sha256(self._get_fingerprint(cache).digest + cache_salt.encode() + MEMORY_SUFFIX.encode())
+        return self.folder / f"{digest.hexdigest()[:40]}{MEMORY_SUFFIX}"
+
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Wait until the background thread has written all queued files, but for at most timeout_s seconds."""
+        """Wait until the background thread has written all files, but for at most timeout_s seconds."""
+        for path in [*self._unsaved_memories]:
+            self._queue_memory(path)
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 

@@ -126,7 +126,7 @@ class PrefixCache:
             key=n_held_by_slot.__getitem__,
         )
         slot = self._get_free_slot(source, n_held_by_slot[source] if source else 0, n_tokens, cache_salt)
-        slot.reserve(n_tokens, self._get_memory(cache_salt))
+        slot.reserve(n_tokens, self._get_memory(slot.caches, cache_salt))
         while self._idle and not self._can_fit((*self._idle, *self._in_use), slot.capacity):
             del self._idle[0]
         if source and source is not slot:
@@ -175,6 +175,16 @@ class PrefixCache:
             except Exception as error:  # no output may fail because its prompt cannot be kept
                 self._prompt_cache.report_failure(error)
 
+    def remember(self, slot: KVSlot, tokens: list[int]) -> None:
+        """Add the tokens of an ended sequence to the memory of looked-up drafts, which is also written to the prompt cache."""
+        if self._bundle.uses_lookup:
+            slot.memory.add(tokens)
+            if self._prompt_cache:
+                try:
+                    self._prompt_cache.save_memory(slot.caches.target, slot.memory, slot.cache_salt)
+                except Exception as error:  # no output may fail because its tokens cannot be kept
+                    self._prompt_cache.report_failure(error)
+
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
         """Take a slot for a prompt from the idle slots, or make a new one, and return it.
 
@@ -199,11 +209,16 @@ class PrefixCache:
             self._idle.remove(slot)
             if slot.cache_salt == cache_salt:
                 return slot
-        return KVSlot(self._bundle.new_caches(), cache_salt, self._get_memory(cache_salt))
+        caches = self._bundle.new_caches()
+        return KVSlot(caches, cache_salt, self._get_memory(caches, cache_salt))
 
-    def _get_memory(self, cache_salt: str) -> LookupMemory:
+    def _get_memory(self, caches: SequenceCaches, cache_salt: str) -> LookupMemory:
         """Return the memory of looked-up drafts of a cache salt; beyond MAX_MEMORIES, the one used longest ago is dropped."""
-        memory = self._memories.pop(cache_salt, None) or LookupMemory()
+        memory = self._memories.pop(cache_salt, None)
+        if not memory:
+            memory = LookupMemory()
+            if self._prompt_cache and self._bundle.uses_lookup:
+                self._prompt_cache.restore_memory(caches.target, memory, self._bundle.n_ids, cache_salt)
         self._memories[cache_salt] = memory
         if len(self._memories) > MAX_MEMORIES:
             del self._memories[next(iter(self._memories))]

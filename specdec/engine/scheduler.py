@@ -336,8 +336,7 @@ class Scheduler:
         """Remove a running sequence and release its slot, which keeps the KV caches for later prompts."""
         self.running.remove(sequence)
         try:
-            if self._bundle.uses_lookup:
-                sequence.slot.memory.add(sequence.tokens)
+            self._prefix_cache.remember(sequence.slot, sequence.tokens)
             self._prefix_cache.save_to_disk(sequence.slot, sequence.tokens)
         finally:
             self._prefix_cache.release(sequence.slot, len(sequence.tokens))

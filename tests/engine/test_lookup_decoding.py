@@ -7,7 +7,9 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.cost_curves import CostCurve
+from specdec.draft.lookup_tables import LookupMemory
 from specdec.engine import autotuner
+from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest, validate_request
 from specdec.engine.sequence import Client, Sequence
@@ -104,3 +106,88 @@ def test_a_repeated_request_is_drafted_from_the_first(pair: Pair) -> None:
     prefix_cache = PrefixCache(decoder.bundle, 4)
     counts = [len(run(decoder, prefix_cache, [("abc", 60, Sampling(1.0, seed=3), salt)], 1)[1]) for salt in "aab"]
     assert counts[1] < counts[0] / 2 and counts[2] > counts[0] / 2
+
+
+def count_steps(pair, folder, salt, expected, report=print, n_bytes=10**9):
+    """Return the steps of a request to a new decoder with a folder of prompts, after comparing the output."""
+    prompts = PromptCache(folder, n_bytes, 2, report)
+    decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, n_threads=1)
+    decoder.warm_up()
+    outputs, steps = run(decoder, PrefixCache(decoder.bundle, 2, prompts), [("abc", 60, Sampling(1.0, seed=3), salt)], 1)
+    prompts.flush()
+    assert outputs == expected
+    return len(steps)
+
+
+@pytest.fixture
+def expected(pair: Pair):
+    plain = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
+    return [plain.generate("abc", 60, Sampling(1.0, seed=3)).tokens]
+
+
+def test_another_process_drafts_from_what_this_one_has_kept(pair: Pair, tmp_path, expected) -> None:
+    """But only with the same salt."""
+    first, again, other = (count_steps(pair, tmp_path, salt, expected) for salt in ("a", "a", "b"))
+    assert again < first / 2 < other
+    files = [*tmp_path.glob("*.lookup")]
+    assert len(files) == 2 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:99], lambda data: b"", lambda data: data[:-9] + b"123456789"]
+)
+def test_a_damaged_memory_is_reported_and_ignored(damage, pair: Pair, tmp_path, expected) -> None:
+    first, lines = count_steps(pair, tmp_path, "a", expected), []
+    [file] = tmp_path.glob("*.lookup")
+    file.write_bytes(damage(file.read_bytes()))
+    assert count_steps(pair, tmp_path, "a", expected, lines.append) > first / 2
+    assert len(lines) == 1 and "is damaged" in lines[0]
+
+
+@pytest.mark.parametrize("token", [-2, 10**6, 2**31 - 1])
+def test_a_forged_memory_proposes_no_unknown_token(token, pair: Pair, tmp_path, expected) -> None:
+    first = count_steps(pair, tmp_path, "a", expected)
+    [file] = tmp_path.glob("*.lookup")
+    memory, prompts = LookupMemory(), PromptCache(tmp_path, 10**9, 2, print)
+    memory.pool.tokens[5] = memory.runner_ups.tokens[7, 3] = token
+    prompts._write_file(file, memory.copy_arrays())
+    assert count_steps(pair, tmp_path, "a", expected) > first / 2
+
+
+def test_a_folder_too_small_for_a_memory_gets_none(pair: Pair, tmp_path, expected) -> None:
+    count_steps(pair, tmp_path, "a", expected, n_bytes=10**7)
+    assert not [*tmp_path.glob("*.lookup")]
+
+
+def test_memories_are_written_rarely_and_at_the_end(pair: Pair, tmp_path) -> None:
+    prompts, memory = PromptCache(tmp_path, 10**9, 2, print), LookupMemory()
+    cache = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1).target.new_cache()
+    written = []
+    prompts._write_file = lambda path, arrays: written.append(arrays[-1][0])
+    for i in range(5):
+        memory.add([*range(10 * i, 10 * i + 9)])
+        prompts.save_memory(cache, memory)
+    prompts.flush()
+    assert 1 <= len(written) <= 3 and written[-1] == memory.pool.size[0]
+
+
+@pytest.mark.campaign
+def test_100000_sampled_tokens_equal_plain_output(tmp_path) -> None:
+    """Of the included story model: chains, trees, batches of four, and with what was left in memory and on disk."""
+    rng, model, tokenizer = random.Random(7), str(MODELS / "stories6M.bin"), str(MODELS / "tok1024.bin")
+    plain = SpeculativeDecoder(model, None, tokenizer)
+    plain.warm_up()
+    n_tokens = n_trees = 0
+    for n_round in range(6):
+        cases = make_cases(rng, 24, 200)
+        expected = run(plain, PrefixCache(plain.bundle, 1), cases, 1)[0]
+        for tree, max_running in (("auto", 1), ("off", 1), ("auto", 4), ("off", 4)):
+            decoder = SpeculativeDecoder(model, "lookup", tokenizer, tree=tree)
+            decoder.warm_up()
+            prompts = PromptCache(tmp_path / f"{tree} {max_running}", 10**9, 2, print)
+            outputs, steps = run(decoder, PrefixCache(decoder.bundle, 4, prompts), cases, max_running)
+            prompts.flush()
+            assert outputs == expected, (n_round, tree, max_running)
+            n_tokens += sum(map(len, outputs))
+            n_trees += sum(step.n_nodes > len(step.draft_tokens) for step in steps)
+    assert n_tokens > 100_000 and n_trees > 1000
