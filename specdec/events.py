@@ -86,6 +86,7 @@ class Step:
         experts: For a mixture of experts, how many a layer read in this pass, and how many it reads for one token.
         wrong: The text of each rejected draft token, if it was requested.
         stop_string: The stop string that ended the sequence.
+        draft_source: Where the first draft token was looked up: "this text", "earlier text" or "runner-up"; "" for other drafts.
     """
 
     tokens: list[int]
@@ -100,6 +101,7 @@ class Step:
     experts: tuple[float, int] = (0.0, 0)
     wrong: list[str] = field(default_factory=list)
     stop_string: str | None = None
+    draft_source: str = ""
 
     @property
     def text(self) -> str:
@@ -139,6 +141,7 @@ class Statistics:
         target_passes: Passes of the target, without those of the prefill.
         prefill_seconds: Time of the prefill, without loading and compiling.
         decode_seconds: Time of all steps, without loading and compiling.
+        accepted_by_source: Accepted draft tokens by the `draft_source` of their steps; empty unless they were looked up.
     """
 
     n_prompt: int = 0
@@ -149,6 +152,7 @@ class Statistics:
     target_passes: int = 0
     accepted_histogram: list[int] = field(default_factory=list)  # passes by number of accepted tokens
     drafted_histogram: list[int] = field(default_factory=list)  # passes by number of draft tokens
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     experts_read: float = 0.0  # by a layer of a mixture of experts, in all passes
     experts_alone: int = 0  # that such a layer reads for one token; 0 without experts
     prefill_seconds: float = 0.0
@@ -177,6 +181,8 @@ class Statistics:
             histogram += [0] * (n + 1 - len(histogram))
             histogram[n] += 1
         self.decode_seconds += step.seconds
+        if source := step.draft_source:
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + step.n_accepted
         if step.n_nodes:
             self._drafted_steps.append((step.n_nodes, step.seconds))
         else:

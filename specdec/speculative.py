@@ -118,7 +118,7 @@ class DecodingState:
                 # A coupled verifier's output is the same with any proposal, so the token that the constraint refuses is left
                 # out. For others it stays: where a proposal ends must not depend on a token that was drawn and left out.
                 n_kept = constraint.count_allowed(draft.tokens) + (not self.verifier.is_coupled)
-                draft = Draft(draft.tokens[:n_kept], draft.q[:n_kept] if draft.q else None)
+                draft = replace(draft, tokens=draft.tokens[:n_kept], q=draft.q[:n_kept] if draft.q else None)
             self.draft = draft
         self._draft_seconds = time.perf_counter() - begin
         return self.draft
@@ -190,5 +190,5 @@ class DecodingState:
             self.policy.update(n_nodes, n_accepted, seconds, draft_seconds, nodes)
         return Step(
             new, path, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes,
-            logprobs=logprobs and logprobs[: len(new)], experts=experts,
+            logprobs=logprobs and logprobs[: len(new)], experts=experts, draft_source=draft.find_source(new),
         )  # fmt: skip

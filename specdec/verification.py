@@ -15,7 +15,7 @@ Shapes: n draft tokens, V vocabulary, p and q probabilities of target and draft.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -48,11 +48,13 @@ class Draft:
         q: The draft's distribution for each token, (1, V padded); None if the tokens were not drawn. Siblings are drawn from one
             q, in their order, without replacement.
         parents: The index of each token's parent, which comes earlier, or -1 for the sequence's last token; None for a chain.
+        sources: Where each token was looked up (`lookup.SOURCES`); empty for other drafts.
     """
 
     tokens: list[int]
     q: list[Float32] | None = None
     parents: list[int] | None = None
+    sources: Sequence[str] = ()
 
     def children(self, node: int) -> list[int]:
         """Return the indices of the draft tokens proposed after token `node` (-1: the sequence's last), first choice first."""
@@ -79,6 +81,11 @@ class Draft:
         nodes = self.find_nodes(tokens)
         accepted = {-1, *nodes}
         return nodes, [i for i, parent in enumerate(self.parents or ()) if parent in accepted and i not in accepted]
+
+    def find_source(self, tokens: list[int]) -> str:
+        """Return where the first token of `path` was looked up, or an empty string."""
+        nodes = self.find_nodes(tokens[:1]) or self.children(-1) if self.sources else []
+        return self.sources[nodes[0]] if nodes else ""
 
     def path(self, tokens: list[int]) -> list[int]:
         """Return the draft tokens on one path: along `tokens` as far as the tree has them, then first choices; all of a chain."""

@@ -12,6 +12,7 @@ from specdec.draft.lookup_tables import (
     N_RUNNER_UPS,
     NO_TOKEN,
     PARENT,
+    SOURCE,
     TOKEN,
     Growth,
     LookupMemory,
@@ -25,6 +26,7 @@ from specdec.runtime.simd import LANES, Float32
 from specdec.sampling import Sampling
 from specdec.verification import Draft
 
+SOURCES = "this text", "earlier text", "runner-up"  # where a token was looked up, by its number in `lookup_tables`
 MAX_NODES = 63  # of a proposal: with the last token a pass of MAX_BATCH_TOKENS
 # A proposal ends before the token with which its acceptance probability falls below the first of these: it costs more than it
 # gains (NOTES.md). A node of a tree has at least the second one, and the policy decides how many are profitable.
@@ -202,11 +204,13 @@ class LookupDrafter:
         confidences = [p / (1 - p) for p in numbers[n_tail : n_tail + n, 0].tolist()]
         if not is_tree:
             n = policy.choose(confidences)
-            return Draft(nodes[n_tail : n_tail + n, TOKEN].tolist())
+            nodes = nodes[n_tail : n_tail + n]
+            return Draft(nodes[:, TOKEN].tolist(), sources=[SOURCES[i] for i in nodes[:1, SOURCE]])
         parents = nodes[:n, PARENT].tolist()
         n = policy.choose(confidences, parents)
         is_chain = parents[:n] == [*range(-1, n - 1)]
-        return Draft(nodes[:n, TOKEN].tolist(), None, None if is_chain else parents[:n])
+        sources = [SOURCES[i] for i in nodes[:n, SOURCE].tolist()]
+        return Draft(nodes[:n, TOKEN].tolist(), None, None if is_chain else parents[:n], sources)
 
     def _look_up(self, tokens: list[int], tail: Sequence[int], max_nodes: int, max_children: int, min_survival: float) -> int:
         """Index the new tokens of a sequence, grow a proposal, and return its number of nodes; see `lookup_tables.look_up`."""
@@ -240,7 +244,8 @@ class LookupDrafter:
             ]
             for new, old in zip(larger, index, strict=False):
                 new[:capacity] = old
-            self._index = index = SequenceIndex(*larger, *index[3:])
+            tokens, row_tokens, row_scores = larger
+            self._index = index = index._replace(tokens=tokens, row_tokens=row_tokens, row_scores=row_scores)
             self._fields = *self._growth, *index, *self._memory.runner_ups, *self._memory.pool, *self._noise
 
 

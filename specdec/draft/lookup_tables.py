@@ -28,7 +28,7 @@ from specdec.sampling import TARGET_NOISE, find_top_k, make_noise_key, uniform
 N_RUNNER_UPS = 8  # R
 TABLE_BITS = 15  # N = 2^TABLE_BITS
 POOL_TOKENS, POOL_BITS = 1 << 16, 15  # P; the pool's hash table has 2^POOL_BITS entries
-POOL_BLOCK_TOKENS = 64  # in steps of which the beginning of a sequence that is in the pool already is left out
+POOL_BLOCK_TOKENS = 64  # granularity of a sequence's beginning that is in the pool already
 MIN_POOL_MATCH, MAX_POOL_MATCH, MAX_POOL_CANDIDATES = 3, 32, 16  # lengths of matches in the pool, and how many are compared
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio (Fibonacci hashing, Knuth, TAOCP 6.4)
 NO_TOKEN = -1
@@ -110,7 +110,7 @@ class Noise(NamedTuple):
 class Sources(NamedTuple):
     """Everything in which tokens are looked up."""
 
-    index: SequenceIndex
+    sequence: SequenceIndex
     runner_ups: RunnerUps
     pool: Pool
     noise: Noise
@@ -213,7 +213,7 @@ def look_up_runner_ups(before, last, sources, position):
     Returns:
         Their number, 0 for an unknown context; the bucket of the margin; and the number of unknown context tokens, 0 or 1.
     """
-    index, runner_ups = sources.index, sources.runner_ups
+    index, runner_ups = sources.sequence, sources.runner_ups
     for n_unknown in range(2):
         key, entry = get_entry(before if n_unknown == 0 else NO_TOKEN, last)
         if runner_ups.keys[entry] == key and (n_unknown or before != NO_TOKEN):
@@ -296,13 +296,13 @@ def learn(sources, nodes, first, n_tokens, matches):
     """Update the hit rates with tokens of a sequence, and the table with their runner-ups.
 
     Args:
-        sources: The sources; their index has the tokens.
+        sources: The sources; `sequence` has the tokens.
         nodes: Any nodes; they are not read.
         first: Number of tokens that were learnt before.
         n_tokens: Number of tokens.
         matches: For each new token, the length of the longest match before it, and the index of the token after that.
     """
-    index, runner_ups, pool, noise = sources.index, sources.runner_ups, sources.pool, sources.noise
+    index, runner_ups, pool, noise = sources.sequence, sources.runner_ups, sources.pool, sources.noise
     tokens = index.tokens
     for i in range(first, n_tokens):
         length, following = matches[i - first, 0], matches[i - first, 1]
@@ -363,7 +363,7 @@ def add_children(growth, sources, n, node, n_tokens, max_children, matches):
         max_children: See `grow_proposal`.
         matches: The index of the token that follows the match at the node, and the length of the match; the same of the pool.
     """
-    index, pool, noise = sources.index, sources.pool, sources.noise
+    index, pool, noise = sources.sequence, sources.pool, sources.noise
     following, length, pool_following, pool_length = matches
     nodes, tokens = growth.nodes, index.tokens
     depth = nodes[node, DEPTH] + 1 if node >= 0 else 0
@@ -437,7 +437,7 @@ def grow_proposal(growth, sources, n_tail, max_nodes, max_children, min_survival
     nodes, n_nodes, n, node = growth.nodes, n_tail, 0, n_tail - 1
     if n_tail:
         growth.numbers[node, 1] = 1.0
-    pool_length, pool_following = find_in_pool(sources.pool, nodes, node, sources.index.tokens, n_tokens)
+    pool_length, pool_following = find_in_pool(sources.pool, nodes, node, sources.sequence.tokens, n_tokens)
     matches = np.int64(match[1]), np.int64(match[0]), np.int64(pool_following), np.int64(pool_length)
     while n_nodes - n_tail < max_nodes:
         if node >= -1:
@@ -446,8 +446,8 @@ def grow_proposal(growth, sources, n_tail, max_nodes, max_children, min_survival
             break
         n, node, n_nodes = n - 1, n_nodes, n_nodes + 1
         matches = nodes[node, FOLLOWING], nodes[node, LENGTH], nodes[node, POOL_FOLLOWING], nodes[node, POOL_LENGTH]
-        for i in range(sources.index.eos_tokens.size):
-            if nodes[node, TOKEN] == sources.index.eos_tokens[i]:
+        for i in range(sources.sequence.eos_tokens.size):
+            if nodes[node, TOKEN] == sources.sequence.eos_tokens[i]:
                 node = -2  # without children
                 break
     return n_nodes - n_tail
@@ -519,8 +519,9 @@ class LookupMemory:
         prefixes, *others = arrays
         if not all(NO_TOKEN <= array.min() <= array.max() < n_ids for array in others if array.dtype == np.int32):
             return False
-        for own, array in zip((*self.runner_ups, *self.pool), others, strict=True):
-            own[...] = array
+        own: list[Any] = [*self.runner_ups, *self.pool]
+        for kept, array in zip(own, others, strict=True):
+            kept[...] = array
         self._prefixes = dict.fromkeys(prefixes[prefixes != 0].tolist())
         return True
 

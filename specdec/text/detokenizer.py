@@ -150,7 +150,7 @@ class EventDetokenizer:
         # `replace` would take as long as a tenth of a small model's pass
         return Step(
             step.tokens[:n], step.draft_tokens, n_accepted, step.seconds, step.draft_seconds, stop_reason, step.n_nodes, pieces,
-            step.logprobs and step.logprobs[:n], step.experts, rejected, stop_string,
+            step.logprobs and step.logprobs[:n], step.experts, rejected, stop_string, step.draft_source,
         )  # fmt: skip
 
     def _detokenize_tokens(self, tokens: list[int]) -> list[str]:

@@ -39,6 +39,7 @@ PACES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # passes per second; beyond the l
 MIN_FULL_ROWS = 10  # terminal rows that have room for the legend and the progress bar
 MIN_HISTOGRAM_WIDTH = 92  # cells within the frame that have room for the histogram
 HISTOGRAM_WIDTH, BAR_WIDTH = 26, 12
+SOURCE_WIDTH, MIN_SOURCE_WIDTH = 13, 64  # cells of the column that names where a guess was looked up, and of a panel that has it
 MAX_TEXT_ROWS, MAX_PASSES_SHOWN = 14, 8
 SHORT_KEY_HINTS = "space pause", "→ step", "+ - speed", "q end"
 # After MIN_DRAFTED_SHARE_PASSES passes, with a smaller share of passes that had a draft, the text gets the rows of the passes.
@@ -379,8 +380,10 @@ class LivePanel(InteractiveView):
     def _format_heading(self, width: int) -> tuple[str, str]:
         """Return the heading of the rows of passes: the longest explanation that fits, and the title of the column of counts."""
         draft_label, target = self._labels.draft_label, self._labels.target
+        has_advice = bool(self._labels.advice)
         if self._has_few_drafts:
             sentences: tuple[str, ...] = (
+                *[f"few guesses {draft_label}: {self._labels.advice}", f"few guesses: {self._labels.advice}"] * has_advice,
                 f"few guesses {draft_label}: more would cost more than they gain",
                 "few guesses: more would not pay",
                 "few guesses",
@@ -402,14 +405,22 @@ class LivePanel(InteractiveView):
         A wide panel has a histogram of the accepted draft tokens next to the passes.
         """
         histogram = self._histogram_rows(n) if width >= MIN_HISTOGRAM_WIDTH else []
-        n_cells = width - 5 - (HISTOGRAM_WIDTH + 3 if histogram else 0)
-        lines = [(self._verified_row(verified, n_cells), f"+{len(verified.step.tokens)}") for verified in list(self._passes)[-n:]]
+        source_width = SOURCE_WIDTH if self._statistics.accepted_by_source and width >= MIN_SOURCE_WIDTH else 0
+        n_cells = width - 5 - (HISTOGRAM_WIDTH + 3 if histogram else 0) - source_width
+        lines = [
+            (self._verified_row(verified, n_cells), verified.step.draft_source, f"+{len(verified.step.tokens)}")
+            for verified in list(self._passes)[-n:]
+        ]
         if self._proposed is not None:
-            lines = [*lines, (self._proposal_row(self._proposed, n_cells), "?")][-n:]
-        lines += [([], "")] * (n - len(lines))
+            lines = [*lines, (self._proposal_row(self._proposed, n_cells), "", "?")][-n:]
+        lines += [([], "", "")] * (n - len(lines))
         rows = [
-            [*line, (" " * (n_cells + 5 - row_width(line) - len(n_tokens)), "plain"), (n_tokens, "strong")]
-            for line, n_tokens in lines
+            [
+                *line,
+                (f"{'':{n_cells - row_width(line)}}{source if source_width else '':>{source_width}}", "faint"),
+                (f"{n_tokens:>5}", "strong"),
+            ]
+            for line, source, n_tokens in lines
         ]
         return [[*row, ("   ", "plain"), *bar] for row, bar in zip(rows, histogram, strict=True)] if histogram else rows
 

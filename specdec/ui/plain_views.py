@@ -62,13 +62,15 @@ class ModelLabels:
 
     Attributes:
         target: Name of the target.
-        draft_label: Origin of draft tokens ("by stories650K", "from the text so far"); "" without a draft.
+        draft_label: Origin of draft tokens ("by stories650K", "from what came before"); "" without a draft.
         pair: Name of target and draft together.
+        advice: What to do if there are few guesses; "" for nothing.
     """
 
     target: str
     draft_label: str = ""
     pair: str = ""
+    advice: str = ""
 
 
 def format_time_left(seconds: float, share: float) -> str:
@@ -260,6 +262,8 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
             ("by position", _format_by_position(s.acceptance_by_position)),
             ("mean length", f"{s.tokens_per_pass:.2f} tokens a pass"),
         ]
+        if s.accepted_by_source:
+            rows.append(("right by source", ", ".join(f"{name} {n}" for name, n in s.accepted_by_source.items())))
         if s.speed_up:
             rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
     if s.experts_alone:

@@ -73,6 +73,9 @@ def test_dash_in_chat_reads_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert (request.prompt, request.word, request.model) == ("what a pipe says", None, "x.bin")
 
 
+LOOKUP_LABELS = ModelLabels("a", "from what came before", "a + lookup", "-d self or a smaller model may guess more")
+
+
 @pytest.mark.parametrize("request_class", KINDS.values())
 def test_field_has_same_meaning_in_every_command(request_class: type[Request]) -> None:
     """A command may give an option a default of its own, of the same type."""
@@ -94,7 +97,7 @@ def test_command_offers_every_option_its_request_adds(request_class: type[Reques
         ([], DEFAULT_TARGET, DEFAULT_DRAFT, "", ModelLabels("stories6M", "by stories650K", "stories6M + stories650K")),
         (["-d", "NONE"], DEFAULT_TARGET, "", "", ModelLabels("stories6M", "", "stories6M")),
         (["-m", "a.bin"], "a.bin", "auto", "", ModelLabels("a", "by auto", "a + auto")),  # until it is loaded
-        (["-m", "a.bin", "-d", "Lookup"], "a.bin", "lookup", "", ModelLabels("a", "from the text so far", "a + lookup")),
+        (["-m", "a.bin", "-d", "Lookup"], "a.bin", "lookup", "", LOOKUP_LABELS),
         (["-m", "a.bin", "-d", "MTP"], "a.bin", "mtp", "", ModelLabels("a", "by a's own head", "a + mtp")),
         (
             ["x/a.gguf", "-d", "Self", "--stage", "None"],

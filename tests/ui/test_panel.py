@@ -78,6 +78,7 @@ class Stage:
         ascii: bool = False,
         pace: float | None = 0,
         sleep: Callable[[float], None] | None = None,
+        advice: str = "",
     ) -> None:
         self.tokenizer, self.clock, self.statistics = tokenizer, Clock(), Statistics(n_prompt=5)
         self.bytes = io.BytesIO()
@@ -89,7 +90,7 @@ class Stage:
         self.keys = Keys()
         self.panel = LivePanel(
             Window(self.console, self.keys, self.clock, sleep or self.clock.sleep), self.statistics, MAX_TOKENS,
-            ModelLabels("big", guessed, "big + little"), pace,
+            ModelLabels("big", guessed, "big + little", advice), pace,
         )  # fmt: skip
         self.n_fed, self._wording = 0, EventDetokenizer(tokenizer, include_draft_text=True)
 
@@ -119,13 +120,13 @@ class Stage:
         self.show(Proposal(self.encode(text)))
         return self.output[start:]
 
-    def step(self, tokens: list[int], draft: list[int] | None = None, n_accepted: int = 0) -> str:
+    def step(self, tokens: list[int], draft: list[int] | None = None, n_accepted: int = 0, source: str = "") -> str:
         """Show one step and return what it wrote to the terminal."""
         start = len(self.output)
         self.clock.now += 1
         self.show(Proposal(draft or []))
         self.clock.now += 1
-        step = Step(tokens, draft or [], n_accepted, 0.01, 0.004)
+        step = Step(tokens, draft or [], n_accepted, 0.01, 0.004, draft_source=source)
         self.statistics.add(step)
         self.show(step)
         return self.output[start:]
@@ -539,6 +540,29 @@ def test_few_drafts_give_rows_to_text_with_reason(tokenizer: Tokenizer, size: tu
         for _ in range(40):
             stage.step(stage.encode("xy"), stage.encode("x"), 1)
         assert "few guesses" not in "".join(stage.lines())
+
+
+@pytest.mark.parametrize("size", [*SIZES, *OTHER_SIZES], ids=str)
+def test_passes_name_where_their_guesses_were_looked_up(tokenizer: Tokenizer, size: tuple[int, int]) -> None:
+    with Stage(tokenizer, *size) as stage:
+        stage.begin()
+        for source in ("this text", "earlier text", "runner-up", ""):
+            stage.step(stage.encode("abc"), stage.encode("ab") if source else [], 2 if source else 0, source)
+            stage.step(stage.encode("word " * 9), stage.encode("word " * 30), 44, source)
+            stage.assert_fits()
+        if size[0] >= 64 and size[1] >= 30:
+            endings = [re.split(" {2,}", line.strip())[-1] for line in stage.section(1)] if size[0] < 92 else []
+            assert not endings or endings[-3:] == ["runner-up +45", "+3", "+45"], endings
+            assert "earlier text" in stage.screen() and "runner-up" in stage.screen()
+    assert stage.statistics.accepted_by_source == {"this text": 46, "earlier text": 46, "runner-up": 46}
+
+
+def test_few_guesses_say_what_to_do(tokenizer: Tokenizer) -> None:
+    with Stage(tokenizer, 100, 30, "from what came before", advice="-d self may guess more") as stage:
+        stage.begin()
+        for i in range(60):
+            stage.step(stage.encode(f" word{i}"))
+        assert "few guesses from what came before: -d self may guess more" in stage.screen()
 
 
 def test_paced_run_shows_pace_then_true_speed(tokenizer: Tokenizer) -> None:
