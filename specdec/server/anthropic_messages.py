@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_string
@@ -29,6 +30,7 @@ from specdec.server.response_formatter import OutputPart, PartsFormatter, format
 BILLING_HEADER_PATTERN = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+HEARTBEATS_PER_DELTA = 24  # 120 s
 CONTENT_BLOCKS: Mapping[str, tuple[dict[str, Any], str, str]] = {
     "text": ({"type": "text", "text": ""}, "text_delta", "text"),
     "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
@@ -203,8 +205,11 @@ def _check_thread(name: str, value: Any) -> None:
         raise APIError(message, name, "thread_not_found", 404)
 
 
+@dataclass
 class MessagesFormatter(PartsFormatter):
     """A formatter of responses in the format of Anthropic's Messages API, as server-sent events or as one message."""
+
+    _n_heartbeats: int = field(default=0, init=False)
 
     def format_start(self) -> bytes:
         """Return the server-sent event that starts a message, without content yet."""
@@ -234,8 +239,16 @@ class MessagesFormatter(PartsFormatter):
         return super().format_loading(text, random_id, n_sent) + _format_event({"type": "ping"})
 
     def format_heartbeat(self) -> bytes:
-        """Return the server-sent event that keeps a stream without output alive."""
-        return _format_event({"type": "ping"})
+        """Return what keeps a stream without output alive: a ping, and now and then a `message_delta` that changes nothing.
+
+        Anthropic's libraries drop pings, and Claude Code gives up after 300 s without another event.
+        """
+        self._n_heartbeats += 1
+        ping = _format_event({"type": "ping"})
+        if self._n_heartbeats % HEARTBEATS_PER_DELTA:
+            return ping
+        delta, usage = {"stop_reason": None, "stop_sequence": None}, {"output_tokens": self.n_generated}
+        return ping + _format_event({"type": "message_delta", "delta": delta, "usage": usage})
 
     def format_error(self, error: APIError) -> bytes:
         """Return the server-sent event that reports an error within a stream."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import Prompt, SpeculativeDecoder
-from specdec.server import field_validation, generation_response
+from specdec.server import anthropic_messages, field_validation, generation_response
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra
@@ -310,6 +310,21 @@ def test_a_stream_without_output_sends_events(make_test_app: Any, monkeypatch: p
     assert [each["type"] for each in events].count(event) >= 3
     if path == RESPONSES:
         assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+
+def test_a_long_silence_has_events_that_anthropics_libraries_pass_on(make_test_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They drop pings, and Claude Code gives up after 300 s without another event."""
+    assert anthropic_messages.HEARTBEATS_PER_DELTA * generation_response.HEARTBEAT_INTERVAL_S < 200
+    monkeypatch.setattr(generation_response, "HEARTBEAT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(anthropic_messages, "HEARTBEATS_PER_DELTA", 2)
+    app = make_test_app(FakeScheduler(*[Prompt([1], 0.0)] * 9, step("Hm.", "eos")))
+    events = send_request(app, MESSAGES, {"messages": CONVERSATION, "max_tokens": 9, "stream": True}).events
+    types = [each["type"] for each in events]
+    *silent, last = [each for each in events if each["type"] == "message_delta"]
+    assert types[0] == "message_start" and len(silent) == types.count("ping") // 2 >= 3
+    nothing = {"stop_reason": None, "stop_sequence": None}
+    assert all(each["delta"] == nothing and each["usage"] == {"output_tokens": 0} for each in silent)
+    assert last["delta"]["stop_reason"] == "end_turn"
 
 
 @pytest.fixture
