@@ -173,4 +173,4 @@ def test_modules_that_compute_tokens_use_only_exact_arithmetic(module: str) -> N
         if isinstance(node, ast.BinOp):
             assert not isinstance(node.op, ast.MatMult), location
             if isinstance(node.op, ast.Pow) and not isinstance(node.left, ast.Constant):
-                assert module == "layers.rope", location  # its powers are decimals
+                assert module in ("layers.rope", "families.hunyuan_v1_dense"), location  # their powers are decimals

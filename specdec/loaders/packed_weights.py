@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -342,8 +343,8 @@ def _combine(checksums: Sequence[bytes]) -> str:
 
 def _split(memory: mmap.mmap, sizes: Sequence[int]) -> list[Float32]:
     """Return the arrays (n,) of the given sizes in bytes that lie behind each other in a file."""
-    ends = np.cumsum(sizes)
-    return [np.frombuffer(memory, np.float32, n // 4, end - n) for n, end in zip(sizes, ends.tolist(), strict=True)]
+    ends = accumulate(sizes)
+    return [np.frombuffer(memory, np.float32, n // 4, end - n) for n, end in zip(sizes, ends, strict=True)]
 
 
 def _populate(memory: mmap.mmap, progress: Callable[[float], None]) -> None:

@@ -22,7 +22,7 @@ from tests.model.test_architectures import FAMILIES, random_tensors
 from tests.tools.configs import replace_config
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens, run_in_blocks
 
-NAMES = ("gemma", "gpt-oss", "mistral", "gemma 4", "gemma 4, experts", "gemma 4, values that are keys")
+NAMES = ("gemma", "gemma 2", "exaone 4", "gpt-oss", "mistral", "gemma 4", "gemma 4, experts", "gemma 4, values that are keys")
 SLACK, STEP = 128, 64
 pytestmark = pytest.mark.skipif(not CAN_RELEASE_PAGES, reason="the system cannot release pages")
 
