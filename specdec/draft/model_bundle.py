@@ -231,10 +231,14 @@ class DraftResolver:
         return own_config, Weights(weights.matrices | {"classifier": copy}, weights.vectors)
 
     def _fit_to_memory(self, model: ModelT, n_bytes: int) -> ModelT:
-        """Return a draft model, or the same with another capacity, with as many positions as fit into memory next to the target.
+        """Return a draft model with as many positions as fit into memory next to the target, at most the target's number.
 
-        The weights of the draft take n_bytes. Beyond its positions a draft model sees a window. A draft head has no window: it
-        drafts while it sees the whole sequence.
+        This is the model itself if it has all of the target's positions and they fit, otherwise a copy with the same weights.
+        In a longer sequence, a draft model sees a window of the last tokens, and a draft head stops drafting.
+
+        Args:
+            model: The draft model or draft head.
+            n_bytes: Size of its weights in bytes.
         """
         max_positions = self.target.n_positions
         n = model.find_max_positions((1 - TARGET_MEMORY_SHARE) * get_memory_headroom(self.target) - n_bytes, max_positions)

@@ -85,11 +85,14 @@ class Autotuner:
         return f"{n} thread{'s' * (n != 1)}{comparison}; {get_topology().description}"
 
     def make_cost_model(self, settings: SpeculativeSettings, is_batch: bool) -> CostModel | None:
-        """Return a cost model for a scheduler; None if nothing depends on costs.
+        """Return a cost model for a scheduler, or None if the scheduler needs none.
+
+        A scheduler of several sequences always needs one; its costs are measured now if they are not known. A scheduler of one
+        sequence needs one only for adaptive drafts, and gets None if no costs were measured before.
 
         Args:
             settings: The settings of speculative decoding.
-            is_batch: Whether prefill chunks share passes with decoding sequences, which needs the costs of passes in any case.
+            is_batch: Whether the scheduler runs several sequences in a pass.
         """
         if is_batch:
             return CostModel(self._curve or measure(self.bundle.target.new_cache(), None, self.bundle.draft.vocabulary))

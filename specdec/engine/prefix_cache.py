@@ -39,7 +39,12 @@ class KVSlot:
         self.n_reserved = self.n_peak = 0
 
     def reserve(self, n_tokens: int, memory: LookupMemory) -> None:
-        """Reserve the slot for a sequence that may grow to n_tokens tokens and looks up drafts in a memory."""
+        """Record the needs of the slot's new sequence; allocates nothing.
+
+        Args:
+            n_tokens: Most tokens that the sequence may grow to.
+            memory: Tables in which the sequence looks up drafts.
+        """
         self.n_reserved, self.memory = n_tokens, memory
 
     def release(self, n_tokens: int) -> None:

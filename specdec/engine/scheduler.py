@@ -203,9 +203,17 @@ class Scheduler:
         return False
 
     def _propose(self, ready: list[Sequence], max_tokens: int) -> Generator[SequenceEvent, None, list[Sequence]]:
-        """Return the ready sequences whose last tokens and drafts fit into `max_tokens`; yield each new `Proposal`.
+        """Let the ready sequences propose drafts, and return the sequences that fit into the next pass.
 
-        A sequence with a tree is alone. Those that do not fit go first in the next pass.
+        A sequence adds its last token and its draft tokens to the pass. Sequences left over from the last pass keep their
+        drafts and come first. The first sequence always fits. A sequence with a tree runs alone.
+
+        Args:
+            ready: The sequences that can decode.
+            max_tokens: Maximum number of tokens in the pass.
+
+        Yields:
+            Each new `Proposal` that has tokens, and the error of each sequence that failed to propose.
         """
         if self._costs:
             self._costs.begin_pass(len(ready), max_tokens)

@@ -61,10 +61,11 @@ def shapes(config: ModelConfig) -> Shapes:
 def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
     """Return the specs of a latent attention block's buffers, by name.
 
-    latent (T, W): what the cache keeps of each token.
-    q_normed (threads, T, Q padded), q_b (T, H (N + E) padded): only if queries are made from a latent vector.
-    head_input (threads, T H, N or C padded), head_output (T H, C or V padded): of the matmuls of each head's own matrix.
-    head_scratch (threads, T H, words): like scratch. head_starts (threads, H + 1), head_tokens (threads, 1): see `gather_heads`.
+    latent (T, W): the rows that are written to the KV cache.
+    q_normed (threads, T, Q padded), q_b (T, H (N + E) padded): input and output of the matmul with wq_b, if there is one.
+    head_input (threads, T H, N or C padded), head_output (T H, C or V padded): input and output of the wk_b and wv_b matmuls.
+    head_scratch (threads, T H, words): head_input in the form that the matmuls of the weight format read.
+    head_starts (threads, H + 1), head_tokens (threads, 1): routing of these matmuls, where each head is an expert.
     queries (T, H W), mixed_latents (T, H C padded): input and output of attention.
     """
     a, heads, n_threads = get_latent_config(config), config.n_heads, sizes.n_threads

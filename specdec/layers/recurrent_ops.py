@@ -392,7 +392,11 @@ def advance_states(run, p, head):
 
 @jitable
 def prepare_inputs(run, thread, p, head, decay_column):
-    """Compute a head's normed queries and keys and its decays for all tokens; write them to scratch and rings for `step`."""
+    """Compute the queries, keys and decays that `step` reads, for one head and all tokens of the pass.
+
+    Queries and keys are L2-normed, and queries divided by sqrt(K). They go to scratch; keys and decays go to their rings.
+    decay_column: Column of p.x where the heads' inputs of the decays begin.
+    """
     n_keys, padded = p.keys.shape[2], p.rates.size // 2
     key_head = head % p.n_key_heads if p.tiled_heads else head // (p.lengths.shape[0] // p.n_key_heads)
     for t in range(run.n_tokens):

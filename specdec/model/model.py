@@ -273,9 +273,14 @@ class Model:
         return buffers, executors
 
     def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
-        """Return buffers for a sequence of n_slots tokens, grown out of `old`.
+        """Return buffers for a sequence of n_slots tokens, with the contents of `old`.
 
-        Buffers that belong to no sequence are shared by all caches of the model, and grow with the longest sequence.
+        The model's caches share all buffers that are not per-sequence; these grow with the longest sequence.
+
+        Args:
+            n_slots: Number of positions that the buffers can hold.
+            n_hidden_layers: Number of layers whose hidden states are kept.
+            old: Smaller buffers of the same sequence; None for a new sequence.
         """
         buffers, self._shared_buffers = self.architecture.grow_buffers(
             self.config, self.weights, self.get_buffer_sizes(n_slots, n_hidden_layers), old, self._shared_buffers

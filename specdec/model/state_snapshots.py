@@ -59,7 +59,10 @@ class Snapshots(list[Snapshot]):
             self.add(take_snapshot(buffers, n))
 
     def add(self, snapshot: Snapshot) -> None:
-        """Append a snapshot of greater length; if there are too many then, drop the ones with the nearest neighbors."""
+        """Append a snapshot that is longer than all others, and drop others until the number of snapshots is within the limits.
+
+        Each time, the snapshot with the smallest gap between its two neighbors is dropped. The last one always stays.
+        """
         self.append(snapshot)
         max_snapshots = min(max(MAX_SNAPSHOT_BYTES // snapshot.n_bytes, MIN_SNAPSHOTS), MAX_SNAPSHOTS)
         while len(self) > max_snapshots:

@@ -130,12 +130,12 @@ class GroupLayout(NamedTuple):
 
     @property
     def factors_offset(self) -> int:
-        """Word of a block where the groups' int8 factors start."""
+        """Offset of the groups' int8 factors in a block, in words; they follow the block's fp16 scales and minima."""
         return PANEL_FP16_WORDS * self.n_params
 
     @property
     def codes_offset(self) -> int:
-        """Word of a block where the codes start."""
+        """Offset of the codes in a block, in words; they follow the int8 factors, if there are any."""
         return self.factors_offset + PANEL_BYTE_WORDS * self.n_params * self.n_groups * (self.n_groups > 1)
 
     @property

@@ -536,7 +536,17 @@ def pack(panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, grou
 
 
 def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of int8 panels as float32, code * scale; implements `WeightFormat.unpack`."""
+    """Return the rows of int8 panels as float32: (byte - 128) * scale; implements `WeightFormat.unpack`.
+
+    Args:
+        panels: The panels (P, groups, words).
+        n: Columns of the matrix, without the padding of the last group.
+        group_size: Columns per group.
+        block: The panels to unpack.
+
+    Returns:
+        The rows (P R, n) of these panels, including the rows that pad the last panel.
+    """
     panels = panels[block]
     n_groups, n_words = panels.shape[1], panels.shape[2] // PANEL_ROWS - 1
     words = panels.reshape(-1, n_groups, 1 + n_words, PANEL_ROWS)

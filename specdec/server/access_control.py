@@ -34,10 +34,13 @@ TRUSTED_FETCH_SITES = ("same-origin", "none")  # values of sec-fetch-site for th
 class AuthMiddleware:
     """ASGI middleware that authenticates requests, formats errors and logs a line per request.
 
+    A request is rejected if its host is not allowed, if a page of another site sent it, or if a key is needed and missing. Each
+    response gets an `x-request-id` header, and the log line has the same id.
+
     Args:
         app: The ASGI app that handles the authenticated requests.
         keys: The valid API keys; if empty, none is needed.
-        hosts: Host names that requests may be sent to, next to IP addresses; any host is allowed if there are keys.
+        hosts: Host names that requests may be sent to. IP addresses are always allowed, and any host is if there are keys.
         log: Callback for a log line.
     """
 

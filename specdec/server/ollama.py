@@ -191,7 +191,7 @@ class OllamaChatFormatter(PartsFormatter):
         return {"message": {"role": "assistant", "content": "" if thinking else text, **thinking}}
 
     def _format_call(self, part: OutputPart) -> dict[str, Any]:
-        """Return the fields of a line with a complete call; one that was cut off is text."""
+        """Return the fields of a line with a tool call; if its arguments were cut off, the call is returned as plain text."""
         try:
             function: dict[str, Any] = {"name": part.name, "arguments": parse_json(part.text or "{}")}
         except ValueError:

@@ -79,7 +79,7 @@ class StopStringFilter:
         return text[: len(text) - n]
 
     def flush(self) -> str:
-        """End the stream and return the held-back text, which never became a stop string."""
+        """Return the held-back text and clear it; called at the end of the stream, when it can no longer become a stop string."""
         text, self._pending = self._pending, ""
         return text
 
@@ -132,10 +132,10 @@ class EventDetokenizer:
         return replace(event, pieces=self._stream.peek(event.tokens)) if self._include_draft_text else event
 
     def add_text(self, step: Step) -> Step:
-        """Return a copy of a step with its text, and without its tokens after a completed stop string.
+        """Return a copy of a step with its text; tokens after the one that completes a stop string are dropped.
 
-        The steps of a sequence must be passed in order, after an event of its prompt: the detokenizer keeps incomplete characters
-        and possible stop strings.
+        Pass the prompt to `add_prompt_text` first, then all steps in order: the detokenizer holds back incomplete characters and
+        text that may become a stop string.
         """
         stream, stop_filter = self._stream, self._stop_filter
         pieces = self._detokenize_tokens(step.tokens[: step.n_accepted])

@@ -102,7 +102,10 @@ class ReasoningMarks:
         return ReasoningSplitter(self.start, ends, self.opens_in_prompt, hold_mark, self.header_end)
 
     def without_header(self) -> "ReasoningMarks":
-        """Return marks whose thought ends with its message, for a grammar that has the headers of the messages after it."""
+        """Return marks where a thought ends at `message_end`, not after the header of the next message.
+
+        They are for a grammar that matches this header itself.
+        """
         return replace(self, end=self.message_end, before_end="", header_end="", closing_tokens=self.message_end_tokens)
 
 

@@ -452,7 +452,11 @@ def _parse_path(name: str) -> Path:
 
 
 def _complete_path(beginning: str) -> list[str]:
-    """Return the files and folders that a path's beginning completes to, as the user would type them."""
+    """Return the paths of the files and folders that complete a typed path; folders end with "/".
+
+    A typed "~" stays as it is. Hidden entries are listed only if their "." was typed. Names with control characters are left out.
+    Returns an empty list if the folder cannot be read.
+    """
     folder, slash, start = beginning.rpartition("/")
     try:
         entries = sorted(os.scandir(_parse_path(folder + slash or ".")), key=lambda entry: entry.name)

@@ -101,7 +101,11 @@ class Qwen3CoderParser(ToolParser):
 
     @classmethod
     def _write_parameter(cls, grammar: GrammarBuilder, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """Return a Lark expression for a parameter: a string as it is, anything else as JSON."""
+        """Return a Lark expression for a parameter with its tags: a string as plain text, anything else as JSON.
+
+        Raises:
+            ValueError: The format cannot express the name, or the schema uses unsupported keys.
+        """
         if ">" in key or "\n" in key:
             raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
         prefix, suffix = quote(f"\n{PARAMETER_OPEN}{key}>\n"), quote(f"\n{PARAMETER_CLOSE}")
