@@ -466,6 +466,8 @@ class ModelConfig:
         embedding_scale: Factor of embeddings.
         residual_scale: Factor of what layers add to the residual stream.
         layer_scale: Each layer multiplies the residual stream by a factor of its own at its end.
+        classifier_bias: Add a bias to logits.
+        layer_norm: Norms of the residual stream are LayerNorms with biases; else RMSNorms.
         logit_divisor: Divisor of logits.
         logit_softcap: Bound of logits: logits become softcap tanh(logits / softcap), as the last step. 0: no bound.
         per_layer_inputs: Inputs of layers next to the residual stream.
@@ -494,6 +496,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     layer_scale: bool = False
+    classifier_bias: bool = False
+    layer_norm: bool = False
     logit_divisor: float = 1.0
     logit_softcap: float = 0.0
     per_layer_inputs: PerLayerInputsConfig | None = None
@@ -548,6 +552,10 @@ class ModelConfig:
         if self.experts and self.experts.has_parallel_mlp != (self.norm_placement == "around"):
             expected = "around if experts run in parallel to an MLP, else before or behind"
             yield f"norm_placement is {self.norm_placement}; expected {expected}"
+        if (self.layer_norm or self.classifier_bias) and (
+            self.norm_placement != "before" or self.residual_scale != 1 or self.logit_divisor != 1
+        ):
+            yield "layer_norm or classifier_bias is true; expected norm_placement before and no scales"
         if self.norm_placement != "before" and self.residual_scale != 1:
             yield f"norm_placement is {self.norm_placement}; expected before if residual_scale is not 1"
 

@@ -24,6 +24,7 @@ from specdec.families.hf_common import MAX_THETA
 from specdec.layers.rope import get_yarn_attention_factor
 from specdec.model_config import AttentionConfig, ExpertsConfig, RopeConfig, YarnRopeScaling
 
+RMS_EPS_KEY, LAYER_NORM_EPS_KEY = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EMBEDDING, LM_HEAD, ROPE_FREQS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MLP_DIM_KEY, EXPERT_DIM_KEY, KV_HEADS_KEY = "feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"
 PER_LAYER_KEYS = ("attention.head_count", KV_HEADS_KEY, MLP_DIM_KEY, EXPERT_DIM_KEY)  # a number, or a list with one per layer
@@ -61,8 +62,10 @@ INTERLEAVED_ROPE_TENSORS = (  # for families in which llama.cpp's converter stor
         k_norm="attn_k_norm", rms_ffn="ffn_norm", w1="ffn_gate", w2="ffn_down", w3="ffn_up",
     )
     | make_tensor_specs(
-        LAYER_BIAS, bq="attn_q", bk="attn_k", bv="attn_v", bo="attn_output", b1="ffn_gate", b2="ffn_down", b3="ffn_up"
+        LAYER_BIAS, rms_att_bias="attn_norm", bq="attn_q", bk="attn_k", bv="attn_v", bo="attn_output", rms_ffn_bias="ffn_norm",
+        b1="ffn_gate", b2="ffn_down", b3="ffn_up",
     )
+    | make_tensor_specs("%s.bias", rms_final_bias="output_norm", wcls_bias="output")
 )  # fmt: skip
 TENSORS = replace_in_specs(INTERLEAVED_ROPE_TENSORS, ROTARY_TENSORS, is_neox_style=True)
 POST_NORM_TENSORS = make_tensor_specs(LAYER_WEIGHT, rms_att_out="post_attention_norm", rms_ffn_out="post_ffw_norm")

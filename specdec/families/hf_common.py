@@ -70,9 +70,10 @@ TENSORS = replace_in_specs(
         w1="mlp.gate_proj", w2="mlp.down_proj", w3="mlp.up_proj",
     )
     | make_tensor_specs(
-        LAYER_BIAS, bq="self_attn.q_proj", bk="self_attn.k_proj", bv="self_attn.v_proj", bo="self_attn.o_proj",
-        b1="mlp.gate_proj", b2="mlp.down_proj", b3="mlp.up_proj",
-    ),
+        LAYER_BIAS, rms_att_bias="input_layernorm", bq="self_attn.q_proj", bk="self_attn.k_proj", bv="self_attn.v_proj",
+        bo="self_attn.o_proj", rms_ffn_bias="post_attention_layernorm", b1="mlp.gate_proj", b2="mlp.down_proj",
+        b3="mlp.up_proj",
+    ) | make_tensor_specs("%s.bias", rms_final_bias="norm", wcls_bias="lm_head"),
     ROTARY_TENSORS, is_neox_style=True,
 )  # fmt: skip
 POST_NORM_TENSORS = make_tensor_specs(

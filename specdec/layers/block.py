@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, rms_norm
+from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, layer_norm, rms_norm
 from specdec.layers.architecture import SHARD_SEPARATOR, Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
 from specdec.quant.packed_matrix import Matrix
@@ -178,11 +178,13 @@ def get_scratches(b: Buffers) -> list[Float32]:
 def norm_shapes(config: ModelConfig, name: str) -> Shapes:
     """Return the shapes of the norms before and behind a block, by name; the norm behind the block has the suffix "_out"."""
     names = {"before": [name], "behind": [f"{name}_out"], "around": [name, f"{name}_out"]}[config.norm_placement]
+    if config.layer_norm:
+        names.append(f"{name}_bias")
     return dict.fromkeys(names, (config.dim,))
 
 
 def norm(config: ModelConfig, weights: Weights, b: Buffers, name: str, logits_only: bool = False) -> Op:
-    """Return the op of normed = rmsnorm(x), with the norm weights of this name.
+    """Return the op of normed = rmsnorm(x), or layernorm(x) if the config has LayerNorms, with the norm weights of this name.
 
     x is a family's residual stream divided by residual_scale, so that layers add their output without a factor. So eps is
     divided by the square of residual_scale. With logits_only, the op runs for the tokens with requested logits only, and the
@@ -192,6 +194,8 @@ def norm(config: ModelConfig, weights: Weights, b: Buffers, name: str, logits_on
     if logits_only and config.logit_divisor != 1:
         weight = weight / np.float32(config.logit_divisor)
     eps = config.norm_eps / (config.residual_scale * config.residual_scale)
+    if config.layer_norm:
+        return layer_norm(b.normed, b.x, weight, weights.vectors[f"{name}_bias"], config.dim, eps, logits_only)
     return rms_norm(b.normed, b.x, weight, config.dim, eps, logits_only, 0)
 
 

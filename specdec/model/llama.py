@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from specdec.kernels import scale_rows
-from specdec.layers.activations import softcap
+from specdec.layers.activations import add_logit_bias, softcap
 from specdec.layers.architecture import (
     Architecture,
     Buffers,
@@ -43,7 +43,15 @@ from specdec.model_config import DeltaNetConfig, Mamba2Config, ModelConfig, Shor
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import LANES
 
-GLOBAL_TENSORS = ("tok_emb", "wcls", "rms_final", "inputs", "inputs_norm_in")  # packed tensors that belong to no layer
+GLOBAL_TENSORS = (
+    "tok_emb",
+    "wcls",
+    "wcls_bias",
+    "rms_final",
+    "rms_final_bias",
+    "inputs",
+    "inputs_norm_in",
+)  # packed tensors that belong to no layer
 TOKEN_TABLE = "input_rows"  # of the per-layer inputs
 FUSED_VOCAB = {"embedding": FusedTensors(("tok_emb",)), "classifier": FusedTensors(("wcls",))}
 MIXERS = {  # blocks that replace attention
@@ -97,6 +105,10 @@ def shapes(config: ModelConfig) -> Shapes:
     stacked = {name: (config.n_layers, *shape) for name, shape in common.items()}
     others: Shapes = load_layer("per_layer_inputs").global_shapes(config) if config.per_layer_inputs else {}
     tensors = {"tok_emb": table, **stacked, "rms_final": (config.dim,), **others, **layer_tensors}
+    if config.layer_norm:
+        tensors["rms_final_bias"] = (config.dim,)
+    if config.classifier_bias:
+        tensors["wcls_bias"] = (config.vocab_size,)
     return tensors if config.shared_classifier else tensors | {"wcls": table}
 
 
@@ -151,10 +163,11 @@ def embed(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
 
 
 def classify(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-    """Return the program of logits = wcls rmsnorm(x), for the tokens with requested logits, with a softcap if there is one."""
+    """Return the program of logits = wcls rmsnorm(x), for the tokens with requested logits, with a bias and a softcap if any."""
     matmul = weights.matrices["classifier"].matmul(b.logits, b.normed, b.scratch, logits_only=True)
+    bias_ops = [add_logit_bias(b.logits, weights.vectors["wcls_bias"])] if config.classifier_bias else []
     softcap_ops = [softcap(b.logits, config.logit_softcap)] if config.logit_softcap else []
-    return [[norm(config, weights, b, "rms_final", logits_only=True), matmul, *softcap_ops]]
+    return [[norm(config, weights, b, "rms_final", logits_only=True), matmul, *bias_ops, *softcap_ops]]
 
 
 def final_norm(config: ModelConfig, weights: Weights, b: Buffers) -> Op:

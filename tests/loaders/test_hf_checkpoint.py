@@ -377,6 +377,7 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("ernie4_5", {"rope_theta": 1e6}),
     ("hunyuan_v1_dense", {"qk_norm": True}),
     ("hunyuan_v1_dense", {"rope_theta": 1e4}),
+    ("stablelm", {"rope_dim": 4}),
     ("gemma2", {"window": 10}),
     ("gemma2", {"softcap": 0.0}),
     ("gemma2", {"logit_softcap": 0.0}),

@@ -83,6 +83,12 @@ FAMILIES = {
     "olmo2": make_config(40, 50, 2, 4, 2, 105, 400, False, norm_placement="behind", qk_norm="whole"),
     "all norms of the whole": make_config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norm_placement="around", qk_norm="whole",
     qkv_bias=True),
+    "layer norms": make_config(
+        40, 50, 2, 4, 2, 105, 400, False, head_dim=12, rope_dim=4, qkv_bias=True, layer_norm=True, classifier_bias=True
+    ),
+    "layer norms, experts": make_config(
+        36, 33, 2, 3, 1, 105, 400, layer_norm=True, experts=ExpertsConfig(5, 2, 20, dense_layers=(0,))
+    ),
     "hunyuan": make_config(40, 50, 2, 4, 2, 105, 400, False, head_dim=12, qk_norm="rotated"),
     "exaone 4": make_config(
         40, 50, 3, 4, 2, 105, 400, False, norm_placement="behind", qk_norm=True, window=13,

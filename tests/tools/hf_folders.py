@@ -389,6 +389,7 @@ CONFIGS |= {
             ("linear_attention", "mlp", "full_attention", "mlp", "linear_attention"), Mamba2Config(2, 7, 1, 9, 3, False)
         ),
     ),
+    "stablelm": make_config(40, 38, 2, 5, 1, 70, 128, False, rope_dim=2, qkv_bias=True, layer_norm=True),
 }  # fmt: skip
 
 

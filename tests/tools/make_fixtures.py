@@ -70,6 +70,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SmolVLMConfig,
+    StableLmConfig,
     logging,
 )
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm4_moe_lite
@@ -710,6 +711,7 @@ MODELS = {
         torch.bfloat16,
         {"as_ling": True},
     ),
+    "stablelm": (StableLmConfig(**make_sizes(70, 40, 38, 2, 5, 1, use_qkv_bias=True)), torch.bfloat16, {}),
     "gpt2": (GPT2Config(**make_gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**make_gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),

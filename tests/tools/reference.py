@@ -203,6 +203,8 @@ def forward(
         return x
 
     def branch(x, name, i):
+        if config.layer_norm and name in t:
+            return layer_norm(x, t[name][i], t[f"{name}_bias"][i], eps)
         return rms_norm(x, t[name][i], eps) if name in t else x
 
     embedding, cached = t["tok_emb"], {}
@@ -234,7 +236,8 @@ def forward(
             x = x + rms_norm(matmul(gated, t["inputs_back"][i]), t["inputs_norm"][i], eps)
         if config.layer_scale:
             x = x * t["layer_scale"][i]
-    logits = matmul(rms_norm(x, t["rms_final"], eps), embedding if config.shared_classifier else t["wcls"])
+    normed = layer_norm(x, t["rms_final"], t["rms_final_bias"], eps) if config.layer_norm else rms_norm(x, t["rms_final"], eps)
+    logits = matmul(normed, embedding if config.shared_classifier else t["wcls"]) + t.get("wcls_bias", 0)
     return config.logit_softcap * np.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
