@@ -232,6 +232,8 @@ class ExpertsConfig:
         norm_topk_prob: Divide the weights of the chosen experts by their sum.
         dense_layers: Indexes of the layers that have a plain MLP instead.
         is_sigmoid: Score experts by sigmoid; else by softmax.
+        sparsemixer_threshold: Weigh each chosen expert by a softmax over the experts that are not chosen before it and not worse
+            than it by more than this share (SparseMixer: Liu et al. 2024, arXiv:2409.12136). 0: no such weights.
         has_selection_bias: Add a bias to the scores that choose experts, but not to their weights.
         swiglu_limit: Limit of `clamped_swiglu`; experts and router then have biases. 0: use no clamp and no biases.
         swiglu_alpha: Alpha of `clamped_swiglu`.
@@ -261,6 +263,7 @@ class ExpertsConfig:
     n_groups: int = 1
     n_groups_used: int = 1
     sum_eps: float = 1e-6
+    sparsemixer_threshold: float = 0.0
 
     def find_errors(self, n_layers: int) -> ErrorMessages:
         """Yield an error message for each field that is invalid in a model with n_layers layers."""
@@ -280,8 +283,12 @@ class ExpertsConfig:
             self.swiglu_limit or self.is_sigmoid or self.shared_hidden_dim or self.dense_layers or not self.norm_topk_prob
         ):
             yield "has_parallel_mlp is true; expected a softmax of the chosen experts in all layers, and no shared expert"
-        if self.has_selection_bias and not self.is_sigmoid:
-            yield "has_selection_bias is true; expected is_sigmoid to be true, too"
+        if self.has_selection_bias and not (self.is_sigmoid or self.norm_topk_prob):
+            yield "has_selection_bias is true; expected is_sigmoid or norm_topk_prob to be true, too"
+        if not 0 <= self.sparsemixer_threshold <= 1 or (
+            self.sparsemixer_threshold and (self.is_sigmoid or self.has_selection_bias or self.n_groups > 1)
+        ):
+            yield f"sparsemixer_threshold is {self.sparsemixer_threshold}; expected 0, or up to 1 and plain scores"
         yield from self._find_group_errors()
 
     def _find_group_errors(self) -> ErrorMessages:

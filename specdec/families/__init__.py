@@ -23,7 +23,7 @@ FILES = {
     "qwen2_vl": "qwen_vl", "qwen2_vl_text": "qwen_vl", "qwen2_5_vl": "qwen_vl",
     "qwen2_5_vl_text": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_vl_text": "qwen_vl", "qwen3_vl_moe": "qwen_vl",
     "qwen3_vl_moe_text": "qwen_vl", "qwen2vl": "qwen_vl", "qwen3vl": "qwen_vl", "qwen3vlmoe": "qwen_vl", "smolvlm": "llama",
-    "idefics3": "llama", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
+    "idefics3": "llama", "qwen2moe": "qwen2_moe", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan_v1_dense",
 }  # fmt: skip
 EAGLE3_KEYS = ("speculators_model_type", "eagle_config", "draft_vocab_size")
 Definition = TypeVar("Definition")  # HFFamily, HFHead or GGUFFamily of `family`

@@ -53,7 +53,7 @@ def _parse_rope(values: ConfigValues) -> RopeConfig:
     if rope_values["rope_type"] not in LONGROPE_TYPES:
         raise rope_values.make_error("rope_type", "default or longrope; other kinds of RoPE are not supported")
     n_positions, original = values.get_int("max_position_embeddings"), values.get_int("original_max_position_embeddings")
-    short, long = (_get_factors(rope_values, key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
+    short, long = (get_longrope_factors(rope_values, key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
     factor = rope_values.get_float("factor", 0, 1e6, n_positions / original)
     if rope_values["attention_factor"] is not None:
         attention_factor = rope_values.get_float("attention_factor", MIN_SCALE, 1 / MIN_SCALE)
@@ -61,12 +61,12 @@ def _parse_rope(values: ConfigValues) -> RopeConfig:
         raise values.make_error("original_max_position_embeddings", "2 or more")
     else:
         attention_factor = get_longrope_attention_factor(factor, original)
-    return _set_longrope_factors(
+    return set_longrope_factors(
         replace(partial_rope, attention_factor=float(np.float32(attention_factor))), short, long, n_positions, original
     )
 
 
-def _get_factors(rope_values: ConfigValues, key: str, n: int) -> tuple[float, ...]:
+def get_longrope_factors(rope_values: ConfigValues, key: str, n: int) -> tuple[float, ...]:
     """Return the list of n positive numbers that is the value of a RoPE key, rounded to float32.
 
     Raises:
@@ -79,7 +79,7 @@ def _get_factors(rope_values: ConfigValues, key: str, n: int) -> tuple[float, ..
     return tuple(float(np.float32(factor)) for factor in given)  # the precision of transformers and GGUF files
 
 
-def _set_longrope_factors(
+def set_longrope_factors(
     rope: RopeConfig, short: tuple[float, ...], long: tuple[float, ...], n_positions: int, original: int
 ) -> RopeConfig:
     """Return a copy of a RoPE config with LongRoPE's frequency factors.
@@ -112,7 +112,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
         short, long = (
             tuple(float(x) for x in metadata.tensors.get_tensor(name, (n_pairs,))[:]) for name in (SHORT_FACTORS, LONG_FACTORS)
         )
-        rope = _set_longrope_factors(rope, short, long, n_positions, metadata.get_int("rope.scaling.original_context_length"))
+        rope = set_longrope_factors(rope, short, long, n_positions, metadata.get_int("rope.scaling.original_context_length"))
     return replace(config, attention=replace(config.attention, rope=rope))
 
 

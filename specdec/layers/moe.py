@@ -31,16 +31,27 @@ from specdec.runtime.elementary import exp, sigmoid
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Floats1, Floats2, ForwardContext, Ints1, Ints2, Op, Program, kernel
-from specdec.runtime.simd import LANES, Float32, add, fma, load, maximum, reduce_max, round_up, splat, store
+from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, maximum, reduce_max, round_up, splat, store
 from specdec.runtime.work_stealing import get_chunk_range
 
-# How scores become weights: softmax of the chosen experts, softmax of all, sigmoid
-SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL, SIGMOID = range(3)
+# How scores become weights: softmax of the chosen, the same with a bias for the choice, softmax of all, sigmoid, SparseMixer
+SOFTMAX_OF_CHOSEN, BIASED_SOFTMAX, SOFTMAX_OF_ALL, SIGMOID, SPARSEMIXER = range(5)
 
 
 def get_experts_config(config: ModelConfig) -> ExpertsConfig:
     """Return config.experts, which must be set."""
     return require_type(config.experts, ExpertsConfig)
+
+
+def get_scoring(e: ExpertsConfig) -> int:
+    """Return how scores become weights, one of the constants above."""
+    if e.sparsemixer_threshold:
+        return SPARSEMIXER
+    if e.is_sigmoid:
+        return SIGMOID
+    if e.has_selection_bias:
+        return BIASED_SOFTMAX
+    return SOFTMAX_OF_CHOSEN if e.norm_topk_prob else SOFTMAX_OF_ALL
 
 
 def shapes(config: ModelConfig) -> Shapes:
@@ -135,12 +146,12 @@ def make_expert_ops(
         before: Ops that compute source.
     """
     e, w, v, routed = get_experts_config(config), weights.matrices, weights.vectors, ExpertRouting(b.slot_tokens, b.starts)
-    scoring = SIGMOID if e.is_sigmoid else SOFTMAX_OF_CHOSEN if e.norm_topk_prob else SOFTMAX_OF_ALL
+    scoring = get_scoring(e)
     options = (
         e.n_experts_used,
         scoring,
         int(e.norm_topk_prob),
-        e.sum_eps if scoring == SIGMOID else 0.0,
+        {SIGMOID: e.sum_eps, SPARSEMIXER: e.sparsemixer_threshold}.get(scoring, 0.0),
         e.routed_scaling_factor,
         v.get(f"{i}.expert_scale", NO_BIAS),
         e.n_groups,
@@ -271,7 +282,7 @@ class RoutingArgs(NamedTuple):
         slots: Output (threads, T k): slot of token t's expert of rank r, at t k + r.
         weights: Output (threads, T k): weight of the expert of rank r for token t, at t k + r.
         n_experts_used: Number of experts per token, k.
-        scoring: SOFTMAX_OF_CHOSEN, SOFTMAX_OF_ALL or SIGMOID.
+        scoring: The result of `get_scoring`.
         norm_topk_prob: Divide sigmoids by their sum + eps.
         scale: Factor of all weights.
         expert_scales: Factor of each expert (E padded), or empty.
@@ -341,6 +352,36 @@ def mask_groups(probs, row, at, n_experts, p):
                 probs[row, expert] = -np.inf
 
 
+@jitable
+def add_bias_to_softmax(probs, row, minus_max, n_experts, bias):
+    """Replace the scores probs[row] by their softmax plus the bias; minus_max is the largest score times -1."""
+    for i in range(0, bias.size, LANES):
+        at = row * probs.shape[1] + i
+        store(probs, at, exp(add(load(probs, at), minus_max)))
+    total = np.float32(0.0)
+    for expert in range(n_experts):
+        total += probs[row, expert]
+    for expert in range(n_experts):
+        probs[row, expert] = probs[row, expert] / total + bias[expert]
+
+
+@jitable
+def get_sparse_share(scores, row, n_experts, chosen, first, at, threshold):
+    """Return SparseMixer's weight of the expert chosen[at]: its share in a softmax of scores[row].
+
+    The softmax leaves out the experts chosen before, from `first` on, and those that are worse by more than the threshold, as a
+    share of the larger one of the best score and their own magnitude.
+    """
+    best, total = scores[row, chosen[at]], np.float32(0.0)
+    for expert in range(n_experts):
+        score, is_free = scores[row, expert], True
+        for i in range(first, at):
+            is_free = is_free and chosen[i] != expert
+        if is_free and best - score <= threshold * max(abs(score), best):
+            total += extract_lane(exp(splat(score - best)), 0)
+    return np.float32(1.0) / total
+
+
 @kernel
 def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
     """Choose the experts of each token from the router's scores; write their weights and slots to the outputs of `RoutingArgs`.
@@ -366,11 +407,13 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
                 np.float32(0.0) if score == score else score
             )  # a NaN of an expert that is not chosen makes the token NaN, too
             max_score = maximum(splat(score), max_score)
+        minus_max = splat(-reduce_max(max_score))
+        if p.scoring == BIASED_SOFTMAX:
+            add_bias_to_softmax(p.probs, thread, minus_max, n_experts, p.bias)
         if p.n_groups > 1:
             mask_groups(p.probs, thread, width, n_experts, p)
         select_experts(p.probs, thread, n_experts, chosen, at, n_experts_used)
         # weights of the chosen experts
-        minus_max = splat(-reduce_max(max_score))
         for i in range(0, width, LANES):
             score = load(p.scores, row + i)
             store(p.probs, thread * p.probs.shape[1] + i, sigmoid(score) if p.scoring == SIGMOID else exp(add(score, minus_max)))
@@ -380,7 +423,10 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
         divisor = np.float32(1.0) if p.scoring == SIGMOID and p.norm_topk_prob == 0 else total + p.eps
         for rank in range(n_experts_used):
             expert = chosen[thread, at + rank]
-            weights[at + rank] = p.probs[thread, expert] / divisor * p.scale + nan_sum
+            share = p.probs[thread, expert] / divisor
+            if p.scoring == SPARSEMIXER:
+                share = get_sparse_share(p.scores, t, n_experts, chosen[thread], at, at + rank, p.eps)
+            weights[at + rank] = share * p.scale + nan_sum
             if p.expert_scales.size > 0:
                 weights[at + rank] *= p.expert_scales[expert]
     assign_slots(p, thread, run.n_tokens * n_experts_used)

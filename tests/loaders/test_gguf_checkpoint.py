@@ -627,6 +627,16 @@ def test_logits_of_converted_files_equal_those_of_the_folder(name: str) -> None:
     np.testing.assert_array_equal(*logits)
 
 
+def test_the_bias_of_ernies_router_may_be_a_vector(tmp_path: Path) -> None:
+    (keys, tensors), path = read_converted("ernie4_5_moe"), tmp_path / "model.gguf"
+    name = "blk.1.exp_probs_b.bias"
+    path.write_bytes(gguf_bytes(keys, tensors | {name: tensors[name]._replace(shape=(6,))}))
+    got, expected = (load_checkpoint(each).tensors["1.router_bias"][:] for each in (path, PACKAGE / "ernie4_5_moe.gguf"))
+    np.testing.assert_array_equal(got, expected)
+    path.write_bytes(gguf_bytes(keys, tensors | {name: tensors[name]._replace(shape=(2, 3))}))
+    assert name in get_refusal(path)
+
+
 @pytest.mark.parametrize("name", ["qwen35_moe", "qwen3_next"])
 def test_a_dimension_of_1_may_be_dropped_as_llama_cpps_quantizer_does(tmp_path: Path, name: str) -> None:
     (keys, tensors), path = read_converted(name), tmp_path / "model.gguf"

@@ -524,6 +524,27 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("bailing_moe_v2", {"num_experts": 16}, "mlp.gate.weight"),
     ("bailing_moe_v2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
     ("bailing_moe_v2", {"num_shared_experts": 2}, "shared_experts"),
+    ("ernie4_5_moe", {"use_bias": True}, "attention_bias is true"),
+    ("ernie4_5_moe", {"moe_layer_start_index": -1}, "moe_layer_start_index"),
+    ("ernie4_5_moe", {"moe_layer_start_index": 3}, "moe_layer_start_index"),
+    ("ernie4_5_moe", {"moe_layer_end_index": None}, "moe_layer_end_index"),
+    ("ernie4_5_moe", {"moe_layer_end_index": 1}, "layers.2.mlp.gate_proj"),
+    ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval"),
+    ("ernie4_5_moe", {"moe_layer_interval": 7}, "dense_layers"),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0}, "not part of"),
+    ("ernie4_5_moe", {"moe_k": 7}, "n_experts_used is 7"),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
+    ("phimoe", {"router_jitter_noise": 0}, "router_jitter_noise"),
+    ("phimoe", {"lm_head_bias": False}, "not part of"),
+    ("phimoe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, '"yarn"'),
+    *(
+        ("phimoe", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2} | more}, word)
+        for more, word in (
+            ({}, "long_mscale is null"),
+            ({"long_mscale": 1.3}, "long_mscale is 1.3; expected 1.2, the short_mscale"),
+            ({"long_mscale": 1.2, "short_factor": [1.0] * 5}, "6 positive numbers"),
+        )
+    ),
     ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
     ("stablelm", {"layer_norm_eps": None}, "rms_norm_eps is null"),

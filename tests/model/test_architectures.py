@@ -83,6 +83,12 @@ FAMILIES = {
     "olmo2": make_config(40, 50, 2, 4, 2, 105, 400, False, norm_placement="behind", qk_norm="whole"),
     "all norms of the whole": make_config(40, 50, 2, 5, 1, 105, 400, head_dim=12, norm_placement="around", qk_norm="whole",
     qkv_bias=True),
+    "experts of softmaxes with a bias": make_config(
+        40, 50, 2, 4, 2, 105, 400, experts=ExpertsConfig(6, 3, 20, True, has_selection_bias=True, shared_hidden_dim=9)
+    ),
+    "experts of a sparse mixer": make_config(
+        40, 50, 2, 4, 2, 105, 400, experts=ExpertsConfig(7, 2, 20, sparsemixer_threshold=0.6)
+    ),
     "layer norms": make_config(
         40, 50, 2, 4, 2, 105, 400, False, head_dim=12, rope_dim=4, qkv_bias=True, layer_norm=True, classifier_bias=True
     ),

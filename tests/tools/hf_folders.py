@@ -390,6 +390,15 @@ CONFIGS |= {
         ),
     ),
     "stablelm": make_config(40, 38, 2, 5, 1, 70, 128, False, rope_dim=2, qkv_bias=True, layer_norm=True),
+    "ernie4_5_moe": make_config(
+        36, 48, 3, 3, 1, 71, 128, True, rope_theta=5e5,
+        experts=ExpertsConfig(6, 2, 24, dense_layers=(0,), has_selection_bias=True, shared_hidden_dim=48),
+    ),
+    "phimoe": make_config(
+        36, 20, 2, 3, 1, 73, 128, False, qkv_bias=True, wo_bias=True, layer_norm=True, classifier_bias=True,
+        rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE, **PHI3_LONG,
+        experts=ExpertsConfig(5, 2, 20, sparsemixer_threshold=0.02),
+    ),
 }  # fmt: skip
 
 

@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CONVERTED = (
-    "bailing_moe_v2", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "ernie4_5", "exaone4", "gemma2", "gemma4",
-    "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "glm4_moe_lite", "gpt_oss", "gpt_oss_mxfp4", "granite_h",
+    "bailing_moe_v2", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2",
+    "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "glm4_moe_lite", "gpt_oss", "gpt_oss_mxfp4", "granite_h",
     "granitemoe", "granitemoe_shared", "hunyuan_v1_dense", "lfm2_moe", "moonlight", "nemotron_h", "nemotron_h_dense", "olmo2",
-    "olmo3", "olmoe", "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smolvlm",
-    "stablelm", "heads/assistants/plain",
+    "olmo3", "olmoe", "phimoe", "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss",
+    "smolvlm", "stablelm", "heads/assistants/plain",
 )  # fmt: skip
+PUBLISHED_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}  # of classes that transformers calls otherwise
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
@@ -91,6 +92,8 @@ def convert(source: Path, target: Path, llama_cpp: Path) -> None:
             f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])
         }  # the converter counts Gemma's tokens
         use_published_layer_types(source / "config.json", values)
+        values["architectures"] = [PUBLISHED_NAMES.get(each, each) for each in values["architectures"]]
+        (source / "config.json").write_text(json.dumps(values))
         (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
     sys.argv = ["convert", str(source), "--outfile", str(target)]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")

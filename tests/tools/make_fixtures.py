@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -55,6 +56,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -121,6 +123,7 @@ VISION = {
 }  # fmt: skip
 
 
+PHIMOE_SCALE = (7 / 6) ** 0.5  # sqrt(1 + log(128 / 64) / log(64)), as llama.cpp's converter computes it
 QWEN_VISION = {
     "depth": 1, "hidden_size": 8, "embed_dim": 8, "mlp_ratio": 1, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
     "temporal_patch_size": 2, "fullatt_block_indexes": [0], "num_position_embeddings": 4, "deepstack_visual_indexes": [],
@@ -712,6 +715,31 @@ MODELS = {
         {"as_ling": True},
     ),
     "stablelm": (StableLmConfig(**make_sizes(70, 40, 38, 2, 5, 1, use_qkv_bias=True)), torch.bfloat16, {}),
+    "ernie4_5_moe": (
+        Ernie4_5_MoeConfig(
+            **make_sizes(71, 36, 48, 3, 3, 1, pad_token_id=0, moe_k=2, moe_num_experts=6, moe_intermediate_size=24),
+            moe_num_shared_experts=2,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "phimoe": (
+        PhimoeConfig(
+            **make_sizes(73, 36, 20, 2, 3, 1, num_local_experts=5, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True),
+            router_jitter_noise=0.01,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.15, 1.3, 1.45, 1.6, 1.75],
+                "long_factor": [1.0, 3.5, 6.0, 8.5, 11.0, 13.5],
+                "short_mscale": PHIMOE_SCALE,
+                "long_mscale": PHIMOE_SCALE,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        torch.bfloat16,
+        {},
+    ),
     "gpt2": (GPT2Config(**make_gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**make_gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),

@@ -286,6 +286,8 @@ def moe(x, t, i, e, routed=None, activation=silu):
         chosen = np.argsort(-selection, kind="stable")[: e.n_experts_used]
         weights = probs[chosen] * e.routed_scaling_factor
         weights = weights / (probs[chosen].sum() + (e.sum_eps if e.is_sigmoid else 0)) if e.norm_topk_prob else weights
+        if e.sparsemixer_threshold:
+            weights = [get_sparse_share(score, chosen, rank, e.sparsemixer_threshold) for rank in range(len(chosen))]
         weights = weights * t["expert_scale"][i][chosen] if e.has_parallel_mlp else weights
         for expert, weight in zip(chosen, weights, strict=True):
             output = clamped_mlp(h, expert) if e.swiglu_limit else mlp(h, *(t[f"experts_w{n}"][i][expert] for n in numbers))
@@ -294,6 +296,14 @@ def moe(x, t, i, e, routed=None, activation=silu):
         gate = 1 / (1 + np.exp(-matmul(x, t["shared_gate"][i]))) if e.shared_gate else 1
         out += gate * mlp(x, *(t[f"shared_w{n}"][i] for n in numbers))
     return out
+
+
+def get_sparse_share(scores, chosen, rank, threshold):
+    """Return SparseMixer's weight of a chosen expert: its softmax among those that are left and nearly as good."""
+    left = np.setdiff1d(np.arange(len(scores)), chosen[:rank])
+    best = scores[chosen[rank]]
+    near = left[(best - scores[left]) / np.maximum(np.abs(scores[left]), best) <= threshold]
+    return 1 / np.exp(scores[near] - best).sum()
 
 
 def keep_best_groups(scores, e):
