@@ -169,8 +169,9 @@ class ReasoningConstraint:
 
     def get_free_tokens(self, position: Position) -> list[int]:
         """Return the tokens that may follow before the answer, whether or not the inner constraint allows them."""
-        if position.phase == "before":
-            return self._tokens.continuing.get(position.tail, [])
+        if position.phase == "before":  # GLM writes a newline before its mark
+            spaces = [] if position.tail or len(position.start) >= self._marks.max_newlines else [*self._tokens.newlines]
+            return self._tokens.continuing.get(position.tail, []) + spaces
         return [token for token, n in self._tokens.newlines.items() if position.n + n <= self._marks.max_newlines]
 
     def _get_bytes(self, token: int) -> bytes:

@@ -142,6 +142,7 @@ def list_allowed(tokens, marks, language, budget, is_required):
     allowed = np.array(get_allowed(derive_all(language, join(part)), WORDS, END_MARKS))
     if kind == "start":
         text = join(part).lstrip()
+        allowed[102] |= not text and len(part) < 2
         for token, word in enumerate(WORDS):
             longer = (text + word).lstrip()
             is_longer = longer not in (b"", text)
@@ -227,7 +228,7 @@ def test_without_a_thought_the_constraint_holds_from_the_start():
     state = ReasoningConstraint(marks, TOKENIZER, inner, None, True).begin(PROMPT)
     logits = np.zeros((1, len(WORDS)), np.float32)
     state.mask_logits(logits, Draft([]))
-    assert {WORDS[token] for token in np.flatnonzero(logits[0] == 0)} == {b"a", b"ab", b"x", b"xy", b"xyz"}
+    assert {WORDS[token] for token in np.flatnonzero(logits[0] == 0)} == {b"a", b"ab", b"x", b"xy", b"xyz", b"\n"}
     assert state.find_end([6, 13, 5]) == 3 and state.find_end([100, 3, 101, 102, 6, 13, 5, 9]) == 7
 
 
@@ -241,7 +242,7 @@ def test_an_answer_may_begin_like_a_start_mark_of_several_tokens():
     logits = np.zeros((3, len(WORDS)), np.float32)
     state.mask_logits(logits, Draft([x, a]))
     assert [{WORDS[token] for token in np.flatnonzero(row == 0)} for row in logits] == [
-        {b"x", b"xa", b"xy", b"xyz"} & {*WORDS},
+        {b"x", b"xa", b"xy", b"xyz", b"\n"} & {*WORDS},
         {b"y", b"y\n", b"a", b"ab"},
         {b"b"},
     ]
@@ -263,6 +264,20 @@ def test_white_space_and_merged_tokens_do_not_escape_the_budget(language):
             for n in range(0, len(tokens), size):
                 state.commit(tokens[n : n + size])
             assert state.get_forced_tokens(9) == [*CLOSING_TOKENS], start
+
+
+def test_only_a_thought_may_follow_newlines_that_an_answer_cannot_begin_with():
+    marks, inner = make_marks(False), LanguageConstraint(literal("abc"), WORDS, END_MARKS)
+    state = ReasoningConstraint(marks, TOKENIZER, inner, None, True).begin(PROMPT)
+    for n in range(3):
+        logits = np.zeros((1, len(WORDS)), np.float32)
+        state.mask_logits(logits, Draft([]))
+        allowed = {WORDS[token] for token in np.flatnonzero(logits[0] == 0)}
+        assert allowed == {b"x", b"xy", b"xyz"} | ({b"\n"} if n < 2 else set()) | ({b"a", b"ab", b"abc"} if not n else set())
+        assert state.count_allowed([102]) == (n < 2) and state.count_allowed([WORDS.index(b"a")]) == (not n)
+        if n < 2:
+            state.commit([102])
+    assert state.count_allowed([WORDS.index(b"xy"), 101, *(WORDS.index(word) for word in (b"ab", b"c"))]) == 4
 
 
 def test_a_header_after_a_thought_ends():
