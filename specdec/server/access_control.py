@@ -50,7 +50,11 @@ class AuthMiddleware:
         self._key_digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Authenticate a request, run the app, answer with an error response if that raises, and log one line."""
+        """Authenticate a request and run the app; answer with an error response if either raises, and log one line.
+
+        Sets `api_client` in the scope, and `notes`, a list of texts for the log line. No exception is passed on. One that is
+        raised after the response has started is only logged. Scopes other than HTTP requests are ignored.
+        """
         if scope["type"] != "http":
             return
         start, status, notes = time.perf_counter(), 0, scope.setdefault("notes", list[str]())
@@ -136,7 +140,10 @@ def to_api_error(error: BaseException) -> APIError:
 
 
 def make_error_response(error: APIError, path: str = "") -> Response:
-    """Return the JSON response for an error, in the format of OpenAI's or Anthropic's API, depending on the request path."""
+    """Return the JSON response for an error, in the format of the API of the request path: OpenAI's, Anthropic's or ollama's.
+
+    A response with status 429 or 503 has a `retry-after` header.
+    """
     retry = {"retry-after": "1"} if error.status in (429, 503) else {}
     return JSONResponse(error.format_body(path), error.status, {**retry, **error.headers})
 

@@ -68,9 +68,12 @@ def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
 
 
 def _parse_chat(chat: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
-    """Parse the body of a chat request; the error for a prompt that is too long has Anthropic's words, which agents look for.
+    """Parse the body of a chat request; an error for a prompt that is too long gets Anthropic's words, which agents look for.
 
-    If the prompt is too long to be tokenized, the number is the fewest tokens that its characters may have.
+    If the prompt is too long to be tokenized, the error names the smallest number of tokens that its characters can have.
+
+    Raises:
+        APIError: The body is invalid, or the prompt is too long.
     """
     try:
         return parse_chat_request(chat, model)
@@ -85,7 +88,11 @@ def _parse_chat(chat: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
 
 
 def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
-    """Convert the fields of a request into the body of a chat request."""
+    """Convert the fields of a request into the body of a chat request, without Claude Code's billing header.
+
+    Raises:
+        APIError: A field is invalid or unknown, or there are no messages.
+    """
     chat = {name: fields.pop(name) for name in COMMON_FIELDS}
     system = BILLING_HEADER_PATTERN.sub("", fields.take("system", _join_paragraphs, ""))
     if not (messages := fields.take("messages", _parse_messages, list[dict[str, Any]]())):
@@ -177,7 +184,7 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_thinking(name: str, value: Any) -> tuple[bool, int | None]:
-    """Return whether the field `thinking` switches the model's thinking on, and the maximum number of tokens of a thought."""
+    """Return whether the field `thinking` switches thinking on, and the maximum number of tokens of a thought, None for no limit."""
     types = ["enabled", "adaptive", "disabled"]
     is_thinking = check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
     return is_thinking, Fields(value).take_int("budget_tokens", None, 0)
@@ -196,9 +203,9 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_thread(name: str, value: Any) -> None:
-    """Check the field `thread`, by which a client asks the server to hold a conversation and then sends only new messages.
+    """Raise APIError if the field `thread` asks to continue a conversation, since the server stores none.
 
-    The server holds none. A client that wants to continue one gets the error after which it sends the whole conversation.
+    After this error, a client sends the whole conversation instead of only the new messages. The type "create" is accepted.
     """
     if check_choice(f"type of {name}", check_object(name, value).get("type"), ["create", "continue"]) == "continue":
         message = f"{name} was not found, since the server stores nothing; send the whole conversation"
@@ -229,19 +236,20 @@ class MessagesFormatter(PartsFormatter):
         return _format_event({"type": "content_block_delta", "index": part.index, "delta": signature}) + stop
 
     def format_end(self) -> bytes:
-        """Return the server-sent events that end a message: of its last block, the stop reason and the number of tokens."""
+        """Return the server-sent events that end the last block and the message, with the stop reason and the token counts."""
         message_delta = {"type": "message_delta", "delta": self._format_stop(), "usage": self._format_usage()}
         return self._end_last_part() + _format_event(message_delta) + _format_event({"type": "message_stop"})
 
     @classmethod
     def format_loading(cls, text: str, random_id: str, n_sent: int) -> bytes:
-        """Return the server-sent event that keeps a stream alive before its message starts, with a comment."""
+        """Return a comment with the given text and a ping event, which keep a stream alive before its message starts."""
         return super().format_loading(text, random_id, n_sent) + _format_event({"type": "ping"})
 
     def format_heartbeat(self) -> bytes:
-        """Return what keeps a stream without output alive: a ping, and now and then a `message_delta` that changes nothing.
+        """Return what keeps a stream without output alive: a ping, and sometimes a `message_delta` that changes nothing.
 
-        Anthropic's libraries drop pings, and Claude Code gives up after 300 s without another event.
+        Each `HEARTBEATS_PER_DELTA`-th call adds the delta. Anthropic's libraries drop pings, and Claude Code gives up after 300 s
+        without another event.
         """
         self._n_heartbeats += 1
         ping = _format_event({"type": "ping"})

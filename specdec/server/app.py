@@ -134,9 +134,13 @@ class Endpoints:
         return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "specdec": status}
 
     async def _read_body(self, request: Request) -> tuple[dict[str, Any], AbstractAsyncContextManager[None]]:
-        """Receive a request and return its parsed JSON body, with a permit to hold while the body is tokenized.
+        """Receive a request and return its parsed JSON body, and a context manager to enter while the body is tokenized.
 
-        The permit is a context manager. Large bodies wait for their permits, so that they do not delay small ones.
+        A large body waits for a permit before it is parsed, and in that context again, so that it does not delay small ones.
+
+        Raises:
+            APIError: The body is not accepted (see `read_body`) or is invalid (see `parse_body`).
+            ConnectionResetError: The client has disconnected.
         """
         async with read_body(request, self._body_buffer) as data:
             is_large, client = len(data) > SMALL_BODY_BYTES, request.scope["api_client"].name
@@ -182,7 +186,7 @@ class Endpoints:
         return instance.model if instance else None
 
     async def query(self, request: Request) -> Response:
-        """Return the JSON response to a request that generates nothing."""
+        """Return the JSON response of the path's handler in `QUERY_HANDLERS`, which needs a model but generates nothing."""
         handle = QUERY_HANDLERS[request.scope["path"]]
         body, permit = await self._read_body(request)
         async with acquire_model(self._model_manager, body, request.receive) as (instance, _), permit:

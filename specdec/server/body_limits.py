@@ -57,7 +57,10 @@ class BodyBuffer:
         self.bodies = list[IncomingBody]()
 
     def reserve(self, n_bytes: int) -> None:
-        """Make space for n_bytes more bytes; if needed, drops the large bodies that have made no progress for longest."""
+        """Drop large bodies until n_bytes more bytes fit into `MAX_TOTAL_BODY_BYTES`; the longest without progress goes first.
+
+        A dropped body loses its data, and its future `dropped` is done.
+        """
         large = sorted((body for body in self.bodies if body.n_counted_bytes), key=lambda body: body.last_progress)
         n_bytes += sum(body.n_counted_bytes for body in large)
         for body in large:
@@ -121,9 +124,10 @@ def _has_json_type(request: Request) -> bool:
 
 
 def _is_ollama_client(request: Request) -> bool:
-    """Return whether a request is for ollama's API and comes from no browser: ollama ignores the content type.
+    """Return whether a request is for ollama's API and does not come from a browser, so that any content type is accepted.
 
-    A page of another site may send a body of another type without a question first. Its browser adds one of these headers.
+    Clients of ollama may send any type, since ollama ignores it. A page of another site can also send a type other than JSON, for
+    which browsers do not ask the server first (CORS). But its browser adds one of the `BROWSER_HEADERS`.
     """
     path: str = request.scope["path"]
     return path.startswith(OLLAMA_PREFIX) and not any(name in request.headers for name in BROWSER_HEADERS)

@@ -98,7 +98,7 @@ def compute_embedding(tokens: list[int], pooling: Pooling, dimensions: int | Non
     Args:
         tokens: Token ids of the input.
         pooling: How hidden states become one vector.
-        dimensions: How many of the first numbers to keep; None for all.
+        dimensions: How many of the first numbers to keep before scaling; None for all.
         target: The model; its weights are used with another KV cache.
     """
     last_norm = target.config.n_layers + 1

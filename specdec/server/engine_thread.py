@@ -61,7 +61,10 @@ class RequestHandle:
         self._wake()
 
     def send(self, event: Event | PrefillProgress | Exception) -> None:
-        """Send an event to the callback, unless the request is cancelled; a callback that raises cancels its request."""
+        """Send a prompt, a step or an error to the callback, unless the request is cancelled; other events are dropped.
+
+        A callback that raises cancels its request.
+        """
         if self.sequence.is_cancelled or isinstance(event, PrefillProgress | Proposal):
             return
         try:
@@ -120,7 +123,7 @@ class EngineThread:
             The handles of the sequences, in their order.
 
         Raises:
-            QueueFullError: Too many requests wait.
+            QueueFullError: Too many requests wait. A client without unfinished requests has a higher limit.
             ShutdownError: The engine is shutting down.
             ValueError: A request is invalid, as in `SpeculativeDecoder.stream`; TypeError likewise.
         """

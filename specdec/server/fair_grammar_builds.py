@@ -21,7 +21,7 @@ CPU_REFILL_RATE = 0.05  # CPU seconds that a client gets back per second
 
 
 class BuilderBusyError(APIError):
-    """The error (HTTP status 429) when too many constraints wait to be built, or a client's used too much CPU time.
+    """The error (HTTP status 429) when too many constraints wait to be built, or a client has used too much CPU time.
 
     Args:
         message: The reason.
@@ -104,10 +104,10 @@ class ConstraintBuilder:
         self._cpu_seconds = dict[str, tuple[float, float]]()  # debt, and the time of its last update
 
     async def build(self, grammar: Grammar, client: str) -> Constraint:
-        """Return the constraint of a grammar, built in a worker thread when it is the client's turn, or cached.
+        """Return the constraint of a grammar: the cached one, or one that a worker thread builds when it is the client's turn.
 
-        Adds the CPU time to the client's. A build that has started goes on if the caller is cancelled. Also raises the errors of
-        `Grammar.build`.
+        The CPU time of the build counts for the client. A build that has started continues if the caller is cancelled. Also
+        raises the errors of `Grammar.build`.
 
         Raises:
             BuilderBusyError: Too many builds wait, or the client has used too much CPU time.

@@ -111,9 +111,9 @@ class APIError(Exception):
         return f"{self.code or ''} {self.param or ''}".strip()
 
     def format_body(self, path: str = "") -> dict[str, Any]:
-        """Return the JSON body of the error response, as a dict.
+        """Return the JSON body of the error response, as a dict, in the format of the API that the request path belongs to.
 
-        The format is OpenAI's, with an error type of OpenAI's or Anthropic's API, or ollama's, depending on the request path.
+        Paths of ollama's API get only the message, and those of Anthropic's API its error types. All others get OpenAI's format.
         """
         if path.startswith(OLLAMA_PREFIX):
             return {"error": str(self)}
@@ -180,7 +180,10 @@ def wrap_errors(param: str | None) -> Iterator[None]:
 
 
 class Fields:
-    """The fields of a request body, which are validated and removed one by one; null counts as missing."""
+    """The fields of a request body, which are validated and removed one by one; null counts as missing.
+
+    All methods named `take_*` raise APIError for an invalid value, as `take` does.
+    """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         """Copy the fields that are not null."""
@@ -223,7 +226,10 @@ class Fields:
         return self.take(name, partial(check_int, minimum=minimum, maximum=maximum), default)
 
     def take_limit(self, name: str, default: int | None = None) -> int | None:
-        """Remove a field from the body and return its value, at least 1; None for -1, which means no limit."""
+        """Remove a field from the body and return its value, an integer of at least 1, or the default if it is missing.
+
+        A value of -1 means no limit, for which None is returned.
+        """
         return self.take(name, _check_limit, default)
 
     def pop(self, name: str) -> Any:
@@ -231,10 +237,10 @@ class Fields:
         return self._body.pop(name, None)
 
     def reject_remaining(self, kind: str = "") -> None:
-        """Raise APIError for the fields left, except those that have no effect by the table `EXTRAS`.
+        """Raise APIError if a field is left, unless the table `EXTRAS` accepts its value as one without effect.
 
         Args:
-            kind: The kind of the fields in that table; "" for fields without extra ones.
+            kind: The kind of the fields in that table; "" to accept none.
         """
         known = EXTRAS.get(kind, {})
         for name, value in self._body.items():
@@ -247,7 +253,7 @@ def _check_limit(name: str, value: Any) -> int | None:
 
 
 def _check_extra_field(name: str, value: Any, rule: Any) -> None:
-    """Raise APIError or TypeError unless a field without effect has a value that its rule in `EXTRAS` accepts."""
+    """Raise APIError or TypeError unless a field has a value that its rule in `EXTRAS` accepts; None rejects an unknown field."""
     match rule:
         case None:
             raise APIError(f"unknown parameter {shorten(name)}", None, UNKNOWN)
@@ -279,7 +285,7 @@ def skip_extra(kind: str, label: str, value: Any) -> None:
 
 
 def log_once(message: str) -> None:
-    """Log a message if it was not logged before."""
+    """Log a warning if it was not logged before, up to `MAX_LOGGED` different ones."""
     if message not in _logged and len(_logged) < MAX_LOGGED:
         _logged.add(message)
         logger.warning(message)
@@ -336,8 +342,8 @@ def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text"
         kind: The kind of other parts in `EXTRAS`; a note replaces those that the table skips. "" rejects all other parts.
 
     Raises:
-        TypeError: The value is neither.
-        APIError: A part has another type than `part_types`.
+        TypeError: The value is neither, or a part is not an object or its text not a string.
+        APIError: A part has another type than `part_types`, and is not skipped.
     """
     if not isinstance(value, list):
         return check_string(name, value)

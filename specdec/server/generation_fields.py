@@ -45,7 +45,7 @@ class ServedModel:
         decoder: The target and its draft models.
         template: The chat template; None for a model that cannot chat.
         default_sampling: Sampling settings for the fields that a request leaves out.
-        reasoning_budget: Maximum number of tokens of a thought, for requests without a limit; -1 for none.
+        reasoning_budget: Maximum number of tokens of a thought, for requests that set none; -1 for no limit.
     """
 
     name: str
@@ -77,7 +77,7 @@ class GenerationFields:
     """
 
     def __init__(self, fields: Fields, model: ServedModel) -> None:
-        """Take the shared fields out of `fields` and check them."""
+        """Take the shared fields out of `fields`, check them, and reject the fields that are left."""
         self._model = model
         self._sampling = _parse_sampling(fields, model)
         self._stop_strings = fields.take("stop", _parse_stops, list[str]())
@@ -98,7 +98,7 @@ class GenerationFields:
         n_top_logprobs: int | None = None,
         visible_tokens: Mapping[int, str] | None = None,
     ) -> list[GenerationRequest]:
-        """Return the engine's requests, one per output.
+        """Return the engine's requests, one per output: for each prompt as many as the field `n`, with consecutive seeds.
 
         Args:
             prompt_field: Name of the field with the prompts, for errors.
@@ -152,7 +152,7 @@ class ResponseOptions:
         tool_parser: The parser for tool calls; None if they are not parsed.
         tools: Schemas of the arguments of the offered tools, by name.
         grammar: The grammar of all outputs, which is built later.
-        reasoning_constraint: What the constraint of the grammar becomes a part of; None if it holds from the start.
+        reasoning_constraint: Wraps the constraint of the grammar, so that it holds after the thought; None if it holds at once.
     """
 
     shared: GenerationFields
@@ -165,7 +165,7 @@ class ResponseOptions:
 
 
 def _parse_sampling(fields: Fields, model: ServedModel) -> Sampling:
-    """Return the sampling settings of a request; the model's defaults replace missing fields."""
+    """Return the sampling settings of a request; missing fields get the model's defaults, and a missing seed is random."""
     sampling = replace(model.default_sampling, top_p=model.default_sampling.top_p or 1.0, seed=secrets.randbits(31))
     for name, attribute in SAMPLING_FIELDS.items():
         if (value := fields.pop(name)) is not None:
@@ -177,7 +177,16 @@ def _parse_sampling(fields: Fields, model: ServedModel) -> Sampling:
 
 
 def _check_sampling_value(name: str, value: Any, n_ids: int) -> Any:
-    """Return the value of a sampling field as `Sampling` takes it, which checks the fields that this function does not."""
+    """Return the value of a sampling field, validated and converted for `Sampling`, which validates the other fields itself.
+
+    Args:
+        name: Name of the request field.
+        value: Value of the request field.
+        n_ids: Number of token ids, for the keys of `logit_bias`.
+
+    Raises:
+        ValueError: The value is invalid; TypeError likewise.
+    """
     match name:
         case "top_p":
             return check_float(name, value, 1, "a number from 0 to 1")
@@ -210,9 +219,9 @@ def _parse_prediction(name: str, value: Any) -> str:
 
 @contextmanager
 def wrap_encoding_errors(model: ServedModel, param: str) -> Iterator[None]:
-    """Turn errors of chat templates, tokenization and grammars inside the context into APIErrors for a request field.
+    """Turn errors of chat templates, tokenization and grammars inside the context into APIErrors for the request field `param`.
 
-    The paths of local files are removed from the messages.
+    The paths of the model's files are removed from the messages. A lost grammar worker becomes status 503, without the field.
     """
     try:
         yield

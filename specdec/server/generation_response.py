@@ -55,10 +55,11 @@ async def acquire_model(
         model_manager: The models.
         body: The request's body.
         receive: The request's ASGI receive.
-        on_loading: Called now and then while the model is being loaded.
+        on_loading: Called every `PROGRESS_INTERVAL_S` while the model is being loaded.
 
     Raises:
         APIError: There is no such model, or it cannot be loaded.
+        ShutdownError: The server is shutting down.
         ConnectionResetError: The client has disconnected while the model was being loaded.
     """
     name = body.get("model")
@@ -89,10 +90,12 @@ async def wait_unless_disconnected(
     Args:
         disconnected: Done once the client has disconnected.
         task: The task; it is cancelled if the wait ends before it is done.
-        on_wait: Called now and then until the task is done.
+        on_wait: Called every `PROGRESS_INTERVAL_S` until the task is done.
 
     Raises:
         ConnectionResetError: The client has disconnected.
+
+    Also raises the error of the task.
     """
     try:
         while not task.done():
@@ -138,7 +141,8 @@ class ResponseStreamer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Load the model, parse the body, generate the outputs and send the response.
 
-        An error is raised, and is also sent as the last event if the stream is open.
+        An error is always raised. In a stream that is open, it is also sent as the last event. The interface may also send one
+        that is raised before the body is parsed as an event, with `format_rejection`.
         """
         self._send = send
         on_loading = self._send_progress if self._body.get("stream") is True else None
@@ -255,7 +259,7 @@ class ResponseStreamer:
         await self._send_chunk(self._format_start() + response.format_end(), True)
 
     def _format_start(self) -> bytes:
-        """Return the first events of the response; empty if they were sent, or the request is not parsed yet."""
+        """Return the first events of the response, once; empty if they were returned before, or the request is not parsed yet."""
         if self._has_started or not self._response:
             return b""
         self._has_started = True

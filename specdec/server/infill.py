@@ -26,12 +26,12 @@ END_NAMES = ("<|fim_pad|>", "<fim_pad>", *(name for marks in FILE_MARKS for name
 
 
 def encode_prompt(tokenizer: AnyTokenizer, prompt: str, suffix: str) -> list[int]:
-    """Return the token ids of a raw prompt, or of one whose output is followed by a suffix.
+    """Return the token ids of a raw prompt, or of an infill prompt if the output is to be followed by a suffix.
 
-    In a prompt that has the model's three marks of a gap already, names of special tokens are tokens. Otherwise they are text.
+    Names of special tokens in a prompt are text, unless the prompt already has all three infill marks of the model.
 
     Raises:
-        APIError: There is a suffix, and the model has no marks of a gap.
+        APIError: There is a suffix, and the model has no infill marks.
     """
     if suffix:
         return encode_infill(tokenizer, prompt, suffix, "suffix")
@@ -49,7 +49,7 @@ def encode_infill(
     files: Sequence[tuple[str, str]] = (),
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt for the text between two others.
+    """Return the token ids of a prompt whose output fills the gap between two texts.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -57,10 +57,10 @@ def encode_infill(
         after: The text after the gap.
         field: Name of the request's field, for errors.
         files: Name and text of other files of the project. The first ones are left out if there are too many tokens.
-        max_tokens: Maximum number of tokens with files; None for no limit.
+        max_tokens: Maximum number of tokens of a prompt with files; None for no limit. A prompt without files may be longer.
 
     Raises:
-        APIError: The model has no marks of a gap.
+        APIError: The model has no infill marks.
     """
     if not (marks := _find_marks(tokenizer)):
         raise APIError(f"{field} is not supported by this model, which has no tokens for it; leave it out", field, UNSUPPORTED)
@@ -100,13 +100,13 @@ def _encode_start(tokenizer: AnyTokenizer) -> list[int]:
 
 
 def _encode_segments(tokenizer: AnyTokenizer, *segments: tuple[str, bool]) -> list[int]:
-    """Return the token ids of texts, each with whether names of special tokens in it are text."""
+    """Return the token ids of all segments together: pairs of a text and whether names of special tokens in it are text."""
     assert isinstance(tokenizer, ChatTokenizer)
     return tokenizer.encode_rendered([RenderedSegment(*each) for each in segments if each[0]])
 
 
 def _is_token(tokenizer: AnyTokenizer, name: str) -> bool:
-    """Return whether a name is that of a single token."""
+    """Return whether a name is encoded as a single token when names of special tokens are not text."""
     return len(_encode_segments(tokenizer, (name, False))) == 1
 
 

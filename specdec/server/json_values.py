@@ -45,7 +45,7 @@ class JsonScanner:
         expected: What comes next, apart from white space: "value", "key", ":", "," (or the end of the list or object), or
             "first }" or "first ]" after an opening bracket.
         is_in_string: Whether a string is open.
-        is_complete: Whether a value has ended.
+        is_complete: Whether the outermost value has ended. A number or constant only ends with the white space after it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,10 @@ class JsonScanner:
         self.is_in_string = self.is_complete = False
 
     def accept(self, char: str) -> bool:
-        """Take the next character, and return whether the text can still be JSON with it."""
+        """Take the next character, and return whether the text can still be JSON with it.
+
+        Numbers and constants are only checked once they end, apart from their length.
+        """
         if self.is_in_string:
             return self._accept_in_string(char)
         if self._scalar and char not in WHITESPACE + ",]}":

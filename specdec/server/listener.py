@@ -70,7 +70,7 @@ class TimeoutH11Protocol(H11Protocol):
         return self.is_write_blocked or self.is_idle or bool(self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes from the client; restart the time of waiting for the client if a request starts."""
+        """Process bytes from the client; start or stop the header timeout, and restart the waiting time if a request starts."""
         was_idle = self.is_idle
         super().data_received(data)
         if was_idle and not self.is_idle and not self.is_write_blocked:
@@ -84,10 +84,10 @@ class TimeoutH11Protocol(H11Protocol):
             self.headers.append(CLOSE_HEADER)  # a proxy may take the next request for the body's rest (RFC 9112, 6.1)
 
     def eof_received(self) -> bool:
-        """Return whether to keep a half-closed connection open, which is so while its request is being answered.
+        """Return whether to keep a half-closed connection open: True while its request is being answered; then send probes.
 
-        Such a client is for example `nc -N`. A client that has disconnected looks the same until something is sent. So interim
-        responses are sent, which a client that still reads skips (RFC 9110, 15.2).
+        A client such as `nc -N` half-closes its connection. A client that has disconnected looks the same until something is
+        sent. So the probes are interim responses, which a client that still reads skips (RFC 9110, 15.2).
         """
         if self.is_idle or self.cycle.more_body:
             return False
@@ -209,7 +209,7 @@ class Listener(threading.Thread):
     """
 
     def __init__(self, app: App, sock: socket.socket, grace: float, log: Callable[[str], object]) -> None:
-        """Configure the HTTP server; it runs from `start` on."""
+        """Configure the HTTP server, which runs from `start` on, and forward the logs of uvicorn and asyncio to `log`."""
         super().__init__(name="server")
         for name, level in LOG_LEVELS.items():
             logger = logging.getLogger(name)

@@ -59,12 +59,12 @@ class InfillFormatter(ResponseFormatter):
     """A formatter of responses in llama.cpp's own format of completions, as server-sent events or as one object."""
 
     def format_delta(self, index: int, delta: ChoiceDelta) -> bytes:
-        """Return the server-sent event for new text; the last one is that of `format_end`."""
+        """Return the server-sent event for new text; empty if there is none."""
         text = delta.get_text("text")
         return format_sse_event({"index": 0, "content": text, "tokens": [], "stop": False}) if text else b""
 
     def format_end(self) -> bytes:
-        """Return the server-sent event that ends the stream, with the reason and the statistics."""
+        """Return the server-sent event that ends the stream, with the stop reason and the statistics."""
         return format_sse_event(self._make_response(""))
 
     def format_error(self, error: APIError) -> bytes:
@@ -72,7 +72,10 @@ class InfillFormatter(ResponseFormatter):
         return format_sse_event(error.format_body())
 
     def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """Return the complete response as a JSON object, or the fields of it that the request names."""
+        """Return the complete response as a JSON object, or only the fields that the request names in `response_fields`.
+
+        A name may be a path, such as `timings/prompt_n`. Fields that do not exist are left out.
+        """
         response, names = self._make_response(deltas[0].get_text("text")), self.body.get("response_fields")
         if not names:
             return response

@@ -159,7 +159,7 @@ class ModelManager:
     def acquire(self, name: str) -> ModelEntry:
         """Return the entry of a model and count a request that uses it; starts to load the model if needed.
 
-        Each call needs a call of `release`.
+        Does not wait: the entry's future `loading` is done once the model is loaded. Each call needs a call of `release`.
 
         Args:
             name: Name of the model; if empty, the most recently requested one, or the first of the list.
@@ -217,9 +217,10 @@ class ModelManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, entry: ModelEntry) -> None:
-        """Load a model, on the loader's thread. First unloads idle models if memory is short.
+        """Load a model, on the loader's thread, after unloading idle models if memory is short.
 
-        A model that cannot be loaded is removed; a later request tries again.
+        Sets the result or the error of the entry's future `loading`. After an error, the entry is removed, so that a later
+        request tries again.
         """
         try:
             self._free_memory(entry)

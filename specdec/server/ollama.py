@@ -25,7 +25,7 @@ NS_PER_S = 10**9
 
 
 def normalize_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request body with the model's name under `model`, without the default tag."""
+    """Return a copy of a request body with the model's name under `model`, without the default tag; None if it has no name."""
     name = body.get("model") or body.get("name")
     return {**body, "model": name.removesuffix(DEFAULT_TAG) if isinstance(name, str) else None}
 
@@ -67,7 +67,7 @@ def parse_ollama_generate(body: Mapping[str, Any], model: ServedModel) -> Parsed
 
 
 def _parse_common(fields: Fields) -> dict[str, Any]:
-    """Return the fields of a chat request that /api/chat and /api/generate share; all others are rejected."""
+    """Convert the fields that /api/chat and /api/generate share into those of a chat request; raises APIError for all others."""
     options = Fields(fields.take_object("options"))
     common = {name: options.pop(name) for name in (*SAMPLING_FIELDS, "stop")}
     limit = options.take_int("num_predict", -1, -2)
@@ -86,14 +86,17 @@ def _parse_common(fields: Fields) -> dict[str, Any]:
 
 
 def _parse_format(name: str, value: Any) -> dict[str, Any] | None:
-    """Return the `response_format` of a chat request for ollama's: "json", a schema, or an empty string for text."""
+    """Convert ollama's field `format`, which is "json", a schema or "", into a chat's `response_format`; None, for text, if ""."""
     if value in ("", "json"):
         return {"type": "json_object"} if value else None
     return {"type": "json_object", "schema": check_object(name, value)}
 
 
 def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Convert ollama's messages into those of a chat request; calls get ids, and results those of the calls in their order."""
+    """Convert ollama's messages into those of a chat request.
+
+    Calls without an id get one. Results without one get the ids of the last message with calls, in their order.
+    """
     messages, ids = list[dict[str, Any]](), list[str]()
     for label, each in iter_objects(name, check_list(name, value)):
         if each.get("images"):
@@ -200,7 +203,7 @@ class OllamaChatFormatter(PartsFormatter):
         return {"message": {"role": "assistant", "content": "", "tool_calls": [{"id": part.id, "function": function}]}}
 
     def _format_statistics(self) -> dict[str, Any]:
-        """Return the fields that end a response: its reason, tokens and nanoseconds."""
+        """Return the fields that end a response: the stop reason, the token counts, and the times in nanoseconds."""
         statistics = self.choices[0].statistics
         prompt_ns, ns = (int(NS_PER_S * seconds) for seconds in (statistics.prefill_seconds, statistics.decode_seconds))
         return {

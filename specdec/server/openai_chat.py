@@ -125,10 +125,13 @@ def _encode_messages(
     tools: list[dict[str, Any]],
     options: Options,
 ) -> list[int]:
-    """Return the token ids of a chat; if the template raises, change what many templates reject, and try again.
+    """Return the token ids of a chat; if the template rejects the messages, simplify them and try again.
+
+    Leading system messages are joined. If the template cannot describe the tools, the system message does.
 
     Raises:
-        TemplateError: The template rejects the messages.
+        PromptTooLongError: The prompt is longer than the context.
+        TemplateError: The template rejects all forms of the messages; the error is the one for the first form.
     """
     messages = _join_system_messages(messages)
     if _choose_tool_parser(template) is GenericParser:
@@ -222,7 +225,11 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> 
 def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTemplate) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
-    A reasoning effort switches thinking on or off, and is also an option of some templates.
+    A template that takes `reasoning_effort` gets it. It also switches thinking off if it is "none" and otherwise on, unless that
+    is the template's only option of the two. Values in `chat_template_kwargs` have priority.
+
+    Raises:
+        APIError: A field is invalid.
     """
     specials = getattr(model.decoder.tokenizer, "specials", {})
     options = fields.take("chat_template_kwargs", partial(_check_template_options, specials=specials), dict[str, Any]())

@@ -173,7 +173,7 @@ class ResponsesFormatter(PartsFormatter):
 
     @classmethod
     def format_loading(cls, text: str, random_id: str, n_sent: int) -> bytes:
-        """Return the server-sent events that keep a stream alive while its model is loaded, with a comment."""
+        """Return a comment with the given text and server-sent events, which keep a stream alive while its model is loaded."""
         names = ("in_progress",) if n_sent else ("created", "in_progress")
         events = [(f"response.{name}", _make_early_response(random_id)) for name in names]
         return super().format_loading(text, random_id, n_sent) + _number_events(events, _count_loading_events(n_sent))
@@ -184,7 +184,10 @@ class ResponsesFormatter(PartsFormatter):
 
     @classmethod
     def format_rejection(cls, error: APIError, random_id: str, n_loading: int) -> bytes:
-        """Return the events of a failed response for a prompt that is too long, which agents look for, or for a begun stream."""
+        """Return the events of a failed response if the prompt is too long or the stream has begun; otherwise empty.
+
+        Agents look for the code of a prompt that is too long in these events. Other errors get a plain error response.
+        """
         if error.code != TOO_LONG and not n_loading:
             return b""
         response = _make_early_response(random_id)
@@ -292,7 +295,7 @@ class ResponsesFormatter(PartsFormatter):
 
 
 def _make_early_response(random_id: str) -> dict[str, Any]:
-    """Return a response object before the request is parsed."""
+    """Return the response object for events before the request is parsed, with little more than its id."""
     return {"id": f"resp_{random_id}", "object": "response", "status": "in_progress", "error": None, "output": []}
 
 

@@ -36,7 +36,10 @@ class ReasoningFields:
     def apply(
         self, requests: Sequence[GenerationRequest], options: ResponseOptions, is_required: bool
     ) -> tuple[list[GenerationRequest], ResponseOptions]:
-        """Return the requests of a chat and its options with what its thoughts need: their marks, and a constraint.
+        """Return the requests and options of a chat with the marks of its thoughts, and a constraint if one is needed.
+
+        The constraint limits the length of a thought, and lets the grammar hold only after it. Both are returned unchanged if the
+        model has no marks of thoughts.
 
         Args:
             requests: The engine's requests, all with the same prompt.

@@ -46,7 +46,7 @@ class ChoiceDelta:
         return "".join([each.text for each in self.deltas if each.kind == kind])
 
     def add(self, other: "ChoiceDelta") -> None:
-        """Append the next delta of the same choice to this one."""
+        """Append the next delta of the same choice to this one, whose finish reason and details it replaces."""
         for each in other.deltas:
             self.append(each)
         self.logprobs += other.logprobs
@@ -179,7 +179,7 @@ class ResponseFormatter:
     n_loading: int
 
     def __post_init__(self) -> None:
-        """Set the time and the random part of the response's id, and add an empty choice for each request."""
+        """Set the time of creation, and add an empty choice for each request."""
         self.created = int(time.time())
         self.choices = [Choice(request, self.options) for request in self.requests]
 
@@ -211,7 +211,7 @@ class ResponseFormatter:
         """Return what keeps a stream alive before its response starts: a comment, or events where clients wait for them.
 
         Args:
-            text: What the server does.
+            text: What the server is doing, for the comment.
             random_id: Random id of the response.
             n_sent: How often this was called before for the stream.
         """
@@ -223,7 +223,13 @@ class ResponseFormatter:
 
     @classmethod
     def format_rejection(cls, error: APIError, random_id: str, n_loading: int) -> bytes:
-        """Return the server-sent events that reject a request for a stream; empty for a plain error response."""
+        """Return the server-sent events that reject a request for a stream; empty to answer with a plain error response.
+
+        Args:
+            error: The reason.
+            random_id: Random id of the response.
+            n_loading: Number of calls of `format_loading` for the stream.
+        """
         return b""
 
     def format_end(self) -> bytes:

@@ -55,7 +55,7 @@ class ToolParser:
         extra_marks: Other marks that the output must show even if they are special tokens.
         layout: Whether several calls are one after another, each with its marks; on lines of their own; or a list between marks.
         arguments_key: Key of the arguments in a call that is a JSON object.
-        has_special_marks: Whether text that spells a mark is not one, if the tokenizer has all marks as special tokens.
+        has_special_marks: Whether only special tokens count as marks, and not text like them, if all marks are special tokens.
         is_always_parsed: Whether outputs are parsed even without tools.
         is_ended: Whether the output has ended.
         is_reasoning: Whether the output is inside a thought that the format itself marks.

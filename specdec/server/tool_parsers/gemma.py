@@ -22,14 +22,14 @@ MAX_SCHEMA_DEPTH = 6  # of objects and lists, which llguidance's JSON schemas do
 
 
 class GemmaParser(LiteralCallParser):
-    """A parser of calls with an object whose keys and strings are not JSON's."""
+    """A parser of one call per pair of marks, with an object whose keys are unquoted and whose strings have special quotes."""
 
     template_signs = (("<|tool_call>",),)
     open_mark, close_mark = "<|tool_call>", "<tool_call|>"
     extra_marks = GEMMA_QUOTES[:1]
 
     def iter_calls(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name and arguments of the call that a text is; raises ValueError if it is something else."""
+        """Yield the name and arguments of the only call of a text; raises ValueError if it is something else."""
         reader = LiteralReader(text.removeprefix("call:"))
         name = reader.read_name()
         reader.expect("{")

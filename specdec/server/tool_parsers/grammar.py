@@ -40,12 +40,13 @@ class GrammarBuilder:
 
     @contextmanager
     def begin_tool(self, tool: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Yield the JSON schema of a tool's arguments, an object; errors and rules of the context are about this tool.
+        """Yield the JSON schema of a tool's arguments; errors in the context, and in rules that it adds, name the tool.
 
-        A schema with plain keys only forbids additional properties unless it allows them.
+        A schema whose keys are all in `PLAIN_SCHEMA_KEYS` gets `additionalProperties: false`. If the tool is not `strict`,
+        patterns that llguidance does not support are removed.
 
         Raises:
-            ValueError: The arguments cannot be expressed.
+            ValueError: The schema is invalid or not one of an object, or the context raises ValueError or TypeError.
         """
         self._error_prefix, self._is_strict = f"the tool {tool['name']}: ", bool(tool.get("strict"))
         try:
@@ -117,7 +118,13 @@ class GrammarBuilder:
         return head
 
     def check_supported_keys(self, value_name: str, schema: Mapping[str, Any], *supported: str) -> None:
-        """Raise ValueError for unsupported keys of a strict schema; only the tool formats with JSON support all keys."""
+        """Raise ValueError if a strict schema has unsupported keys, for tool formats that cannot use a `%json` rule.
+
+        Args:
+            value_name: Kind of the value, such as "an object", for the error.
+            schema: The schema of the value.
+            supported: Supported keys in addition to `SUPPORTED_KEYS`.
+        """
         if self._is_strict and (unsupported := [key for key in schema if key not in SUPPORTED_KEYS and key not in supported]):
             raise ValueError(
                 f"it uses {', '.join(map(shorten, unsupported))} of {value_name}, which this model's calls do not support"
@@ -125,7 +132,7 @@ class GrammarBuilder:
 
 
 def _drop_lookarounds(schema: Any) -> Any:
-    """Return a schema without the patterns that llguidance cannot compile, since they look around or end at a word."""
+    """Return a schema without the patterns that llguidance cannot compile: those with lookarounds or word boundaries."""
     if isinstance(schema, list):
         return [_drop_lookarounds(each) for each in schema]
     if not isinstance(schema, Mapping):

@@ -54,7 +54,7 @@ class HarmonyParser(ToolParser):
             self.emit(Delta("tool_call", "", name))
 
     def emit_text(self, text: str) -> None:
-        """Emit text of the current message."""
+        """Emit text of the current message: as text, reasoning, or arguments of a call."""
         if self._arguments and not all(map(self._arguments.accept, text)):
             self._arguments = None
         if text:
@@ -69,7 +69,7 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:
-        """Return a Lark expression for a call. A thought before it is not a part of the grammar, except for its next header."""
+        """Return a Lark expression for a single call, after what ends a thought; the thought itself is not in the grammar."""
         return f"{cls._write_start(grammar)} {call}"
 
     @classmethod
@@ -91,6 +91,6 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def _write_start(cls, grammar: GrammarBuilder) -> str:
-        """Return a Lark expression for what is between a thought and the header of the next message."""
+        """Return a Lark expression for the optional `<|start|>assistant` between a thought and the header of the next message."""
         (start,) = grammar.write_marks(START)
         return f'({start} "assistant")?'

@@ -60,7 +60,12 @@ class JsonCallParser(JsonScanner):
         return []
 
     def _read_string(self, string: str, expected: str) -> None:
-        """Handle a complete key or value of the outermost object."""
+        """Store a complete key, or the name of the tool, of the outermost object; sets `is_text` if a call cannot have it.
+
+        Args:
+            string: The key or value.
+            expected: What was expected when the string was open (see `JsonScanner`).
+        """
         if expected in ("key", "first }"):
             self._key, self.is_text = string, string not in CALL_KEYS
         elif self._key == "name":

@@ -30,7 +30,7 @@ class MistralListParser(ToolParser):
         yield from self._read_list(text + char) if char == "[" else self._read_named_call(text + char)
 
     def _read_list(self, text: str) -> Reader:
-        """Read a list of JSON objects, after a text that is emitted if the first one is not a call."""
+        """Read a list of calls that are JSON objects; emits `text`, which was read before, if the first one is not a call."""
         while True:
             call = JsonCallParser(self.tools)
             while not call.is_text and not call.is_complete and (char := (yield)):
@@ -48,7 +48,7 @@ class MistralListParser(ToolParser):
             self.emit(Delta("text", text))
 
     def _read_named_call(self, text: str) -> Reader:
-        """Read the rest of a name, and arguments as JSON, after a text that is emitted if they are not a call."""
+        """Read the rest of a name and arguments as JSON; emits `text`, which was read before, if they are not a call."""
         name = ""
         while name not in self.tools and (char := (yield)):
             text += char
