@@ -184,7 +184,7 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_thinking(name: str, value: Any) -> tuple[bool, int | None]:
-    """Return whether the field `thinking` switches thinking on, and the maximum number of tokens of a thought, None for no limit."""
+    """Return whether the field `thinking` switches thinking on, and the maximum number of tokens of a thought or None."""
     types = ["enabled", "adaptive", "disabled"]
     is_thinking = check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
     return is_thinking, Fields(value).take_int("budget_tokens", None, 0)

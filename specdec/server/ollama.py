@@ -86,7 +86,7 @@ def _parse_common(fields: Fields) -> dict[str, Any]:
 
 
 def _parse_format(name: str, value: Any) -> dict[str, Any] | None:
-    """Convert ollama's field `format`, which is "json", a schema or "", into a chat's `response_format`; None, for text, if ""."""
+    """Convert ollama's field `format` ("json", a JSON schema, or "" for text) into a chat's `response_format`; None for text."""
     if value in ("", "json"):
         return {"type": "json_object"} if value else None
     return {"type": "json_object", "schema": check_object(name, value)}
