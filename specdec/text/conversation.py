@@ -129,7 +129,10 @@ class ThoughtFilter:
         self._text, self._thought = list[str](), list[str]()
 
     def filter(self, event: Event | PrefillProgress) -> Event | PrefillProgress:
-        """Return an event without the marks; a step that has a part of the thought becomes a `ThoughtStep`."""
+        """Return an event without the marks; a step that has a part of the thought becomes a `ThoughtStep`.
+
+        Pass all events of an answer in their order. The text and the thought are also collected for `end`.
+        """
         if isinstance(event, Proposal):
             return replace(event, pieces=_remove_token_marks(event.pieces))
         if not isinstance(event, Step):
@@ -158,7 +161,10 @@ class ThoughtFilter:
         )
 
     def end(self) -> dict[str, str]:
-        """Return the fields of a message with the answer so far: its content, and its thought if there is one."""
+        """Return the fields of a message with the answer: its `content`, and its thought as `reasoning_content` if there is one.
+
+        Call it once, after the last event: it ends the splitting of the text.
+        """
         text, thought = _join_parts(self._splitter.end())
         fields = {"content": "".join(self._text) + text}
         return fields | ({"reasoning_content": thought} if (thought := "".join(self._thought) + thought) else {})

@@ -122,13 +122,16 @@ class EventDetokenizer:
         self._prompt_text: str | None = None
 
     def add_prompt_text(self, event: PromptEventT) -> PromptEventT:
-        """Return a copy of an event of the prompt with the prompt's text."""
+        """Return a copy of a `Prompt` or `PrefillProgress` event with the text of the prompt.
+
+        The first call detokenizes the event's tokens, which are the whole prompt; later calls reuse its text.
+        """
         if self._prompt_text is None:
             self._prompt_text = "".join([self._stream.push(token) for token in event.tokens])
         return replace(event, text=self._prompt_text)
 
     def add_draft_text(self, event: Proposal) -> Proposal:
-        """Return a proposal with the text of its tokens, if that was requested."""
+        """Return a copy of a proposal with the text of its tokens if `include_draft_text` is set, else the proposal itself."""
         return replace(event, pieces=self._stream.peek(event.tokens)) if self._include_draft_text else event
 
     def add_text(self, step: Step) -> Step:

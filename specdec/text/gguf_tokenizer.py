@@ -164,6 +164,7 @@ class _TokenizerKeys:
         return [token for token, kind in enumerate(self.types) if kind in types]
 
     def get_eos_tokens(self) -> dict[int, str]:
+        """Return the end-of-sequence tokens by id: those in EOS_KEYS, those with a name in EOS_NAMES, and the additional ones."""
         named_ids = [token for token, name in enumerate(self.tokens) if name in EOS_NAMES and self.types[token] != UNUSED]
         names = {self.tokens[token] for token in named_ids}
         if any(names >= pair for pair in CHANNEL_EOS_PAIRS):

@@ -124,7 +124,11 @@ class HFTokenizer:
         return data, state
 
     def is_same_file(self, path: Path) -> bool:
-        """Return whether a .json file, or the tokenizer.json in a folder, has the same bytes as this tokenizer's own file."""
+        """Return whether a .json file, or the tokenizer.json in a folder, has the same bytes as this tokenizer's own file.
+
+        Raises:
+            TokenizerError: The file cannot be read, or the folder has no tokenizer.json.
+        """
         path = _find_tokenizer_file(path)
         return path.suffix == ".json" and hashlib.sha256(read_file_bytes(path, "a tokenizer.json")).digest() == self._digest
 

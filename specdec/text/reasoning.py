@@ -110,7 +110,7 @@ class ReasoningMarks:
 
 
 def make_thinking_options(template: ChatTemplate, is_on: bool) -> dict[str, Any]:
-    """Return the template variables that switch thoughts on or off, as far as the chat template reads them."""
+    """Return the template variables that switch thoughts on or off and that the template reads; empty if it reads none."""
     options = dict.fromkeys(THINKING_OPTIONS, is_on) | ({} if is_on else {"thinking_budget": 0})  # the last one of Seed-OSS
     return {name: value for name, value in options.items() if template.takes_variable(name)}
 
@@ -200,8 +200,8 @@ class ReasoningSplitter:
         start: The mark before the thought.
         ends: The marks after the thought; the first one in the output ends it.
         is_open: Whether the output begins inside the thought.
-        hold_mark: A mark from which on a thought is held back until its end; "" for none. If the thought has no end, what was
-            held back is returned as "unclosed".
+        hold_mark: A mark, such as that of a tool call, from which on a thought is held back until its end; "" for none. If the
+            thought has no end, what was held back is returned as "unclosed".
         header_end: Ends the header that an end mark begins, and that is dropped; "" for none.
 
     Attributes:
@@ -333,5 +333,5 @@ def _find_first(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 
 def _count_partial(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text are a beginning of a mark."""
+    """Return the length of the longest end of a text that is the beginning of a mark, but not the whole mark."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

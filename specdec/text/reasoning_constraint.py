@@ -25,7 +25,7 @@ class Position(NamedTuple):
     Attributes:
         phase: Whether the position is before a possible thought or in its start mark, in the thought, in the header after its end
             mark, behind both or newlines after them, or in the answer.
-        n: The tokens of the thought or of the header, or the newlines after them.
+        n: Number of tokens so far in the thought or in the header, or of newlines after them.
         tail: The last bytes of the output, which may be a part of a mark.
         start: The tokens before a possible thought, if the answer has a constraint: they may also belong to the answer.
     """
@@ -42,12 +42,13 @@ THOUGHT_PHASES = ("thought", "header")  # without the inner constraint
 
 
 class MarkTokens(NamedTuple):
-    """The tokens of a vocabulary that a constraint has to know of at the marks of a thought.
+    """The tokens of a vocabulary that can be part of the marks of a thought, or of the newlines after them.
 
     Attributes:
-        continuing: The tokens that may follow a beginning of a start mark, by that beginning. The last one may have more text.
-        banned: The tokens with the rest of the last mark and text after it, by the number of bytes of the mark before them.
-        newlines: The tokens of newlines, with their number.
+        continuing: The tokens that continue a start mark, by the bytes of the mark before them. A token that completes the mark
+            may have text after it.
+        banned: The tokens that complete the last mark and have text after it, by the number of bytes of the mark before them.
+        newlines: The number of newlines of each token that has nothing else.
     """
 
     continuing: dict[bytes, list[int]]
@@ -147,11 +148,14 @@ class ReasoningConstraint:
         return self._begin_answer(rest) if is_end else Position("header", n, data[1 - len(self._header_end) :])
 
     def _begin_answer(self, rest: bytes) -> Position:
-        """Return the position after the last mark and the rest of its last token."""
+        """Return the position after the last mark and `rest`, the bytes after the mark in the same token."""
         return ANSWER_POSITION if rest.strip(b"\n") and not self.inner else Position("after", len(rest))
 
     def get_forced_token(self, position: Position) -> int | None:
-        """Return the only token that may follow after the last token of a thought or a header; None for others."""
+        """Return the only token that may follow in a thought or a header that is at its limit; None at other positions.
+
+        It is the next token of the text that ends the thought or the header.
+        """
         phase, n, _, _ = position
         if phase == "thought" and self._budget is not None and n >= self._budget:
             return next(iter(self._marks.closing_tokens[n - self._budget :]), None)
@@ -160,7 +164,10 @@ class ReasoningConstraint:
         return None
 
     def get_banned_tokens(self, position: Position) -> list[int]:
-        """Return the tokens that may not follow in a thought: those with the last mark and a part of the answer, and EOS."""
+        """Return the tokens that may not follow in a thought or a header.
+
+        These are the tokens that complete the last mark and begin the answer, and EOS if there must be an answer.
+        """
         banned, last = [*self._eos_tokens], self._header_end or self._end
         if position.phase == ("header" if self._header_end else "thought"):
             for n, tokens in self._tokens.banned.items():
@@ -168,7 +175,10 @@ class ReasoningConstraint:
         return banned
 
     def get_free_tokens(self, position: Position) -> list[int]:
-        """Return the tokens that may follow before the answer, whether or not the inner constraint allows them."""
+        """Return the tokens that may follow whether or not the inner constraint allows them: of a start mark, or of newlines.
+
+        The position must be before a possible thought, or after it and before the answer.
+        """
         if position.phase == "before":  # GLM writes a newline before its mark
             spaces = [] if position.tail or len(position.start) >= self._marks.max_newlines else [*self._tokens.newlines]
             return self._tokens.continuing.get(position.tail, []) + spaces
@@ -213,9 +223,11 @@ class ReasoningConstraintState:
         return tokens
 
     def _split_answer(self, tokens: list[int]) -> tuple[int, list[int] | None]:
-        """Return how many tokens are allowed before the answer, and the answer's tokens; None if it does not begin.
+        """Split tokens that follow the sequence at the start of the answer.
 
-        The answer may begin with a part of the start mark, also with tokens of it that are in the sequence already.
+        Returns:
+            The number of allowed tokens before the answer, and the tokens of the answer, or None if it does not begin. If tokens
+            that could become a start mark belong to the answer after all, it includes those that are in the sequence already.
         """
         position = self._position
         if position.phase == "answer":
@@ -363,7 +375,7 @@ def _get_token_bytes(tokenizer: AnyTokenizer, token: int) -> bytes:
 def _find_tokens(
     tokenizer: AnyTokenizer, starts: tuple[bytes, ...], end: bytes, visible: tuple[tuple[int, bytes], ...]
 ) -> MarkTokens:
-    """Return the tokens that a constraint has to know of at the marks of a thought.
+    """Return the tokens that can be part of the marks of a thought, or of the newlines after them.
 
     Args:
         tokenizer: The tokenizer.

@@ -450,7 +450,11 @@ def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GrammarCo
 
 
 def json_object(tokenizer: AnyTokenizer) -> GrammarConstraint:
-    """Build a constraint by which a completion is one JSON object of any content, formatted as in `json_schema`."""
+    """Build a constraint by which a completion is one JSON object of any content, formatted as in `json_schema`.
+
+    Raises:
+        ValueError: The constraint cannot be built, or llguidance is not installed. One line.
+    """
     return json_schema(tokenizer, ANY_OBJECT_SCHEMA)
 
 
