@@ -109,11 +109,13 @@ class Autotuner:
             self._thread_tuner.record_step(n_tokens, seconds)
 
     def save_costs(self, costs: CostModel, n_steps: int) -> None:
-        """Keep the measured costs for later sequences, and write them and the acceptance to the calibration file.
+        """Keep measured costs for later sequences, and write them and the acceptance to the calibration file, if there is one.
+
+        Does nothing if the costs come from fewer than `MIN_STEPS` steps.
 
         Args:
-            costs: The costs.
-            n_steps: The steps from which they come; too few are ignored.
+            costs: The cost model of the sequences that have run.
+            n_steps: Number of decoding steps that it has measured.
         """
         if n_steps < MIN_STEPS:
             return
@@ -123,10 +125,12 @@ class Autotuner:
             self._calibration_file.write(self._curve, self.acceptance)
 
     def measure(self, time_generation: Callable[[int], float]) -> None:
-        """Choose and set the number of threads, and measure the costs of passes and drafts.
+        """Choose and set the number of threads, then measure the costs of passes and drafts.
+
+        Threads are tried only if there are several numbers to choose from, and costs are measured only if there is a draft.
 
         Args:
-            time_generation: Returns the seconds that generating a number of tokens takes.
+            time_generation: A function that generates the given number of tokens and returns the seconds that it took.
         """
         draft, stage = self.bundle.draft, self.bundle.stage
         if len(self.thread_choices) > 1:
@@ -142,9 +146,10 @@ class Autotuner:
                 )  # fmt: skip
 
     def _calibrate(self) -> None:
-        """Set the cost curve to the minimum of costs measured now and those of earlier processes, and load their acceptance.
+        """Read the costs and the acceptance that earlier processes have stored, measure the costs again, and keep the lower ones.
 
-        Other programs only ever add time. The measurement is skipped if a slow target's stored costs show that drafts pay.
+        The minimum is right since other programs only ever add time. The measurement is skipped if the stored costs show that the
+        target is slow and that drafts pay.
         """
         draft, seconds = self.bundle.draft, MEASURE_BUDGET_S
         models = [self.bundle.target, *([draft.model] if draft.model else [])]

@@ -23,7 +23,10 @@ def make_decoding_state(
     is_alone: bool,
     memory: LookupMemory,
 ) -> DecodingState:
-    """Return the state of a new sequence, with everything that decides its tokens.
+    """Return the decoding state of a new sequence, with the verifier, drafter, length policy and constraint that it needs.
+
+    A sequence with a predicted output and the coupled verifier drafts from the prediction. Otherwise it uses the bundle's draft,
+    or no draft if the target is too fast for looked-up ones.
 
     Args:
         autotuner: The autotuner of the models, warmed up.
@@ -95,7 +98,7 @@ def _make_drafter(
     settings: SpeculativeSettings,
     is_alone: bool,
 ) -> Drafter | None:
-    """Return a new drafter for one sequence; see `make_decoding_state`. None for steps without drafts."""
+    """Return a tree, staged or plain drafter for one sequence, or None without a draft; see `make_decoding_state`."""
     bundle = autotuner.bundle
     vocabulary, eos_tokens, noise = bundle.draft.vocabulary, bundle.tokenizer.eos_tokens, verifier.get_draft_stream
     sampler = Sampler(vocabulary.n_target, sampling, vocabulary.n_common)

@@ -113,7 +113,10 @@ class PromptCache:
             cache_salt: Prompts are shared only among requests with the same salt.
 
         Returns:
-            The number of tokens that the KV cache holds after loading; 0 if nothing was loaded.
+            The number of tokens that the KV cache holds after loading; 0 if it holds no more of the prompt than before.
+
+        Raises:
+            CheckpointError: If the file of a table of the model has changed.
         """
         n_held, token_keys = len(tokens) - 1 - cache.count_prefill_tokens(tokens), self._get_token_keys(cache, tokens)
         blocks = [*takewhile(os.path.exists, self._get_block_paths(cache, token_keys, len(tokens) - 1, cache_salt))]
@@ -127,12 +130,16 @@ class PromptCache:
         """Queue the parts of a sequence's KV cache that the folder lacks, for a background thread to write to files.
 
         Files for which the queue has no room are left for the next call. A complete prefill also marks the files as used now.
+        Nothing is queued if the keys are rotated with the RoPE factors for another length than that of the sequence.
 
         Args:
             cache: The KV cache.
             tokens: The sequence.
             is_prefilled: Whether the prefill is complete, so that the tail is worth a file.
             cache_salt: Prompts are shared only among requests with the same salt.
+
+        Raises:
+            CheckpointError: If the file of a table of the model has changed.
         """
         if cache.has_long_rope != cache.model.config.has_long_rope(len(tokens)):
             return  # the keys are rotated with the factors of another length
@@ -149,7 +156,7 @@ class PromptCache:
             self._queue.put(partial(_touch, paths))
 
     def restore_memory(self, cache: KVCache, memory: LookupMemory, n_ids: int, cache_salt: str = "") -> bool:
-        """Load what sequences with the same salt have left for looked-up drafts; return whether there was anything.
+        """Fill a memory of looked-up drafts from the file of its cache salt; return False if there is no valid file.
 
         Args:
             cache: A KV cache of the target.
@@ -192,7 +199,7 @@ class PromptCache:
         return self.folder / f"{digest.hexdigest()[:40]}{MEMORY_SUFFIX}"
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Wait until the background thread has written all files, but for at most timeout_s seconds."""
+        """Queue the memories that are not written yet, then wait until all files are written, at most timeout_s seconds."""
         for path in [*self._unsaved_memories]:
             self._queue_memory(path)
         with self._queue.all_tasks_done:
@@ -416,7 +423,7 @@ class PromptCache:
                 excess -= size
 
     def report_failure(self, error: Exception) -> None:
-        """Report, once, that prompts cannot be kept."""
+        """Report an error that prevents writing prompts; only the first such error is reported."""
         reason = error.strerror if isinstance(error, OSError) else repr(error)
         self._report_once("written", f"cannot keep prompts in {self.folder}: {reason}")
 

@@ -10,9 +10,10 @@ MAX_FAIRNESS_GAP_S = 1.0  # lead in pass time over another client, beyond which 
 
 
 class FairShare:
-    """The pass time of each client: of those that run, and of those that were ahead of them.
+    """The shares of the clients: counts their pass time, chooses which one starts next, and holds back those ahead of others.
 
-    After the virtual token counter of "Fairness in Serving Large Language Models" (arXiv 2401.00588).
+    Pass time is the time of forward passes that is charged to a client, as in the virtual token counter of "Fairness in Serving
+    Large Language Models" (arXiv 2401.00588).
 
     Args:
         max_running: Sequences per pass.
@@ -31,7 +32,12 @@ class FairShare:
     def start(self, client: str, running: Collection[Sequence]) -> None:
         """Set the pass time of a client that starts a sequence, so that it gets no credit for the time it was idle.
 
-        It is the lowest pass time of the running clients, or the client's own earlier pass time if that is higher.
+        It is the lowest pass time of the running clients, or the client's own earlier pass time if that is higher. Idle clients
+        that are not ahead of this minimum are forgotten; if no sequence is running, all are.
+
+        Args:
+            client: The client's name.
+            running: The sequences that run already.
         """
         names = {sequence.client.name for sequence in running}
         min_seconds = min([self._seconds[name] for name in names], default=0.0)
@@ -42,7 +48,7 @@ class FairShare:
     def get_next(self, waiting: Collection[Sequence], running: Collection[Sequence]) -> Sequence | None:
         """Return the first waiting sequence of the client with the fewest running ones, or None if it has to wait.
 
-        It has to wait while no slot is free, unless the client has less than its share of the slots.
+        It has to wait while `max_running` sequences run. If the client has less than its share of them, twice as many may run.
         """
         if not waiting:
             return None
@@ -64,7 +70,14 @@ class FairShare:
         return [sequence for _, sequence in sorted(ranked, key=lambda each: each[0])]
 
     def hold_back(self, prefilling: list[Sequence], decode_batch: list[Sequence]) -> list[Sequence]:
-        """Return the sequences to prefill whose clients are not too far ahead of the others in this pass."""
+        """Return the sequences to prefill, except those of clients that are too far ahead of another one in pass time.
+
+        A client is too far ahead if its pass time exceeds the lowest one in this pass by more than `MAX_FAIRNESS_GAP_S`.
+
+        Args:
+            prefilling: The sequences to choose from.
+            decode_batch: The sequences that decode in this pass; their clients count for the lowest pass time.
+        """
         if len(prefilling) + len(decode_batch) < 2:
             return prefilling
         max_seconds = MAX_FAIRNESS_GAP_S + min(self._seconds[each.client.name] for each in (*decode_batch, *prefilling))

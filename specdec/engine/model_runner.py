@@ -22,9 +22,17 @@ class ModelRunner:
         self._target = target
 
     def run(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
-        """Run a batch and verify the drafts; return the result of each decoding sequence, and the error of each that fails.
+        """Run one forward pass over a batch, and verify the drafts of the decoding sequences.
 
         If the pass fails, each sequence runs in a pass of its own, so that only the one that causes the error fails.
+
+        Args:
+            chunks: The sequences to prefill, each with its number of tokens.
+            decode_batch: The sequences that decode. A sequence with a token tree must be alone, without chunks.
+
+        Returns:
+            The verified tokens of each decoding sequence, and the error of each sequence that failed. A sequence that was
+            prefilled without an error has no entry.
         """
         try:
             return self._run_and_verify(chunks, decode_batch)
@@ -39,6 +47,7 @@ class ModelRunner:
         return results
 
     def _run_and_verify(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
+        """Run the pass of `run` once, or again if a pass in a signal handler has overwritten its logits; errors of it are raised."""
         target = self._target
         with target.lock:
             while True:

@@ -80,7 +80,7 @@ class KVSlot:
 class PrefixCache:
     """Slots with KV caches that take at most `max_bytes` together; a single slot may be larger. Threads may share it.
 
-    Where memory is short, the slot that has been idle longest is dropped first. Slots are reused only with the same cache salt:
+    If memory is short, the slot that has been idle longest is dropped first. Slots are reused only with the same cache salt:
     the time of a prefill would reveal how other clients' prompts begin.
 
     Args:
@@ -167,7 +167,7 @@ class PrefixCache:
         self._max_bytes = max_bytes
 
     def save_to_disk(self, slot: KVSlot, tokens: list[int], is_prefilled: bool = True) -> None:
-        """Write the target's KV cache of the given tokens to the prompt cache on disk; do nothing without one.
+        """Queue the target's KV cache of the given tokens for the prompt cache on disk, if there is one; report errors to it.
 
         Args:
             slot: The slot.
@@ -181,7 +181,14 @@ class PrefixCache:
                 self._prompt_cache.report_failure(error)
 
     def remember(self, slot: KVSlot, tokens: list[int]) -> None:
-        """Add the tokens of an ended sequence to the memory of looked-up drafts, which is also written to the prompt cache."""
+        """Add the tokens of an ended sequence to the slot's memory of looked-up drafts, and save that to the prompt cache, if any.
+
+        Does nothing if the bundle does not look up drafts. An error of the prompt cache is reported, not raised.
+
+        Args:
+            slot: The slot of the sequence.
+            tokens: All tokens of the sequence.
+        """
         if self._bundle.uses_lookup:
             slot.memory.add(tokens)
             if self._prompt_cache:
@@ -218,7 +225,10 @@ class PrefixCache:
         return KVSlot(caches, cache_salt, self._get_memory(caches, cache_salt))
 
     def _get_memory(self, caches: SequenceCaches, cache_salt: str) -> LookupMemory:
-        """Return the memory of looked-up drafts of a cache salt; beyond MAX_MEMORIES, the one used longest ago is dropped."""
+        """Return the memory of looked-up drafts of a cache salt, or a new one, filled from the prompt cache if there is one.
+
+        Beyond `MAX_MEMORIES`, the one used longest ago is dropped.
+        """
         memory = self._memories.pop(cache_salt, None)
         if not memory:
             memory = LookupMemory()

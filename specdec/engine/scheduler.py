@@ -72,7 +72,13 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def stream(self, sequence: Sequence) -> Iterator[Event | PrefillProgress]:
-        """Generate a sequence to its end and yield its events; raise its error. Closing the iterator ends the sequence early."""
+        """Add a sequence, run steps until it ends, and yield the events of all sequences.
+
+        Closing the iterator ends the sequence early. At the end the slot is released and adaptive settings save measured costs.
+
+        Raises:
+            Exception: The error of any sequence that fails.
+        """
         self.add(sequence)
         try:
             while not sequence.is_finished:
@@ -87,7 +93,10 @@ class Scheduler:
                 self._autotuner.save_costs(self._costs, sequence.n_steps)
 
     def step(self) -> Iterator[SequenceEvent]:
-        """Admit waiting sequences, run one forward pass, and yield the events and errors of all sequences."""
+        """Remove cancelled sequences, admit waiting ones, and run at most one forward pass; yield all events and errors.
+
+        The work is done as the iterator is consumed. No pass runs if no sequence is ready for one.
+        """
         self.reap()
         if self.waiting:
             yield from self._admit()
@@ -127,7 +136,7 @@ class Scheduler:
                 self._finish(sequence)
 
     def fail_all(self, error: Exception) -> list[Sequence]:
-        """End all running sequences by an error, and return them."""
+        """End all running sequences by an error, drop their slots, and return them; waiting sequences keep waiting."""
         failed = [*self.running]
         for sequence in failed:
             self._fail(sequence, error)
@@ -138,7 +147,7 @@ class Scheduler:
         self._last_pass_end = 0.0
 
     def reap(self) -> None:
-        """Remove the cancelled sequences and release their slots."""
+        """Remove the cancelled sequences, running and waiting, and release the slots of those that run."""
         for sequence in [sequence for sequence in self.running if sequence.is_cancelled]:
             self._remove(sequence)
         for sequence in [sequence for sequence in self.waiting if sequence.is_cancelled]:
@@ -176,9 +185,14 @@ class Scheduler:
                 yield sequence, progress
 
     def _prepare(self, sequence: Sequence) -> Generator[SequenceEvent, None, bool]:
-        """Return whether the target has tokens of a sequence to prefill; if not, finish its prefill, a draft chunk at a time.
+        """Return whether the target has prompt tokens of a sequence to run in this pass; if not, advance its prefill otherwise.
 
-        Yields the `Prompt` event when the sequence is ready to decode. A sequence that may not generate any token ends.
+        A sequence that waits for another one to prefill their common prefix does nothing. When the target is done, each call runs
+        one chunk of a draft model, and the call after the last chunk starts the decoding. A sequence that may not generate any
+        token ends then.
+
+        Yields:
+            The progress of the draft models, the `Prompt` event when the decoding starts, or the error of the sequence.
         """
         try:
             if sequence.update_prefix_wait(self.running):
@@ -294,7 +308,9 @@ class Scheduler:
     def _commit(
         self, decode_batch: list[Sequence], results: Results, start: float, seconds: float, has_chunks: bool
     ) -> Iterator[SequenceEvent]:
-        """Add the verified tokens of a pass to its sequences, and yield their steps and errors.
+        """Add the verified tokens of a pass to its sequences, record its costs, and yield the steps and errors.
+
+        Finished sequences are removed. A sequence that has grown into other RoPE factors starts a prefill of all its tokens.
 
         Args:
             decode_batch: The sequences that decoded in the pass.
@@ -336,7 +352,7 @@ class Scheduler:
         yield from events
 
     def _has_crossed_length(self, sequence: Sequence, n_new: int) -> bool:
-        """Return whether a sequence has just grown beyond a length from which on its RoPE factors are others."""
+        """Return whether the last n_new tokens took a sequence past a length at which its RoPE factors change."""
         n = len(sequence.tokens)
         return any(n - n_new <= length < n for length in self._recompute_lengths)
 

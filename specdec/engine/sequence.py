@@ -98,7 +98,7 @@ class Sequence:
         self.is_cancelled = True
 
     def start(self, slot: KVSlot, state: DecodingState) -> None:
-        """Take a slot and begin the prefill of the prompt."""
+        """Store the slot and the decoding state, count the cached prompt tokens, and begin the prefill of the prompt."""
         self.slot, self.state, self.start_time = slot, state, time.perf_counter()
         self.n_cached = self.count_prefilled()
         self.begin_prefill()
@@ -109,7 +109,7 @@ class Sequence:
         self._prefill_work = self._count_prefill_work()
 
     def start_decoding(self) -> Prompt | None:
-        """End the prefill and prepare the drafter; return the `Prompt` event, once."""
+        """End the prefill and prepare the drafter; return the `Prompt` event, or None if it was sent before."""
         # Drop what the cache holds beyond the sequence: a head would draft from the hidden states of an earlier output.
         self.cache.forward(self.tokens[:-1], 0, len(self.tokens))
         if self.state.drafter:
@@ -121,7 +121,7 @@ class Sequence:
         return self.make_prompt_event(now - self.start_time)
 
     def make_prompt_event(self, seconds: float = 0.0) -> Prompt:
-        """Return the `Prompt` event, with the seconds that the prefill took."""
+        """Return the `Prompt` event, with the seconds that the prefill took, and record that it has been sent."""
         self.has_sent_prompt = True
         return self._detokenizer.add_prompt_text(Prompt([*self.request.prompt], seconds))
 
@@ -135,7 +135,10 @@ class Sequence:
         return self._detokenizer.add_draft_text(self.state.proposal)
 
     def finish_step(self, step: Step) -> Step:
-        """Add the text to a committed step, and end the sequence if the step ends it."""
+        """Return a committed step with its text added, and count it; end the sequence if the step has a stop reason.
+
+        The time of a repeated prefill is added to the next step's. The first step with tokens sets `first_token_seconds`.
+        """
         self.has_proposed = False
         self.n_steps += 1
         if self._extra_seconds:
