@@ -100,7 +100,13 @@ class ThoughtRows:
 class AnswerView(View):
     """A view that streams an answer: wrapped between words and coloured on a terminal, plain text elsewhere.
 
-    The last rows of a thought are shown dim, then its time and length in their place. Without styles or rows it is left out.
+    On a terminal with styles, the last rows of a thought are shown dim, and at its end its time and length replace them.
+    Elsewhere thoughts are left out.
+
+    Args:
+        out: The stream to write to.
+        get_width: Returns the cells of a row; 0 if `out` is not a terminal, so that nothing is wrapped.
+        styles: SGR codes by style; empty for no colours.
     """
 
     def __init__(self, out: TextIO, get_width: Callable[[], int], styles: Mapping[str, str]) -> None:

@@ -84,7 +84,7 @@ class LineEditor:
                 _add_to_history(message)
 
     def session(self) -> AbstractContextManager[None]:
-        """Turn off the terminal's bracketed paste when the context of a conversation is left or a signal ends the process."""
+        """Return a context for a conversation; leaving it, also by a signal, turns off the terminal's bracketed paste."""
         return signals.undo_on_exit(lambda: _write_terminal(self._paste_off))
 
     def read(self) -> str:
@@ -162,14 +162,15 @@ class LineEditor:
 def read_message(
     read_line: Callable[[str], str], is_pasted: Callable[[], bool], is_command: Callable[[str], bool]
 ) -> tuple[str, list[str]]:
-    '''Read a message line by line; return it, and a list with the command line behind a paste if there is one.
+    '''Read a message line by line; return it, and a list with the command that ended a paste, empty if there was none.
 
-    A message is one line, several lines joined by backslashes, a paste, or everything between """ and """.
+    A message is one line, several lines joined by backslashes, a paste, or everything between """ and """. A command in a paste
+    ends the message, and is to be handled after it.
 
     Args:
-        read_line: Reads a line behind a prompt.
-        is_pasted: Whether another line is waiting already.
-        is_command: Whether a line is a command.
+        read_line: Shows a prompt and returns the line that the user enters.
+        is_pasted: Returns whether the next line of a paste is waiting.
+        is_command: Returns whether a line is a command.
     '''
     lines = [read_line(PROMPT)]
     is_more = not is_command(lines[0]) and is_pasted()

@@ -308,7 +308,10 @@ class LivePanel(InteractiveView):
         self._pending_steps.clear()
 
     def _add_thought(self, step: ThoughtStep) -> None:
-        """Append a step's part of a thought to the text, and its length at its end, which is all of it in the folded text."""
+        """Append a step's part of a thought to the text; at its end, append its time and length to the text and the folded text.
+
+        The first part of a thought starts the folded text, a copy of the text that gets nothing else of the thought.
+        """
         if not self._folded_text:
             self._styled_text.start_row()
             self._folded_text, self._more_key_hints = self._styled_text.copy(), ["t: the thought"]

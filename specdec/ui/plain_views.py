@@ -163,7 +163,7 @@ class PlainView(View):
         self._is_mid_row = self._has_thought = False
 
     def __exit__(self, *_: Any) -> None:
-        """End the text and its row."""
+        """Write the text that was held back, and a line break."""
         self._out.write(self._sanitizer.end() + "\n")
         self._out.flush()
 
@@ -210,7 +210,10 @@ class SilentView(View):
 
 
 def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: bool) -> str:
-    """Return one sentence that compares a generation's speed with the target alone; "" if nothing was drafted."""
+    """Return one sentence that compares a generation's speed with the target alone; "" if nothing was drafted.
+
+    It also says that the output is the same if `is_same_text`, else that its distribution is.
+    """
     s = statistics
     if not s.n_drafted:
         return ""

@@ -151,7 +151,7 @@ class WrappedRows:
 
 
 class StyledText:
-    """A text that grows at its end, where each word has one style, that of its first piece; a prompt ends its last word.
+    """A text that grows at its end, in which a whole word has the style of its first piece; no word continues a prompt's.
 
     Args:
         on_write: As in `WrappedRows`, for the rows of `tail`.
@@ -172,12 +172,12 @@ class StyledText:
         self.add("".join(step.pieces[step.n_accepted :]), "target")
 
     def start_row(self) -> None:
-        """Append a line break if the text does not end with one, or is not empty."""
+        """Append a line break, unless the text is empty or ends with one."""
         if self._runs and not self._runs[-1][0].endswith("\n"):
             self.add("\n", "plain")
 
     def copy(self) -> "StyledText":
-        """Return a new text with the same runs so far, which reports no placed text."""
+        """Return a new text with the same runs so far, without the `on_write` callback."""
         other = StyledText()
         for text, style in self._runs:
             other.add(text, style)
@@ -202,9 +202,14 @@ class StyledText:
         self._is_in_word = style != "prompt" and is_word_character(text[-1])
 
     def tail(self, width: int, n: int, is_whole: bool = False) -> list[Row]:
-        """Return the last n rows of the text wrapped at `width` cells; `is_whole` includes an unfinished last word.
+        """Return the last n rows of the text wrapped at `width` cells, at most MAX_TAIL_ROWS.
 
-        Text that is placed in the rows is reported to `on_write`.
+        Newly placed text is reported to `on_write`; at another width than before, that is all of the text.
+
+        Args:
+            width: Cells of a row.
+            n: Number of rows.
+            is_whole: Whether to place an unfinished last word too, which is otherwise held back.
         """
         if not self._tail or width != self._width:
             self._width, self._tail = width, self._wrap_into(WrappedRows(width, MAX_TAIL_ROWS, self._on_write))
