@@ -47,7 +47,7 @@ class ModelRunner:
         return results
 
     def _run_and_verify(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
-        """Run the pass of `run` once, or again if a pass in a signal handler has overwritten its logits; errors of it are raised."""
+        """Run one pass and verify; run it again if a pass in a signal handler has overwritten its logits. Raises its error."""
         target = self._target
         with target.lock:
             while True:

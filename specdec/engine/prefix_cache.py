@@ -181,7 +181,7 @@ class PrefixCache:
                 self._prompt_cache.report_failure(error)
 
     def remember(self, slot: KVSlot, tokens: list[int]) -> None:
-        """Add the tokens of an ended sequence to the slot's memory of looked-up drafts, and save that to the prompt cache, if any.
+        """Add the tokens of an ended sequence to the slot's memory of looked-up drafts, and save it to the prompt cache, if any.
 
         Does nothing if the bundle does not look up drafts. An error of the prompt cache is reported, not raised.
 
