@@ -521,7 +521,7 @@ class ModelConfig:
 
     def _find_errors(self) -> ErrorMessages:
         yield from check_positive(self, "dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
-        if self.head_dim == self.dim // self.n_heads and self.dim % self.n_heads:
+        if self.head_dim == self.dim // self.n_heads and self.dim % self.n_heads and not self.attention.latent:
             yield f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
             yield f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"

@@ -18,6 +18,7 @@ from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_paths import find_local, get_model_folders, list_model_paths
 from specdec.model import get_architecture
+from specdec.model.model import count_kv_bytes_per_token
 from specdec.model_config import ModelConfig
 from specdec.text.tokenizer_lookup import MAX_PADDING_ROWS
 
@@ -164,6 +165,7 @@ def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, An
         "dim": config.dim,
         "parameters": entry.n_parameters,
         "parameters_read": entry.n_active_parameters,
+        "kv_bytes_per_token": count_kv_bytes_per_token(config, "f16"),
         "bytes": entry.n_bytes,
         "vocabulary": config.vocab_size,
         "context": config.seq_len,

@@ -56,6 +56,7 @@ def run(request: ModelsRequest) -> None:
     A draft matches a target that has the same vocabulary and at least twice its size.
     A head matches models of its width and vocabulary.
     For a mixture of experts, the table also shows how many weights a token reads.
+    KV/token is the memory of a token in the KV cache in f16.
     """
     what, *names = request.what or [""]
     with guard_output():
@@ -175,7 +176,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         return
     if not (rows or broken):
         print(f"no models in {sanitize_line(folder)}" if folder else NO_MODELS_MESSAGE)
-    table = Table("model", "shape", "weights", "size", "vocabulary", "drafts that fit", box=None, pad_edge=False)
+    table = Table("model", "shape", "weights", "size", "KV/token", "vocabulary", "drafts that fit", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"  # names must stay whole, to be copied
 
@@ -190,6 +191,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
             _format_count(row["parameters"])
             + (f", {_format_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
             f"{_format_count(row['bytes'])}B",
+            f"{_format_count(row['kv_bytes_per_token'])}B",
             str(row["vocabulary"]),
             _format_head_targets(row["head"], format_names)
             if row["head"]

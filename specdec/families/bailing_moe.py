@@ -71,9 +71,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     metadata.require(gguf.GATING_FUNC_KEY, gguf.SIGMOID)
     metadata.require("expert_weights_norm", True)
     fields = gguf.parse_base_fields(metadata, has_partial_rope=True, qk_norm=True)
-    length_key = "expert_shared_feed_forward_length"
-    length = metadata.get_count(length_key if length_key in metadata else gguf.EXPERT_DIM_KEY)
-    return ModelConfig(**{**fields, "experts": deepseek.parse_gguf_experts(metadata, length)})
+    return ModelConfig(**{**fields, "experts": deepseek.parse_gguf_experts(metadata)})
 
 
 FAMILY = (

@@ -238,14 +238,11 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     )
 
 
-def parse_gguf_experts(metadata: GGUFMetadata, shared_dim: int = 0) -> ExpertsConfig | None:
+def parse_gguf_experts(metadata: GGUFMetadata) -> ExpertsConfig | None:
     """Return the `ExpertsConfig` of a GGUF file's metadata; None if no layer has experts.
 
-    Older files do not say how experts are scored: by sigmoid if there is a bias for the choice, else by softmax.
-
-    Args:
-        metadata: The file's metadata.
-        shared_dim: Number of rows of the first matrix of each shared expert; by default that of the other experts.
+    Older files do not say how experts are scored: by sigmoid if there is a bias for the choice, else by softmax. The size of the
+    shared experts is that of their tensors, since the keys of a Ling 2.0 with two of them count them twice.
 
     Raises:
         CheckpointError: A value is not valid.
@@ -263,7 +260,9 @@ def parse_gguf_experts(metadata: GGUFMetadata, shared_dim: int = 0) -> ExpertsCo
     )  # fmt: skip
     if len(experts.dense_layers) == n_layers:
         return None
-    return replace(experts, shared_hidden_dim=(shared_dim or experts.hidden_dim) * metadata.get_count("expert_shared_count"))
+    shared = (gguf.EXPERT_TENSORS["shared_w1"].name.format(i) for i in range(n_layers))
+    found = next((name for name in shared if name in metadata.tensors), None)
+    return replace(experts, shared_hidden_dim=metadata.tensors.get_shape(found)[0] if found else 0)
 
 
 def list_unused_gguf(config: ModelConfig) -> Iterator[str]:

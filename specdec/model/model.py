@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, SharedBuffers, Weights
+from specdec.layers.block import kv_bytes_per_position
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
@@ -34,6 +35,12 @@ def get_kv_format(weights: Weights, kv: KVFormatName) -> KVFormatName:
     if kv == "auto":
         return "f32" if weights.format_names == "fp32" else "f16"
     return kv
+
+
+def count_kv_bytes_per_token(config: ModelConfig, kv: KVFormatName) -> int:
+    """Return the bytes that a token takes in the KV caches of all layers that have one, in the format kv, which is not "auto"."""
+    layers = (config.layer_config(i) for i in range(config.n_layers))
+    return sum(kv_bytes_per_position(layer, KV_FORMATS[kv]) for layer in layers if layer.has_own_kv and not layer.mixer)
 
 
 class Model:

@@ -10,7 +10,7 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model import get_architecture
-from specdec.model.model import Model
+from specdec.model.model import Model, count_kv_bytes_per_token
 from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
@@ -95,6 +95,19 @@ def test_only_keys_and_values_are_rounded(name, kv):
     np.testing.assert_array_equal(cache.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
     cache.forward([], 0)
     np.testing.assert_array_equal(cache.forward([*sequence[:20], 6, 8], 1)[0], logits[5])
+
+
+@pytest.mark.parametrize(
+    "name", ["everything", "gemma 4", "lfm2", "gpt2", "latent attention", "latent attention of whole panels"]
+)
+def test_bytes_per_token_are_those_by_which_a_cache_grows(name):
+    config = FAMILIES[name]
+    for kv in ("f32", "f16", "q8"):
+        model = Model(config, get_architecture(config).pack(config, family_tensors(config)), 1, kv=kv)
+        short, long = (model.get_buffer_specs(n, 0) for n in (64, 128))
+        cached = [each for each in short if each.startswith(("keys", "values", "key_scales", "value_scales"))]
+        grown = sum(long[each].n_bytes - short[each].n_bytes for each in cached)
+        assert grown == 64 * count_kv_bytes_per_token(config, kv) > 0
 
 
 def test_key_or_value_beyond_fp16_range_becomes_nan():

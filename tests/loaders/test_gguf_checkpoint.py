@@ -698,6 +698,13 @@ def test_how_experts_are_scored_follows_the_key_or_the_bias_for_the_choice(tmp_p
         assert "deepseek2.expert_gating_func is 3; expected 2" in get_refusal(path)
 
 
+def test_shared_experts_have_the_size_of_their_tensors(tmp_path: Path) -> None:
+    """llama.cpp's converter counts two shared experts of a Ling 2.0 twice, unless its config gives their size."""
+    (keys, tensors), path = read_converted("bailing_moe_v2"), tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys | {"bailingmoe2.expert_shared_count": 2}, tensors))
+    assert load_checkpoint(path).config == load_checkpoint(FIXTURES / "gguf" / "bailing_moe_v2.gguf").config
+
+
 def test_a_multimodal_glm_4_is_rejected_by_its_rope_sections(tmp_path: Path) -> None:
     keys, tensors = read_converted("glm4")
     path = tmp_path / "model.gguf"
