@@ -237,7 +237,8 @@ class Request:
 def with_models(request: RequestT, draft: str = "") -> RequestT:
     """Return a copy of the request with the names of its models filled in.
 
-    Without a target, these are the default pair. A draft "none" becomes "".
+    The target is the positional word, else that of -m. Without either, the models are the default pair. A draft "none" becomes
+    "", and keywords such as "Lookup" get lower case.
 
     Args:
         request: The request.

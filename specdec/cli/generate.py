@@ -221,7 +221,10 @@ class GenerationRunner:
 
 
 def find_reasoning_marks(decoder: SpeculativeDecoder, prompt: list[int]) -> "ReasoningMarks | None":
-    """Return the marks around a thought that the output after a prompt may begin with; None for a model that does not think."""
+    """Return the marks around a thought that the output after a prompt may begin with; None for a model that does not think.
+
+    Also returns None if the model has no chat template, or the package that renders it is missing.
+    """
     checkpoint = decoder.bundle.checkpoint
     if not (checkpoint and (checkpoint.chat_template or checkpoint.path.is_dir())):  # a file without a chat template
         return None

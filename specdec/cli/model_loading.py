@@ -149,6 +149,7 @@ def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], 
 
     Raises:
         ValueError: --schema is a JSON object rather than the name of a file.
+        CheckpointError: The schema file cannot be read, or is not a JSON object.
     """
     if request.regex:
         return lambda decoder: decoder.regex(request.regex)

@@ -123,10 +123,11 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
 
 
 def add_alias(request: ModelsRequest, names: list[str]) -> None:
-    """Make the first name an alias of the second, a model's, and print it.
+    """Make the first name an alias of the model with the second name, and print it.
 
     Raises:
         ValueError: The names are not two.
+        CheckpointError: The alias is not valid, or its file cannot be written.
     """
     if len(names) != 2:
         raise ValueError("name needs an alias and a model: specdec models name small org/name:Q4_K_M")

@@ -26,7 +26,7 @@ def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> 
         word: Text of the word, or "-" for stdin. None: not given.
 
     Raises:
-        ValueError: If more than one is given, or the input cannot be read.
+        ValueError: More than one is given, or the input cannot be read.
     """
     sources = {"-i": prompt, "-f": file or None, repr(word): word}
     given = {source: value for source, value in sources.items() if value is not None}

@@ -73,6 +73,8 @@ def explain_unknown_command(words: Sequence[str], commands: Sequence[str]) -> st
 def explain_misplaced_word(words: Sequence[str], has_prompt: bool = False) -> str:
     """Return the error message for a positional word that is a number or names a text file; "" if there is none.
 
+    A number in first place may be the prompt, unless `has_prompt`.
+
     Args:
         words: The positional words.
         has_prompt: Whether an option gives the prompt.
