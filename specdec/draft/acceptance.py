@@ -21,7 +21,7 @@ class Acceptance:
     Args:
         prior: Acceptance rate of each confidence bucket before any observation.
         mean: Acceptance rate over all tokens before any observation.
-        n_accepted: Tokens accepted in earlier sequences, for `n_accepted`.
+        n_accepted: Tokens accepted in earlier sequences, which the property `n_accepted` includes.
         weight: How many observations the prior counts for.
         pool: Another estimate that gets every observation too.
     """
@@ -83,6 +83,7 @@ class Acceptance:
             self._pool._count(seen, accepted)
 
     def _count(self, seen: list[int], accepted: list[int]) -> None:
+        """Add the numbers of verified and of accepted tokens of each bucket, after reducing the weight of earlier ones."""
         for bucket, n in enumerate(seen):
             if n:
                 decay = DECAY**n

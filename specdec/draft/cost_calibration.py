@@ -155,7 +155,7 @@ class CalibrationFile:
 
     Args:
         models: The target, and the draft model if there is one.
-        draft: The name of the drafter if it is not one of the models.
+        draft: The name of a drafter without a model ("lookup"); "" if the draft is one of the models.
     """
 
     def __init__(self, models: Sequence[Model], draft: str) -> None:

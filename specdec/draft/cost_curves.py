@@ -24,6 +24,9 @@ class ExpertCosts:
         experts_per_token: k, experts that one token chooses.
         seconds: Time that reading the experts of one token takes in a pass.
         repeat_probability: r, the probability above.
+
+    Attributes:
+        extra_seconds: By number of tokens, the seconds that a pass takes longer than one over a single token.
     """
 
     def __init__(self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float) -> None:
@@ -42,7 +45,14 @@ class ExpertCosts:
         return max(n_read / self._experts_per_token - 1.0, 0.0) * self.seconds
 
     def update(self, n_tokens: int, n_read: float) -> None:
-        """Update the repeat probability and the extra seconds from a pass over n_tokens in which a layer read n_read experts."""
+        """Move the repeat probability a step towards the one that a pass shows, and recompute the extra seconds.
+
+        Does nothing after a pass over one token, or if reading experts costs nothing.
+
+        Args:
+            n_tokens: Number of tokens of the pass.
+            n_read: Number of experts that a layer read in it, on average.
+        """
         if n_tokens > 1 and self.seconds:
             self.repeat_probability += 0.2 * (self.solve_repeat_probability(n_tokens, n_read) - self.repeat_probability)
             self._update_table()

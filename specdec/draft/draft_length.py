@@ -194,6 +194,7 @@ class CostModel:
         return PLAIN_SHARE if self.n_comparisons < MIN_COMPARISONS else LATER_PLAIN_SHARE
 
     def _record_drafted(self, record: PassRecord) -> None:
+        """Add a pass with drafts to the ratios of measured to expected cost, to the speed-up and to the budget."""
         plain = self.curve.pass_seconds[record.n_sequences] + self.experts.extra_seconds[record.n_sequences]
         expected = self.curve.pass_seconds[record.n_tokens] + self.experts.compute_extra_seconds(record.n_experts_read)
         pass_ratio = draft_ratio = record.seconds / expected
@@ -215,6 +216,7 @@ class CostModel:
         self.experts.update(record.n_tokens, record.n_experts_read)
 
     def _record_plain(self, record: PassRecord) -> None:
+        """Add a pass without drafts to the budget and the overhead, and compare it to the drafted rounds before it, if any."""
         if self.is_plain:
             self._budget -= self._plain_price
             self._spacing += 1
@@ -302,7 +304,7 @@ class CostModel:
 
 
 def _compute_cautious_median(ratios: Sequence[float]) -> float:
-    """Return the median of the ratios together with 1; of two middle values the one nearer to 1, so one ratio changes nothing."""
+    """Return the median of the ratios and an added 1.0; of two middle values the one nearer to 1, so one ratio has no effect."""
     ordered = sorted([1.0, *ratios])
     middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return min(middle, key=lambda ratio: abs(math.log(max(ratio, MIN_SECONDS))))
@@ -335,7 +337,7 @@ class DraftLengthPolicy:
         self._is_searching, self._search_seconds, self._search_gain = False, 0.0, 1.0
 
     def start(self, token_budget: int) -> bool:
-        """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""
+        """Begin a round in which up to `token_budget` tokens fit: set `max_tokens` and `can_branch`; return whether to draft."""
         costs = self.costs
         is_due = len(self._pending_rounds) >= self._update_interval or self._pending_seconds > MAX_PENDING_S
         if is_due or self._version != costs.version or self._n_sequences != costs.n_sequences:
@@ -371,7 +373,9 @@ class DraftLengthPolicy:
         return n < self.max_tokens and (self._survival > self._get_threshold(n) or self._is_trial)
 
     def choose(self, confidences: Sequence[float], parents: Sequence[int] | None = None) -> int:
-        """Return how many of the tokens with the given confidences to propose, for a drafter that has found them at no cost.
+        """Return how many of the tokens with the given confidences, the first ones, to propose: the number with the best profit.
+
+        For a drafter that has found them at no cost. If none is profitable, this is 1 for a trial that the budget allows, else 0.
 
         Args:
             confidences: The confidence of each token.
@@ -470,7 +474,7 @@ class FixedLength:
     """A draft length policy that drafts `gamma` tokens in each round, or as many as fit."""
 
     def __init__(self, gamma: int) -> None:
-        """Set the length of all drafts."""
+        """Set the draft length of all rounds to `gamma` tokens."""
         self._gamma = gamma
         self.max_tokens, self.can_branch = 0, False
         self._n_left = 0

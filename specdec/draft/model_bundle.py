@@ -87,9 +87,9 @@ class DraftSource:
 
         Args:
             cache: The cache that `new_cache` returned for the sequence.
-            sampler: See `ModelDrafter`, as for the others.
-            noise: See `ModelDrafter`.
-            eos_tokens: See `ModelDrafter`.
+            sampler: See `ModelDrafter`; not used by lookup.
+            noise: See `ModelDrafter`; not used by lookup.
+            eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
         """
         if cache:
             return ModelDrafter(cache, sampler, noise, eos_tokens)
@@ -137,6 +137,8 @@ class DraftResolver:
 
     def resolve(self, parameter: str, draft: DraftSpec | DraftSource | None) -> DraftSource:
         """Load a draft if it is named, check that it fits the target, and return it as a `DraftSource`.
+
+        The model in the result is a copy with fewer positions, which shares the weights, if memory is short.
 
         Args:
             parameter: "draft" or "stage", for error messages.
@@ -306,7 +308,12 @@ class ModelBundle:
         )
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a prompt, given as a string or as token ids; see `SpeculativeDecoder.encode` for the errors."""
+        """Return the token ids of a prompt, given as a string or as token ids, which are checked.
+
+        Raises:
+            ValueError: If the prompt has no ids, an id that the target does not have, or more tokens than the context holds.
+            TypeError: If the prompt is neither a string nor integers.
+        """
         if isinstance(prompt, str) or not is_list(prompt):
             tokens = self.tokenizer.encode(check_string("prompt", prompt))
         else:
@@ -350,7 +357,8 @@ def load_bundle(
 ) -> ModelBundle:
     """Load a target, its draft, the second-level draft and the tokenizer, and return them as a `ModelBundle`.
 
-    The arguments are those of `SpeculativeDecoder`. Errors in the tokenizer are raised before weights are read.
+    Processes that compile the code of forward passes are started and go on in the background. The arguments are those of
+    `SpeculativeDecoder`. Errors in the tokenizer are raised before weights are read.
 
     Raises:
         CheckpointError: If a model file cannot be used.

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class DraftCache(Protocol):
-    """The interface of a draft model with the KV cache of one sequence, as `KVCache` has it."""
+    """The interface of a draft model with the KV cache of one sequence; `KVCache` is an implementation.
+
+    Attributes:
+        can_slide: Whether the model may see only the last part of a sequence that exceeds its positions.
+    """
 
     can_slide: bool
 

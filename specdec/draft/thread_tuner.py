@@ -58,6 +58,7 @@ class ThreadTuner:
             self._lock.release()
 
     def _add_step(self, n_tokens: int, seconds: float) -> None:
+        """Add a step to the current window, and end the window after WINDOW_S; the first step of a size only sets its minimum."""
         known = self._min_seconds.get(n_tokens)
         self._min_seconds[n_tokens] = min(seconds, BASELINE_DRIFT * known) if known else seconds
         if not known:
@@ -101,14 +102,15 @@ class ThreadTuner:
 
 
 def choose_threads(set_threads: Callable[[int], None], choices: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
-    """Try numbers of threads, set the fastest one, and return the time on each; the first wins unless another is clearly faster.
+    """Try numbers of threads, set the fastest one, and return the time on each.
 
-    The numbers are tried in turn until the trials have taken TRIAL_BUDGET_S.
+    The numbers are tried in turn until the trials have taken TRIAL_BUDGET_S. The first one stays unless the fastest is better by
+    TRIAL_MARGIN.
 
     Args:
         set_threads: Sets the number of threads for all models.
         choices: The numbers to try.
-        trial: Returns the seconds that generating a number of tokens takes.
+        trial: A function that generates the given number of tokens and returns the seconds that it took.
 
     Returns:
         The time on each number of threads, relative to the first one.

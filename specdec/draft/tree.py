@@ -30,7 +30,13 @@ class TreeDrafter(ModelDrafter):
     _cache: KVCache
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:
-        """Return a tree of draft tokens after the sequence, of depth policy.max_tokens or less; `tail` must be empty."""
+        """Return a tree of draft tokens after the sequence, of depth policy.max_tokens or less; without branches it is a chain.
+
+        Args:
+            tokens: The sequence.
+            policy: Sets the depth of the tree.
+            tail: Not used, since trees have no second-level drafter.
+        """
         cache, model = self._cache, self._model
         shape, stream = build_tree(policy.max_tokens), self._get_stream(len(tokens))
         if self._logits_processor:

@@ -17,7 +17,7 @@ from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.runtime.simd import Float32, Int64
 
-UNKNOWN_TOKEN_ROW = 0  # the row for tokens that the draft does not have, as in `validation.replace_unknown_tokens`
+UNKNOWN_TOKEN_ROW = 0  # the row for tokens that the draft does not have, as in `argument_checks.replace_unknown_tokens`
 
 
 class VocabMapper:
