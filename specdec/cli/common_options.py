@@ -49,9 +49,9 @@ class Request:
 
     Attributes:
         option_names: The command's options, in the order of its help.
-        given: The fields that the command line sets, and the option of each.
+        given: The option of each field that the command line sets, such as "--gamma".
         words: The positional words.
-        command: The subcommand that follows these options.
+        command: The subcommand that follows these options; "" for none.
     """
 
     option_names: ClassVar[str] = ""
@@ -215,13 +215,13 @@ class Request:
 
     @property
     def display_names(self) -> list[str]:
-        """The short names for display of target, draft and stage, without those that are not given."""
+        """The short names for display of target, draft and stage, without those that are not given; needs `with_models` first."""
         names = [str(self.model), self.draft, self.stage]
         return [sanitize_line(Path(name).name.removesuffix(".bin").removesuffix(".gguf")) for name in names if name]
 
     @property
     def labels(self) -> ModelLabels:
-        """The labels with which views name the target, the origin of draft tokens, and the pair."""
+        """The labels with which views name the target, the origin of draft tokens, and the pair; needs `with_models` first."""
         names = self.display_names
         origins = {LOOKUP: "from what came before", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
         advice = "-d self or a smaller model may guess more" if self.draft == LOOKUP else ""

@@ -240,7 +240,8 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
 def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ModelInstance":
     """Return a loaded decoder as an instance that the server can use, with its engine, template and default sampling.
 
-    Print notes on the KV cache and on a missing chat template, and start a thread that prewarms the decoder.
+    Starts the thread of the engine and one that prewarms the decoder. Prints notes on the KV cache, on a missing chat template
+    and on recommended sampling settings.
     """
     from specdec.server.engine_thread import EngineThread
     from specdec.server.generation_fields import ServedModel
@@ -293,6 +294,9 @@ class CatalogModelSource:
         Args:
             name: Name or alias of the model.
             on_progress: Called with the loaded fraction.
+
+        Raises:
+            ValueError: The model is not found or cannot be loaded.
         """
         request = with_models(replace(self._request, model=os.path.join(self._request.models, name)), AUTO)
         decoder = load_decoder(request, resolve_model_paths(request), lambda _, share: on_progress(share))

@@ -128,7 +128,7 @@ class AuthMiddleware:
 def to_api_error(error: BaseException) -> APIError:
     """Convert an exception into the APIError to send to a client, without details of internal errors.
 
-    Cancellation means that the server is shutting down.
+    A full queue becomes status 429. `ShutdownError` and cancellation, which means a shutdown, become 503, and other errors 500.
     """
     if isinstance(error, QueueFullError):
         return APIError(str(error), None, "queue_full", 429)

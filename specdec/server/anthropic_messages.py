@@ -143,7 +143,10 @@ def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]
 
 
 def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a list of one chat message, made from an assistant's content blocks: text, reasoning and tool calls."""
+    """Return a list of one chat message, made from an assistant's content blocks: text, reasoning and tool calls.
+
+    Redacted thinking is dropped. A note in the text replaces the blocks of tools that Anthropic's servers run.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     text_blocks, tool_calls, reasoning = list[Any](), list[Any](), ""
     for label, block in iter_objects(f"content of {name}", blocks):

@@ -149,11 +149,11 @@ class Endpoints:
                 return await asyncio.to_thread(parse_body, data), tokenizing
 
     async def generate(self, request: Request) -> Any:
-        """Return the response to a request that generates tokens."""
+        """Read the body of a request and return the response, which generates tokens in the format of the path's API."""
         return ResponseStreamer(self._state, INTERFACES[request.scope["path"]], *await self._read_body(request))
 
     async def ollama_generate(self, request: Request) -> Any:
-        """Return the response to a request of ollama's API that generates tokens, or only loads a model."""
+        """Return the response to a request of ollama's API; one without a prompt only loads the model and generates nothing."""
         body, permit = await self._read_body(request)
         body = ollama.normalize_body(body)
         if ollama.is_load_request(body):
@@ -166,7 +166,7 @@ class Endpoints:
         return JSONResponse({"version": ollama.API_VERSION})
 
     async def ollama_models(self, request: Request) -> Response:
-        """Return the list of available models, or of the loaded ones, in ollama's format."""
+        """Return the list of available models in ollama's format; the path /api/ps lists only the loaded ones."""
         sizes = await asyncio.to_thread(self._model_manager.list_models)
         models = [(*each, self._get_model(each[0])) for each in sizes.items()]
         is_loaded_only = request.scope["path"] == "/api/ps"

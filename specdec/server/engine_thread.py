@@ -211,7 +211,10 @@ class EngineThread:
             return bool(self._handles or self._auxiliary_tasks)
 
     def _step(self) -> None:
-        """Run a step of the scheduler, send its events, and forget the requests that have ended."""
+        """Pass new sequences to the scheduler, run a step of it, send the events, and forget the requests that have ended.
+
+        After the grace period of `close`, all sequences are aborted instead. An error of the step is sent to all of them.
+        """
         scheduler = self._scheduler
         assert scheduler
         with self._changed:

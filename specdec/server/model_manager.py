@@ -69,7 +69,7 @@ class ModelEntry:
     Attributes:
         name: The name that clients use.
         n_bytes: Size of the weights.
-        loading: Done once the model is loaded or cannot be loaded; has the error then.
+        loading: A future that is done once the model is loaded, or has the error if it cannot be loaded.
         instance: The model while it is loaded.
         progress: Progress of loading, from 0 to 1.
         n_requests: Number of requests that use the model or wait for it.
@@ -130,7 +130,7 @@ class ModelManager:
     def list_models(self, max_age_s: float = LIST_MAX_AGE_S) -> Mapping[str, int]:
         """Return the size in bytes of each available model by its name, from a list that is at most max_age_s seconds old.
 
-        A new list is slow. One thread makes it at a time; others meanwhile get the previous list, if there is one.
+        A new list takes a while, and only one thread makes it. Meanwhile others get the previous list, or wait if there is none.
         """
         if time.monotonic() - self._list_time >= max_age_s and self._list_lock.acquire(blocking=not self._model_sizes):
             try:
@@ -194,7 +194,10 @@ class ModelManager:
             entry.last_used = time.monotonic()
 
     def unload_idle(self) -> None:
-        """Start to unload the models that no request has used for `keep_alive` seconds, on the loader's thread."""
+        """Start to unload the models that no request has used for `keep_alive` seconds, on the loader's thread.
+
+        Does nothing if `keep_alive` is None.
+        """
         if self._keep_alive is not None and self._find_idle(oldest := time.monotonic() - self._keep_alive):
             self._loader.submit(self._unload_idle, oldest)
 
@@ -205,7 +208,7 @@ class ModelManager:
         ]
 
     def close(self, grace: float) -> None:
-        """Reject new requests and those that wait for a model; abort the running ones after `grace` seconds."""
+        """Reject new requests and those that wait for a model, abort running ones after `grace` seconds, and wait for them."""
         deadline = time.monotonic() + grace
         with self._lock:
             self._is_closed = True

@@ -31,7 +31,7 @@ def normalize_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_load_request(body: Mapping[str, Any]) -> bool:
-    """Return whether a request generates nothing and only loads its model."""
+    """Return whether a request only loads its model, since it has neither messages nor a prompt."""
     return not (body.get("messages") or body.get("prompt"))
 
 
@@ -240,7 +240,10 @@ def format_loaded(name: str) -> dict[str, Any]:
 
 
 def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str, Any]:
-    """Return a model as an item of /api/tags, with more details if it is loaded."""
+    """Return a model as an item of /api/tags; its family and weights are empty if it is not loaded, so that `model` is None.
+
+    The digest is one of the name, since that of the file would take minutes.
+    """
     digest = hashlib.sha256(name.encode()).hexdigest()  # of the name: the file's own would take minutes
     file_format = "gguf" if name.endswith(".gguf") else "safetensors"
     family = model.decoder.target.config.architecture if model else ""
@@ -251,7 +254,7 @@ def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str
 
 
 def format_model_details(name: str, n_bytes: int, model: ServedModel | None) -> dict[str, Any]:
-    """Return the response of /api/show; the template and the context are known if the model is loaded."""
+    """Return the response of /api/show; without template and context length if the model is not loaded (`model` is None)."""
     item, info = format_model(name, n_bytes, model), dict[str, Any]()
     if model:
         family = model.decoder.target.config.architecture

@@ -245,7 +245,12 @@ def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTe
 
 
 def _check_template_options(name: str, value: Any, specials: Collection[str]) -> dict[str, Any]:
-    """Return template options of any JSON type; raises ValueError for reserved names, too much text, and special tokens."""
+    """Return a copy of template options, whose values may have any JSON type.
+
+    Raises:
+        TypeError: The value is not an object.
+        ValueError: A name is reserved or not a word, or the options have too much text or contain a special token.
+    """
     for key in check_object(name, value):
         if not OPTION_PATTERN.fullmatch(key) or key in RESERVED_OPTIONS:
             raise ValueError(
@@ -277,7 +282,11 @@ def _parse_prompts(name: str, value: Any) -> list[str | list[int]]:
 
 
 def _parse_tool_choice(name: str, value: Any, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the kind of choice ("auto", "none" or "required"), and the list of tools that may be called."""
+    """Return the kind of choice ("auto", "none" or "required"), and its tools: the one that the field names, else all.
+
+    Raises:
+        ValueError: The field is invalid, or requires a call without such a tool; TypeError likewise.
+    """
     if isinstance(value, dict):
         check_choice(f"type of {name}", value.get("type"), ["function"])
         function_name = check_object(f"function of {name}", value.get("function")).get("name")

@@ -225,7 +225,7 @@ def validate_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_roles(messages: Sequence[Message]) -> None:
-    """Raise ValueError if a message has a role that is not in ROLES, and the errors of `validate_messages`."""
+    """Raise ValueError if a message has a role that is not in ROLES; also raises the errors of `validate_messages`."""
     for i, message in enumerate(validate_messages(messages)):
         check_choice(f"role of messages[{i}]", message["role"], ROLES)
 

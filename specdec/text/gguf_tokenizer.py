@@ -104,7 +104,7 @@ class _TokenizerKeys:
         return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {self._format_value(key)}; expected {expected}")
 
     def make_unsupported_error(self, key: str, supported: Iterable[str]) -> TokenizerError:
-        """Return a TokenizerError, to be raised, with all supported values of a key at its end."""
+        """Return a TokenizerError, to be raised, about an unsupported value of a key; its message lists the supported ones."""
         names = ", ".join(supported)
         return TokenizerError(f"{self._path}: tokenizer.ggml.{key} is {self._format_value(key)}; supported: {names}")
 
@@ -175,7 +175,7 @@ class _TokenizerKeys:
         return eos_tokens | {token: name for token, name in self._extra_eos_tokens.items() if token < len(self.tokens)}
 
     def get_rstrip_ids(self) -> list[int]:
-        """Return the ids of special tokens that remove the white space that follows them in a text."""
+        """Return the ids of special tokens that remove the white space after them in a text; none unless a key enables that."""
         if not self.get_value(SPECIAL_TOKENS_STRIP_KEY, bool, False):
             return []
         special = self.find_tokens_of_type(UNKNOWN, CONTROL, USER_DEFINED)

@@ -126,7 +126,7 @@ class ReasoningConstraint:
         return ANSWER_POSITION
 
     def _read_start(self, data: bytes, start: tuple[int, ...]) -> Position:
-        """Return the position after the text before a possible thought."""
+        """Return the position after `data`, all text so far before a possible thought, and its tokens `start`."""
         data = data.lstrip(WHITE_SPACE.encode())
         for mark, phase in self._starts:
             if data.startswith(mark):
@@ -136,14 +136,14 @@ class ReasoningConstraint:
         return Position("before", 0, data, start) if may_begin else ANSWER_POSITION
 
     def _read_thought(self, n: int, data: bytes) -> Position:
-        """Return the position after the last bytes of a thought of `n` tokens."""
+        """Return the position after `n` tokens of a thought, with `data` as the last bytes, which may have the end mark."""
         _, is_end, rest = data.partition(self._end)
         if not is_end:
             return Position("thought", n, data[1 - len(self._end) :])
         return self._read_header(0, rest) if self._header_end else self._begin_answer(rest)
 
     def _read_header(self, n: int, data: bytes) -> Position:
-        """Return the position after the last bytes of a header of `n` tokens."""
+        """Return the position after `n` tokens of a header, with `data` as the last bytes, which may have its end."""
         _, is_end, rest = data.partition(self._header_end)
         return self._begin_answer(rest) if is_end else Position("header", n, data[1 - len(self._header_end) :])
 

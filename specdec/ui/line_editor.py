@@ -230,7 +230,7 @@ class _ResumedError(Exception):
 
 
 def _input_line(prompt: str) -> str:
-    """Read a line from the terminal behind a prompt; after Ctrl-Z and `fg`, show the prompt and the typed text again."""
+    """Show a prompt and read a line from the terminal; after Ctrl-Z and `fg`, show the prompt and the typed text again."""
     if CONTINUE_SIGNAL is None or not editor:
         return input(prompt)
     before = ""

@@ -24,7 +24,7 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
 
 
 def find_tool_parser(template: str) -> type[ToolParser] | None:
-    """Return the parser for the model that a chat template belongs to; None if its format is unknown, and calls are text."""
+    """Return the first parser whose signs are in the source of a chat template; None if the format of its calls is unknown."""
     for parser in TOOL_PARSERS:
         if any(all(sign in template for sign in signs) for signs in parser.template_signs):
             return parser

@@ -244,7 +244,7 @@ class ToolParser:
 
     @classmethod
     def write_answer(cls, grammar: GrammarBuilder, answer: str) -> str:
-        """Return a Lark expression for an answer without calls, whose text is a rule of the grammar."""
+        """Return a Lark expression for an answer without calls, where `answer` is the rule of its text; here just that rule."""
         return answer
 
     @classmethod

@@ -69,7 +69,7 @@ class GrammarBuilder:
         return Grammar(tokenizer, "tools", grammar, tuple(prefix for _, prefix in self._lines))
 
     def add_lines(self, *lines: str) -> None:
-        """Add rules with names of their own, unless the grammar has them already."""
+        """Add lines of the form `name: body` to the grammar, except those that it has already."""
         self._lines += [(line, "") for line in lines if (line, "") not in self._lines]
 
     def add_rule(self, body: str, attributes: str = "") -> str:

@@ -69,7 +69,10 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def write_calls(cls, grammar: GrammarBuilder, call: str, opening: str = "") -> str:
-        """Return a Lark expression for a single call, after what ends a thought; the thought itself is not in the grammar."""
+        """Return a Lark expression for a single call, which may begin with the `<|start|>assistant` that follows a thought.
+
+        The grammar does not cover the thought itself. `opening` is ignored, since the call has its own header.
+        """
         return f"{cls._write_start(grammar)} {call}"
 
     @classmethod
