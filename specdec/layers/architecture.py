@@ -323,7 +323,7 @@ class Buffers(SimpleNamespace):
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """Buffers and executors that all clones of a model share.
+    """Buffers and executors that all caches of a model share.
 
     Attributes:
         buffers: Buffers that belong to no sequence.
@@ -365,8 +365,8 @@ class Architecture:
         program: Returns the forward pass over weights and buffers.
         fill_position_tables: Fills the buffers that depend on positions alone, such as RoPE tables, from a position on.
         learned_positions: Positions are a table in the file, which limits the length of a sequence.
-        move_path: Moves the cache entries of a tree's path, nodes from depth 0 on, behind those of the first n tokens. None:
-            the family runs no trees.
+        move_path: Moves the cache entries of a tree's path, given by its nodes from the top down, behind those of the first n
+            tokens. None: the family runs no trees.
         n_rewindable_states: Number of last sequence lengths for which buffers hold the recurrent state. A sequence can be
             truncated by one token less; beyond that it runs again. The pass at position 0 takes no state. 0: no such state.
         split_by_layer: Returns each layer's buffers as its blocks name them, with keys and values. None: no memory of a sequence
@@ -421,7 +421,7 @@ class Architecture:
     ) -> Buffers:
         """Return all buffers of a model, with position tables that are filled only as far as those in `shared` are.
 
-        Per-sequence arrays grow out of those in `old`. All others are those in `shared`, or grow out of them.
+        Per-sequence arrays get the contents of those in `old`. All others are those in `shared`, or larger copies of them.
 
         Raises:
             MemoryError: If there is not enough memory.
@@ -441,7 +441,7 @@ class Architecture:
     def grow_buffers(
         self, config: ModelConfig, weights: Weights, sizes: BufferSizes, old: Buffers | None, shared: "SharedBuffers"
     ) -> "tuple[Buffers, SharedBuffers]":
-        """Return buffers of these sizes, grown out of `old`, with filled position tables, and the shared buffers.
+        """Return buffers of these sizes, with the contents of `old` and filled position tables, and the shared buffers.
 
         The shared buffers are replaced by new ones if the longest sequence has grown, else they are those given.
         """

@@ -139,7 +139,7 @@ def get_qkv_rows(config: ModelConfig) -> tuple[int, ...]:
 def move_path(buffers: Buffers, path: Int64, n_tokens: int) -> None:
     """Move the cached keys and values of a tree's path to the slots behind the first n_tokens, in all layers.
 
-    path: Indexes of the tree's nodes, from depth 0 on.
+    path: Indexes of the tree's nodes on the path, from the top down.
     """
     for name in [name for name in vars(buffers) if name.startswith("values")]:
         values, value_scales = (getattr(buffers, name.replace("values", part)) for part in ("values", "value_scales"))

@@ -209,8 +209,8 @@ def add_residual(
 ) -> Program:
     """Return the program of x += matrix source + bias, a block's last step.
 
-    With a norm behind the block (`name`_out), the sum is normed before it is added, and x is multiplied by factor afterwards.
-    There may be no bias of the name `bias`; then none is added.
+    With a norm behind the block (`name`_out), the sum is normed before it is added, and x is multiplied by factor afterwards;
+    without one, factor is ignored. No bias is added if there is none of the name `bias`.
     """
     if config.norm_placement == "before":
         return [[matrix.matmul(b.x[0], source, b.scratch, accumulate=True), *make_bias_ops(weights, b.x[0], bias)]]

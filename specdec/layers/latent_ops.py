@@ -107,7 +107,10 @@ def store_latent_f32(run: ForwardContext, thread: int, p: StoreLatentArgs) -> No
 
 @kernel
 def store_latent_q8(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
-    """Do as `store_latent_f32`, for a cache of int8 codes with a scale for each position."""
+    """Compute the latent vectors and rotated keys of this chunk's tokens, and write their int8 codes and scales to the cache.
+
+    Tokens get the slots from `pos` on. A scale belongs to a whole position.
+    """
     first, last = get_chunk_range(run.n_tokens, run.chunk, run.n_chunks)
     for t in range(first, last):
         compute_latent(run, p, t)

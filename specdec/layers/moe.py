@@ -34,7 +34,7 @@ from specdec.runtime.op_program import Floats1, Floats2, ForwardContext, Ints1, 
 from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, maximum, reduce_max, round_up, splat, store
 from specdec.runtime.work_stealing import get_chunk_range
 
-# How scores become weights: softmax of the chosen, the same with a bias for the choice, softmax of all, sigmoid, SparseMixer
+# How scores become weights: softmax of the chosen, also with a bias for the choice, softmax of all, sigmoid, SparseMixer
 SOFTMAX_OF_CHOSEN, BIASED_SOFTMAX, SOFTMAX_OF_ALL, SIGMOID, SPARSEMIXER = range(5)
 
 
@@ -367,10 +367,10 @@ def add_bias_to_softmax(probs, row, minus_max, n_experts, bias):
 
 @jitable
 def get_sparse_share(scores, row, n_experts, chosen, first, at, threshold):
-    """Return SparseMixer's weight of the expert chosen[at]: its share in a softmax of scores[row].
+    """Return SparseMixer's weight of the expert chosen[at]: its share in a softmax of scores[row] (PhiMoE, arXiv:2409.12136).
 
-    The softmax leaves out the experts chosen before, from `first` on, and those that are worse by more than the threshold, as a
-    share of the larger one of the best score and their own magnitude.
+    The softmax leaves out the experts chosen before it, chosen[first : at]. With s the score of chosen[at], it also leaves out
+    each expert of score s' for which (s - s') / max(|s'|, s) exceeds the threshold.
     """
     best, total = scores[row, chosen[at]], np.float32(0.0)
     for expert in range(n_experts):

@@ -203,10 +203,9 @@ def normalize_rows(scratch, thread, t, to, x, column, n, scale):
 
 @jitable
 def replay(states, to, start, p, head, panel, first, last):
-    """Apply the updates of positions first to last - 1 in the ring to a delta net's state panel (K, R) at `start`, and write it.
+    """Apply the updates of positions first to last - 1 in the ring to a delta net's state panel, and write the new panel.
 
-    `to` gets the result; it may be `states` itself.
-
+    The panel (K, R) lies in `states` at flat index `start`; the new one is written to flat index `to`, which may be the same.
     Four rows are updated at a time.
     """
     n_keys, width, begin, n = p.keys.shape[2], p.deltas.shape[2], first % RING_SLOTS, last - first
@@ -481,9 +480,10 @@ def store_columns(run: ForwardContext, thread: int, x: Floats2, unit: int, base:
 
 
 class Scan(NamedTuple):
-    """What `scan` runs of a head's state panel (N, R): from the state of `start` tokens at flat index `source` to that of `end`.
+    """A range of tokens over which `scan` advances one state panel (N, R) of a head.
 
-    The state of `stop` tokens is stored at flat index `target`.
+    The panel at flat index `source` is the state after `start` tokens. The state after `stop` tokens is stored at flat index
+    `target`; the tokens up to `end` are run, but the states after them are not stored.
     """
 
     head: int
@@ -504,7 +504,7 @@ def update_row(a, b, keys, at, decay, left, right):
 
 @jitable  # its helper is inlined: a call copies a whole record of arrays
 def scan(run, thread, p, s):
-    """Advance a panel of a state S by tokens, S = g S + B d', and add S' C to scratch for the tokens of the pass.
+    """Advance the state panel S that the `Scan` s names, S = g S + B d' per token, and add S' C to scratch for the pass's tokens.
 
     Four rows stay in registers while the tokens run, so a pass of any length reads the state once. A token's sum adds the sums of
     four rows each, in the order of the rows.

@@ -87,7 +87,10 @@ def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0
 def fill_query_cos_sin(
     config: ModelConfig, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int
 ) -> None:
-    """Fill the RoPE tables of queries from position start on: the tables of keys, cos and sin, times a factor of the position."""
+    """Fill the RoPE tables of queries, in place from position start on: those of keys times 1 + a log(1 + position // span).
+
+    a and span are the query_scale and query_span of the config.
+    """
     scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in range(start, len(cos))]
     column = np.array(scales, np.float32)[:, None]
     query_cos[start:], query_sin[start:] = cos[start:] * column, sin[start:] * column

@@ -43,7 +43,8 @@ class KVCache:
         hidden_layers: Layers before which the hidden states are kept.
 
     Raises:
-        ValueError: If hidden_layers do not exist or one is given twice; TypeError likewise.
+        ValueError: If one of the hidden_layers does not exist or is given twice.
+        TypeError: If hidden_layers are not integers.
     """
 
     can_slide = True  # whether a draft may run a sequence from a later token on, when it exceeds the positions
@@ -78,10 +79,18 @@ class KVCache:
         return self._has_long_rope
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
-        """Run a sequence by itself; see `Model.forward`, which runs batches, for the arguments and errors.
+        """Run the tokens of a sequence that the cache does not hold, and the last n_logits; return the logits at the latter.
+
+        Args:
+            tokens: All tokens of the sequence. If the cache holds another sequence, only the common prefix of both is kept.
+            n_logits: Number of logits; 0 to prefill without any.
+            n_total: Final length of a sequence that is prefilled in chunks; 0 stands for one token more.
 
         Returns:
             Logits (n_logits, V) at the last tokens, valid until the model's next pass.
+
+        Raises:
+            ValueError, TypeError, MemoryError, RuntimeError: As in `Model.forward` with a single sequence.
         """
         tokens, n_logits = self.check_input(tokens, n_logits)
         with self.model.exclusive():
@@ -93,8 +102,8 @@ class KVCache:
         """Return logits of a sequence and a token tree behind it (SpecInfer, arXiv:2305.09781), valid until the next pass.
 
         The logits of a node are bit-identical to those of `forward` with the sequence and the node's path. The pass runs what the
-        cache does not hold and the last n_logits: nodes that are appended to the last call's tree, with logits of them alone, run
-        alone.
+        cache does not hold, and the last n_logits. So a tree can be extended level by level: if the nodes begin with those of the
+        last call and logits of the others are requested, only these others run.
 
         Args:
             tokens: All tokens of the sequence.
@@ -207,11 +216,16 @@ class KVCache:
             return work(self._buffers, self._tokens, self._snapshots)
 
     def import_kv(self, tokens: list[int], fill: Callable[[Buffers, int], tuple[int, Snapshots]]) -> None:
-        """Load keys, values and states of a sequence into the cache, behind those of its tokens that are cached already.
+        """Truncate the cache to its common prefix with a sequence, and let a function load keys, values and states behind it.
 
         Args:
-            tokens: Tokens of the sequence.
-            fill: Function that fills buffers, given them and the number of cached tokens; returns the new number, and snapshots.
+            tokens: Tokens of the sequence. The prefix that is kept ends before the last one.
+            fill: Function that fills buffers, given them and the number of tokens kept. It returns the number of tokens that the
+                buffers hold afterwards, and snapshots. Both are ignored if the number has not grown.
+
+        Raises:
+            MemoryError: If the cache cannot grow.
+            RuntimeError: As in `Model.forward`.
         """
         with self.model.exclusive():
             self._reserve(len(tokens))
@@ -231,13 +245,20 @@ class KVCache:
         return limit - self.count_reusable_tokens(tokens, limit) * is_reusable
 
     def count_tokens_to_snapshot(self, tokens: list[int]) -> int:
-        """Return the number of tokens to prefill up to the last snapshot (recurrent models) or, without one, the prompt's end."""
+        """Return the number of tokens that the next prefill chunk may run: all, or with a recurrent state those up to a snapshot.
+
+        This snapshot is the one that is taken PROMPT_END_OFFSET_TOKENS before the prompt's end. Behind it, all tokens count.
+        """
         n_left = self.count_prefill_tokens(tokens)
         has_snapshot = self.model.has_recurrent_state and n_left > PROMPT_END_OFFSET_TOKENS
         return n_left - PROMPT_END_OFFSET_TOKENS if has_snapshot else n_left
 
     def count_uncached_tokens(self, tokens: Sequence[int], n_logits: int) -> int:
-        """Return the number of tokens that `forward` would run now: those not cached, and the last n_logits."""
+        """Return the number of tokens that `forward` would run now: those not cached, and the last n_logits.
+
+        Raises:
+            ValueError, TypeError: If the arguments do not fit `forward`.
+        """
         tokens, n_logits = self.check_input(tokens, n_logits)
         with self.model.lock:
             is_reusable = self._has_long_rope == self._find_long_rope_rows(tokens, [], n_logits).any()
@@ -284,7 +305,9 @@ class KVCache:
         return self._run(tokens, nodes, n_logits)
 
     def select_uncached(self, tokens: list[int], n_logits: int, n_total: int) -> list[int]:
-        """Return the tokens that this sequence has to run in a pass over several sequences.
+        """Select the RoPE factors for a sequence's length, and return the tokens that it has to run in a pass over several.
+
+        The cache is cleared if it holds keys with other factors.
 
         Raises:
             ValueError: If the sequence gets longer than LongRoPE's threshold within the pass, or a token is out of range.
@@ -299,7 +322,7 @@ class KVCache:
         return self._check_tokens("tokens", tokens[self.count_reusable_tokens(tokens, len(tokens) - n_logits) :])
 
     def begin_batch(self, tokens: list[int], n_new: int) -> tuple[Executor, int]:
-        """Prepare the cache for the last n_new tokens; return the executor over its buffers and the slot of their first one."""
+        """Grow and truncate the cache for a pass over the last n_new tokens; return its executor and the first token's slot."""
         start = len(tokens) - n_new
         self._reserve(len(tokens))
         self._rewind(start)
@@ -307,7 +330,7 @@ class KVCache:
         return self._executor, start
 
     def end_batch(self, new: list[int], n_logits: int, n_total: int) -> None:
-        """Add the tokens that a pass over several sequences has run for this one."""
+        """Add the tokens that a pass over several sequences has run for this one; take a snapshot if it is due in a prefill."""
         self._tokens += new
         if not n_logits:
             self._maybe_take_snapshot(n_total)
@@ -407,7 +430,11 @@ class KVCache:
         return path[1:]
 
     def _commit_path(self, path: list[int]) -> int:
-        """Commit a path of the last tree and return the number of cached tokens; while rows move, the cache holds no nodes."""
+        """Move a path of the last tree to the end of the cached sequence, drop the tree, and return the number of cached tokens.
+
+        Raises:
+            ValueError: If there is no such path.
+        """
         for parent, node in zip([-1, *path], path, strict=False):
             if not 0 <= node < len(self._tree_nodes) or self._tree_nodes[node][1] != parent:
                 raise ValueError(f"path is {shorten(path)}; expected nodes of the last tree, each the parent of the next")
@@ -430,7 +457,7 @@ class KVCache:
         self._allocate(round_up(capacity, PANEL_ROWS))
 
     def _allocate(self, capacity: int) -> None:
-        """Replace buffers and executors by ones for `capacity` slots."""
+        """Replace buffers and executors by ones for `capacity` slots, with the same contents."""
         buffers, executors = self.model.make_buffers(capacity, self.hidden_layers, self._buffers if self._capacity else None)
         # One assignment: an interrupt between several would leave a program over buffers that are gone.
         self._executors, self._executor, self._buffers, self._capacity = (
@@ -439,6 +466,7 @@ class KVCache:
 
 
 def _check_hidden_layers(model: "Model", layers: Sequence[int]) -> tuple[int, ...]:
+    """Return `hidden_layers` as a tuple of ints; raise ValueError or TypeError if they are not different layers of the model."""
     last = model.config.n_layers + (model.architecture.final_norm is not None)
     layers = tuple(check_int(f"hidden_layers[{i}]", n, 0, last) for i, n in enumerate(check_ints("hidden_layers", layers)))
     if len({*layers}) < len(layers):

@@ -78,7 +78,7 @@ def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
 
 
 def iter_blocks(config: ModelConfig) -> Iterator[tuple[int, Block]]:
-    """Return an iterator of (layer index, block) over all blocks of all layers, in the order in which they run."""
+    """Iterate over all blocks of all layers, in the order in which they run, as (layer index, block)."""
     return ((i, block) for i in range(config.n_layers) for block in get_blocks(config, i))
 
 

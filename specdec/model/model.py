@@ -163,7 +163,8 @@ class Model:
                 n_layers stands for the output of the last layer, n_layers + 1 for that of the last norm.
 
         Raises:
-            ValueError: If a layer does not exist or is given twice; TypeError likewise.
+            ValueError: If a layer does not exist or is given twice.
+            TypeError: If hidden_layers are not integers.
         """
         return KVCache(self, hidden_layers)
 
@@ -266,9 +267,10 @@ class Model:
         self._n_passes += 1
 
     def make_buffers(self, n_slots: int, hidden_layers: tuple[int, ...], old: Buffers | None) -> tuple[Buffers, list[Executor]]:
-        """Return buffers for a sequence of n_slots tokens, grown out of `old`, and the executors over them.
+        """Return buffers for a sequence of n_slots tokens, with the contents of `old`, and the executors over them.
 
-        The second executor, if there is one, is for sequences with long RoPE factors.
+        The second executor, if there is one, is for sequences with long RoPE factors. The buffers that all caches of the model
+        share grow, too, if n_slots exceeds that of all earlier calls.
 
         Raises:
             MemoryError: If there is not enough memory.
@@ -282,7 +284,8 @@ class Model:
     def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
         """Return buffers for a sequence of n_slots tokens, with the contents of `old`.
 
-        The model's caches share all buffers that are not per-sequence; these grow with the longest sequence.
+        The model's caches share all buffers that are not per-sequence. These are replaced by larger ones if n_slots exceeds that
+        of all earlier calls.
 
         Args:
             n_slots: Number of positions that the buffers can hold.
@@ -316,7 +319,10 @@ class Model:
         return n_bytes + sum(spec.n_bytes for spec in specs.values() if spec.is_per_sequence or not is_additional)
 
     def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
-        """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory."""
+        """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory.
+
+        It is found in steps of 1/64, so it may be a little too low; it is 1 even if that does not fit.
+        """
         while max_positions > 1 and self.get_sequence_bytes(max_positions) > n_bytes:
             max_positions -= max(1, max_positions // 64)
         return max_positions

@@ -1,7 +1,7 @@
 """Sliding windows: release the memory of keys and values that no token can see any more.
 
-Slots of the cache stay positions: released memory reads as zeros, and is never read. For a sequence that can be truncated to m
-tokens or more, layers hold the positions from m - window on.
+The slot of a token remains its position: released memory keeps its address, reads as zeros, and is never read. For a sequence
+that can be truncated to m tokens or more, layers hold the positions from m - window on.
 """
 
 import mmap
@@ -62,9 +62,14 @@ class SlidingWindowEvictor:
         return max((n - self._max_rewind_tokens) // EVICTION_STEP_TOKENS * EVICTION_STEP_TOKENS, 0) if self._layers else 0
 
     def evict(self, buffers: Buffers, old_min_rewind: int, min_rewind: int) -> None:
-        """Release the keys and values that a sequence no longer needs when its shortest length rises to min_rewind.
+        """Release the keys and values that a sequence no longer needs, now that it is never truncated below min_rewind tokens.
 
-        A Gemma 4 assistant sees one position more than its target.
+        One position more than a window is kept, since a Gemma 4 assistant sees one more than its target.
+
+        Args:
+            buffers: Buffers of the sequence.
+            old_min_rewind: The min_rewind of the last call, whose positions are released already; 0 at first.
+            min_rewind: Shortest length to which the sequence can be truncated.
         """
         self._release(buffers, lambda layer: (max(old_min_rewind - layer.window - 1, 0), min_rewind - layer.window - 1))
 
