@@ -92,6 +92,9 @@ FAMILIES = {
     "layer norms": make_config(
         40, 50, 2, 4, 2, 105, 400, False, head_dim=12, rope_dim=4, qkv_bias=True, layer_norm=True, classifier_bias=True
     ),
+    "layer norms, no gate": make_config(
+        36, 33, 2, 3, 1, 105, 400, False, layer_norm=True, activation="relu2", mlp_bias=True, qkv_bias=True, wo_bias=True
+    ),
     "layer norms, experts": make_config(
         36, 33, 2, 3, 1, 105, 400, layer_norm=True, experts=ExpertsConfig(5, 2, 20, dense_layers=(0,))
     ),

@@ -399,6 +399,13 @@ CONFIGS |= {
         rope_divisors=PHI3_FACTORS, rope_scale=PHI3_SCALE, **PHI3_LONG,
         experts=ExpertsConfig(5, 2, 20, sparsemixer_threshold=0.02),
     ),
+    "nemotron": make_config(
+        36, 45, 2, 3, 1, 69, 128, False, rope_dim=6, qkv_bias=True, wo_bias=True, layer_norm=True, activation="relu2"
+    ),
+    "minicpm": make_config(
+        32, 39, 4, 2, 1, 68, 128, False, norm_eps=1e-6, embedding_scale=3.0, residual_scale=float(np.float32(0.7)),
+        logit_divisor=2.0,
+    ),
 }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
@@ -740,6 +741,15 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "nemotron": (NemotronConfig(**make_sizes(69, 36, 45, 2, 3, 1, attention_bias=True)), torch.bfloat16, {}),
+    "minicpm": (
+        GraniteConfig(
+            **make_sizes(68, 32, 39, 4, 2, 1),
+            **GRANITE | {"embedding_multiplier": 3.0, "attention_multiplier": 0.25},
+        ),
+        torch.bfloat16,
+        {"as_minicpm": True},
+    ),
     "gpt2": (GPT2Config(**make_gpt2_sizes(71, 64, 18, 2, 3)), torch.float32, {}),
     "gpt2_base": (
         GPT2Config(**make_gpt2_sizes(64, 96, 32, 2, 4), n_inner=50, activation_function="gelu_pytorch_tanh"),
@@ -801,7 +811,8 @@ def randomize(model):
                 spread = 0.12 if is_gemma else 0.7  # small embeddings, or a tied model repeats its last token
                 parameter.copy_(noise * (spread if "wpe" in name or "embed" in name or "wte" in name else 1.6 / n_inputs**0.5))
             else:
-                one = 0 if config.model_type.startswith(("gemma2", "gemma3")) else 1  # transformers adds 1 itself
+                adds_one = config.model_type.startswith(("gemma2", "gemma3")) or config.model_type == "nemotron"
+                one = 0 if adds_one else 1  # transformers adds 1 itself
                 parameter.copy_(one + 0.2 * noise if is_norm and name.endswith(("weight", "scale")) else 0.3 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "e_score_correction_bias")):
@@ -959,6 +970,17 @@ def rename_as_ling(folder):
     (folder / "config.json").write_text(json.dumps(values | own, indent=2) + "\n")
 
 
+def rename_as_minicpm(folder):
+    """Turn a Granite with the default score scale into a MiniCPM, which transformers knows only as remote code."""
+    values = json.loads((folder / "config.json").read_text())
+    del values["attention_multiplier"]
+    values["scale_emb"] = values.pop("embedding_multiplier")
+    values["scale_depth"] = values.pop("residual_multiplier") * values["num_hidden_layers"] ** 0.5
+    values["dim_model_base"] = values["hidden_size"] / values.pop("logits_scaling")
+    values |= {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
 def save(model, folder, shards="1GB", ends=None, as_base=False, microscaled=False, as_transposed=False):
     model.generation_config = GenerationConfig.from_model_config(model.config)
     if ends:
@@ -1006,6 +1028,8 @@ def compute_checksums(folder):
 
 def make(name, folder):
     config, dtype, others = MODELS[name]
+    others = dict(others)
+    is_minicpm = others.pop("as_minicpm", False)
     layer_types, as_ling = getattr(config.get_text_config(), "layer_types", None) or (), others.pop("as_ling", False)
     for seed in range(100):
         shutil.rmtree(folder, ignore_errors=True)
@@ -1024,6 +1048,8 @@ def make(name, folder):
             arrays = {"names": np.array(list(sums)), "sums": np.array(list(sums.values()))}
             if has_mtp:
                 arrays["mtp_logits"] = compute_expected_mtp(folder, torch.from_numpy(tokens[:N_MTP]))
+            if is_minicpm:
+                rename_as_minicpm(folder)
             np.savez_compressed(folder / "expected.npz", tokens=tokens, logits=logits, continuation=continuation, **arrays)
             return seed, lead
     raise SystemExit(f"{name}: no seed gives a greedy output without near ties")
