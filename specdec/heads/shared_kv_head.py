@@ -55,7 +55,11 @@ class SharedKVHeadCache(HeadCache):
         return 0
 
     def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Return logits (n_logits, V) at the last tokens, each from the target's or the head's state of the token before."""
+        """Return logits (n_logits, V) at the last tokens, each from the target's or the head's state of the token before.
+
+        Raises:
+            ValueError: If the target holds no hidden states of the sequence.
+        """
         self.model.count_pass()
         logits = self.head.vocab_mapper.get_buffer(n_logits)
         if n_logits:
@@ -121,6 +125,7 @@ class SharedKVHeadCache(HeadCache):
         logits[ids] = self._buffers.logits[0, : len(ids)]
 
     def _allocate(self, capacity: int) -> None:
+        """Allocate buffers and build programs for the target's current buffers; `capacity` is not used."""
         self.target_cache.export_kv(lambda buffers, held, snapshots: self._build_for_target(buffers))
 
     def _build_for_target(self, target_buffers: Buffers) -> None:

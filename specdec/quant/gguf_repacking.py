@@ -72,9 +72,10 @@ def unpack_6_bit_scales(factors, source, at):
 
 @inlined
 def repack_nibbles(words, at, row_words, source, half):
-    """Write the words of two groups of 4-bit codes, from 32 bytes at 16-bit value `half` of source on, each with a code of both.
+    """Write the words of two groups of 32 4-bit codes, from the 32 bytes at 16-bit value `half` of source on.
 
-    The second group's words start row_words after the first's.
+    The lower half of a byte is a code of the first group, its upper half one of the second. The first group's words start at
+    words[at], the second's row_words later.
     """
     for k in range(4):
         a, b = read_word(source, half + 2 * k), read_word(source, half + 8 + 2 * k)

@@ -560,7 +560,8 @@ def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) 
 def get_group_size(n: int, file_group: int) -> int:
     """Return the group size of int8 weights for n columns; implements `WeightFormat.get_group_size`.
 
-    It is 64, or 32 if 64 does not divide n. The groups of a file may cross rows; they are cut at the ends of the rows.
+    It is 64, or 32 if 64 does not divide n. For a file with groups, it is the greatest common divisor of n and the file's group
+    size, so that no group crosses the end of a row.
     """
     if file_group:
         return math.gcd(file_group, n)

@@ -54,7 +54,11 @@ def get_chunk_panels(run, p):
 def make_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> Callable[..., None]:
     """Return the kernel function of `Matrix.matmul` that multiplies by a tile.
 
-    get_activations returns x in the form that the tile takes, and the words per group (`format_arg` of the tile).
+    Args:
+        tile: Intrinsic of the tile (`make_tile`).
+        limits: Limits of the tile's shape.
+        get_activations: Inlined function (run, thread, args, n_tokens) that returns x in the form that the tile takes, and the
+            words per group (`format_arg` of the tile).
     """
 
     def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
@@ -101,7 +105,10 @@ def make_expert_matmul(tile: Any, limits: TileLimits, get_activations: Any) -> C
 
 
 def make_matmul_kernels(module: str, prefix: str, tile: Any, limits: TileLimits, get_activations: Any) -> tuple[Kernel, Kernel]:
-    """Return the matmul and the expert matmul kernel of a tile, registered in a module under names that start with `prefix`."""
+    """Return the matmul and the expert matmul kernel of a tile, registered in a module under names that start with `prefix`.
+
+    The other arguments are those of `make_matmul`.
+    """
     kernels = make_matmul(tile, limits, get_activations), make_expert_matmul(tile, limits, get_activations)
     matmul, expert_matmul = (Kernel(kernel).register(prefix + kernel.__name__, module) for kernel in kernels)
     return matmul, expert_matmul
@@ -110,7 +117,7 @@ def make_matmul_kernels(module: str, prefix: str, tile: Any, limits: TileLimits,
 def make_embed_kernel(module: str, prefix: str, get_weight: Any) -> Kernel:
     """Return the kernel of `Matrix.embed`, out[t] = W[tokens[t]], registered in a module under a name that starts with `prefix`.
 
-    get_weight reads one weight of a panel.
+    get_weight is an inlined function (w, panel, row, k, n, group_size) that returns column k of a panel's row as float32.
     """
 
     def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group_size: int) -> None:

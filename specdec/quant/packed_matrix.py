@@ -101,8 +101,9 @@ class WeightFormat:
         expert_matmul: Kernel of `Matrix.expert_matmul`, over `ExpertMatmulArgs`.
         get_group_size: (columns, group size in the file) -> number of weights that share a scale; 0: none do.
         get_panel_shape: (columns, group size) -> shape of a panel.
-        pack: Writes rows into every stride-th panel from `first` on.
-        unpack: Returns the floats of all panels or of a slice of them.
+        pack: (panels, first, stride, rows, group size) -> None: writes rows, whole panels except for the last ones of a tensor,
+            into every stride-th of the panels from `first` on. The rows are what `Tensor` returns, or `GGUFBlockRows`.
+        unpack: (panels, columns, group size, block) -> float32 (P R, columns): the rows of the panels in the slice `block`.
         get_scratch_words: (columns, group size) -> words that a token's activations take in the format's own form.
         is_gguf_block: Whether it is packed from `GGUFBlockRows`.
         embedding_format: Format of the embedding and classifier, if another one.
@@ -285,7 +286,13 @@ def _get_source_rows(tensor: Any, weight_format: WeightFormat, first: int, last:
 
 
 def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[..., Float32] = zeros) -> Matrix:
-    """Return a matrix with the same weights in another weight format; allocate returns zeros of a shape."""
+    """Return a new matrix with the weights of another one, converted to a weight format that packs floats.
+
+    Args:
+        matrix: The matrix to convert.
+        weight_format: Format of the new matrix.
+        allocate: Function that returns zeros of a shape.
+    """
     group_size = weight_format.get_group_size(matrix.n, 0)
     panels = allocate(len(matrix.panels), *weight_format.get_panel_shape(matrix.n, group_size))
     for block in iter_panel_blocks(len(panels), matrix.n):
