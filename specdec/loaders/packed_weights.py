@@ -90,7 +90,9 @@ class PackedWeightsCache:
         formats: Sequence[WeightFormat | None],
         progress: Callable[[float], None] = ignore_progress,
     ) -> Weights | None:
-        """Map the packed weights of a checkpoint and return them, or None if the cache does not hold them.
+        """Map the packed weights of a checkpoint and return them, or None if the cache does not hold them or they have changed.
+
+        Marks the file as used now.
 
         Args:
             checkpoint: The model's config and tensors.
@@ -126,7 +128,9 @@ class PackedWeightsCache:
     def open_writer(
         self, checkpoint: Checkpoint, formats: Sequence[WeightFormat | None], weight_format: WeightFormat | None
     ) -> "PackedWeightsWriter":
-        """Return a writer for weights that are about to be packed; it keeps nothing if there is no room for them.
+        """Return a writer for weights that are about to be packed, after deleting old files of the cache if space is short.
+
+        The writer keeps nothing if there is no room, or if a file of the model has changed in the last MIN_AGE_S seconds.
 
         Args:
             checkpoint: The model's config and tensors.
@@ -190,7 +194,7 @@ class PackedWeightsWriter:
         self._sizes, self._array_formats, self._checksums = list[int](), list[str](), list[bytes]()
 
     def create_file(self, n_bytes: int) -> None:
-        """Create a temporary file, if there is room for n_bytes."""
+        """Create a temporary file for n_bytes; without room for them, or after an error of the disk, warn and keep nothing."""
         folder = self._cache.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -205,7 +209,10 @@ class PackedWeightsWriter:
             self._fail(error)
 
     def add(self, array: Float32, format_name: str = "") -> None:
-        """Write the next array: the panels of a matrix with the name of their weight format, or a vector."""
+        """Write the next array: the panels of a matrix with the name of their weight format, or a vector.
+
+        Does nothing if there is no file. After an error of the disk, warns and drops the file.
+        """
         if not self._file:
             return
         data = array.reshape(-1).view(np.uint8).data
@@ -238,7 +245,7 @@ class PackedWeightsWriter:
             self._discard()
 
     def _publish(self, file: FileIO) -> None:
-        """Give the file its name and describe it."""
+        """Rename the temporary file to its final name, write its description, and warn that the disk now holds it."""
         info_path = self._cache.folder / f"{self._key}{INFO_SUFFIX}"
         os.fsync(file.fileno())
         self._path.replace(info_path.with_suffix(WEIGHTS_SUFFIX))
@@ -257,6 +264,7 @@ class PackedWeightsWriter:
         )
 
     def _fail(self, error: OSError) -> None:
+        """Drop the file, and warn that the packed weights cannot be kept."""
         self._discard()
         _warn(f"cannot keep the packed weights in {self._cache.folder}: {error.strerror or error}")
 
@@ -298,7 +306,7 @@ atexit.register(delete_unfinished_files)
 
 
 def delete_packed_file(path: Path) -> None:
-    """Delete a file of packed weights and its description; processes that map it keep their pages."""
+    """Delete a file of packed weights and its description, ignoring errors; processes that map it keep their pages."""
     for each in (path.with_suffix(INFO_SUFFIX), path):
         with suppress(OSError):
             each.unlink()

@@ -87,6 +87,7 @@ class _Progress:
 
 
 def _check_disk_space(name: str, files: Sequence[RemoteFile], cache: Path) -> None:
+    """Raise CheckpointError if the disk of the cache has less space than the files still need; unknown sizes count as 0."""
     on_disk = sum(path.stat().st_size for file in files for path in (file.blob, file.partial) if path.exists())
     missing = sum(file.size or 0 for file in files) - on_disk
     free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free

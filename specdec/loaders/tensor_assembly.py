@@ -152,7 +152,18 @@ class TensorAssembler:
         return tensors
 
     def get_tensor(self, name: str, stored_name: str, shape: tuple[int, ...], spec: TensorSpec, layer: int = 0) -> Any:
-        """Return a tensor of this shape in a layer; it may be a part of the stored tensor."""
+        """Return a tensor in the architecture's layout, cut out of, reordered or computed from a stored tensor; read it later.
+
+        Args:
+            name: Name of the tensor in the architecture, with the layer's number if only some layers have it.
+            stored_name: Name of the tensor in the files that holds it, alone or with others.
+            shape: Shape of the result, for one layer or expert.
+            spec: How the tensor is stored.
+            layer: Index of the layer, for settings that differ between layers.
+
+        Raises:
+            CheckpointError: The stored tensor is missing or has another shape or type.
+        """
         n_rows, *others = shape
         if spec.make_row_groups:
             groups = spec.make_row_groups(self.config.layer_config(layer))
