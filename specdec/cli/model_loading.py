@@ -129,7 +129,7 @@ def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKA
 
     Args:
         request: The request, with its models named.
-        packages: Packages that the run needs besides those that read the models, and what for.
+        packages: Purpose of each further package that the run needs, by name; packages that read the models are added.
 
     Raises:
         CheckpointError: A package or a model is missing. All missing packages are reported before any download.
@@ -212,7 +212,7 @@ def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt:
 
 
 def get_recommended_sampling(request: Request, decoder: SpeculativeDecoder) -> dict[str, Any]:
-    """Return and print the sampling settings by name that the target's files recommend, except those that options set."""
+    """Return the sampling settings that the target's files recommend, by name, without those that options set; print a note."""
     given = {name.removeprefix("served_") for name in request.given}
     recommended_by_files = decoder.bundle.checkpoint.default_sampling if decoder.bundle.checkpoint else {}
     recommended: dict[str, Any] = {name: value for name, value in recommended_by_files.items() if name not in given}

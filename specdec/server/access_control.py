@@ -118,7 +118,7 @@ class AuthMiddleware:
     def _find_key(self, authorization: str) -> str:
         """Return the hex digest of the valid API key in an authorization header, or "" if there is none.
 
-        The time does not reveal how much of a wrong key is right.
+        Keys are compared in constant time, which does not reveal how much of a wrong key is right.
         """
         scheme, _, key = authorization.partition(" ")
         matches = [digest for digest in self._key_digests if hmac.compare_digest(_digest(key.strip()), digest)]

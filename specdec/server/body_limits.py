@@ -42,7 +42,7 @@ class IncomingBody:
         return max(len(self.data) - SMALL_BODY_BYTES, 0)
 
     def add(self, chunk: bytes) -> None:
-        """Append received bytes to the body; if they complete a multiple of SMALL_BODY_BYTES, that is progress now."""
+        """Append received bytes to the body; set `last_progress` to now if they complete a multiple of SMALL_BODY_BYTES."""
         n = len(self.data)
         self.data.extend(chunk)
         if n // SMALL_BODY_BYTES < len(self.data) // SMALL_BODY_BYTES:

@@ -48,7 +48,7 @@ class Generation:
 
 
 class StopStringFilter:
-    """A filter for streamed text that passes everything before the first stop string and nothing after it starts.
+    """A filter for streamed text that passes everything before the first stop string, and nothing from there on.
 
     Text that can still become a stop string is held back until more text arrives.
 

@@ -34,8 +34,8 @@ class TemplateMarks(NamedTuple):
         start: Precedes a thought.
         end: Follows a thought.
         before_end: Text that may precede the end mark and is no part of the thought; "" for none.
-        header_end: Ends the header that the end mark begins; "" for none.
-        message_end: Ends the message of a thought, in formats of messages with headers; "" for none.
+        header_end: Ends the header of the answer's message if the end mark is the beginning of that header; "" for none.
+        message_end: Ends the message of a thought, in formats of messages with headers such as Harmony; "" for none.
     """
 
     start: str

@@ -325,7 +325,7 @@ class LivePanel(InteractiveView):
 
     @property
     def _shown_text(self) -> StyledText:
-        """The text with its thought while that is generated or opened by its key, else with the thought folded."""
+        """The text to show: with the thought while it is generated or the user has opened it, otherwise the folded text."""
         is_open = self._is_thinking or self._is_thought_open
         return self._styled_text if is_open or not self._folded_text else self._folded_text
 

@@ -70,7 +70,10 @@ class FramePainter:
         return "".join([f"\x1b[{code}m{text}\x1b[m" if code else text for (text, _), code in zip(row, codes, strict=True)])
 
     def encode_row(self, row: Row) -> str:
-        """Return the terminal codes that draw a row over an old one; edges keep their column however wide the text is."""
+        """Return the terminal codes that draw a row over an old one.
+
+        Edges are placed by their column, so they are aligned even if the terminal draws a text wider or narrower than expected.
+        """
         parts, start = [] if row and row[-1][1] == "edge" else ["\x1b[K"], 0
         for i in range(1, len(row)):
             if row[i][1] == "edge" and row[i - 1][1] != "edge":
@@ -82,8 +85,8 @@ class FramePainter:
 class Window:
     """Frames on the terminal's alternate screen, and the keys pressed meanwhile, during a `session`.
 
-    All frames have the same rows, from where the cursor stood, and the cursor waits in the first of them: it stays there when the
-    terminal is resized, and nothing above is touched on a terminal without an alternate screen. In the background nothing is
+    Every frame begins in the row where the cursor stood at first, and the cursor waits in that row. So it stays there when the
+    terminal is resized, and nothing above it is touched on a terminal without an alternate screen. In the background nothing is
     drawn, and Ctrl-Z removes the frame until the job is in the foreground again.
 
     Attributes:

@@ -151,7 +151,7 @@ class WrappedRows:
 
 
 class StyledText:
-    """A text that grows at its end, in which a whole word has the style of its first piece; no word continues a prompt's.
+    """A text that grows at its end, in which a word has the style of its first piece; the end of a prompt always ends a word.
 
     Args:
         on_write: As in `WrappedRows`, for the rows of `tail`.
