@@ -152,6 +152,8 @@ def infer_family(target: ModelConfig) -> str:
     if any(layer.mixer for layer in target.layers):
         families = {ShortConvConfig: "lfm2", DeltaNetConfig: "qwen35", Mamba2Config: "granite"}
         return next(family for mixer_type, family in families.items() if target.find_mixer_layers(mixer_type))
+    if target.attention.latent:
+        return "deepseek"
     if target.norm_placement != "before":
         return "gemma"
     if target.attention.qk_norm:

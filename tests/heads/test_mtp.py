@@ -19,7 +19,7 @@ from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import collect, decode, get_tokens, make_model_drafter
-from tests.tools.gguf_files import gguf_bytes, make_model_with_head
+from tests.tools.gguf_files import gguf_bytes, make_model_with_head, read_converted
 from tests.tools.hf_folders import FIXTURES, copy_fixture, edit_tensors, read_all_tensors
 from tests.tools.random_heads import new_head_cache
 from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, interrupt_after, random_tokens, scatter_phases
@@ -111,6 +111,26 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
     path.write_bytes(gguf_bytes(keys, tensors | {"blk.2.nextn.embed_tokens.weight": tensors["token_embd.weight"]}))
     with pytest.raises(CheckpointError, match="embed_tokens"):
         load_mtp_head(load_checkpoint(path))
+
+
+def test_copies_of_the_targets_embedding_and_classifier_are_ignored(tmp_path):
+    """As in published GLM-4.7-Flash and DeepSeek-V3; other tensors that a head does not need are refused."""
+    expected = read_all_tensors(load_mtp_head(load_checkpoint(FIXTURES / "glm4_moe_lite")))
+
+    def add(tensors, names=("embed_tokens", "shared_head.head")):
+        tensors.update({f"model.layers.3.{name}.weight": tensors["lm_head.weight"] for name in names})
+
+    folder = edit_tensors(copy_fixture(tmp_path / "model", "glm4_moe_lite"), add)
+    found = read_all_tensors(load_mtp_head(load_checkpoint(folder)))
+    assert {*found} == {*expected}
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(np.array(found[key]), np.array(tensor))
+    with pytest.raises(CheckpointError, match="unknown"):
+        load_mtp_head(load_checkpoint(edit_tensors(folder, lambda tensors: add(tensors, ["unknown"]))))
+    (keys, tensors), path = read_converted("glm4_moe_lite"), tmp_path / "model.gguf"
+    copies = ("embed_tokens", "shared_head_head")
+    path.write_bytes(gguf_bytes(keys, tensors | {f"blk.3.nextn.{name}.weight": tensors["output.weight"] for name in copies}))
+    assert {*read_all_tensors(load_mtp_head(load_checkpoint(path)))} == {*expected}
 
 
 def test_experts_of_a_head_may_be_stacked_or_separate_tensors(tmp_path):

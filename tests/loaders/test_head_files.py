@@ -427,3 +427,7 @@ def test_the_incompatibility_error_names_the_head(tmp_path: Path) -> None:
         check_compatibility(checkpoint, replace(TARGET, vocab_size=80))
     assert str(tmp_path) in str(caught.value)
     assert find_incompatibility(CONFIGS["llama"], TARGET) == "it is not a draft head"
+    latent = CONFIGS["deepseek_v2"]
+    head = replace(HEAD.head, target_dim=latent.dim, target_layers=(1,), target_architecture="LlamaForCausalLM")
+    reason = find_incompatibility(replace(HEAD, vocab_size=latent.vocab_size, head=head), latent)
+    assert reason == 'it was trained for a "LlamaForCausalLM"; the target is a deepseek model'
