@@ -645,10 +645,10 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
 
 @inlined
 def attend_in_tiles(attend, run, thread, p, kv_heads):
-    """Call attend for this chunk's share of all heads of all tokens, in tiles of up to MAX_TILE_TOKENS queries.
+    """Call `attend` for this chunk's share of all heads of all tokens, in tiles of up to MAX_TILE_TOKENS queries.
 
     The queries of a tile share keys and values: the tokens of a head, or the heads of a token if more heads share keys than the
-    pass has tokens. Query head h reads KV head h G / H.
+    pass has tokens. Query head h reads KV head h G / H, where G is kv_heads.
     """
     n_sharing = p.n_heads // kv_heads
     along_heads = n_sharing > run.n_tokens

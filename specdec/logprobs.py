@@ -8,7 +8,9 @@ from specdec.verification import Draft
 
 
 def compute_logprobs(logits: Float32, draft: Draft, new: list[int], n_top: int, n_ids: int | None = None) -> list[TokenLogprob]:
-    """Return the log-probabilities of new tokens and of the most probable ones at their positions.
+    """Return, for each new token, its log probability and those of the most probable tokens at its position.
+
+    They are those of the logits as given, before temperature and filters.
 
     Args:
         logits: Logits (n + 1, V) at the sequence's last token and at each of the n draft tokens.

@@ -18,7 +18,7 @@ class LengthPolicy(Protocol):
     can_branch: bool
 
     def start(self, token_budget: int) -> bool:
-        """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""
+        """Begin a round in which up to `token_budget` tokens fit: set `max_tokens` and `can_branch`; return whether to draft."""
 
     def should_continue(self, confidence: float) -> bool:
         """Record the confidence of the token that was just drafted, and return whether to draft another token in this round.

@@ -202,6 +202,7 @@ class Sampler:
     def _draw(
         self, probs: Float32, logits: Float32, stream: int, position: int, tokens: Int64, scores: Float64
     ) -> tuple[int, float]:
+        """Call `draw` with this sampler's parameters and scratch; return its number of tokens and margin as Python numbers."""
         s, logits = self.sampling, logits[: self.n_ids]
         args = probs, logits, s.temperature, self._top_k, s.top_p, s.seed, stream, position, self._keys
         n, margin = draw(*args, tokens, scores)

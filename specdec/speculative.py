@@ -124,10 +124,9 @@ class DecodingState:
         return self.draft
 
     def verify(self, logits: Float32) -> Verified:
-        """Accept or reject the current draft, and return the sequence's next tokens.
+        """Accept or reject the current draft, and return the sequence's next tokens, without adding them to the sequence.
 
-        Nothing but the logits changes, and what the drafter has observed of them, so the method may be called again if another
-        pass has overwritten them.
+        Also shows the logits to the drafter. The method may be called again, with the logits of another pass, for the same draft.
 
         Args:
             logits: (n + 1, V) for n draft tokens; a constraint masks them in place.

@@ -191,8 +191,8 @@ class SpeculativeDecoder:
         at the target's seq_len. Prompt and output are
         `"".join(event.text for event in stream if not isinstance(event, Proposal))`, whole characters at any time.
 
-        Streams may take turns on one model, in one thread or several, and the output of each is the same as alone. Each has a
-        KV cache of its own.
+        The call itself checks the arguments and warms the decoder up; the passes run as the events are consumed. Streams may take
+        turns on one model, in one thread or several, and the output of each is the same as alone. Each has a KV cache of its own.
 
         Args:
             prompt: A string, or token ids (see `encode`).
@@ -219,6 +219,7 @@ class SpeculativeDecoder:
         reasoning_marks: "ReasoningMarks | None" = None,
         **kwargs: Any,
     ) -> Iterator[Event | PrefillProgress]:
+        """Check a request, warm up, and return the iterator over the events of its sequence in a scheduler of its own."""
         constraint, sampling = kwargs.pop("shape", None), override_sampling(sampling, **kwargs)
         request = GenerationRequest(
             self.encode(prompt), max_tokens, sampling, stop, constraint=constraint,

@@ -73,7 +73,9 @@ class Draft:
         return nodes
 
     def find_verified_nodes(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Return the indices of a tree's nodes that were accepted, and of those whose parent was, but not they.
+        """Return the indices of a tree's accepted nodes, and those of its rejected ones, whose parent is accepted or the root.
+
+        Nodes below a rejected one are in neither list, since they were not verified.
 
         Args:
             tokens: The accepted tokens.
@@ -83,7 +85,7 @@ class Draft:
         return nodes, [i for i, parent in enumerate(self.parents or ()) if parent in accepted and i not in accepted]
 
     def find_source(self, tokens: list[int]) -> str:
-        """Return where the first token of `path` was looked up, or an empty string."""
+        """Return where the first draft token of `path(tokens)` was looked up, or an empty string if it was not."""
         nodes = self.find_nodes(tokens[:1]) or self.children(-1) if self.sources else []
         return self.sources[nodes[0]] if nodes else ""
 

@@ -156,7 +156,14 @@ class PackedWeightsCache:
         return sorted(found, key=lambda each: each.last_used)
 
     def make_room(self, n_bytes: int) -> bool:
-        """Delete the least recently used files until n_bytes more may be written; return False if they may never be."""
+        """Delete the least recently used files until n_bytes more may be written, and return True.
+
+        Returns False, without deleting any, if n_bytes exceed even the limit of an empty cache. The temporary files of processes
+        that have ended are deleted in any case.
+
+        Raises:
+            OSError: The free space of the disk cannot be read.
+        """
         for path in _find(self.folder, TEMPORARY_PATTERN):
             with suppress(OSError), FileIO(path) as file:
                 _lock(file)  # fails while the process lives that writes it
