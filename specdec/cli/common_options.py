@@ -80,7 +80,8 @@ class Request:
     )  # fmt: skip
     packed: str = models_option(
         AUTO, "--packed", metavar="auto|on|off|DIR",
-        help="Keep packed weights on disk, for a quicker start next time. auto: of models of 1 GB or more. DIR: in this folder.",
+        help="Keep packed weights (as the kernels read them) on disk, for a quicker start next time. auto: for models of 1 GB or "
+        "more. DIR: in this folder.",
     )  # fmt: skip
     prompt_cache: str = models_option(
         "", "--prompt-cache", metavar="DIR",
@@ -151,8 +152,8 @@ class Request:
     )  # fmt: skip
     verify: str = speculation_option(
         "coupled", "--verify", metavar="coupled|rejection|block",
-        help="coupled: the output of the target alone with this seed. rejection (Leviathan et al. 2023), block (Sun et al. 2024; "
-        "accepts more): its distribution.",
+        help="coupled: the output of the target alone with this seed. rejection (Leviathan et al. 2023) and block (Sun et al. "
+        "2024; accepts more) keep only its distribution.",
     )  # fmt: skip
     tree: str = speculation_option(
         AUTO, "--tree", metavar="auto|on|off",

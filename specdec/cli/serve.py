@@ -63,8 +63,9 @@ class ServeRequest(Request):
         None, "-k", "--top-k", metavar="N", min=0, help=f"Top-k {_DEFAULT_HELP} 0. 0: off."
     )
     host: str = server_option(
-        "127.0.0.1", "--host", metavar="HOST", help="Address to listen on. One that other machines can reach needs a key."
-    )
+        "127.0.0.1", "--host", metavar="HOST",
+        help="Address to listen on. One that other machines can reach needs --api-key-file or --no-key.",
+    )  # fmt: skip
     port: int = server_option(8080, "--port", metavar="N", min=0, max=65535, help="Port to listen on. 0: any free port.")
     models: str = server_option(
         "", "--models", metavar="DIR", help="Offer the models of this folder, such as GGUF files, instead of the installed ones."
