@@ -279,7 +279,11 @@ class SpeculativeDecoder:
         return structured_output.json_schema(self.tokenizer, schema)
 
     def json_object(self) -> Constraint:
-        """Return a constraint that limits the output to any one JSON object, formatted as in `json_schema`."""
+        """Return a constraint that limits the output to any one JSON object, formatted as in `json_schema`.
+
+        Raises:
+            ValueError: If the package for structured output is not installed.
+        """
         from specdec.text import structured_output
 
         return structured_output.json_object(self.tokenizer)
@@ -357,7 +361,8 @@ class SpeculativeDecoder:
         """Generate a completion as `stream` does, and yield also the progress of each prefill and the text of draft tokens.
 
         The text has the marks in `reasoning_marks`, and stop strings have no effect in the thought between them. A sequence that
-        is prefilled again, because it has become too long for its RoPE factors, reports that progress too.
+        is prefilled again, because it has become too long for its RoPE factors, reports that progress too. The other arguments
+        and the errors are those of `stream`.
         """
         return self._stream(prompt, max_tokens, sampling, include_draft_text=True, reasoning_marks=reasoning_marks, **kwargs)
 

@@ -63,7 +63,7 @@ class Draft:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def find_nodes(self, tokens: list[int]) -> list[int]:
-        """Return the indices of the draft tokens along `tokens`, as far as the proposal has them."""
+        """Return the indices of the draft tokens that equal `tokens` in order, up to the first token that is not proposed."""
         nodes, node = list[int](), -1
         for token in tokens:
             node = next((child for child in self.children(node) if self.tokens[child] == token), -1)
@@ -187,10 +187,10 @@ def get_draft_probs(draft: Draft, i: int, one_hot: Float32) -> Float32:
 
 
 class RejectionVerifier(SequentialVerifier):
-    """A verifier that accepts a draft token with probability min(1, p / q), else samples the residual; after the draft, p.
+    """A verifier that accepts a draft token with probability min(1, p / q), else samples a token of the residual max(0, p - q).
 
-    The outcome of a round depends only on the noise of the positions that it fills. The noise of later positions is still unused,
-    so the next round may use it.
+    After a draft that is accepted as a whole, the target's token is sampled from p. The outcome of a round depends only on the
+    noise of the positions that it fills. The noise of later positions is still unused, so the next round may use it.
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:

@@ -130,9 +130,10 @@ class SuffixAutomaton:
 class LookupDrafter:
     """A drafter without a model, which proposes what followed earlier, and runner-ups of the target's passes.
 
-    (Prompt lookup, Saxena 2023; with a suffix automaton: SAM decoding, arXiv:2411.10666; token recycling: arXiv:2408.08696.) What
-    followed earlier is looked up in this sequence, with its prompt, and in earlier ones. Each token of the sequence updates how
-    often each kind of guess is right. A proposal is as long as it is likely enough to be accepted.
+    (Prompt lookup, Saxena 2023; with a suffix automaton: SAM decoding, arXiv:2411.10666; token recycling: arXiv:2408.08696.) A
+    runner-up is one of the likeliest tokens of a pass. The tokens that followed an earlier match are looked up in this sequence,
+    with its prompt, and in earlier ones. Each token of the sequence updates how often each kind of guess is right. A proposal is
+    as long as it is likely enough to be accepted.
 
     Args:
         eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
@@ -177,7 +178,7 @@ class LookupDrafter:
         self._look_up(tokens, (), 0, 1, 1.0)
 
     def observe(self, logits: Float32, rows: list[int], n_tokens: int) -> None:
-        """Store the runner-ups of a pass, which later proposals may contain.
+        """Store the runner-ups of a pass, which later proposals may contain; do nothing without a memory.
 
         Args:
             logits: The logits of the pass, (n + 1, V).
@@ -213,7 +214,11 @@ class LookupDrafter:
         return Draft(nodes[:n, TOKEN].tolist(), None, None if is_chain else parents[:n], sources)
 
     def _look_up(self, tokens: list[int], tail: Sequence[int], max_nodes: int, max_children: int, min_survival: float) -> int:
-        """Index the new tokens of a sequence, grow a proposal, and return its number of nodes; see `lookup_tables.look_up`."""
+        """Index the new tokens of a sequence, grow a proposal in `_growth`, and return the number of its nodes.
+
+        A sequence that does not continue that of the last call is indexed from its first token on. See `lookup_tables.look_up`
+        for the other arguments.
+        """
         automaton = self._automaton
         if tokens[: len(automaton.tokens)] != automaton.tokens:
             self._reset()
@@ -256,6 +261,9 @@ class PredictionDrafter(LookupDrafter):
         eos_tokens: See `LookupDrafter`.
         n_prompt: The number of tokens of the sequence's prompt.
         prediction: The tokens of the predicted output. Matches in it are found as well as those in the sequence.
+        sampling: See `LookupDrafter`.
+        memory: See `LookupDrafter`.
+        n_ids: See `LookupDrafter`.
     """
 
     def __init__(

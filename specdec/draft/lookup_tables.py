@@ -75,14 +75,16 @@ class Pool(NamedTuple):
 
 
 class SequenceIndex(NamedTuple):
-    """What a drafter knows about its sequence.
+    """The tokens of a drafter's sequence, the target's runner-ups after each of them, and the hit rates of guesses in it.
 
     Attributes:
         tokens: The tokens (S,), with room for more.
         row_tokens: The runner-ups (S, R) of the token after each one; NO_TOKEN where no pass has computed them.
         row_scores: Their logits.
-        match_rates: How often a match in this sequence and in the pool is right, by length, (2, N_LENGTHS).
-        runner_up_rates: The same of runner-ups, by unknown context tokens, rank and margin, (2, MAX_CHILDREN, N_MARGINS).
+        match_rates: How often the token after a match in this sequence and in the pool is right, by the bucket of the match's
+            length, (2, N_LENGTHS).
+        runner_up_rates: How often a runner-up is right, by the number of unknown tokens of its context, its rank, and the bucket
+            of the margin, (2, MAX_CHILDREN, N_MARGINS).
         eos_tokens: The end-of-sequence tokens.
         ranked: Scratch (R,).
         ranked_scores: Scratch (R,).
@@ -121,9 +123,10 @@ class Growth(NamedTuple):
 
     Attributes:
         nodes: The unverified tokens before the proposal, then the proposal, (M, N_COLUMNS).
-        numbers: Of each node, the probability that it is accepted if its parent is, and that all nodes up to it are, (M, 2).
-        candidates: Scratch (C, N_COLUMNS) for nodes that could be added.
-        candidate_numbers: Scratch (C, 2) likewise.
+        numbers: For each node, the probability that it is accepted if its parent is, and the probability that it and all nodes
+            above it are, (M, 2).
+        candidates: Scratch (C, N_COLUMNS): nodes that could be added.
+        candidate_numbers: Scratch (C, 2): the `numbers` of the candidates.
     """
 
     nodes: Int64
@@ -246,7 +249,12 @@ def get_path_token(nodes, node, n_back, tokens, n_tokens):
 
 @jitable
 def find_in_pool(pool, nodes, node, tokens, n_tokens):
-    """Return the length of the longest match in the pool of the tokens up to a node, and the i of the token after it; or 0, 0."""
+    """Find the longest match in the pool of the tokens that end with a node (-1: with the sequence), the newest of several.
+
+    Returns:
+        The length of the match, MIN_POOL_MATCH to MAX_POOL_MATCH, and the number i of the token after it (see `Pool`); 0 and 0
+        without a match.
+    """
     first = get_path_token(nodes, node, 2, tokens, n_tokens)
     if first == NO_TOKEN:
         return 0, 0
@@ -287,13 +295,13 @@ def add_to_pool(pool, tokens):
 
 @jitable
 def update_rate(rates, at, is_hit):
-    """Move a hit rate towards an observation."""
+    """Move rates[at] towards 1 for a hit, or towards 0, by 1 / HIT_RATE_WINDOW of the difference."""
     rates[at] += ((1.0 if is_hit else 0.0) - rates[at]) / HIT_RATE_WINDOW
 
 
 @jitable
 def learn(sources, nodes, first, n_tokens, matches):
-    """Update the hit rates with tokens of a sequence, and the table with their runner-ups.
+    """Update the hit rates with new tokens of a sequence, and store the runner-ups at generated ones by their context.
 
     Args:
         sources: The sources; `sequence` has the tokens.
@@ -404,7 +412,10 @@ def add_children(growth, sources, n, node, n_tokens, max_children, matches):
 
 @jitable
 def take_best_candidate(growth, n_nodes, n, min_survival):
-    """Make the likeliest of n candidates node n_nodes, and return whether there is one with min_survival or more."""
+    """Move the likeliest of n candidates to node n_nodes, if its probability is min_survival or more; return whether it is.
+
+    The last candidate takes the place of the one that was moved, so the caller has one candidate less.
+    """
     candidates, numbers = growth.candidates, growth.candidate_numbers
     best = -1
     for i in range(n):
@@ -461,10 +472,10 @@ def look_up(matches, first, n_tokens, n_tail, max_nodes, max_children, min_survi
         matches: See `learn`; the last row is the match of sequence and tail.
         first: See `learn`.
         n_tokens: Number of tokens of the sequence.
-        n_tail: See `grow_proposal`, as are the next three.
-        max_nodes: See there.
-        max_children: See there.
-        min_survival: See there.
+        n_tail: See `grow_proposal`.
+        max_nodes: See `grow_proposal`.
+        max_children: See `grow_proposal`.
+        min_survival: See `grow_proposal`.
         *fields: The fields of `Growth`, `SequenceIndex`, `RunnerUps`, `Pool` and `Noise`; numba unpacks records slowly.
 
     Returns:
@@ -478,7 +489,7 @@ def look_up(matches, first, n_tokens, n_tail, max_nodes, max_children, min_survi
 
 
 class LookupMemory:
-    """What the sequences of one API key leave for its later ones, in 4.5 MB: the runner-ups of their passes, and their tokens.
+    """A memory of 4.5 MB for looked-up drafts: the tokens of earlier sequences of one client, and the runner-ups of their passes.
 
     Attributes:
         runner_ups: The runner-ups by context.
@@ -500,7 +511,7 @@ class LookupMemory:
         self._prefixes: dict[int, None] = {}  # hashes of the prefixes, of whole blocks, that are in the pool; the oldest first
 
     def copy_arrays(self) -> list[Any]:
-        """Return copies of all arrays, to be kept; `restore` takes them."""
+        """Return copies of all arrays of the memory, in the order in which `restore` takes them."""
         prefixes = np.zeros(POOL_TOKENS // POOL_BLOCK_TOKENS, np.int64)
         known = [*self._prefixes][-len(prefixes) :]
         prefixes[: len(known)] = known
@@ -526,7 +537,10 @@ class LookupMemory:
         return True
 
     def add(self, tokens: list[int]) -> None:
-        """Add the tokens of a sequence to the pool, without a beginning that is there already, and at most the last P / 2."""
+        """Add the tokens of an ended sequence to the pool: at most the last P / 2, and none of a prefix that is there already.
+
+        Prefixes are recognized in whole blocks of POOL_BLOCK_TOKENS.
+        """
         n_known, prefix = 0, 0
         for end in range(POOL_BLOCK_TOKENS, len(tokens) + 1, POOL_BLOCK_TOKENS):
             prefix = hash((prefix, *tokens[end - POOL_BLOCK_TOKENS : end]))

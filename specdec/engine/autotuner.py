@@ -115,7 +115,7 @@ class Autotuner:
 
         Args:
             costs: The cost model of the sequences that have run.
-            n_steps: Number of decoding steps that it has measured.
+            n_steps: Number of decoding steps that the costs come from.
         """
         if n_steps < MIN_STEPS:
             return

@@ -357,7 +357,10 @@ class Scheduler:
         return any(n - n_new <= length < n for length in self._recompute_lengths)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Remove a running sequence and release its slot, which keeps the KV caches for later prompts."""
+        """End a running sequence, remember its tokens for looked-up drafts, save its KV cache to disk, and release its slot.
+
+        The slot keeps the KV caches for later prompts.
+        """
         self.running.remove(sequence)
         try:
             self._prefix_cache.remember(sequence.slot, sequence.tokens)

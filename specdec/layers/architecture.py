@@ -493,7 +493,7 @@ class Architecture:
     def make_shards(
         self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None
     ) -> dict[str, Shard]:
-        """Return all shards by name: a matrix out of tensors with different block types gets one for each run of equal types.
+        """Return all shards by name; a matrix of tensors with different block types has a shard for each run of equal types.
 
         weight_format is as in `pack`.
         """
