@@ -433,6 +433,8 @@ class LayerConfig:
 
     Attributes:
         mixer: Short convolution, delta net or Mamba-2 that replaces attention in this layer.
+
+    The other attributes are those of `ModelConfig`.
     """
 
     n_kv_heads: int | None = None

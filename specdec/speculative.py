@@ -167,6 +167,8 @@ class DecodingState:
     def commit(self, verified: Verified, seconds: float, experts: tuple[float, int] = (0.0, 0)) -> Step:
         """Append verified tokens to the sequence, update its stop reason, constraint and policy, and return the `Step` event.
 
+        An end-of-sequence token is not appended; its name becomes the stop reason.
+
         Args:
             verified: The result of `verify`.
             seconds: Time of the pass and of `verify`.

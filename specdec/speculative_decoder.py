@@ -49,9 +49,10 @@ class SpeculativeDecoder:
     Args:
         target: A Hugging Face folder, a GGUF file, a name on the hub ("org/name", "org/name:Q4_K_M"), the path of a llama2.c
             file, also searched in models/, or a loaded `Model`.
-        draft: The same, or a head; "mtp": the head in the target's own file or next to it; "lookup": what followed earlier, and
-            what the target found likely; "auto", the default: "mtp" if there is one, else "lookup"; "self": an int8 or int4 copy
-            of the target; None: no draft. A model with another vocabulary drafts with the tokens that both have (`shared`).
+        draft: The same, or a head; "mtp": the head in the target's own file or next to it; "lookup": tokens that followed an
+            earlier match or that the target found likely; "auto", the default: "mtp" if there is one, else "lookup"; "self": an
+            int8 or int4 copy of the target; None: no draft. A model with another vocabulary drafts with the tokens that both
+            have (`shared`).
         tokenizer: A path or a tokenizer; by default the one in the target's folder or file, next to it or in models/.
         stage: "lookup" or a smaller model, the second-level draft. The draft model verifies its tokens before the target does.
         gamma: Draft tokens per step, 1 to 63, or "auto": as many as are profitable, none if none are.
@@ -75,7 +76,8 @@ class SpeculativeDecoder:
     Raises:
         CheckpointError: If a model file cannot be used.
         TokenizerError: If a tokenizer file cannot be used.
-        ValueError: If values or models do not fit together.
+        ValueError: If values are not valid, or models do not fit together.
+        TypeError: If a value has the wrong type.
 
     >>> decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
     >>> decoder.generate("Once upon a time", 20, temperature=0).continuation

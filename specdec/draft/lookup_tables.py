@@ -213,6 +213,8 @@ def get_length_bucket(length):
 def look_up_runner_ups(before, last, sources, position):
     """Rank the runner-ups that are stored for a context, as `rank_runner_ups` does, in the index's scratch arrays.
 
+    The context is the tokens `before` and `last` if the table has them, else `last` alone.
+
     Returns:
         Their number, 0 for an unknown context; the bucket of the margin; and the number of unknown context tokens, 0 or 1.
     """
@@ -239,7 +241,10 @@ def predict_match(following, index, noise, position):
 
 @jitable
 def get_path_token(nodes, node, n_back, tokens, n_tokens):
-    """Return the token n_back steps above a node, 0 for its own; above the nodes are the sequence's last tokens, from -1 on."""
+    """Return the token n_back tokens before a node on its path; NO_TOKEN before the sequence's first one.
+
+    0 stands for the node's own token. The sequence precedes the path; node -1 is its last token.
+    """
     while node >= 0 and n_back > 0:
         node, n_back = nodes[node, PARENT], n_back - 1
     if node >= 0:

@@ -85,10 +85,9 @@ class Autotuner:
         return f"{n} thread{'s' * (n != 1)}{comparison}; {get_topology().description}"
 
     def make_cost_model(self, settings: SpeculativeSettings, is_batch: bool) -> CostModel | None:
-        """Return a cost model for a scheduler, or None if the scheduler needs none.
+        """Return a cost model for a scheduler; None for a single sequence whose drafts are not adaptive or have no known costs.
 
-        A scheduler of several sequences always needs one; its costs are measured now if they are not known. A scheduler of one
-        sequence needs one only for adaptive drafts, and gets None if no costs were measured before.
+        For a scheduler of several sequences the costs are measured now if they are not known.
 
         Args:
             settings: The settings of speculative decoding.

@@ -28,7 +28,7 @@ class KVSlot:
     Attributes:
         caches: The KV caches.
         cache_salt: Only sequences with the same salt may reuse the KV caches.
-        memory: What the sequences with the same salt leave for looked-up drafts.
+        memory: The tokens and runner-ups that sequences with the same salt have left for looked-up drafts.
         n_reserved: Most tokens that the current sequence may grow to; 0 for an idle slot.
         n_peak: Most tokens that any finished sequence in the slot has had.
     """
@@ -56,7 +56,10 @@ class KVSlot:
         return max(len(prompt) - 1, 0) - self.caches.target.count_prefill_tokens(prompt)
 
     def copy_from(self, other: "KVSlot", prompt: list[int]) -> None:
-        """Copy the KV cache of a prompt's prefix from another slot, for each model that saves enough tokens by the copy."""
+        """Copy the KV cache of a prompt's prefix from another slot, for each model.
+
+        A model is skipped if the copy saves it less than MIN_SHARED_PREFIX_TOKENS tokens, or the prompt exceeds its positions.
+        """
         for cache, other_cache in zip(self.caches.all, other.caches.all, strict=True):
             tokens = replace_unknown_tokens(prompt, cache.model.vocab_size)
             if (

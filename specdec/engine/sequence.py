@@ -151,7 +151,7 @@ class Sequence:
         return step
 
     def finish(self) -> None:
-        """End the sequence."""
+        """Mark the sequence as finished; the scheduler has removed it and released its slot."""
         self.status = SequenceStatus.FINISHED
 
     @property

@@ -227,7 +227,7 @@ class Weights:
 
 
 class BufferSizes(NamedTuple):
-    """Quantities next to config and weights that the shapes of a model's buffers depend on.
+    """The quantities, in addition to config and weights, on which the shapes of a model's buffers depend.
 
     Attributes:
         kv: Format of the KV cache.

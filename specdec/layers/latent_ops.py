@@ -49,7 +49,7 @@ def norm_columns(run: ForwardContext, thread: int, out: Floats3, x: Floats2, wei
 
 @jitable
 def rotate_pairs(out, to, x, at, cos, sin, n):
-    """out[to : to + n] = x[at : at + n], whose pairs are rotated by a position's angles, its rows of RoPE's tables."""
+    """out[to : to + n] = x[at : at + n] with each pair rotated by a position's angles; cos, sin: its rows of RoPE's tables."""
     for k in range(0, n, 2):
         first, second = x[at + k], x[at + k + 1]
         out[to + k] = first * cos[k] + second * sin[k]

@@ -180,7 +180,7 @@ def _open_shards(first: GGUFFile) -> list[GGUFFile]:
 def _get_vocabulary(file: GGUFFile) -> dict[str, Any]:
     """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} if the file has no tokenizer.
 
-    A key is added if the tokenizer's special tokens strip the white space after them.
+    The key `SPECIAL_TOKENS_STRIP_KEY` is added if the tokenizer's special tokens strip the white space after them.
     """
     vocabulary = {
         key.removeprefix(TOKENIZER_PREFIX): value for key, value in file.metadata.items() if key.startswith(TOKENIZER_PREFIX)

@@ -94,7 +94,8 @@ def _make_naming_hint(name: str) -> str:
 def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
     """Return a dict from each optional package that models need to its purpose, without downloading anything.
 
-    The packages are huggingface_hub if a model has to be downloaded, and tokenizers, if not installed, for most tokenizers.
+    The packages are huggingface_hub, installed or not, if a model has to be downloaded, and tokenizers, unless it is installed,
+    for most tokenizers.
 
     Args:
         names: Names of models, the target first.

@@ -136,7 +136,7 @@ class TensorAssembler:
         self.shapes = get_architecture(config).shapes(config)
 
     def assemble(self) -> dict[str, Any]:
-        """Return all tensors by the architecture's names."""
+        """Return all tensors by the architecture's names; for the errors see `assemble_tensors`."""
         tensors: dict[str, Any] = {}
         for name, shape in self.shapes.items():
             layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
@@ -190,7 +190,17 @@ class TensorAssembler:
         )
 
     def get_experts(self, name: str, layer: str, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
-        """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices."""
+        """Return the list of one matrix per expert for a tensor of a layer; a stored tensor of all experts is cut into slices.
+
+        Args:
+            name: Name of the tensor in the architecture, with the layer's number.
+            layer: The layer's number.
+            shape: Number of experts, and rows and columns of each matrix.
+            spec: How the tensor is stored.
+
+        Raises:
+            CheckpointError: A stored tensor is missing or has another shape or type.
+        """
         n, n_rows, n_columns = shape
         before, experts, after = spec.name.partition("experts.{}")
         stored_name = before.format(layer) + experts + after  # with "{}" for the expert if each has its own tensor
@@ -245,7 +255,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def transpose_rows(stored: Any) -> DerivedTensor:
-    """Return the transpose of a small matrix, which is computed when it is read, in float32 if the matrix has blocks."""
+    """Return the transpose of a small matrix, in float32 if the matrix has blocks; each read reads the whole matrix."""
     return DerivedTensor(
         stored,
         stored.shape[::-1],

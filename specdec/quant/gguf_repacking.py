@@ -232,7 +232,15 @@ class BlockType(NamedTuple):
 
 
 def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Any, scales_offset: int = 0) -> BlockType:
-    """Return the block type of a name; repack and scales_offset, in bytes, are as in `make_block_reader`."""
+    """Return the `BlockType` of the GGUF type `name`, and register the kernel that reads its blocks.
+
+    Args:
+        name: Name of the type in GGUF.
+        n_bytes: Bytes of a block in the file.
+        layout: Layout of its weights in panels.
+        repack: See `make_block_reader`.
+        scales_offset: Byte of a block where its fp16 numbers start.
+    """
     read = make_block_reader(f"read_{name.lower()}", n_bytes // 2, layout.n_params, repack, scales_offset // 2)
     return BlockType(n_bytes, layout, read, tuple(scales_offset + 2 * i for i in range(layout.n_params)))
 

@@ -84,7 +84,7 @@ GROUP_HEADER_WORDS = 3  # words before a group's activation codes: its scale, it
 def choose_dot4(features: str) -> str:
     """Return the name of the instruction set for sums of byte products on a CPU with the given LLVM features.
 
-    It is an instruction for 4 products ("avx512vnni", "avxvnni" or "sdot"), "avx2", "neon", or "portable".
+    It is "avx512vnni", "avxvnni" or "sdot", which have an instruction that adds 4 products, else "avx2", "neon" or "portable".
     """
     required = {"avx512vnni": "+avx512vnni", "avxvnni": "+avxvnni", "avx2": "+avx2", "sdot": "+dotprod", "neon": "+neon"}
     return next((name for name, feature in required.items() if feature in features.split(",")), "portable")
@@ -263,7 +263,7 @@ class LowBitAvx2(LowBitDot4, Avx2):
     """`LowBitDot4` with the instructions of `Avx2`."""
 
     def multiply_pairs(self, builder: Any, shorts: Any, w: Any, x: Any) -> Any:
-        """Emit shorts plus the sums of two products each of w as it is, since its codes are not negative, and x."""
+        """Emit shorts plus the 16-bit sums of two products each of w and x; codes are not negative, so w needs no sign."""
         return _multiply_byte_pairs(builder, shorts, w, self.cast_to_bytes(builder, x))
 
 

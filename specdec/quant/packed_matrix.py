@@ -231,7 +231,11 @@ class LazyTable:
     tensor: Any
 
     def read_rows(self, tokens: Sequence[int]) -> Float32:
-        """Read the rows of tokens from the file and return them, (n, columns), float32; raise whatever reading raises."""
+        """Read the rows of tokens from the file and return them as float32, (n, columns).
+
+        Raises:
+            CheckpointError: If the file has changed or is damaged.
+        """
         rows = [_widen_rows(self.tensor[token : token + 1]) for token in tokens]
         return np.concatenate(rows) if rows else np.empty((0, self.tensor.shape[1]), np.float32)
 
