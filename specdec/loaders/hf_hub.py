@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 GGUF_SUFFIX, CONFIG = ".gguf", "config.json"
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0", "")  # preferred GGUF files if no quant is given, like llama.cpp's -hf; "": any
 AUXILIARY_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", ADAPTER_CONFIG,
 )  # fmt: skip
 TINYLLAMAS = "karpathy/tinyllamas"

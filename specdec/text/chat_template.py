@@ -4,6 +4,7 @@ The text equals, byte for byte, the output of transformers' `apply_chat_template
 token becomes that token in the template's text, and plain text in a message; `jinja_renderer` finds which is which.
 """
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,11 +33,13 @@ TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"  # of older vision models
 # the names are those of transformers; a model may have several templates
 TOOL_TEMPLATE_NAME = "tool_use"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE_NAME}.jinja"
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_TOKEN_ID_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
+PROBE = "specdec-probe"  # content that shows whether a template renders contents
 MAX_CHARACTERS = 32 << 20  # of messages and tools, and of the rendered text
 REQUIRED_PACKAGES = {optional_dependencies.JINJA: "to render chat templates"}
 
@@ -102,6 +105,19 @@ class ChatTemplate:
 
         return name in find_variables(self.source)
 
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template renders a content that is a list of parts, and drops one that is a string, as SmolVLM's does."""
+        from specdec.text.jinja_renderer import Rendering, RenderingError
+
+        def renders(content: Any) -> bool:
+            return PROBE in Rendering(self.source, self.variables, [{"role": "user", "content": content}], None).text
+
+        try:
+            return not renders(PROBE) and renders([{"type": "text", "text": PROBE}])
+        except RenderingError:
+            return False
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs to rebuild the template from its source."""
         return ChatTemplate, (self.source, self.location, self.variables, "" if self.for_tools is self else self.for_tools.source)
@@ -139,6 +155,9 @@ class ChatTemplate:
             for each in visible:
                 if "reasoning_content" in each and not (each.get("tool_calls") and each.get("content")):
                     each["thinking"] = each["reasoning_content"]
+        if self.takes_parts:
+            for each in visible:
+                each["content"] = [{"type": "text", "text": each["content"]}]
         try:
             rendering = Rendering(self.source, {**self.variables, **options}, visible, [*tools] if tools else None)
             if (n := rendering.n_characters) > MAX_CHARACTERS:
@@ -259,6 +278,9 @@ def load_chat_template(
         if isinstance(source, list):  # several named templates
             named = {str(each.get("name")): each.get("template") for each in source if isinstance(each, dict)}
             source, tool_source = named.get("default"), named.get(TOOL_TEMPLATE_NAME)
+        if source is None and (folder / PROCESSOR_TEMPLATE_FILE).exists():
+            source = read_optional_json_object(folder / PROCESSOR_TEMPLATE_FILE).get("chat_template")
+            location = folder / PROCESSOR_TEMPLATE_FILE
         if (folder / TEMPLATE_FILE).exists():
             source, location = _read_template(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
         if (folder / TOOL_TEMPLATE_FILE).exists():

@@ -153,6 +153,27 @@ def test_a_failing_template_is_reported_in_one_line(source: str, words: str) -> 
     assert words in get_error(source)
 
 
+# as published for SmolVLM; of a string it drops all, and of parts it takes text and images
+PARTS_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def test_a_template_that_drops_strings_gets_contents_as_parts() -> None:
+    messages = [{"role": "user", "content": "Hi <|im_start|>"}, {"role": "assistant", "content": "Yes"}]
+    template = ChatTemplate(PARTS_TEMPLATE, "x", {})
+    text = "<|im_start|>User: Hi <|im_start|><end_of_utterance>\nAssistant: Yes<end_of_utterance>\nAssistant:"
+    assert template.render(messages) == text
+    assert pickle.loads(pickle.dumps(template)).render(messages) == text
+    segments = template._render_conversation(messages[:1], [], 1000, None, {}).get_segments(0, 37)
+    assert [segment.text for segment in segments if segment.is_message] == ["Hi <|im_start|>"]
+    for source in ("{{ messages[0].content }}", "{{ messages[0].role }}", "{{ raise_exception('no system') }}"):
+        assert not ChatTemplate(source, "x", {}).takes_parts, source
+
+
 def test_an_empty_rendered_text_is_rejected() -> None:
     with pytest.raises(TemplateError, match="here: the rendered text is empty"):
         ChatTemplate("{% if 0 %}x{% endif %}", "here", {}).encode(load_tokenizer("smollm2"), USER)
@@ -219,6 +240,9 @@ def test_a_template_is_found_in_each_location(tmp_path: Path) -> None:
         load_chat_template(None, tmp_path / "tokenizer.json", "chatml")
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "D"}')
+    assert load_chat_template(None, tmp_path / "tokenizer.json").render(USER) == "D"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 4}')
     with pytest.raises(TemplateError, match=r"template=\.\.\."):
         load_chat_template(None, tmp_path / "tokenizer.json")
 
