@@ -4,7 +4,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
@@ -202,6 +202,12 @@ def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> Er
     for name in names:
         if not min_value <= getattr(config, name) <= 1 / MIN_SCALE:
             yield f"{name} is {getattr(config, name)}; expected {min_value:g} to {1 / MIN_SCALE:g}"
+
+
+def check_scales(name: str, scales: Sequence[float], n: int) -> ErrorMessages:
+    """Yield an error message if there are factors, but not n of up to 1 / MIN_SCALE."""
+    if scales and not (len(scales) == n and all(abs(scale) <= 1 / MIN_SCALE for scale in scales)):
+        yield f"{name} are {scales}; expected {n} numbers up to {1 / MIN_SCALE:g}, or none"
 
 
 def prefix_errors(name: str, errors: ErrorMessages) -> ErrorMessages:

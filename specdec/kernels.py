@@ -255,6 +255,16 @@ def add_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats1, unit
 
 
 @kernel
+def scale_columns(run: ForwardContext, thread: int, out: Floats2, factors: Floats1, unit: int) -> None:
+    """out[t] *= factors for this chunk's rows of the preceding matmul."""
+    first, last = get_chunk_rows(run, out.shape[1], unit, 0, out.shape[1])
+    for t in range(run.n_tokens):
+        for row in range(first, last, LANES):
+            at = t * out.shape[1] + row
+            store(out, at, mul(load(out, at), load(factors, row)))
+
+
+@kernel
 def add_positions(run: ForwardContext, thread: int, x: Floats2, positions: Floats2, depths: Ints1, dim: int) -> None:
     """x[t] += positions[position of t], the position embedding, for the columns that this chunk's token embedding filled."""
     first, last = get_chunk_range(dim, run.chunk, run.n_chunks)

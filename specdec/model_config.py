@@ -8,12 +8,12 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE, ErrorMessages, check_positive, check_scale, prefix_errors
+from specdec.argument_checks import MIN_SCALE, ErrorMessages, check_positive, check_scale, check_scales, prefix_errors
 from specdec.head_config import AssistantConfig, HeadConfig
+from specdec.mixer_config import MixerConfig
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.simd import round_up
 
-MAX_CONV_KERNEL_SIZE = 16
 # A draft head that reads its target's KV cache, and the kv_layer of its layers
 ASSISTANT, TARGET_KV_LAYER = "gemma4_assistant", -1
 HEAD_ARCHITECTURES = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
@@ -75,100 +75,6 @@ class YarnRopeScaling:
             yield f"factor is {self.factor}; expected 1 or more"
         if self.beta_fast < self.beta_slow:
             yield f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
-
-
-@dataclass(frozen=True)
-class ShortConvConfig:
-    """Settings of short convolutions, which replace attention in some layers (LFM2: Liquid AI 2025, arXiv:2511.23404).
-
-    Attributes:
-        kernel_size: Number of tokens that a token sees, including itself as the last.
-        bias: Add a bias in the convolution and in the matmuls around it.
-    """
-
-    kernel_size: int = 3
-    bias: bool = False
-
-    def find_errors(self) -> ErrorMessages:
-        """Yield an error message for each invalid field of this config."""
-        if not 0 < self.kernel_size <= MAX_CONV_KERNEL_SIZE:
-            yield f"kernel_size is {self.kernel_size}; expected 1 to {MAX_CONV_KERNEL_SIZE}"
-
-
-@dataclass(frozen=True)
-class DeltaNetConfig:
-    """Settings of gated delta nets, which replace attention in some layers (Yang et al. 2025, arXiv:2412.06464).
-
-    Attributes:
-        n_key_heads: Number of query heads, and also of key heads.
-        key_head_dim: Number of rows of each query head and each key head.
-        kernel_size: Kernel size of the convolution.
-        tiled_heads: Value head h uses key head h % n_key_heads; else consecutive value heads share one.
-    """
-
-    n_key_heads: int
-    n_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    kernel_size: int = 4
-    tiled_heads: bool = False
-
-    @property
-    def total_value_dim(self) -> int:
-        """Number of rows of all value heads together."""
-        return self.n_value_heads * self.value_head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Number of channels of the convolution: the rows of all queries, keys and values."""
-        return 2 * self.n_key_heads * self.key_head_dim + self.total_value_dim
-
-    def find_errors(self) -> ErrorMessages:
-        """Yield an error message for each invalid field of this config."""
-        yield from check_positive(self, "n_key_heads", "n_value_heads", "key_head_dim", "value_head_dim", "kernel_size")
-        if self.n_value_heads % self.n_key_heads:
-            yield f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
-        if self.kernel_size > MAX_CONV_KERNEL_SIZE:
-            yield f"kernel_size is {self.kernel_size}; expected at most {MAX_CONV_KERNEL_SIZE}"
-
-
-@dataclass(frozen=True)
-class Mamba2Config:
-    """Settings of Mamba-2 layers, which replace attention in some layers (Dao and Gu 2024, arXiv:2405.21060).
-
-    Attributes:
-        n_groups: Number of groups of heads; the heads of a group share B and C, and a norm.
-        state_dim: Number of columns of a head's state.
-        conv_bias: Add a bias in the convolution.
-    """
-
-    n_heads: int
-    head_dim: int
-    n_groups: int
-    state_dim: int
-    kernel_size: int = 4
-    conv_bias: bool = True
-
-    @property
-    def inner_dim(self) -> int:
-        """Number of rows of all heads together."""
-        return self.n_heads * self.head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Number of channels of the convolution: the rows of x, B and C."""
-        return self.inner_dim + 2 * self.n_groups * self.state_dim
-
-    def find_errors(self) -> ErrorMessages:
-        """Yield an error message for each invalid field of this config."""
-        yield from check_positive(self, "n_heads", "head_dim", "n_groups", "state_dim", "kernel_size")
-        if self.n_heads % self.n_groups:
-            yield f"n_heads {self.n_heads} is not divisible by n_groups {self.n_groups}"
-        if self.kernel_size > MAX_CONV_KERNEL_SIZE:
-            yield f"kernel_size is {self.kernel_size}; expected at most {MAX_CONV_KERNEL_SIZE}"
-
-
-MixerConfig = ShortConvConfig | DeltaNetConfig | Mamba2Config
 
 
 @dataclass(frozen=True)
@@ -399,6 +305,7 @@ class AttentionConfig:
         gate: Multiply the attention output by the sigmoid of one more matmul.
         sinks: Give each head's softmax one more score, a weight that belongs to no position.
         values_are_keys: Values are the keys before norm and RoPE.
+        projection_scales: Factors of queries, keys and values behind their projections. Empty: none.
         kv_layer: Earlier layer to read keys and values from, or TARGET_KV_LAYER. None: the layer has its own.
         latent: Keys and values of all heads are made from a latent vector of each token (MLA).
     """
@@ -415,6 +322,7 @@ class AttentionConfig:
     gate: bool = False
     sinks: bool = False
     values_are_keys: bool = False
+    projection_scales: tuple[float, ...] = ()
     kv_layer: int | None = None
     latent: LatentAttentionConfig | None = None
 
@@ -423,6 +331,7 @@ class AttentionConfig:
         if self.window < 0:
             yield f"window is {self.window}; expected a number of positions, or 0 for all"
         yield from check_scale(self, "scale", min_value=0)
+        yield from check_scales("projection_scales", self.projection_scales, 3)
         if not (self.softcap == 0 or MIN_SCALE <= self.softcap <= 1 / MIN_SCALE):
             yield f"softcap is {self.softcap}; expected {MIN_SCALE:g} to {1 / MIN_SCALE:g}, or 0"
 
@@ -443,6 +352,12 @@ class LayerConfig:
     attention: AttentionConfig | None = None
     mixer: MixerConfig | None = None
     blocks: Literal["both", "first", "second"] | None = None
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer has attention, also next to a mixer."""
+        is_replaced = self.mixer is not None and not getattr(self.mixer, "is_parallel", False)
+        return self.blocks != "second" and not is_replaced
 
 
 def make_layer_configs(layer_config: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
@@ -469,6 +384,7 @@ class ModelConfig:
         mixer: Replacement of attention; set only in the config that `layer_config` returns.
         mlp_bias: MLPs have biases.
         blocks: Which of its two blocks a layer has: "first" is attention or what replaces it, "second" the MLP or experts.
+        mlp_scales: Factors of the two matmuls of an MLP that the activation multiplies; of its own input first. Empty: none.
         activation: Activation of the gate; with "relu2", the square of a ReLU, MLPs and experts have no gate.
         experts: Mixture of experts in the place of MLPs.
         norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
@@ -499,6 +415,7 @@ class ModelConfig:
     mixer: MixerConfig | None = None
     blocks: Literal["both", "first", "second"] = "both"
     mlp_bias: bool = False
+    mlp_scales: tuple[float, ...] = ()
     activation: Literal["silu", "gelu", "relu2"] = "silu"
     experts: ExpertsConfig | None = None
     norm_placement: Literal["before", "behind", "around"] = "before"
@@ -537,6 +454,7 @@ class ModelConfig:
         if self.attention.latent:
             yield from prefix_errors("latent attention", self.attention.latent.find_errors(self))
         yield from check_scale(self, "embedding_scale", "residual_scale", "logit_divisor")
+        yield from check_scales("mlp_scales", self.mlp_scales, 2)
         yield from self._find_layer_errors()
         if (self.architecture in HEAD_ARCHITECTURES) != (self.head is not None):
             yield f"architecture is {self.architecture} and head is {self.head}; expected head for draft heads only"
@@ -581,7 +499,7 @@ class ModelConfig:
         mixers = {overrides.mixer for overrides in self.layers if overrides.mixer}
         if len(mixers) > 1:
             yield f"layers have {len(mixers)} kinds of mixers; expected one, next to attention"
-        if self.mixer or (self.layers and all(overrides.mixer or overrides.blocks == "second" for overrides in self.layers)):
+        if self.mixer or (self.layers and not any(overrides.has_attention for overrides in self.layers)):
             yield "all layers have mixers; expected attention in some"
         for mixer in mixers:
             yield from prefix_errors("mixer", mixer.find_errors())

@@ -56,12 +56,14 @@ MAY_IMPORT = {
     "verification": {"sampling", "runtime"},
     "events": set(),
     "loaders": {
-        "families", "model", "layers", "model_config", "head_config", "quant", "tokenizer", "runtime", "argument_checks",
+        "families", "model", "layers", "model_config", "mixer_config", "head_config", "quant", "tokenizer", "runtime",
+        "argument_checks",
     },
-    "families": {"layers", "model_config", "head_config", "argument_checks"},
-    "model": {"layers", "model_config", "kernels", "runtime", "argument_checks"},
-    "layers": {"model_config", "quant", "kernels", "runtime"},
-    "model_config": {"head_config", "runtime", "argument_checks"},
+    "families": {"layers", "model_config", "mixer_config", "head_config", "argument_checks"},
+    "model": {"layers", "model_config", "mixer_config", "kernels", "runtime", "argument_checks"},
+    "layers": {"model_config", "mixer_config", "quant", "kernels", "runtime"},
+    "model_config": {"mixer_config", "head_config", "runtime", "argument_checks"},
+    "mixer_config": {"argument_checks"},
     "head_config": {"runtime", "argument_checks"},
     "sampling": {"kernels", "runtime", "argument_checks"},
     "quant": {"runtime"},
@@ -338,8 +340,8 @@ def test_run_loads_no_modules_of_other_commands(tmp_path: Path) -> None:
     assert set(MODULES) > SINGLE_COMMAND_MODULES and not {f"specdec.{name}" for name in SINGLE_COMMAND_MODULES} & loaded
 
 
-MAX_CORE_FILES = 71  # that `SpeculativeDecoder` imports, with those that they import
-MAX_LOADED_MODULES = 79  # of a run with a llama2.c pair, whose formats and layers are imported by name
+MAX_CORE_FILES = 72  # that `SpeculativeDecoder` imports, with those that they import
+MAX_LOADED_MODULES = 80  # of a run with a llama2.c pair, whose formats and layers are imported by name
 OPTIONAL_FOLDERS = ("server", "bench", "heads", "ui")
 GENERATE = """
 import sys

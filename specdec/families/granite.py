@@ -18,7 +18,8 @@ from specdec.families.family import (
     make_fused_specs,
 )
 from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
-from specdec.model_config import LayerConfig, Mamba2Config, ModelConfig, make_layer_configs
+from specdec.mixer_config import Mamba2Config
+from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
 
 SCALE_KEYS = {
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier", "logit_divisor": "logits_scaling",

@@ -21,7 +21,8 @@ from specdec.families.family import (
     make_tensor_specs,
     replace_in_specs,
 )
-from specdec.model_config import LayerConfig, ModelConfig, ShortConvConfig, make_layer_configs
+from specdec.mixer_config import ShortConvConfig
+from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,

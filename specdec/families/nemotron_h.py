@@ -14,14 +14,8 @@ from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
 from specdec.families.family import EXPERT_WEIGHTS, GGUFFamily, GGUFMetadata, HFFamily, make_tensor_specs, replace_in_specs
 from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
-from specdec.model_config import (
-    AttentionConfig,
-    ExpertsConfig,
-    LayerConfig,
-    Mamba2Config,
-    ModelConfig,
-    RopeConfig,
-)
+from specdec.mixer_config import Mamba2Config
+from specdec.model_config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
 
 MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 LAYER_TYPES = {MAMBA: MAMBA, ATTENTION: ATTENTION, MLP: MLP, EXPERTS: EXPERTS, "mamba": MAMBA, "attention": ATTENTION}

@@ -24,7 +24,8 @@ from specdec.families.family import (
 )
 from specdec.families.hf_common import LINEAR_ATTENTION
 from specdec.families.recurrent_common import DECAY_RATES
-from specdec.model_config import DeltaNetConfig, LayerConfig, ModelConfig, make_layer_configs
+from specdec.mixer_config import DeltaNetConfig
+from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,

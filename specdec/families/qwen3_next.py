@@ -10,7 +10,8 @@ from specdec.families import hf_common as hf
 from specdec.families import qwen35
 from specdec.families.config_values import ConfigValues
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, RowGroups, TensorSpec
-from specdec.model_config import DeltaNetConfig, ModelConfig, require_type
+from specdec.mixer_config import DeltaNetConfig
+from specdec.model_config import ModelConfig, require_type
 
 DEFAULTS = qwen35.MOE_DEFAULTS | {
     "vocab_size": 151936, "intermediate_size": 5632, "num_hidden_layers": 48, "num_experts_per_tok": 10, "num_experts": 512,

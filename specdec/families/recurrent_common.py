@@ -21,7 +21,7 @@ from specdec.families.family import (
     make_tensor_specs,
 )
 from specdec.layers.recurrent_ops import fill_decay_rates
-from specdec.model_config import Mamba2Config
+from specdec.mixer_config import Mamba2Config
 
 MAMBA_IN = ("mamba_z", "mamba_xbc", "mamba_dt")  # stored in one tensor
 TIME_STEP_LIMIT = "time_step_limit"
@@ -71,12 +71,13 @@ def require_no_time_step_limit(values: ConfigValues) -> None:
     values.require(TIME_STEP_LIMIT, *([0, infinity] for infinity in INFINITIES), None)
 
 
-def parse_gguf_mamba(metadata: GGUFMetadata, layer: int) -> Mamba2Config:
+def parse_gguf_mamba(metadata: GGUFMetadata, layer: int, **more: Any) -> Mamba2Config:
     """Return the `Mamba2Config` of a GGUF file.
 
     Args:
         metadata: The file's metadata.
         layer: Index of one of the Mamba-2 layers.
+        more: Other fields of `Mamba2Config`.
 
     Raises:
         CheckpointError: A value is not valid.
@@ -91,4 +92,5 @@ def parse_gguf_mamba(metadata: GGUFMetadata, layer: int) -> Mamba2Config:
         state_dim=metadata.get_int("ssm.state_size"),
         kernel_size=metadata.get_int("ssm.conv_kernel"),
         conv_bias=GGUF_MAMBA_TENSORS["conv_bias"].name.format(layer) in metadata.tensors,
+        **more,
     )

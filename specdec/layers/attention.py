@@ -12,7 +12,7 @@ import numpy as np
 from specdec.kernels import head_norm, move_kv_slots, rope
 from specdec.layers.activations import gate_heads
 from specdec.layers.architecture import Buffers, FusedTensors, Shapes, Weights
-from specdec.layers.block import Block, add_residual, get_scratches, make_bias_ops, norm_shapes, prepare_input
+from specdec.layers.block import Block, add_residual, get_scratches, make_bias_ops, make_scale_ops, norm_shapes, prepare_input
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.matmul_tile import PANEL_ROWS
@@ -100,6 +100,7 @@ def make_attention_program(
     # qkv matmul, head norms, RoPE, writes to the KV cache
     matmul = [*before, *weights.matmul(f"{i}.qkv", b.qkv, source, get_scratches(b), unit=unit)]
     matmul += make_bias_ops(weights, b.qkv, f"{i}.bqkv", unit)
+    matmul += make_scale_ops(b.qkv, config.attention.projection_scales, get_qkv_rows(config), unit)
     # No thread has all heads of a token, so a norm of all heads needs a phase of its own.
     phases = [matmul, make_head_ops(n_panels)] if is_whole_norm else [[*matmul, *make_head_ops(unit)]]
     return [

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, layer_norm, rms_norm
+from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, layer_norm, rms_norm, scale_columns
 from specdec.layers.architecture import SHARD_SEPARATOR, Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
 from specdec.quant.packed_matrix import Matrix
@@ -234,3 +234,16 @@ def make_bias_ops(weights: Weights, out: Float32, name: str, unit: int = 1) -> l
     unit: The matmul's number of panels per step; see `Matrix.matmul`.
     """
     return [add_bias(out, weights.vectors[name], unit)] if name in weights.vectors else []
+
+
+def make_scale_ops(out: Float32, scales: Sequence[float], sizes: Sequence[int], unit: int = 1) -> list[Op]:
+    """Return a list with the op that multiplies the parts of a matmul's output by a factor each; empty if there are no factors.
+
+    Args:
+        out: Output of the matmul (T, rows).
+        scales: Factor of each part, or none.
+        sizes: Number of rows of each part, which is padded to whole panels.
+        unit: The matmul's number of panels per step; see `Matrix.matmul`.
+    """
+    rows = [round_up(size, PANEL_ROWS) for size in sizes]
+    return [scale_columns(out, np.repeat(scales, rows).astype(np.float32), unit)] if scales else []

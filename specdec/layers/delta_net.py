@@ -10,7 +10,8 @@ from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedT
 from specdec.layers.attention import NORM
 from specdec.layers.block import NO_BIAS, Block, add_residual, get_scratches, norm_shapes, prepare_input
 from specdec.layers.recurrent_ops import RING_SLOTS, convolve, delta_net, make_ring_buffer
-from specdec.model_config import DeltaNetConfig, ModelConfig, require_type
+from specdec.mixer_config import DeltaNetConfig
+from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program
 from specdec.runtime.simd import round_up

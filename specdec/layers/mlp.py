@@ -2,10 +2,20 @@
 
 from specdec.layers.activations import geglu, relu2, swiglu
 from specdec.layers.architecture import Buffers, FusedTensors, Shapes, Weights
-from specdec.layers.block import LAYER_SCALE, Block, add_residual, get_layer_scale, make_bias_ops, norm_shapes, prepare_input
+from specdec.layers.block import (
+    LAYER_SCALE,
+    Block,
+    add_residual,
+    get_layer_scale,
+    make_bias_ops,
+    make_scale_ops,
+    norm_shapes,
+    prepare_input,
+)
 from specdec.model_config import ModelConfig
+from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import Float32, round_up
 
 NORM = "rms_ffn"
 
@@ -34,6 +44,8 @@ def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Progra
     w, (source, before) = weights.matrices, prepare_input(config, weights, b, f"{i}.{NORM}")
     unit = 1 + is_gated(config)
     phase = [*before, w[f"{i}.up"].matmul(b.up, source, b.scratch, unit=unit), *make_bias_ops(weights, b.up, f"{i}.b13", unit)]
+    n_panels = round_up(config.hidden_dim, PANEL_ROWS) // PANEL_ROWS
+    phase += make_scale_ops(b.up, config.mlp_scales * n_panels, (PANEL_ROWS, PANEL_ROWS) * n_panels, unit)
     phase.append(activate(config, b.hidden, b.up))
     factor = get_layer_scale(config, weights, i, is_last=not config.per_layer_inputs)
     return [phase, *add_residual(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", f"{i}.{NORM}", factor)]

@@ -455,6 +455,7 @@ class Mamba2Args(NamedTuple):
         scratch: (threads, T, P padded): outputs of a head.
         rates: Decay rates (H padded), then biases of dt, then factors of x in the output.
         head_dim: P without padding.
+        scale: Factor of the output.
     """
 
     out: Floats3
@@ -467,6 +468,7 @@ class Mamba2Args(NamedTuple):
     scratch: Floats3
     rates: Floats1
     head_dim: int
+    scale: float
 
 
 @kernel
@@ -586,13 +588,13 @@ def prepare_scan(run, thread, p, head, dt_column):
 
 @jitable
 def gate_outputs(run, thread, p, head, gate_column):
-    """Compute out[t] = (y + factor x) silu(z) of one head, for all tokens; y lies in scratch, which is overwritten."""
-    width, factor = p.deltas.shape[2], splat(p.rates[p.rates.size // 3 * 2 + head])
+    """Compute out[t] = scale (y + factor x) silu(z) of one head, for all tokens; y lies in scratch, which is overwritten."""
+    width, factor, scale = p.deltas.shape[2], splat(p.rates[p.rates.size // 3 * 2 + head]), splat(p.scale)
     for t in range(run.n_tokens):
         at, row = (thread * p.scratch.shape[1] + t) * width, t * p.x.shape[1] + head * p.head_dim
         for k in range(0, width, LANES):
             v = fma(factor, load(p.x, row + k), load(p.scratch, at + k))
-            store(p.scratch, at + k, mul(v, silu(load(p.x, row + gate_column + k))))
+            store(p.scratch, at + k, mul(mul(v, silu(load(p.x, row + gate_column + k))), scale))
         for k in range(p.head_dim):
             p.out[0, t, head * p.head_dim + k] = p.scratch[thread, t, k]
 

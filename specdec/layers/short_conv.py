@@ -8,7 +8,8 @@ from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedT
 from specdec.layers.attention import NORM
 from specdec.layers.block import NO_BIAS, Block, add_residual, make_bias_ops, norm_shapes, prepare_input
 from specdec.layers.recurrent_ops import gated_convolution, make_ring_buffer
-from specdec.model_config import ModelConfig, ShortConvConfig, require_type
+from specdec.mixer_config import ShortConvConfig
+from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program
 from specdec.runtime.simd import round_up

@@ -17,7 +17,8 @@ from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, 
 from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
 from specdec.loaders.model_file import CONFIG, INDEX, PICKLE_WEIGHTS, WEIGHTS, read_json_object
 from specdec.loaders.tensor_assembly import assemble_tensors
-from specdec.model_config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig, find_kv_source_layers
+from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+from specdec.model_config import ModelConfig, find_kv_source_layers
 from specdec.runtime.simd import Int64
 
 # Family of each supported verifier architecture, by its name in config.json.

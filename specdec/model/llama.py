@@ -39,10 +39,12 @@ from specdec.layers.block import (
 )
 from specdec.layers.mlp import MLP
 from specdec.layers.rope import fill_cos_sin, fill_query_cos_sin
-from specdec.model_config import DeltaNetConfig, Mamba2Config, ModelConfig, ShortConvConfig
+from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import LANES
 
+PARALLEL_MAMBA2 = "mamba2:PARALLEL_MAMBA2"
 GLOBAL_TENSORS = (
     "tok_emb",
     "wcls",
@@ -69,8 +71,10 @@ def load_layer(name: str) -> Any:
 def get_blocks(config: ModelConfig, i: int) -> tuple[Block, ...]:
     """Return layer i's blocks in order: attention or a mixer, an MLP or experts, and per-layer inputs, as far as it has them."""
     layer = config.layer_config(i)
-    attention = load_layer(LATENT_ATTENTION) if config.attention.latent else ATTENTION
-    blocks = [load_layer(MIXERS[type(layer.mixer)]) if layer.mixer else attention, MLP]
+    first = load_layer(LATENT_ATTENTION) if config.attention.latent else ATTENTION
+    if layer.mixer:
+        first = load_layer(PARALLEL_MAMBA2 if getattr(layer.mixer, "is_parallel", False) else MIXERS[type(layer.mixer)])
+    blocks = [first, MLP]
     if config.experts and i not in config.experts.dense_layers:
         blocks[1] = load_layer("moe:PARALLEL_MOE" if config.experts.has_parallel_mlp else "moe:MOE")
     blocks = {"both": blocks, "first": blocks[:1], "second": blocks[1:]}[layer.blocks]

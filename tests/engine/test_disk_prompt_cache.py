@@ -28,7 +28,7 @@ from tests.tools.configs import replace_config
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import random_tokens
 
-NAMES = ("qwen3", "gemma3", "gemma4", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "granite_h", "nemotron_h", "gpt2")
+NAMES = ("qwen3", "gemma3", "gemma4", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "granite_h", "nemotron_h", "falcon_h1", "gpt2")
 THERE = [name for name in NAMES if (FIXTURES / name / "config.json").exists()]
 
 

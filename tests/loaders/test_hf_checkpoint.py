@@ -15,18 +15,11 @@ from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.loaders.checkpoint import DerivedTensor
 from specdec.loaders.model_loader import load_model
+from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.model_config import (
-    DeltaNetConfig,
-    ExpertsConfig,
-    Llama3RopeScaling,
-    Mamba2Config,
-    ModelConfig,
-    ShortConvConfig,
-    YarnRopeScaling,
-)
+from specdec.model_config import ExpertsConfig, Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from specdec.quant.packed_matrix import to_float32
 from tests.tools import hf_folders
 from tests.tools.configs import replace_config
@@ -174,15 +167,19 @@ def mamba_oracle(config: ModelConfig, t: dict[str, Any], prefix: str) -> dict[st
     tensors |= {"conv_bias": t[prefix + "conv1d.bias"]} if m.conv_bias else {}
     rate = np.empty(m.n_heads, np.float32)
     fill_decay_rates(rate, to_float32(t[prefix + "A_log"]))
+    if m.has_norm:
+        tensors["mamba_norm"] = to_float32(t[prefix + "norm.weight"]).reshape(m.n_groups, -1)
     return tensors | {
         "rate": rate, "dt": t[prefix + "dt_bias"], "skip": t[prefix + "D"],
         "conv": to_float32(t[prefix + "conv1d.weight"][:, 0].T),
-        "mamba_norm": to_float32(t[prefix + "norm.weight"]).reshape(m.n_groups, -1),
     }  # fmt: skip
 
 
-def granite_hybrid_oracle(config: ModelConfig, t: dict[str, Any]) -> dict[str, Any]:
-    """Return all tensors of a dense hybrid; those that only some layers have are named by layer."""
+def hybrid_oracle(config: ModelConfig, t: dict[str, Any]) -> dict[str, Any]:
+    """Return all tensors of a dense Granite or a Falcon-H1; those that only some layers have are named by layer."""
+    names = {".feed_forward.": ".mlp.", ".pre_ff_layernorm.": ".post_attention_layernorm.", ".final_layernorm.": ".norm."}
+    for theirs, ours in names.items():
+        t = {name.replace(theirs, ours): tensor for name, tensor in t.items()}
     layers = [llama_oracle(config, t, i) for i in range(config.n_layers)]
     for i in config.find_mixer_layers(Mamba2Config):
         layers[i] |= mamba_oracle(config.layer_config(i), t, f"model.layers.{i}.mamba.")
@@ -253,7 +250,7 @@ def oracle(name: str, config: ModelConfig) -> dict[str, Any]:
     if config.find_mixer_layers(DeltaNetConfig):
         return qwen35_oracle(config, tensors)
     if config.find_mixer_layers(Mamba2Config):
-        return granite_hybrid_oracle(config, tensors)
+        return hybrid_oracle(config, tensors)
     if config.experts:
         return mixture_oracle(config, tensors)
     if config.architecture == "gpt2":
@@ -420,6 +417,13 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("qwen35", {"delta": ((0, 1, 2), DeltaNetConfig(2, 4, 8, 16, tiled_heads=True))}),
     ("granite_h", {"residual_scale": 1.0}),
     ("nemotron_h", {"has_rope": True}),
+    ("falcon_h1", {"projection_scales": (2.0, 2.0, 1.0)}),
+    ("falcon_h1", {"projection_scales": (1.0, 1.0, 1.0)}),
+    ("falcon_h1", {"projection_scales": (2.0, 1.0, 2.0)}),
+    ("falcon_h1", {"mlp_scales": (2.0, 0.5)}),
+    ("falcon_h1", {"mamba": ((0, 1), Mamba2Config(4, 12, 2, 16, 4, True, False, True, (1.0, 0.25, 2.0, 0.125, 0.5), 1.0))}),
+    ("falcon_h1", {"mamba": ((0, 1), Mamba2Config(4, 12, 2, 16, 4, True, False, True, (1.0, 0.25, 0.125, 2.0, 1.0), 2.0))}),
+    ("falcon_h1_odd", {"rope_theta": 100.0}),
     ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, True, (0, 2, 3), True, True, 0.0, 0.0, 1.0, 28)}),
     ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, False, (0, 2, 3), True, True, 0.0, 0.0, 2.5, 28)}),
     ("nemotron_h_dense", {"norm_eps": 0.1}),

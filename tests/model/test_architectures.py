@@ -7,6 +7,7 @@ import pytest
 
 from specdec.families.nemotron_h import make_layers
 from specdec.layers.rope import compute_positions_per_radian, fill_cos_sin
+from specdec.mixer_config import Mamba2Config, ShortConvConfig
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
@@ -14,10 +15,8 @@ from specdec.model_config import (
     ExpertsConfig,
     LatentAttentionConfig,
     Llama3RopeScaling,
-    Mamba2Config,
     ModelConfig,
     PerLayerInputsConfig,
-    ShortConvConfig,
     YarnRopeScaling,
 )
 from specdec.quant import FP32, INT8
@@ -74,6 +73,14 @@ FAMILIES = {
     "mamba 2": make_config(64, 96, 3, 4, 2, 105, 400, mamba=((0, 2), Mamba2Config(8, 32, 2, 16))),
     "mamba 2, odd": make_config(
         40, 50, 4, 5, 1, 105, 400, False, norm_eps=1e-6, head_dim=12, mamba=((0, 1, 3), Mamba2Config(6, 35, 3, 7, 3, False))
+    ),
+    "mamba 2 next to attention": make_config(
+        40, 50, 2, 5, 1, 105, 400, False, head_dim=12, projection_scales=(1.3, 0.8, 1.2), mlp_scales=(0.7, 1.4),
+        mamba=((0, 1), Mamba2Config(6, 20, 2, 9, 4, True, False, True, (0.8, 1.2, 0.9, 1.1, 0.7), 1.3)),
+    ),
+    "mamba 2 with a norm next to attention": make_config(
+        64, 96, 2, 4, 2, 105, 400, qk_norm=True, mlp_bias=True, mlp_scales=(1.2, 0.9),
+        mamba=((0, 1), Mamba2Config(4, 16, 1, 32, 4, True, True, True, (), 0.8)),
     ),
     "one block a layer": make_config(
         40, 50, 5, 5, 1, 105, 400, False, head_dim=12, activation="relu2", has_rope=False,
@@ -247,6 +254,7 @@ POISON = 7  # token with values that are not finite somewhere inside
         "gpt-oss",
         "experts of sigmoids",
         "one block a layer",
+        "mamba 2 next to attention",
     ],
 )
 def test_non_finite_weights_reach_logits(name: str, value: float) -> None:

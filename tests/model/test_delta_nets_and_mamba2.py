@@ -20,7 +20,7 @@ from tests.tools.decode import decode, generate_tokens, get_tokens
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
-NAMES = ("qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd", "nemotron_h")
+NAMES = ("qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd", "nemotron_h", "falcon_h1")
 ONE_OF_EACH = ("qwen35", "granite_h_odd")
 N_POSITIONS = 700
 PROMPT = [1, 7, 9]

@@ -10,10 +10,11 @@ from specdec.bench.sweep import make_settings
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.lookup import LookupDrafter
 from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.mixer_config import DeltaNetConfig, ShortConvConfig
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
-from specdec.model_config import DeltaNetConfig, LayerConfig, ShortConvConfig
+from specdec.model_config import LayerConfig
 from specdec.quant import FP32, INT8
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS, Draft

@@ -16,7 +16,7 @@ from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import CONFIGS as PLAIN_CONFIGS
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_cache, random_tokens
 
-NAMES = ("lfm2", "lfm2_odd", "qwen35", "qwen35_odd", "granite_h", "granite_h_odd")
+NAMES = ("lfm2", "lfm2_odd", "qwen35", "qwen35_odd", "granite_h", "granite_h_odd", "falcon_h1")
 
 
 @functools.cache

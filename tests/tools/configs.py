@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from specdec.model_config import AttentionConfig, LayerConfig, MixerConfig, ModelConfig, RopeConfig
+from specdec.mixer_config import MixerConfig
+from specdec.model_config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 
 RECORD_FIELD_NAMES = {  # flat names that differ from the dataclass's field
     "rope_theta": "theta", "rope_dim": "dim", "rope_scaling": "scaling", "rope_divisors": "freq_factors",

@@ -11,7 +11,8 @@ import numpy as np
 
 from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.loaders.gguf_file import GGUFFile
-from specdec.model_config import DeltaNetConfig, Llama3RopeScaling, ModelConfig, ShortConvConfig, YarnRopeScaling
+from specdec.mixer_config import DeltaNetConfig, ShortConvConfig
+from specdec.model_config import Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from tests.tools import hf_folders
 from tests.tools.hf_folders import CONFIGS, FIXTURES
 
@@ -168,7 +169,7 @@ GPT2_NAMES = {
 # values that GGUF files do not have, or value heads in another order
 EXCLUDED = {
     "smollm3_layers", "phi3_factor", "phi3_long", "ministral3_vision", "ministral3_scale", "gemma3_scaled", "lfm2_biases",
-    "qwen35", "qwen35_images", "qwen3_next_odd", "granite_h_odd",
+    "qwen35", "qwen35_images", "qwen3_next_odd", "granite_h_odd", "falcon_h1_odd",
 }  # fmt: skip
 CONVERTED = [
     path.stem for path in sorted((FIXTURES / "gguf").glob("*.gguf")) if (FIXTURES / path.stem).is_dir()

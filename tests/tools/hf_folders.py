@@ -13,16 +13,8 @@ import pytest
 
 from specdec.families.nemotron_h import make_layers
 from specdec.loaders import Checkpoint, CheckpointError, load_checkpoint
-from specdec.model_config import (
-    DeltaNetConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    Llama3RopeScaling,
-    Mamba2Config,
-    PerLayerInputsConfig,
-    ShortConvConfig,
-    YarnRopeScaling,
-)
+from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+from specdec.model_config import ExpertsConfig, LatentAttentionConfig, Llama3RopeScaling, PerLayerInputsConfig, YarnRopeScaling
 from tests.tools.configs import make_config
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -405,6 +397,16 @@ CONFIGS |= {
     "minicpm": make_config(
         32, 39, 4, 2, 1, 68, 128, False, norm_eps=1e-6, embedding_scale=3.0, residual_scale=float(np.float32(0.7)),
         logit_divisor=2.0,
+    ),
+    "falcon_h1": make_config(
+        32, 40, 2, 4, 2, 70, 128, False, head_dim=12, projection_scales=(2.0, 1.0, 1.0), mlp_scales=(0.5, 2.0),
+        embedding_scale=2.0, logit_divisor=4.0,
+        mamba=((0, 1), Mamba2Config(4, 12, 2, 16, 4, True, False, True, (1.0, 0.25, 2.0, 0.125, 0.5), 2.0)),
+    ),
+    "falcon_h1_odd": make_config(
+        27, 41, 2, 3, 1, 65, 128, False, head_dim=10, projection_scales=(0.9, 0.9 * 0.6, 0.9 * 1.2), mlp_scales=(1.1, 0.7),
+        embedding_scale=1.3, logit_divisor=1 / 0.7,
+        mamba=((0, 1), Mamba2Config(4, 7, 2, 9, 3, False, True, True, tuple(1.4 * x for x in (0.7, 1.3, 0.9, 1.2, 0.6)), 0.8)),
     ),
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -175,6 +176,14 @@ def make_mamba(layers, n_heads, n_groups, d_state, **others):
     }  # fmt: skip
 
 
+def make_multipliers(*, embedding, lm_head, key, attention, ssm):
+    """Return the multipliers of a Falcon-H1; attention and ssm are those of the input and of the output."""
+    multipliers = {"embedding": embedding, "lm_head": lm_head, "key": key}
+    for name, values in (("attention", attention), ("ssm", ssm)):
+        multipliers |= dict(zip((f"{name}_in", f"{name}_out"), values, strict=True))
+    return {f"{name}_multiplier": value for name, value in multipliers.items()}
+
+
 def make_nemotron_h(layers, vocab, dim, hidden, heads, kv_heads, *, n_heads, head_dim, n_groups, d_state, **others):
     """Return sizes of a Nemotron-H; layers has a letter for each layer: m, Mamba-2, e, experts, -, an MLP, *, attention."""
     sizes = make_sizes(vocab, dim, hidden, len(layers), heads, kv_heads, head_dim=10, pad_token_id=0, **others)
@@ -315,6 +324,30 @@ MODELS = {
             use_conv_bias=False,
         ),
         torch.bfloat16,
+        {},
+    ),
+    "falcon_h1": (  # multipliers that bf16 represents, since GGUF files have them in their weights
+        FalconH1Config(
+            **make_sizes(70, 32, 40, 2, 4, 2, head_dim=12, mamba_d_ssm=48, mamba_n_heads=4, mamba_n_groups=2, mamba_d_state=16),
+            **make_multipliers(embedding=2.0, lm_head=0.25, key=0.5, attention=(2.0, 0.5), ssm=(0.5, 2.0)),
+            mlp_multipliers=[0.5, 2.0],
+            ssm_multipliers=[2.0, 0.5, 4.0, 0.25, 1.0],
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "falcon_h1_odd": (
+        FalconH1Config(
+            **make_sizes(65, 27, 41, 2, 3, 1, head_dim=10, mamba_d_ssm=28, mamba_n_heads=4, mamba_n_groups=2, mamba_d_state=9),
+            **make_multipliers(embedding=1.3, lm_head=0.7, key=0.6, attention=(0.9, 1.2), ssm=(1.4, 0.8)),
+            mlp_multipliers=[1.1, 0.7],
+            ssm_multipliers=[0.7, 1.3, 0.9, 1.2, 0.6],
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_d_conv=3,
+            mamba_conv_bias=False,
+        ),
+        torch.float32,
         {},
     ),
     "smollm3": (SmolLM3Config(**make_sizes(72, 24, 40, 5, 3, 1, pad_token_id=0)), torch.bfloat16, {}),

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.model_config import Mamba2Config, ModelConfig, ShortConvConfig, YarnRopeScaling
+from specdec.mixer_config import Mamba2Config, ShortConvConfig
+from specdec.model_config import ModelConfig, YarnRopeScaling
 from specdec.runtime.simd import Float32
 from tests.tools.configs import replace_config
 
@@ -174,7 +175,11 @@ def forward(
         if isinstance(own.mixer, ShortConvConfig):
             return short_conv(x, t, i, own.mixer)
         if isinstance(own.mixer, Mamba2Config):
-            return mamba2(x, t, i, own.mixer, eps)
+            made = mamba2(x, t, i, own.mixer, eps)
+            return made + attend(x, i, own) if own.mixer.is_parallel else made
+        return attend(x, i, own)
+
+    def attend(x, i, own):
         if own.attention.latent:
             return latent_attention(x, t, i, own, round_kv)
         seen = (window or own.attention.window) if own.attention.window == config.attention.window else own.attention.window
@@ -188,6 +193,8 @@ def forward(
     def heads(x, c, i):
         own = config.layer_config(i)
         x = matmul(x, t["wk_as_v"][i]) if c == "v" and own.attention.values_are_keys else project(x, c, i)
+        if config.attention.projection_scales:
+            x = x * config.attention.projection_scales["qkv".index(c)]
         if c != "v" and config.attention.qk_norm == "whole":
             x = rms_norm(x, t[f"{c}_norm"][i], eps)
         x = x.reshape(n, -1, own.head_dim)
@@ -224,8 +231,9 @@ def forward(
         if config.experts and i not in config.experts.dense_layers and not config.experts.has_parallel_mlp:
             x = x + moe(h, t, i, config.experts, None, ACTIVATIONS[config.activation])
             continue
-        gate = 1 if config.activation in UNGATED else project(h, "3", i)
-        made = project(ACTIVATIONS[config.activation](project(h, "1", i)) * gate, "2", i)
+        own_scale, gate_scale = config.mlp_scales or (1, 1)
+        gate = 1 if config.activation in UNGATED else project(h, "3", i) * gate_scale
+        made = project(ACTIVATIONS[config.activation](project(h, "1", i) * own_scale) * gate, "2", i)
         if config.experts and config.experts.has_parallel_mlp:
             routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
             own = moe(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
@@ -350,6 +358,9 @@ def short_conv(x, t, i, conv):
 def mamba2(x, t, i, m, eps):
     """Return a Mamba-2 layer's output, token by token, with one head's state (P, N) after the other."""
     xbc, z, dt = (matmul(x, t[f"mamba_{name}"][i]) for name in ("xbc", "z", "dt"))
+    if m.scales:
+        n = m.n_groups * m.state_dim
+        z, xbc, dt = m.scales[0] * z, np.repeat(m.scales[1:4], (m.inner_dim, n, n)) * xbc, m.scales[4] * dt
     conv = np.zeros(xbc.shape) + (t["conv_bias"][i] if m.conv_bias else 0)
     for pos in range(len(x)):
         for j in range(m.kernel_size):
@@ -366,7 +377,8 @@ def mamba2(x, t, i, m, eps):
             state = decay * state + np.outer(dt[pos, head] * values[pos, rows], b[pos, columns])
             y[pos, rows] = state @ c[pos, columns] + t["skip"][i][head] * values[pos, rows]
     y = (y * silu(z)).reshape(len(x), m.n_groups, -1)
-    return matmul(rms_norm(y, t["mamba_norm"][i], eps).reshape(len(x), -1), t["mamba_out"][i])
+    y = rms_norm(y, t["mamba_norm"][i], eps) if m.has_norm else y
+    return m.output_scale * matmul(y.reshape(len(x), -1), t["mamba_out"][i])
 
 
 def gpt2_forward(config: ModelConfig, t: dict, tokens: list[int], round_kv: Callable) -> np.ndarray:

@@ -1,0 +1,118 @@
+"""Falcon-H1 (TII 2025, arXiv:2507.22448): Mamba-2 next to attention in every layer, with a multiplier for each projection.
+
+The multipliers become factors of the projections' outputs, since most of them are linear. GGUF files have them in the weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.argument_checks import MIN_SCALE
+from specdec.families import gguf_common as gguf
+from specdec.families import hf_common as hf
+from specdec.families.config_values import MAX_SIZE, ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, TensorSpec, make_tensor_specs
+from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
+from specdec.mixer_config import Mamba2Config
+from specdec.model_config import LayerConfig, ModelConfig
+
+MULTIPLIER_KEYS = (
+    "embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier",
+    "ssm_in_multiplier", "ssm_out_multiplier",
+)  # fmt: skip
+LIST_KEYS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
+DEFAULTS = hf.DEFAULTS | dict.fromkeys(MULTIPLIER_KEYS, 1.0) | {
+    "vocab_size": 128000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1,
+    "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "mamba_norm_before_gate": True, "mamba_rms_norm": False, "projectors_bias": False,
+}  # fmt: skip
+HF_TENSORS = (
+    hf.TENSORS
+    | make_tensor_specs("%s.weight", rms_final="final_layernorm")
+    | make_tensor_specs(
+        hf.LAYER_WEIGHT, rms_ffn="pre_ff_layernorm", w1="feed_forward.gate_proj", w2="feed_forward.down_proj",
+        w3="feed_forward.up_proj",
+    )
+    | make_mamba_specs("layers.{}.mamba.%s")
+)  # fmt: skip
+NORM = GGUF_MAMBA_TENSORS["mamba_norm"].name
+GGUF_TENSORS = (
+    gguf.TENSORS | GGUF_MAMBA_TENSORS | {"rms_ffn": TensorSpec("blk.{}.ffn_norm")}
+)  # without a suffix, in llama.cpp, too
+
+
+def get_factors(values: ConfigValues, key: str, n: int) -> Sequence[float]:
+    """Return the value of a key as a list of n factors, each 1 if the key is missing. Raises CheckpointError."""
+    given = [1.0] * n if values[key] is None else values[key]
+    if not isinstance(given, list) or len(given) != n or not all(
+        type(each) in (int, float) and MIN_SCALE <= abs(each) <= 1 / MIN_SCALE for each in given
+    ):  # fmt: skip
+        raise values.make_error(key, f"a list of {n} numbers from {MIN_SCALE:g} to {1 / MIN_SCALE:g}")
+    return given
+
+
+def parse_mamba(values: ConfigValues, scale: float, output_scale: float) -> Mamba2Config:
+    """Return the `Mamba2Config` of a Falcon-H1 model from the keys of config.json.
+
+    Args:
+        values: The keys of config.json.
+        scale: Factor of the layers' input.
+        output_scale: Factor of the layers' output.
+
+    Raises:
+        CheckpointError: A value is not valid.
+    """
+    require_no_time_step_limit(values)
+    for key in ("mamba_proj_bias", "projectors_bias"):
+        values.require(key, False)
+    if has_norm := values.get_bool("mamba_rms_norm"):
+        values.require("mamba_norm_before_gate", False)
+    n_heads = values.get_int("mamba_n_heads")
+    inner_dim = values.get_int("mamba_d_ssm", min(values.get_int("mamba_expand") * values.get_int("hidden_size"), MAX_SIZE))
+    if inner_dim % n_heads:
+        raise values.make_error("mamba_n_heads", f"a divisor of mamba_d_ssm, {inner_dim}")
+    values.require("mamba_d_head", inner_dim // n_heads, "auto")
+    return Mamba2Config(
+        n_heads,
+        inner_dim // n_heads,
+        n_groups=values.get_int("mamba_n_groups"),
+        state_dim=values.get_int("mamba_d_state"),
+        kernel_size=values.get_int("mamba_d_conv"),
+        conv_bias=values.get_bool("mamba_conv_bias"),
+        has_norm=has_norm,
+        is_parallel=True,
+        scales=tuple(scale * each for each in get_factors(values, "ssm_multipliers", 5)),
+        output_scale=output_scale,
+    )
+
+
+def parse_config(values: ConfigValues) -> ModelConfig:
+    """Build the `ModelConfig` of a Falcon-H1 model from the keys of config.json."""
+    hf.reject_window(values)
+    hf.reject_biases(values)
+    scales = {key: values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in MULTIPLIER_KEYS}
+    before, behind = scales["attention_in_multiplier"], scales["attention_out_multiplier"]
+    attention = hf.parse_attention(values, projection_scales=(before, before * scales["key_multiplier"], before * behind))
+    mamba = parse_mamba(values, scales["ssm_in_multiplier"], scales["ssm_out_multiplier"])
+    fields: dict[str, Any] = hf.parse_base_fields(values)
+    return ModelConfig(
+        **fields,
+        attention=attention,
+        mlp_scales=tuple(get_factors(values, "mlp_multipliers", 2)),
+        layers=(LayerConfig(mixer=mamba),) * fields["n_layers"],
+        embedding_scale=scales["embedding_multiplier"],
+        logit_divisor=1 / scales["lm_head_multiplier"],
+    )
+
+
+def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
+    """Build the `ModelConfig` of a Falcon-H1 model from a GGUF file's metadata."""
+    mamba = parse_gguf_mamba(metadata, 0, has_norm=NORM.format(0) in metadata.tensors, is_parallel=True)
+    layers = (LayerConfig(mixer=mamba),) * metadata.common_fields["n_layers"]
+    return ModelConfig(**gguf.parse_base_fields(metadata), layers=layers)
+
+
+FAMILY = (
+    HFFamily("falcon_h1", DEFAULTS, parse_config, HF_TENSORS, supported_keys=("embedding_multiplier",)),
+    GGUFFamily("falcon-h1", parse_gguf_config, GGUF_TENSORS),
+)
