@@ -175,14 +175,20 @@ class Sampler:
     def draw(self, probs: Float32, logits: Float32, stream: int, position: int) -> int:
         """Draw a token with the noise of (stream, position), and return it, or -1 if the logits are not finite.
 
-        Fills probs (1, V padded) with the probabilities that the logits give.
+        Fills probs with the probabilities that the logits give.
+
+        Args:
+            probs: (1, V padded), as `new_probs` returns it.
+            logits: (V,) or longer.
+            stream: Number of the noise stream, such as TARGET_NOISE.
+            position: Position of the token in its sequence.
         """
         return self.draw_with_margin(probs, logits, stream, position)[0]
 
     def draw_with_margin(self, probs: Float32, logits: Float32, stream: int, position: int) -> tuple[int, float]:
         """Return the token that `draw` returns and the margin of its score over the next best token's; fill probs too.
 
-        The score is the noisy log p + Gumbel, or the logit if there is no noise.
+        The score is the noisy log p + Gumbel, or the logit at temperature 0. The token is -1 if the logits are not finite.
         """
         tokens, scores = self._top_two
         n, margin = self._draw(probs, logits, stream, position, tokens, scores)
@@ -192,7 +198,7 @@ class Sampler:
         """Return up to N_CANDIDATES tokens by falling noisy score, and N_CANDIDATES scores; fill probs (1, V padded).
 
         The first token is the one that `draw` returns. The scores are those of `draw_with_margin`; they are -inf where there is
-        no token. Without noise, tokens other than the first have a score although their probability is 0. Returns no tokens if
+        no token. At temperature 0, tokens other than the first have a score although their probability is 0. Returns no tokens if
         the logits are not finite.
         """
         tokens, scores = self._candidates

@@ -120,7 +120,11 @@ class VocabMappedCache(KVCache):
     model: VocabMappedModel
 
     def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
-        """Run a pass over this sequence alone, given by the target's ids, and return logits over these ids."""
+        """Run a pass over this sequence alone, given by the target's ids, and return logits over these ids; see `KVCache.run`.
+
+        Raises:
+            ValueError: If an id is out of range, or as in `KVCache.run`.
+        """
         draft_nodes = [(self.model.to_draft_ids([token])[0], parent) for token, parent in nodes]
         return self.model.vocab_mapper(super().run(self.model.to_draft_ids(tokens), draft_nodes, n_logits, n_total))
 

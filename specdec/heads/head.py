@@ -158,7 +158,8 @@ class HeadCache(KVCache):
     def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Return logits (n_logits, V) at the last tokens, after running the pairs that are not cached.
 
-        Pairs for which the target holds hidden states run with these, once. Other pairs run only as far as logits need them.
+        Pairs for which the target holds hidden states run with these, once. Other pairs run only as far as logits need them. The
+        arguments are those of `KVCache.run`, but nodes and n_total are not used: a head proposes chains.
 
         Raises:
             ValueError: If n_logits exceeds the number of pairs, or pairs would have to run without hidden states.

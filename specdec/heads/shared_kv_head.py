@@ -57,6 +57,8 @@ class SharedKVHeadCache(HeadCache):
     def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Return logits (n_logits, V) at the last tokens, each from the target's or the head's state of the token before.
 
+        The arguments are those of `KVCache.run`, but nodes and n_total are not used: a head proposes chains.
+
         Raises:
             ValueError: If the target holds no hidden states of the sequence.
         """

@@ -111,6 +111,7 @@ class GGUFFile:
         return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.offset, dtype=BYTE)
 
     def _read_header(self, header: "_HeaderReader") -> None:
+        """Fill `metadata` and `entries` from the header; raise CheckpointError if it is not that of a supported GGUF file."""
         if header.read_bytes(min(4, self._file.size)) != GGUF_MAGIC:
             empty_problem = "" if self._file.size else "is empty; expected a GGUF file"
             problem = (
@@ -267,6 +268,7 @@ class _HeaderReader:
         return self._read_numbers(key, type_id, 1)[0]
 
     def _read_numbers(self, key: str, type_id: int, n: int) -> list[Any]:
+        """Read the next n numbers or booleans of a GGUF type; raise CheckpointError for another type or a damaged boolean."""
         if type_id not in NUMBER_DTYPES:
             raise CheckpointError(
                 f"{self._file.path}: {format_json_value(key)} is of type {type_id}; expected 0 to 12, no nested arrays"

@@ -302,6 +302,7 @@ def _read_special_ids(
 
 
 def _get_ids(values: ConfigValues, key: str) -> list[int]:
+    """Return the token ids under a key, given as one id, a list or null; raise CheckpointError for anything else."""
     value = values[key]
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(i) is not int or i < 0 for i in ids):

@@ -157,6 +157,7 @@ def _count_bytes(n: int, group_size: int) -> int:
 
 
 def _read_header(file: ModelFile) -> Header:
+    """Read and check the header of a llama2.c file; raise CheckpointError if it is not one of version 0, 1 or 2."""
     path = file.path
     if file.size < V0_HEADER_BYTES:
         problem = "is empty" if file.size == 0 else f"is truncated: {file.size} bytes cannot hold a header"
@@ -184,6 +185,7 @@ def _read_header(file: ModelFile) -> Header:
 
 
 def _make_config(path: Path, fields: dict[str, Any], shared: bool) -> ModelConfig:
+    """Return the config of the HEADER_FIELDS; raise CheckpointError if they are not those of a valid model."""
     config = ModelConfig(**fields, shared_classifier=shared)
     if sum(not 0 < value <= MAX_PLAUSIBLE_SIZE for value in fields.values()) > 1:
         raise CheckpointError(f"{path} is not a model file; {EXPECTED_MODEL}")

@@ -60,6 +60,7 @@ def set_alias(alias: str, model: str) -> Path:
 
 
 def _read_lines() -> list[str]:
+    """Return the lines of the alias file, [] if there is none; raise CheckpointError if it cannot be read or is not UTF-8."""
     path = get_alias_file()
     try:
         with path.open("rb") as file:

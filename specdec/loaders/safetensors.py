@@ -82,6 +82,7 @@ class SafetensorsFile:
         return self._file.read(numbers.start, math.prod(numbers.shape) * 8).view("<i8").astype(np.int64)
 
     def _read_header(self) -> dict[str, TensorEntry]:
+        """Read and check the header, and return its entries by tensor name; raise CheckpointError if it is not valid."""
         size = self._file.size
         if size < LENGTH_BYTES:
             problem = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
@@ -110,6 +111,7 @@ class SafetensorsFile:
         return entries
 
     def _parse_entry(self, name: str, value: Any, start: int) -> TensorEntry:
+        """Return a checked entry from its JSON value; raise CheckpointError if it is not valid. start: byte after the header."""
         keys: dict[str, Any] = value if isinstance(value, dict) else {}
         dtype, shape, offsets = (keys.get(key, 0) for key in ("dtype", "shape", "data_offsets"))
         if not (isinstance(dtype, str) and _is_int_list(shape) and _is_int_list(offsets) and len(offsets) == 2):

@@ -224,7 +224,12 @@ class Model:
     def _run_batch(self, jobs: list[tuple[KVCache, list[int], int, int]]) -> dict[int, Float32]:
         """Run the pass of `forward` over several sequences, and return the logits of each by the `id` of its cache.
 
-        In the pass, sequences without logits come first, those with logits last.
+        Args:
+            jobs: (cache, tokens, n_logits, n_total) of each sequence, those without logits first.
+
+        Raises:
+            ValueError: If more than MAX_BATCH_TOKENS tokens must run, a token is out of range, or a sequence gets longer than
+                LongRoPE's threshold.
         """
         self.count_pass()
         new = [cache.select_uncached(tokens, n_logits, n_total) for cache, tokens, n_logits, n_total in jobs]
