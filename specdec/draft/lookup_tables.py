@@ -110,7 +110,14 @@ class Noise(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Everything in which tokens are looked up."""
+    """The three sources of draft tokens, and the sampling parameters by which their runner-ups are scored.
+
+    Attributes:
+        sequence: The drafter's own sequence.
+        runner_ups: The target's likeliest tokens after short contexts.
+        pool: Tokens of earlier sequences.
+        noise: Parameters that reproduce the target's noise at a position.
+    """
 
     sequence: SequenceIndex
     runner_ups: RunnerUps

@@ -311,7 +311,10 @@ class Model:
         return self.architecture.get_buffer_specs(self.config, self.weights, self.get_buffer_sizes(n_slots, n_hidden_layers))
 
     def get_sequence_bytes(self, n_positions: int, is_additional: bool = False, n_hidden_layers: int = 0) -> int:
-        """Return the memory in bytes, without the weights, of a sequence of n_positions tokens with a tree at its end.
+        """Return the memory in bytes that a sequence of n_positions tokens needs in addition to the weights.
+
+        Includes the buffers, slots for MAX_BATCH_TOKENS tokens after the sequence (a pass or a token tree), and the maximum size
+        of the snapshots of a recurrent state. Subtracts the minimum that the eviction of sliding windows saves.
 
         Args:
             n_positions: Length of the sequence.

@@ -140,7 +140,10 @@ def _parse_tool_choice(name: str, value: Any) -> Any:
 
 
 def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
-    """Convert the field `text` into a dict with the chat field `response_format`, or an empty one without a format."""
+    """Convert the field `text` into a dict with the chat field `response_format`, or an empty one without a format.
+
+    Its `verbosity` has no effect; any other key is an error.
+    """
     fields = Fields(check_object(name, value))
     fields.take_string("verbosity")
     response_format = fields.take_object("format")

@@ -54,7 +54,11 @@ class HarmonyParser(ToolParser):
             self.emit(Delta("tool_call", "", name))
 
     def emit_text(self, text: str) -> None:
-        """Emit text of the current message: as text, reasoning, or arguments of a call."""
+        """Emit text of the current message as text, reasoning, or arguments of a call, and scan arguments as JSON.
+
+        `text_marks` needs the scan to ignore marks within strings. At the first character that cannot be JSON, the scan of this
+        call stops, but its text is still emitted.
+        """
         if self._arguments and not all(map(self._arguments.accept, text)):
             self._arguments = None
         if text:
