@@ -20,7 +20,7 @@ class CheckpointError(ValueError):
 
 
 class CheckpointWarning(UserWarning):
-    """A warning about a file next to a model that is not used, although the model's output may depend on it."""
+    """A warning about files of a model: one is not used although the output may depend on it, or packed weights are kept."""
 
 
 def format_json_value(value: object) -> str:
@@ -205,7 +205,7 @@ def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> Er
 
 
 def check_scales(name: str, scales: Sequence[float], n: int) -> ErrorMessages:
-    """Yield an error message if there are factors, but not n of up to 1 / MIN_SCALE."""
+    """Yield an error message unless `scales` is empty or has n factors, each 1 / MIN_SCALE or less in magnitude."""
     if scales and not (len(scales) == n and all(abs(scale) <= 1 / MIN_SCALE for scale in scales)):
         yield f"{name} are {scales}; expected {n} numbers up to {1 / MIN_SCALE:g}, or none"
 

@@ -533,7 +533,7 @@ class ModelConfig:
         return tuple(configs[overrides] for overrides in self.layers)
 
     def find_mixer_layers(self, mixer_type: type) -> list[int]:
-        """Return the indexes of the layers in which a mixer of the given config type replaces attention."""
+        """Return the indexes of the layers that have a mixer of the given config type."""
         return [i for i, overrides in enumerate(self.layers) if isinstance(overrides.mixer, mixer_type)]
 
     @property

@@ -41,14 +41,14 @@ class Sampling:
     logit_bias, repetition_penalty, frequency_penalty and presence_penalty. min_p applies to the softmax, before top_k.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: Number of tokens that are kept; 0 is off.
-        top_p: 0 and 1 are off.
-        seed: 0 to 2^63 - 1.
-        min_p: 0 is off.
-        repetition_penalty: 1 is off; counts the prompt's tokens too.
-        presence_penalty: 0 is off.
-        frequency_penalty: 0 is off.
+        temperature: Divisor of the logits; 0 is greedy.
+        top_k: Number of most probable tokens that are kept; 0 is off.
+        top_p: Probability mass that is kept; 0 and 1 are off.
+        seed: Seed of the noise, 0 to 2^63 - 1; the same seed gives the same output.
+        min_p: Tokens below this fraction of the highest probability are dropped; 0 is off.
+        repetition_penalty: Above 1, tokens of the sequence become less likely, those of the prompt too; 1 is off.
+        presence_penalty: Subtracted from the logit of each token that was generated; 0 is off.
+        frequency_penalty: Subtracted from the logit of a generated token for each time that it was; 0 is off.
         logit_bias: Numbers added to logits, by token id.
 
     Raises:

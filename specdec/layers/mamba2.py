@@ -90,7 +90,10 @@ def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Progra
 
 
 def make_projection_factors(m: Mamba2Config) -> Float32:
-    """Return the factor of each column of the matmuls' output: of x, B, C, then in panels of their own of z and dt."""
+    """Return the factor of each column of the projections' output; `m.scales` must not be empty.
+
+    The columns are those of x, B and C, then those of z and those of dt, each of these three parts padded to whole panels.
+    """
     z, x, b, c, dt = m.scales
     n = m.n_groups * m.state_dim
     parts = (np.repeat((x, b, c), (m.inner_dim, n, n)), np.full(m.inner_dim, z), np.full(m.n_heads, dt))
@@ -114,7 +117,7 @@ def parallel_shapes(config: ModelConfig) -> Shapes:
 
 
 def parallel_program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += wo attention(rmsnorm(x)) + out mamba2(rmsnorm(x)) in layer i; x changes at its end."""
+    """Return the program of x += wo attention(rmsnorm(x)) + out mamba2(rmsnorm(x)) in layer i; both read x unchanged."""
     *phases, last = program(config, weights, b, i)
     return [*phases, *ATTENTION.program(config, weights, b, i), last]
 

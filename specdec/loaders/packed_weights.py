@@ -303,7 +303,7 @@ _unfinished_files = set[Path]()
 
 
 def delete_unfinished_files() -> None:
-    """Delete the files that this process has not finished, when it ends while a thread packs weights."""
+    """Delete the temporary files that this process is still writing; runs when the process ends."""
     for path in [*_unfinished_files]:
         with suppress(OSError):
             path.unlink()
