@@ -199,7 +199,7 @@ class Sampler:
 
         The first token is the one that `draw` returns. The scores are those of `draw_with_margin`; they are -inf where there is
         no token. At temperature 0, tokens other than the first have a score although their probability is 0. Returns no tokens if
-        the logits are not finite.
+        the logits are not finite. The arguments are those of `draw`.
         """
         tokens, scores = self._candidates
         n, _ = self._draw(probs, logits, stream, position, tokens, scores)

@@ -28,8 +28,8 @@ from specdec.verification import Draft
 
 SOURCES = "this text", "earlier text", "runner-up"  # where a token was looked up, by its number in `lookup_tables`
 MAX_NODES = 63  # of a proposal: with the last token a pass of MAX_BATCH_TOKENS
-# A proposal ends before the token with which its acceptance probability falls below the first of these: it costs more than it
-# gains (NOTES.md). A node of a tree has at least the second one, and the policy decides how many are profitable.
+# A chain ends before the token with which its acceptance probability falls below the first of these: that token would cost more
+# than it gains. A node of a tree has at least the second one, and the policy decides how many are profitable.
 MIN_CHAIN_PROBABILITY, MIN_NODE_PROBABILITY = 0.2, 0.05
 # How often the token after a match follows it again, by the length of the match: 1, 2 to 3, 4 to 7, ... tokens. A sequence starts
 # with these rates.

@@ -21,7 +21,7 @@ class Snapshot(NamedTuple):
     Attributes:
         n_tokens: Length of the sequence.
         inputs: Last inputs of the convolutions.
-        states: States of the delta nets, if there are any.
+        states: States of the delta nets or Mamba-2 layers, if there are any.
     """
 
     n_tokens: int

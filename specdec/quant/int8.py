@@ -459,7 +459,7 @@ embed = make_embed_kernel(__name__, "", get_weight)
 def quantize_group(values, scales, rows, row, g, group_size):
     """Quantize group g of one row of rows (rows, n) to int8, into values (rows, groups, group size) and scales (rows, groups).
 
-    Zeros fill up the last group. The scale is NaN if a weight is not finite.
+    Zeros fill up the last group. The scale is NaN if a weight is not finite, and 0 if it would be below MIN_SCALE.
     """
     n = rows.shape[1]
     at, out = row * n, (row * scales.shape[1] + g) * group_size
