@@ -25,6 +25,7 @@ from specdec.kernels import MAX_BATCH_TOKENS
 
 MAX_GAMMA = MAX_BATCH_TOKENS - 1
 LOOKAHEAD_TOKENS = (1, 2, 4, 8, 16, MAX_LOOKAHEAD_TOKENS)  # how many more tokens are considered together, since c(n) has steps
+TREE_TOKENS, MAX_TREE_COST = 8, 1.35  # proposals are chains where a pass over 8 tokens costs more than 1.35 of a plain one
 MAX_PENDING_PASSES, MAX_PENDING_S = 16, 0.01  # passes to process together, and the time after which they are processed anyway
 MIN_LOG_CHANGE = 0.1  # of the logarithm of a ratio, from which on it is published
 
@@ -115,9 +116,10 @@ class CostModel:
         return self._max_tokens - self.n_tokens
 
     @property
-    def is_single(self) -> bool:
-        """Whether this pass is one sequence's, without a part that is kept for prefill chunks."""
-        return self.n_sequences == 1 and self._max_tokens == MAX_BATCH_TOKENS
+    def can_branch(self) -> bool:
+        """Whether proposals may be trees: further tokens are cheap, and one sequence has the pass, without prefill chunks."""
+        is_single = self.n_sequences == 1 and self._max_tokens == MAX_BATCH_TOKENS
+        return is_single and self.pass_cost(TREE_TOKENS) <= MAX_TREE_COST * self.plain_cost
 
     def pass_cost(self, n_tokens: int) -> float:
         """Return the expected seconds of a target pass over n_tokens tokens of the whole batch."""
@@ -345,7 +347,7 @@ class DraftLengthPolicy:
         self._buckets = []
         self._survival, self._is_trial, self._is_searching = 1.0, False, False
         self.max_tokens = token_budget = min(token_budget, costs.token_budget, self._max_draft_tokens)
-        self.can_branch = costs.is_single
+        self.can_branch = costs.can_branch
         if costs.is_plain or token_budget < 1:
             self.max_tokens = 0
             return False

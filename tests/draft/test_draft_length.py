@@ -572,3 +572,44 @@ def test_sequences_that_choose_different_experts_get_shorter_drafts():
             costs.begin_pass(4)
         lengths.append(policy.choose([4.0] * 20))
     assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("seconds_of_8", "n_sequences", "max_tokens", "expected"),
+    [(1.0, 1, 64, True), (1.3, 1, 64, True), (1.5, 1, 64, False), (1.0, 2, 64, False), (1.0, 1, 56, False)],
+)
+def test_trees_need_cheap_passes_of_one_sequence(seconds_of_8: float, n_sequences: int, max_tokens: int, expected: bool) -> None:
+    """56 tokens are left where prefill chunks share the pass."""
+    costs = CostModel(CostCurve({1: 1.0, 8: seconds_of_8}))
+    costs.begin_pass(n_sequences, max_tokens)
+    policy = DraftLengthPolicy(costs, Acceptance(), is_free=True)
+    policy.start(20)
+    assert policy.can_branch is expected
+
+
+def test_a_tree_has_the_nodes_whose_paths_are_likely_enough() -> None:
+    """A node after a rejected one gains nothing: the second sibling counts by itself, its child by both."""
+    costs = CostModel(CostCurve({1: 1.0, 64: 1.0 + 63 * 0.2}))
+    costs.begin_pass()
+    acceptance = Acceptance([0.9 if bucket > 5 else 0.3 for bucket in range(12)], weight=1e9)
+    policy = DraftLengthPolicy(costs, acceptance, is_free=True)
+    policy.max_tokens = 9
+    likely, unlikely = 30.0, 0.5
+    assert policy.choose([likely, likely, unlikely, unlikely], [-1, 0, -1, 2]) == 3
+    assert policy.choose([likely, likely, likely, unlikely], [-1, 0, 1, 2]) == 4
+    assert policy.choose([likely, likely, likely, unlikely], None) == 4
+
+
+def test_a_tree_teaches_the_buckets_of_its_verified_nodes() -> None:
+    costs = CostModel(CostCurve({1: 1.0, 64: 1.1}))
+    costs.begin_pass()
+    acceptance = Acceptance([0.5] * 12, 0.5)
+    policy = DraftLengthPolicy(costs, acceptance, is_free=True)
+    for _ in range(200):
+        policy.start(20)
+        policy.max_tokens = 20
+        policy._max_draft_tokens = 20
+        n = policy.choose([30.0, 0.5, 30.0], [-1, -1, 1])
+        policy.update(n, 1, 1.0, 0.0, ([0], [1]))  # the first node is right, its sibling wrong, and that one's child unread
+    rates = acceptance.probabilities
+    assert rates[get_bucket(30.0)] > 0.95 and rates[get_bucket(0.5)] < 0.1

@@ -7,6 +7,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel
 from specdec.draft.lookup_tables import LookupMemory
 from specdec.engine import autotuner
 from specdec.engine.disk_prompt_cache import PromptCache
@@ -23,8 +24,10 @@ PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily", "The dog",
 
 @pytest.fixture(autouse=True)
 def _lookups_are_profitable(monkeypatch):
+    """Make long proposals and trees profitable, whatever passes take."""
     monkeypatch.setattr(autotuner, "measure", lambda *_: CostCurve({1: 1.0, 64: 1.1}))
     monkeypatch.setattr("specdec.draft.cost_calibration.CalibrationFile.read", lambda self: None)
+    monkeypatch.setattr(CostModel, "end_pass", lambda *_: None)
 
 
 def run(decoder, prefix_cache, cases, max_running):
