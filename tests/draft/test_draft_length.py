@@ -587,7 +587,7 @@ def test_trees_need_cheap_passes_of_one_sequence(seconds_of_8: float, n_sequence
     assert policy.can_branch is expected
 
 
-def test_a_tree_has_the_nodes_whose_paths_are_likely_enough() -> None:
+def test_a_tree_has_the_nodes_with_likely_paths() -> None:
     """A node after a rejected one gains nothing: the second sibling counts by itself, its child by both."""
     costs = CostModel(CostCurve({1: 1.0, 64: 1.0 + 63 * 0.2}))
     costs.begin_pass()
