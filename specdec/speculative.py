@@ -127,7 +127,8 @@ class DecodingState:
     def verify(self, logits: Float32) -> Verified:
         """Accept or reject the current draft, and return the sequence's next tokens, without adding them to the sequence.
 
-        Also shows the logits to the drafter. The method may be called again, with the logits of another pass, for the same draft.
+        The drafter observes the logits if the policy wanted a draft. The method may be called again, with the logits of another
+        pass, for the same draft.
 
         Args:
             logits: (n + 1, V) for n draft tokens; a constraint masks them in place.
