@@ -353,12 +353,6 @@ class LayerConfig:
     mixer: MixerConfig | None = None
     blocks: Literal["both", "first", "second"] | None = None
 
-    @property
-    def has_attention(self) -> bool:
-        """Whether the layer has attention, also next to a mixer."""
-        is_replaced = self.mixer is not None and not getattr(self.mixer, "is_parallel", False)
-        return self.blocks != "second" and not is_replaced
-
 
 def make_layer_configs(layer_config: LayerConfig, layers: Collection[int], n_layers: int) -> tuple[LayerConfig, ...]:
     """Return a value for `ModelConfig.layers` that gives layer_config to the listed ones of n_layers layers.
@@ -499,7 +493,7 @@ class ModelConfig:
         mixers = {overrides.mixer for overrides in self.layers if overrides.mixer}
         if len(mixers) > 1:
             yield f"layers have {len(mixers)} kinds of mixers; expected one, next to attention"
-        if self.mixer or (self.layers and not any(overrides.has_attention for overrides in self.layers)):
+        if self.mixer or (self.layers and not any(self.layer_config(i).has_attention for i in range(len(self.layers)))):
             yield "all layers have mixers; expected attention in some"
         for mixer in mixers:
             yield from prefix_errors("mixer", mixer.find_errors())
@@ -555,6 +549,12 @@ class ModelConfig:
     def rope_table_dim(self) -> int:
         """Number of rows that RoPE's tables describe: a head, or the rows of it that RoPE rotates in latent attention."""
         return self.attention.latent.rope_dim if self.attention.latent else self.head_dim
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer has attention, alone or next to a mixer; only of a config that `layer_config` returns."""
+        is_replaced = self.mixer is not None and not getattr(self.mixer, "is_parallel", False)
+        return self.blocks != "second" and not is_replaced
 
     @property
     def has_own_kv(self) -> bool:

@@ -40,7 +40,7 @@ def get_kv_format(weights: Weights, kv: KVFormatName) -> KVFormatName:
 def count_kv_bytes_per_token(config: ModelConfig, kv: KVFormatName) -> int:
     """Return the bytes that a token takes in the KV caches of all layers that have one, in the format kv, which is not "auto"."""
     layers = (config.layer_config(i) for i in range(config.n_layers))
-    return sum(kv_bytes_per_position(layer, KV_FORMATS[kv]) for layer in layers if layer.has_own_kv and not layer.mixer)
+    return sum(kv_bytes_per_position(layer, KV_FORMATS[kv]) for layer in layers if layer.has_own_kv and layer.has_attention)
 
 
 class Model:

@@ -98,7 +98,18 @@ def test_only_keys_and_values_are_rounded(name, kv):
 
 
 @pytest.mark.parametrize(
-    "name", ["everything", "gemma 4", "lfm2", "gpt2", "latent attention", "latent attention of whole panels"]
+    "name",
+    [
+        "everything",
+        "gemma 4",
+        "lfm2",
+        "gpt2",
+        "latent attention",
+        "latent attention of whole panels",
+        "mamba 2",
+        "mamba 2 next to attention",
+        "one block a layer",
+    ],
 )
 def test_bytes_per_token_are_those_by_which_a_cache_grows(name):
     config = FAMILIES[name]
