@@ -1,6 +1,6 @@
 FROM python:3.12-slim
 COPY . /src
-RUN pip install --no-cache-dir "/src[hub,serve,shape]" && rm -r /src && useradd --create-home --home-dir /specdec specdec
+RUN pip install --no-cache-dir "/src[hub,serve]" && rm -r /src && useradd --create-home --home-dir /specdec specdec
 USER specdec
 RUN mkdir /specdec/.cache
 VOLUME /specdec/.cache

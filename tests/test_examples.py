@@ -63,7 +63,7 @@ def test_chat_answers_each_line() -> None:
 
 
 def test_schema_prints_a_person() -> None:
-    pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
+    pytest.importorskip("llguidance", reason="the extra [schema] is not installed")
     person = json.loads(get_output(run_example("schema.py")))
     assert [*person] == ["name", "age", "friends"] and 0 <= person["age"] <= 120
 

@@ -243,7 +243,7 @@ def test_distribution_name_command_and_package() -> None:
     assert project["name"] == DISTRIBUTION
     assert project["scripts"] == {"specdec": "specdec.cli.bootstrap:main"}
     assert project["optional-dependencies"]["chat"] == [f"{DISTRIBUTION}[hub]"]
-    assert "on no package index: `specdec` on PyPI is another project" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "on no package index; PyPI's `specdec` is another project" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_badges_have_the_declared_versions_and_licence() -> None:
