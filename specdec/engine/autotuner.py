@@ -124,9 +124,11 @@ class Autotuner:
             self._calibration_file.write(self._curve, self.acceptance)
 
     def measure(self, time_generation: Callable[[int], float]) -> None:
-        """Choose and set the number of threads, then measure the costs of passes and drafts.
+        """Choose and set the number of threads, then find the costs of passes and drafts.
 
-        Threads are tried only if there are several numbers to choose from, and costs are measured only if there is a draft.
+        Threads are tried only if there are several numbers to choose from; a `ThreadTuner` then adapts the number in later steps.
+        Costs are found only if there is a draft. They are measured, unless those in the calibration file suffice. With a
+        second-level draft, its costs are measured too.
 
         Args:
             time_generation: A function that generates the given number of tokens and returns the seconds that it took.

@@ -150,7 +150,10 @@ def get_allowed_cpus() -> Iterable[int]:
 
 @functools.cache
 def get_topology() -> CpuTopology:
-    """Return this machine's CPU topology, read once; if the system does not report it, one core per available CPU."""
+    """Return the CPU topology that is available to this process, read once; if the system reports none, one core per CPU.
+
+    On Linux it has only the CPUs that this process may run on, and the cgroup's quota. On macOS and Windows it is the machine's.
+    """
     allowed = [*get_allowed_cpus()]
     with suppress(OSError, ValueError, AttributeError, IndexError):
         if sys.platform == "darwin":

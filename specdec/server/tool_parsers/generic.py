@@ -21,7 +21,7 @@ If no function is needed, answer with plain text."""
 
 
 class GenericParser(ToolParser):
-    """A parser of calls in a list of JSON objects, which is all of the output or at its end."""
+    """A parser of tool calls in JSON objects `{"tool_calls": [call, ...]}`, which may have text before and after them."""
 
     open_mark = '{"tool_calls"'
 
