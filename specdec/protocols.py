@@ -69,7 +69,7 @@ class Drafter(Protocol):
         """
 
     def observe(self, logits: Float32, rows: list[int], n_tokens: int) -> None:
-        """Learn from the logits of a pass with a draft, possibly empty; a second call for the same pass replaces the first.
+        """Learn from the logits of a pass, whose draft is verified; a second call for the same pass replaces the first.
 
         Args:
             logits: (n + 1, V) for n draft tokens, or (n, V).

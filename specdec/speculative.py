@@ -86,7 +86,6 @@ class DecodingState:
         self._max_length = min(len(self.tokens) + self.max_tokens, self.n_positions + 1)
         self._constraint_state = self.constraint.begin(self.tokens) if self.constraint else None
         self._is_forced, self._draft_seconds = False, 0.0  # whether the constraint made the last proposal; time of making it
-        self._is_drafting = False  # whether the policy wanted a draft, so that the drafter learns from the pass
 
     @property
     def is_finished(self) -> bool:
@@ -113,8 +112,8 @@ class DecodingState:
         if forced:
             self.draft = Draft(forced)
         else:
-            self._is_drafting = bool(self.drafter) and self.policy.start(token_budget)
-            draft = self.drafter.propose(self.tokens, self.policy) if self.drafter and self._is_drafting else Draft([])
+            is_drafted = self.drafter and self.policy.start(token_budget)
+            draft = self.drafter.propose(self.tokens, self.policy) if self.drafter and is_drafted else Draft([])
             if constraint and draft.tokens and draft.parents is None:
                 # A coupled verifier's output is the same with any proposal, so the token that the constraint refuses is left
                 # out. For others it stays: where a proposal ends must not depend on a token that was drawn and left out.
@@ -151,7 +150,7 @@ class DecodingState:
                 "the target's logits are not finite: its weights are damaged or too large to compute with, or its keys and "
                 "values too large for f16 (kv='f32' holds them)"
             )
-        if self.drafter and self._is_drafting:
+        if self.drafter:
             nodes = range(n_accepted) if draft.parents is None else draft.find_nodes(tokens[:n_accepted])
             self.drafter.observe(logits, [0, *(node + 1 for node in nodes)][: len(logits)], len(self.tokens))
         if self.top_logprobs is None:

@@ -30,6 +30,7 @@ MAX_PENDING_PASSES, MAX_PENDING_S = 16, 0.01  # passes to process together, and 
 MIN_LOG_CHANGE = 0.1  # of the logarithm of a ratio, from which on it is published
 
 # All of the following in plain steps, that is passes of the target without a draft.
+FREE_SEARCH_SHARE = 0.015  # of a step that looks for a proposal, whatever this has gained so far
 MAX_ROUND_COST = 8.0  # the longest drafted round
 PLAIN_SHARE, LATER_PLAIN_SHARE = 0.04, 0.01  # of drafted rounds' time for plain steps: until there are MIN_COMPARISONS, and later
 TRIAL_SHARE = 0.01  # share of plain steps' time for drafts that do not seem profitable
@@ -352,7 +353,7 @@ class DraftLengthPolicy:
             self.max_tokens = 0
             return False
         if self._is_free:
-            is_profitable = self._search_seconds * costs.tokens_per_second <= max(self._search_gain, 0.0)
+            is_profitable = self._search_seconds * costs.tokens_per_second <= max(self._search_gain, FREE_SEARCH_SHARE)
             self._is_searching = is_profitable or costs.try_draft(self._search_seconds)
             return self._is_searching
         if self._get_threshold(0) <= 1.0:

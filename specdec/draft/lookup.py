@@ -290,9 +290,9 @@ class PredictionDrafter(LookupDrafter):
         end = next((i for i, token in enumerate(draft, 1) if token in self._eos_tokens), len(draft))
         return Draft(draft[: policy.choose([PREDICTION_CONFIDENCE] * end)] if end else [])
 
-    def prepare(self, tokens: list[int]) -> None:
-        """Index the prediction, followed by the tokens of the sequence; see `LookupDrafter.prepare`."""
-        super().prepare(self._prediction + tokens)
+    def _look_up(self, tokens: list[int], tail: Sequence[int], max_nodes: int, max_children: int, min_survival: float) -> int:
+        """Index the prediction, followed by the tokens of the sequence; see `LookupDrafter._look_up`."""
+        return super()._look_up(self._prediction + tokens, tail, max_nodes, max_children, min_survival)
 
 
 def warm_up_lookup() -> None:
