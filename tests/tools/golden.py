@@ -122,7 +122,13 @@ CASES = [
     Case("gpt2", "bf16", SETTINGS[5], kv="f32"),
     *(
         Case(model, weight_format, SETTINGS[i], kv="q8")
-        for model, weight_format, i in (("llama3", "bf16", 3), ("gpt2", "fp32", 2), ("lfm2", "int8", 5))
+        for model, weight_format, i in (
+            ("llama3", "bf16", 3),
+            ("gpt2", "fp32", 2),
+            ("lfm2", "int8", 5),
+            ("deepseek_v2", "bf16", 7),
+            ("falcon_h1", "bf16", 3),
+        )
     ),
     Case(PAIR[0], "fp32", Setting("coupled", 1.0, 0, 0.9, 5, PAIR[1]), 150, True, kv="q8"),
 ]
