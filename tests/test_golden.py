@@ -156,8 +156,8 @@ EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "
 EXACT_MODULES = (
     "kernels", "sampling", "quant", "runtime", "layers", "model", "heads.eagle3", "heads.mtp", "heads.gemma4_assistant",
     "families", "loaders", "model_config", "mixer_config", "head_config", "speculative", "engine.model_runner",
-    "engine.scheduler", "engine.sequence", "verification", "tokenizer", "text", "speculative_decoder", "draft.model_drafters", "draft.lookup",
-    "draft.staged",
+    "engine.scheduler", "engine.sequence", "verification", "tokenizer", "text", "speculative_decoder", "draft.model_drafters",
+    "draft.lookup", "draft.staged",
 )  # fmt: skip
 SUM_METHODS = {"sum", "mean", "std", "var", "dot", "cumsum", "cumprod", "trace"}  # array methods that sum in numpy's own order
 
