@@ -27,11 +27,11 @@ def main(model: str | None = None) -> None:
     if model:
         decoder = SpeculativeDecoder(model)
         question = {"role": "user", "content": "Invent a person. Answer with JSON."}
-        output = decoder.answer([question], 200, seed=7, shape=decoder.json_schema(PERSON)).continuation
+        output = decoder.answer([question], 200, seed=7, constraint=decoder.json_schema(PERSON)).continuation
     else:
         decoder = SpeculativeDecoder("stories6M.bin", "stories650K.bin")
         prompt = "Once upon a time, there was a girl named "
-        output = decoder.generate(prompt, 200, seed=7, shape=decoder.json_schema(PERSON)).continuation
+        output = decoder.generate(prompt, 200, seed=7, constraint=decoder.json_schema(PERSON)).continuation
     print(json.dumps(json.loads(output), indent=2))
 
 

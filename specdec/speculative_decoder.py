@@ -200,7 +200,7 @@ class SpeculativeDecoder:
             prompt: A string, or token ids (see `encode`).
             max_tokens: The maximum number of tokens after the prompt.
             sampling: The sampling parameters.
-            **kwargs: `shape`: the constraint of the output (`json_schema`, `json_object`, `regex`), by default none; `stop`:
+            **kwargs: `constraint`: what the output must match (`json_schema`, `json_object`, `regex`), by default none; `stop`:
                 strings before which the output ends; all other keywords replace fields of `sampling`.
 
         Raises:
@@ -222,7 +222,7 @@ class SpeculativeDecoder:
         **kwargs: Any,
     ) -> Iterator[Event | PrefillProgress]:
         """Check a request, warm up, and return the iterator over the events of its sequence in a scheduler of its own."""
-        constraint, sampling = kwargs.pop("shape", None), override_sampling(sampling, **kwargs)
+        constraint, sampling = kwargs.pop("constraint", None), override_sampling(sampling, **kwargs)
         request = GenerationRequest(
             self.encode(prompt), max_tokens, sampling, stop, constraint=constraint,
             visible_tokens=reasoning_marks.visible_tokens if reasoning_marks else NO_TOKENS,
@@ -252,7 +252,7 @@ class SpeculativeDecoder:
             prompt: A string, or token ids (see `encode`).
             max_tokens: The maximum number of tokens after the prompt.
             sampling: The sampling parameters; each keyword below replaces one of them.
-            **kwargs: `stop`: strings before which the output ends. `shape`: a constraint that the output must match, made by
+            **kwargs: `stop`: strings before which the output ends. `constraint`: what the output must match, made by
                 `json_schema`, `json_object` or `regex`. `temperature`: 0 is greedy. `top_k`: the number of most probable tokens
                 to keep, 0 for all. `top_p`: the probability mass to keep, 0 or 1 for all. `min_p`: drops tokens below this
                 fraction of the highest probability. `seed`: the same seed gives the same output, with any draft.

@@ -179,7 +179,7 @@ class GenerationRunner:
         view = self._make_view(statistics)
         events: Iterator[Event | PrefillProgress]
         marks = find_reasoning_marks(decoder, self.prompt)
-        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, shape=constraint)
+        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, constraint=constraint)
         thought_filter = make_thought_filter(marks) if marks else None
         if thought_filter:
             events = map(thought_filter.filter, events)

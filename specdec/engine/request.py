@@ -56,17 +56,19 @@ class GenerationRequest:
 
 
 class GenerationKwargs(SamplingOverrides, total=False):
-    """The keyword arguments of generation methods: `stop` strings, `shape` (a constraint), and sampling parameters."""
+    """The keyword arguments of generation methods: `stop` strings, `constraint`, and sampling parameters."""
 
     stop: Stop
-    shape: Constraint | None
+    constraint: Constraint | None
 
 
 def with_kwargs_signature(method: Method) -> Method:
     """Make `help` list the keys of `GenerationKwargs` for a method with `**kwargs`: set its signature and return the method."""
     signature = inspect.signature(method)
     named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    annotations = {name: GenerationKwargs.__annotations__[name] for name in ("stop", "shape", *SamplingOverrides.__annotations__)}
+    annotations = {
+        name: GenerationKwargs.__annotations__[name] for name in ("stop", "constraint", *SamplingOverrides.__annotations__)
+    }
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=() if name == "stop" else None, annotation=annotation)
         for name, annotation in annotations.items()
@@ -91,9 +93,9 @@ def validate_request(request: GenerationRequest, bundle: ModelBundle) -> Generat
         raise ValueError(f"logit_bias holds the id {bad_id}; expected ids from 0 to {bundle.n_ids - 1}")
     constraint = request.constraint
     if constraint is not None and not callable(getattr(constraint, "begin", None)):
-        raise TypeError(f"shape is {shorten(constraint, repr)}; expected the result of json_schema, json_object or regex")
+        raise TypeError(f"constraint is {shorten(constraint, repr)}; expected the result of json_schema, json_object or regex")
     if getattr(constraint, "tokenizer", bundle.tokenizer) is not bundle.tokenizer:
         methods = "json_schema, json_object or regex"
-        raise ValueError(f"the shape was made for another tokenizer; make it with this decoder's {methods}")
+        raise ValueError(f"the constraint was made for another tokenizer; make it with this decoder's {methods}")
     prediction = bundle.encode(request.prediction) if request.prediction else []
     return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)

@@ -103,7 +103,7 @@ class ChatDecoder(Protocol):
         sampling: Sampling,
         reasoning_marks: ReasoningMarks | None,
         *,
-        shape: Constraint | None,
+        constraint: Constraint | None,
     ) -> Iterator[Event | PrefillProgress]:
         """Decode one completion: yield the progress of reading the prompt, then the events of the generated tokens.
 
@@ -112,7 +112,7 @@ class ChatDecoder(Protocol):
             max_tokens: The maximum number of generated tokens.
             sampling: The sampling settings.
             reasoning_marks: The marks around a thought, which appear in the text; None for none.
-            shape: A constraint that the completion must satisfy, or None.
+            constraint: A constraint that the completion must satisfy, or None.
         """
 
 
@@ -267,7 +267,7 @@ class Conversation:
                 if constraint and not marks.closes_in_prompt:
                     constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
                 thought_filter = ThoughtFilter(marks)
-            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, marks, shape=constraint):
+            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, marks, constraint=constraint):
                 if isinstance(event, Step):
                     tokens += event.tokens
                     text += event.text

@@ -81,7 +81,7 @@ class GrammarConstraint:
         state = GrammarState(self)
         if self.vocabulary.is_space_lost(prompt) and (state.get_allowed() & self.vocabulary.has_leading_space).any():
             raise ConstraintError(
-                "the shape can start with a space, which is lost in a completion without a prompt; pass a prompt"
+                "the constraint can start with a space, which is lost in a completion without a prompt; pass a prompt"
             )
         return state
 
@@ -243,7 +243,7 @@ class GrammarState:
         """
         if self._matcher.is_error():
             reason = _format_reason(self._matcher.get_error())
-            raise self._constraint.vocabulary.pop_error() or ConstraintError(f"the shape cannot continue: {reason}")
+            raise self._constraint.vocabulary.pop_error() or ConstraintError(f"the constraint cannot continue: {reason}")
 
 
 class _LLGuidanceVocabulary:
@@ -305,7 +305,7 @@ class _LLGuidanceVocabulary:
             ends = range(min(len(data), at + self._max_token_bytes), at, -1)
             end = next((end for end in ends if data[at:end] in self._id_by_bytes), None)
             if end is None:
-                raise ValueError(f"{self.tokenizer.path} has no token for the byte {data[at]}, which the shape requires")
+                raise ValueError(f"{self.tokenizer.path} has no token for the byte {data[at]}, which the constraint requires")
             ids.append(self._id_by_bytes[data[at:end]])
             at = end
         return ids

@@ -84,5 +84,5 @@ def test_every_chat_answer_follows_constraint(talking: Any) -> None:
     for ask in (lambda: conversation.ask("Who?"), lambda: conversation.ask("And?"), conversation.regenerate):
         value = json.loads("".join([event.text for event in ask() if isinstance(event, Step)]))
         assert set(value) == {"a", "b"}
-    whole = talking.answer([{"role": "user", "content": "Who?"}], 60, Sampling(0), shape=talking.regex("(yes|no)[.!]"))
+    whole = talking.answer([{"role": "user", "content": "Who?"}], 60, Sampling(0), constraint=talking.regex("(yes|no)[.!]"))
     assert whole.text in ("yes.", "no.", "yes!", "no!") and whole.statistics.stop_reason == "eos"

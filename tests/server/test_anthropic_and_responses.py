@@ -441,9 +441,9 @@ def test_required_tools_and_response_schemas_are_enforced(app):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_failed_stream_ends_with_an_error_event(make_test_app, path):
-    events = respond(make_test_app, path, step("a"), ConstraintError("the shape cannot go on"), stream=True).events
+    events = respond(make_test_app, path, step("a"), ConstraintError("the constraint cannot go on"), stream=True).events
     assert events[-1]["type"] == {"/v1/messages": "error", "/v1/responses": "response.failed"}[path]
-    assert "the shape cannot go on" in json.dumps(events[-1])
+    assert "the constraint cannot go on" in json.dumps(events[-1])
 
 
 @pytest.mark.parametrize("n_bodies", [400, pytest.param(2500, marks=pytest.mark.campaign)])

@@ -110,7 +110,7 @@ def generate_with_library(decoder, request):
     """Return the text, the tokens and the stop reason."""
     events = [
         *decoder.stream(
-            request.prompt, request.max_tokens, request.sampling, stop=list(request.stop_strings), shape=request.constraint
+            request.prompt, request.max_tokens, request.sampling, stop=list(request.stop_strings), constraint=request.constraint
         )
     ]
     steps = [event for event in events if isinstance(event, Step)]

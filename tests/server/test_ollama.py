@@ -152,10 +152,12 @@ def test_errors_are_strings_that_name_the_field(app: Any, path: str, body: dict[
 
 def test_a_stream_has_heartbeats_and_ends_with_its_error(make_test_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_response, "HEARTBEAT_INTERVAL_S", 0.0)
-    fake = FakeScheduler(Prompt([1], 0.0), step("<tool_call>"), step("<"), step("a"), ConstraintError("the shape cannot go on"))
+    fake = FakeScheduler(
+        Prompt([1], 0.0), step("<tool_call>"), step("<"), step("a"), ConstraintError("the constraint cannot go on")
+    )
     response = send_request(make_test_app(fake), "/api/chat", {**CHAT_BODY, "tools": [TOOL], "stream": True})
     *lines, last = [json.loads(line) for line in response.body.decode().splitlines()]
-    assert last == {"error": "the shape cannot go on"} and all("message" in line for line in lines)
+    assert last == {"error": "the constraint cannot go on"} and all("message" in line for line in lines)
 
 
 @pytest.mark.parametrize("n_bodies", [300, pytest.param(2500, marks=pytest.mark.campaign)])

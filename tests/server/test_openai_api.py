@@ -150,11 +150,13 @@ def test_an_unsatisfiable_schema_is_rejected_before_the_first_byte(app: Any) -> 
 
 
 def test_a_constraint_error_is_reported_with_its_message(make_test_app: Callable[..., Any]) -> None:
-    app = make_test_app(FakeScheduler(Prompt([1], 0.0), step("a"), ConstraintError("the shape cannot go on: too many items")))
+    app = make_test_app(
+        FakeScheduler(Prompt([1], 0.0), step("a"), ConstraintError("the constraint cannot go on: too many items"))
+    )
     complete = send_request(app, COMPLETIONS, {})
     assert (complete.status, complete.error["param"]) == (400, "response_format")
     first, error = send_request(app, COMPLETIONS, {"stream": True}).events
-    assert first["choices"][0]["text"] == "a" and error["error"]["message"] == "the shape cannot go on: too many items"
+    assert first["choices"][0]["text"] == "a" and error["error"]["message"] == "the constraint cannot go on: too many items"
 
 
 def test_a_stream_without_output_sends_heartbeats(make_test_app: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +229,7 @@ def test_structured_output_equals_library_output(app: Any, decoder: SpeculativeD
     pytest.importorskip("llguidance", reason="the extra [shape] is not installed")
     schema = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"], "additionalProperties": False}
     response_format = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
-    expected = decoder.answer(CONVERSATION, 12, SAMPLING, shape=decoder.json_schema(schema)).text
+    expected = decoder.answer(CONVERSATION, 12, SAMPLING, constraint=decoder.json_schema(schema)).text
     choice = send_request(app, CHAT, {"messages": CONVERSATION, "response_format": response_format, **SAMPLING_FIELDS}).json[
         "choices"
     ][0]

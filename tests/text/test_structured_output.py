@@ -226,12 +226,12 @@ def test_forced_tokens_equal_the_tokenizers_encoding() -> None:
 def test_a_tokenizer_without_required_bytes_is_rejected() -> None:
     tokenizer = small_tokenizer(has_bytes=False)
     assert structured_output.regex(tokenizer, "[abc]+").begin(PROMPT).get_allowed().any()
-    with pytest.raises(ValueError, match=r"small has no token for the byte 122, which the shape requires") as caught:
+    with pytest.raises(ValueError, match=r"small has no token for the byte 122, which the constraint requires") as caught:
         structured_output.regex(tokenizer, "zebra")
     assert "\n" not in str(caught.value)
     state = structured_output.regex(tokenizer, "[ab]([yz]+|zebra)").begin(PROMPT)
     state.commit([tokenizer.pieces.index(b"a")])
-    with pytest.raises(ValueError, match="the shape cannot continue: no text matches it"):
+    with pytest.raises(ValueError, match="the constraint cannot continue: no text matches it"):
         state.get_allowed()
 
 
@@ -366,7 +366,7 @@ def test_a_draft_with_no_continuation_does_not_fail_the_sequence() -> None:
     for sequence in (
         DecodingState([*PROMPT], 5, 99, None, CoupledVerifier(310, Sampling(0)), FixedLength(1), {}, constraint) for _ in range(2)
     ):
-        for first, message in ((a, ""), (b, "has no token for the byte 122, which the shape requires")):
+        for first, message in ((a, ""), (b, "has no token for the byte 122, which the constraint requires")):
             sequence.draft, logits = Draft([b]), np.zeros((2, tokenizer.vocab_size), np.float32)
             logits[:, first] = 1
             if message:
@@ -413,10 +413,10 @@ def test_a_long_forced_text_is_completed() -> None:
 
 def test_a_constraint_of_another_tokenizer_is_rejected(decoder: SpeculativeDecoder) -> None:
     other = structured_output.json_object(Tokenizer(DEFAULT_TOKENIZER))
-    with pytest.raises(ValueError, match="the shape was made for another tokenizer"):
-        decoder.stream("Once", 9, shape=other)
-    with pytest.raises(TypeError, match="shape is 'a\\+'; expected the result of json_schema, json_object or regex"):
-        decoder.generate("Once", 9, shape="a+")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the constraint was made for another tokenizer"):
+        decoder.stream("Once", 9, constraint=other)
+    with pytest.raises(TypeError, match="constraint is 'a\\+'; expected the result of json_schema, json_object or regex"):
+        decoder.generate("Once", 9, constraint="a+")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("drafter", [None, LookupDrafter({})], ids=["no draft", "lookup"])
@@ -455,7 +455,7 @@ def test_constrained_output_is_the_same_with_any_draft(decoder: SpeculativeDecod
     """Covers two constraints with several drafts and gammas; the output satisfies the constraint."""
     others = [decoder, *(SpeculativeDecoder(decoder.target, draft, decoder.tokenizer) for draft in (None, "lookup"))]
     for constraint in (decoder.json_schema(PERSON), decoder.regex(r"[A-Z][a-z ]{20,60}\.")):
-        options = {"sampling": Sampling(temperature, 0, 0.9, 11), "shape": constraint}
+        options = {"sampling": Sampling(temperature, 0, 0.9, 11), "constraint": constraint}
         outputs = set()
         for other, gamma in itertools.product(others, ("auto", 5)):
             other.gamma = gamma  # type: ignore[assignment]
@@ -469,11 +469,11 @@ def test_constrained_output_is_the_same_with_any_draft(decoder: SpeculativeDecod
 def test_complete_outputs_are_valid_json(decoder: SpeculativeDecoder) -> None:
     constraint = decoder.json_object()
     for seed in range(4):
-        result = decoder.generate("Lily said:", 60, temperature=1.2, seed=seed, shape=constraint)
+        result = decoder.generate("Lily said:", 60, temperature=1.2, seed=seed, constraint=constraint)
         if result.statistics.stop_reason == "max_tokens":
             continue
         assert isinstance(json.loads(result.continuation), dict)
-    events = [*decoder.stream("Lily said:", 60, Sampling(0), shape=constraint)]
+    events = [*decoder.stream("Lily said:", 60, Sampling(0), constraint=constraint)]
     assert "".join(event.text for event in events[1:] if hasattr(event, "text")).startswith("{")
 
 
@@ -548,7 +548,7 @@ def check_schemas(decoder: SpeculativeDecoder, seeds: range, max_tokens: int) ->
         rng = random.Random(seed)
         schema, temperature = random_schema(rng), rng.choice([0.0, 1.0, 2.0])
         constraint = decoder.json_schema(schema)
-        options: dict[str, Any] = {"sampling": Sampling(temperature, 0, 0.95, seed), "shape": constraint}
+        options: dict[str, Any] = {"sampling": Sampling(temperature, 0, 0.95, seed), "constraint": constraint}
         decoder.gamma = rng.choice([1, 3, 8, "auto"])  # type: ignore[assignment]
         result, baseline = (each.generate("Once upon a time", max_tokens, **options) for each in (decoder, alone))
         assert result.continuation == baseline.continuation and result.tokens == baseline.tokens, seed
