@@ -423,20 +423,28 @@ def add_children(growth, sources, n, node, n_tokens, max_children, matches):
 
 
 @jitable
+def copy_candidate(growth, i, nodes, numbers, at):
+    """Copy candidate i to row `at` of nodes and numbers, those of the proposal or of the candidates."""
+    for k in range(N_COLUMNS):
+        nodes[at, k] = growth.candidates[i, k]
+    for k in range(growth.candidate_numbers.shape[1]):
+        numbers[at, k] = growth.candidate_numbers[i, k]
+
+
+@jitable
 def take_best_candidate(growth, n_nodes, n, min_survival):
     """Move the likeliest of n candidates to node n_nodes, if its probability is min_survival or more; return whether it is.
 
     The last candidate takes the place of the one that was moved, so the caller has one candidate less.
     """
-    candidates, numbers = growth.candidates, growth.candidate_numbers
-    best = -1
+    numbers, best = growth.candidate_numbers, -1
     for i in range(n):
         if numbers[i, 1] >= min_survival and (best < 0 or numbers[i, 1] > numbers[best, 1]):
             best = i
     if best < 0:
         return False
-    growth.nodes[n_nodes], growth.numbers[n_nodes] = candidates[best], numbers[best]
-    candidates[best], numbers[best] = candidates[n - 1], numbers[n - 1]
+    copy_candidate(growth, best, growth.nodes, growth.numbers, n_nodes)
+    copy_candidate(growth, n - 1, growth.candidates, numbers, best)
     return True
 
 

@@ -5,6 +5,7 @@ latent vector, V rows of a value head, R rows of a panel; W, the columns of a ca
 A slot is one head of one token; the slots of a head follow each other, so that each head's own matrix is read once.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,19 @@ from specdec.layers.kv_formats import compute_scale, encode_q8
 from specdec.runtime.code_cache import jitable
 from specdec.runtime.dot_tile import compute_dots
 from specdec.runtime.matmul_tile import PANEL_ROWS, StridedRows
-from specdec.runtime.op_program import Bytes4, Floats1, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, kernel
+from specdec.runtime.op_program import (
+    Bytes4,
+    Floats1,
+    Floats2,
+    Floats3,
+    Floats4,
+    ForwardContext,
+    Halves4,
+    Ints1,
+    Ints2,
+    Kernel,
+    kernel,
+)
 from specdec.runtime.simd import LANES, ceil_div, load, mul, round_up, splat, store, store_by_dtype
 from specdec.runtime.work_stealing import get_chunk_range
 
@@ -105,7 +118,7 @@ def store_latent_f32(run: ForwardContext, thread: int, p: StoreLatentArgs) -> No
                 store_by_dtype(p.values, at + i, load(p.latent, t * p.latent.shape[1] + panel * PANEL_ROWS + i))
 
 
-@kernel
+@partial(Kernel, values=Bytes4)
 def store_latent_q8(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
     """Compute the latent vectors and rotated keys of this chunk's tokens, and write their int8 codes and scales to the cache.
 
@@ -253,7 +266,7 @@ def latent_attention_f32(run: ForwardContext, thread: int, p: LatentAttentionArg
 STORE_LATENT = {
     np.float32: store_latent_f32,
     np.uint16: store_latent_f32.specialize("store_latent_f16", values=Halves4),
-    np.int8: store_latent_q8.specialize("store_latent_codes", values=Bytes4),
+    np.int8: store_latent_q8,
 }
 LATENT_ATTENTION = {
     np.float32: latent_attention_f32,

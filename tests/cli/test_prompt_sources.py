@@ -18,6 +18,7 @@ from specdec.cli.app import UsageError, app, format_usage_error
 from specdec.cli.typer_commands import FastProcessValue
 from specdec.head_config import HeadConfig
 from specdec.loaders import model_paths as files
+from specdec.loaders import packed_weights
 from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.runtime import code_cache
@@ -391,6 +392,7 @@ def test_installed_models_are_listed_with_fitting_drafts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(packed_weights, "get_default_folder", lambda: None)
     assert run("models")[:2] == (
         0,
         "no models found in models/ or in the hub's cache; download one with: specdec models pull org/name\n",
