@@ -379,7 +379,8 @@ class ModelConfig:
         mlp_bias: MLPs have biases.
         blocks: Which of its two blocks a layer has: "first" is attention or what replaces it, "second" the MLP or experts.
         mlp_scales: Factors of the two matmuls of an MLP that the activation multiplies; of its own input first. Empty: none.
-        activation: Activation of the gate; with "relu2", the square of a ReLU, MLPs and experts have no gate.
+        activation: Activation of the gate; with "relu2", the square of a ReLU, MLPs and experts have no gate; with
+            "xielu", MLPs have none, and experts are not supported.
         experts: Mixture of experts in the place of MLPs.
         norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
         embedding_scale: Factor of embeddings.
@@ -410,7 +411,7 @@ class ModelConfig:
     blocks: Literal["both", "first", "second"] = "both"
     mlp_bias: bool = False
     mlp_scales: tuple[float, ...] = ()
-    activation: Literal["silu", "gelu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "relu2", "xielu"] = "silu"
     experts: ExpertsConfig | None = None
     norm_placement: Literal["before", "behind", "around"] = "before"
     embedding_scale: float = 1.0
@@ -449,11 +450,15 @@ class ModelConfig:
             yield from prefix_errors("latent attention", self.attention.latent.find_errors(self))
         yield from check_scale(self, "embedding_scale", "residual_scale", "logit_divisor")
         yield from check_scales("mlp_scales", self.mlp_scales, 2)
+        if self.mlp_scales and self.activation in ("relu2", "xielu"):
+            yield f"mlp_scales are {self.mlp_scales}; expected none with {self.activation}, which has no gate"
         yield from self._find_layer_errors()
         if (self.architecture in HEAD_ARCHITECTURES) != (self.head is not None):
             yield f"architecture is {self.architecture} and head is {self.head}; expected head for draft heads only"
         if self.experts:
             yield from prefix_errors("experts", self.experts.find_errors(self.n_layers))
+            if self.activation == "xielu":
+                yield "activation is xielu; expected MLPs without experts"
         yield from self._find_norm_and_input_errors()
         if self.head:
             yield from prefix_errors("head", self.head.find_errors(self.dim, self.vocab_size))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import add_norm, head_norm, layer_norm
-from specdec.layers.activations import add_parallel_branches, geglu, gelu, softcap, swiglu
+from specdec.layers.activations import add_parallel_branches, geglu, gelu, softcap, swiglu, xielu
 from specdec.quant import FP32
 from specdec.quant.int8 import DOT4_NAME, get_dot4
 from specdec.quant.packed_matrix import pack_matrix
@@ -51,6 +51,27 @@ def test_gated_activations_multiply_the_up_projection(n_threads):
         out = zeros(1, 3, 64)
         run(kernel(out, x.reshape(3, 128), 1), 3, n_threads)
         np.testing.assert_allclose(out[0], expected * ups, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("eps", [-1e-6, -0.3, 0.0, 0.3])
+@pytest.mark.parametrize("n", [31, 64, 75])
+def test_xielu_equals_its_definition_and_leaves_the_padding_at_zero(n, eps):
+    """Also at 0, where it is not 0, near it, and for what is not finite."""
+    width, numbers, x = round_up(n, 32), zeros(128), zeros(3, round_up(n, 32))
+    numbers[::32] = 0.3, -0.7, 0.4, eps
+    x[:, :n] = np.random.default_rng(0).standard_normal((3, n)) * np.array([[4.0], [1e-3], [1e-6]])
+    x[0, :5] = 0, -0.0, np.nan, np.inf, -80
+    tensors = dict(zip(("alpha_p", "alpha_n", "beta", "eps"), numbers[::32, None].astype(np.float64), strict=True))
+    with np.errstate(invalid="ignore"):
+        expected = reference.xielu(tensors, 0)(x[:, :n].astype(np.float64))
+    for n_threads in THREAD_COUNTS:
+        out = np.full((1, 3, width), np.nan, np.float32)
+        run(xielu(out, x, numbers, n), 3, n_threads)
+        found, finite = out[0, :, :n], np.isfinite(expected)
+        np.testing.assert_array_equal(found[~finite], expected[~finite])
+        bound = 1e-6 * np.abs(expected[finite]) + 1e-7 * np.abs(x[:, :n][finite])
+        assert (np.abs(found[finite] - expected[finite]) <= bound).all()
+        assert (out[0, :, n:] == 0).all()
 
 
 @pytest.mark.parametrize("dim", [31, 64, 100])

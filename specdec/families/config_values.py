@@ -8,6 +8,7 @@ from specdec.argument_checks import CheckpointError, format_json_value
 
 MAX_SIZE = 2**31 - 1
 MAX_DIM = 1 << 20  # limit of dimensions for which lists are made before tensor shapes are checked
+MAX_FLOAT32 = 2.0**128 - 2.0**104
 NO_DEFAULTS: Mapping[str, Any] = {}
 QUANTIZATION_KEYS = ("quantization_config", "quantization")  # MLX writes the second, or both
 ORIGINAL_HINT = "use the original model in BF16 or a GGUF file of it, such as org/name:Q4_K_M"
@@ -96,6 +97,14 @@ class ConfigValues:
         ):
             raise self.make_error(key, f"{expected} for each of {n} layers")
         return value
+
+    def get_layer_floats(self, key: str, n: int) -> list[float]:
+        """Return the value of a key as a number for each of n layers; one number counts for all. Raises CheckpointError."""
+        value = self[key]
+        numbers = value if isinstance(value, list) else [value] * n
+        if len(numbers) != n or not all(type(x) in (int, float) and abs(x) <= MAX_FLOAT32 for x in numbers):
+            raise self.make_error(key, f"a finite number for each of {n} layers")
+        return [float(x) for x in numbers]
 
     def get_layer_indices(self, key: str, n: int) -> list[int]:
         """Return the value of a key as a list of layer indices from 0 to n - 1. Raises CheckpointError."""

@@ -272,6 +272,7 @@ class GGUFFamily:
         mtp_specs: Specs of the MTP head that may be in the layer after the last one, then alternatives for these specs.
         supported_keys: Keys of `gguf_common.NEUTRAL_VALUES` that the family supports.
         per_layer_keys: Keys of `gguf_common.PER_LAYER_KEYS` that may differ between layers.
+        layer_number_keys: Whole keys with a number for each layer, which `tensor_specs` name like tensors: `KEY.{}`.
         is_head: Whether the family is a draft head for another file's model.
         id_map_name: Name of the tensor that maps rows of a draft head's classifier to token ids; "" if there is none.
     """
@@ -283,6 +284,7 @@ class GGUFFamily:
     mtp_specs: Sequence[TensorSpecs] = ()
     supported_keys: tuple[str, ...] = ()
     per_layer_keys: tuple[str, ...] = ()
+    layer_number_keys: tuple[str, ...] = ()
     is_head: bool = False
     id_map_name: str = ""
     list_unused: Callable[[ModelConfig], Iterable[str]] = list_no_tensors

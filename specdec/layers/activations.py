@@ -9,10 +9,23 @@ import numpy as np
 
 from specdec.kernels import compute_norm_scale, get_chunk_rows
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.elementary import gelu_tanh, sigmoid, silu, tanh
+from specdec.runtime.elementary import expm1, gelu_tanh, sigmoid, silu, softplus_scalar, tanh
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Ints2, kernel
-from specdec.runtime.simd import LANES, add, ceil_div, extract_lane, fma, load, maximum, minimum, mul, splat, store
+from specdec.runtime.simd import (
+    LANES,
+    add,
+    ceil_div,
+    extract_lane,
+    fma,
+    load,
+    maximum,
+    minimum,
+    mul,
+    splat,
+    store,
+    zero_unless_positive,
+)
 from specdec.runtime.work_stealing import get_chunk_range
 
 
@@ -63,6 +76,28 @@ def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_to
         for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
             v = maximum(splat(0.0), load(up, t * up.shape[1] + i))
             store(hidden, t * width + i, mul(v, v))
+
+
+@kernel
+def xielu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, numbers: Floats1, n: int) -> None:
+    """Compute xIELU, hidden[0, t] = ap u^2 + beta u for u = w1 x > 0, else an (e^min(u, eps) - 1 - u) + beta u, without a gate.
+
+    ap = softplus(alpha_p) and an = beta + softplus(alpha_n) (Huang and Schlag 2024, arXiv:2411.13010). numbers has alpha_p,
+    alpha_n, beta and eps, each first in a panel of its own. Padding after the n columns becomes 0, although xIELU of 0 is not.
+    """
+    width, positive, beta = hidden.shape[2], splat(softplus_scalar(numbers[0])), splat(numbers[2 * PANEL_ROWS])
+    negative, eps = splat(numbers[2 * PANEL_ROWS] + softplus_scalar(numbers[PANEL_ROWS])), splat(numbers[3 * PANEL_ROWS])
+    first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
+    for t in range(run.n_tokens):
+        for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
+            u = load(up, t * up.shape[1] + i)
+            low = minimum(splat(0.0), u)  # in this order a NaN stays one
+            below = mul(negative, fma(low, splat(-1.0), expm1(minimum(low, eps))))
+            below = fma(zero_unless_positive(below, u), splat(-1.0), below)
+            above = zero_unless_positive(mul(mul(positive, u), u), u)
+            store(hidden, t * width + i, fma(beta, u, add(above, below)))
+        for i in range(max(n, first * PANEL_ROWS), last * PANEL_ROWS):
+            hidden[0, t, i] = 0.0
 
 
 @kernel

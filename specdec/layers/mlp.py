@@ -1,6 +1,6 @@
 """MLP block with a gate by SiLU or GELU (Shazeer 2020, arXiv:2002.05202), or without a gate."""
 
-from specdec.layers.activations import geglu, relu2, swiglu
+from specdec.layers.activations import geglu, relu2, swiglu, xielu
 from specdec.layers.architecture import Buffers, FusedTensors, Shapes, Weights
 from specdec.layers.block import (
     LAYER_SCALE,
@@ -18,15 +18,17 @@ from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32, round_up
 
 NORM = "rms_ffn"
+XIELU, XIELU_NUMBERS = "xielu", ("alpha_p", "alpha_n", "beta", "eps")  # an activation with numbers of its own in each layer
 
 
 def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of an MLP block's tensors, by llama2.c's names; with a gate, biases and a layer scale if it has them."""
+    """Return the shapes of an MLP block's tensors, by llama2.c's names; those of gate, biases and activation if it has them."""
     dim, hidden, gated = config.dim, config.hidden_dim, is_gated(config)
     weights = {"w1": (hidden, dim), "w2": (dim, hidden)} | ({"w3": (hidden, dim)} if gated else {})
     biases = {"b1": (hidden,), "b2": (dim,)} | ({"b3": (hidden,)} if gated else {})
     scale = {LAYER_SCALE: (1,)} if config.layer_scale else {}
-    return norm_shapes(config, NORM) | weights | (biases if config.mlp_bias else {}) | scale
+    numbers = dict.fromkeys(XIELU_NUMBERS, (1,)) if config.activation == XIELU else {}
+    return norm_shapes(config, NORM) | weights | numbers | (biases if config.mlp_bias else {}) | scale
 
 
 def is_gated(config: ModelConfig) -> bool:
@@ -46,7 +48,10 @@ def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Progra
     phase = [*before, w[f"{i}.up"].matmul(b.up, source, b.scratch, unit=unit), *make_bias_ops(weights, b.up, f"{i}.b13", unit)]
     n_panels = round_up(config.hidden_dim, PANEL_ROWS) // PANEL_ROWS
     phase += make_scale_ops(b.up, config.mlp_scales * n_panels, (PANEL_ROWS, PANEL_ROWS) * n_panels, unit)
-    phase.append(activate(config, b.hidden, b.up))
+    if config.activation == XIELU:
+        phase.append(xielu(b.hidden, b.up, weights.vectors[f"{i}.{XIELU}"], config.hidden_dim))
+    else:
+        phase.append(activate(config, b.hidden, b.up))
     factor = get_layer_scale(config, weights, i, is_last=not config.per_layer_inputs)
     return [phase, *add_residual(config, weights, b, w[f"{i}.down"], b.hidden, f"{i}.b2", f"{i}.{NORM}", factor)]
 
@@ -56,5 +61,6 @@ FUSED = {
     "up": FusedTensors(("w1", "w3"), interleaved=True),
     "down": FusedTensors(("w2",)),
     "b13": FusedTensors(("b1", "b3"), interleaved=True),
+    XIELU: FusedTensors(XIELU_NUMBERS),
 }
 MLP = Block(shapes, FUSED, program)

@@ -17,7 +17,7 @@ from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows
 from specdec.layers.architecture import BufferSpec
 from specdec.layers.block import BASE, TIP
 from specdec.runtime.code_cache import compiled, inlined, jitable
-from specdec.runtime.elementary import exp, log, sigmoid, silu
+from specdec.runtime.elementary import exp_scalar, sigmoid, silu, softplus_scalar
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Ints2, kernel
 from specdec.runtime.simd import LANES, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
@@ -120,12 +120,6 @@ def gated_convolution(run: ForwardContext, thread: int, p: GatedConvolutionArgs)
 # panel rows.
 
 
-@jitable
-def exp_scalar(x):
-    """Return e^x of a float32 scalar, with the same bits as the vector function `exp`."""
-    return extract_lane(exp(splat(x)), 0)
-
-
 @compiled
 def fill_decay_rates(rates, logarithms):
     """Write rates[i] = -e^logarithms[i], the decay rates of a delta net, in float32."""
@@ -137,14 +131,6 @@ def fill_decay_rates(rates, logarithms):
 def sigmoid_scalar(x):
     """Return the sigmoid 1 / (1 + e^-x) of a float32 scalar."""
     return extract_lane(sigmoid(splat(x)), 0)
-
-
-@jitable
-def softplus_scalar(x):
-    """Return the softplus log(1 + e^x) of a float32 scalar, computed as max(x, 0) + log(1 + e^-|x|)."""
-    if not abs(x) < np.inf:
-        return max(x, np.float32(0.0)) if x == x else x
-    return max(x, np.float32(0.0)) + np.float32(log(1.0 + np.float64(exp_scalar(-abs(x)))))
 
 
 @jitable

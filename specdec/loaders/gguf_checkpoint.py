@@ -7,6 +7,8 @@ either supported or rejected by name; other keys are ignored.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
 from specdec.families import load_definition, load_definitions
 from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
@@ -27,6 +29,7 @@ from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors, is_equal
 from specdec.model_config import ModelConfig
+from specdec.runtime.simd import Float32
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY
 
 ARCHITECTURE_KEY, TYPE_KEY = "general.architecture", "general.type"
@@ -66,6 +69,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if model.n_nextn and not any(name.startswith("blk.0.") for name in model):
         raise CheckpointError(f"{path} holds an MTP head without its model; name a file that holds both")
     config = read_config(model)
+    model.read_layer_numbers(config.n_layers)
     tensors = assemble_tensors(
         config, select_tensor_specs(model.family.tensor_specs, model.family.alternatives, model, config.n_layers), model
     )
@@ -125,6 +129,7 @@ class GGUFModel(TensorIndex[GGUFFile]):
                 f"{path}: {ARCHITECTURE_KEY} {format_json_value(architecture)} is not supported; supported: {names}"
             )
         self.family = family
+        self._layer_numbers = dict[str, Float32]()
         # MTP layers, stored after those of the model
         self.n_nextn = (
             ConfigValues(path, self.metadata, prefix=f"{architecture}.").get_count(NEXTN_LAYERS_KEY)
@@ -132,11 +137,24 @@ class GGUFModel(TensorIndex[GGUFFile]):
             else 0
         )
 
-    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
-        """Return the tensor with a name and mark it as used, as in `TensorIndex`; an outermost dimension of 1 may be missing.
+    def read_layer_numbers(self, n_layers: int) -> None:
+        """Read the family's `layer_number_keys`, for `get_tensor`: a vector of one number per layer, named `KEY.LAYER`.
 
-        ggml's writers, its quantizer among them, drop that dimension.
+        Raises:
+            CheckpointError: A key is missing or does not give a number for each layer.
         """
+        values = ConfigValues(self.path, self.metadata)
+        for key in self.family.layer_number_keys:
+            numbers = np.array(values.get_layer_floats(key, n_layers), np.float32)
+            self._layer_numbers |= {f"{key}.{i}": numbers[i : i + 1] for i in range(n_layers)}
+
+    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+        """Return the tensor with a name and mark it as used, as in `TensorIndex`, or the number of a layer from the metadata.
+
+        An outermost dimension of 1 may be missing: ggml's writers, its quantizer among them, drop it.
+        """
+        if name in self._layer_numbers:
+            return self._layer_numbers[name]
         if shape[0] == 1 and self.get_shape(name) == shape[1:]:
             return super().get_tensor(name, shape[1:], *types).flatten_matrices()
         return super().get_tensor(name, shape, *types)

@@ -125,7 +125,7 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self.path}: {format_json_value(name)} of {dtype} {format_json_value(shape)} lies in {last - first} bytes"
             )
-        return TensorEntry(dtype, tuple(shape), start + first, start + last)
+        return TensorEntry(dtype, tuple(shape) or (1,), start + first, start + last)  # a scalar counts as a vector of one number
 
     def _check_spans(self, entries: dict[str, TensorEntry], start: int) -> None:
         """Raise CheckpointError unless every byte of the file after the header belongs to exactly one tensor."""

@@ -13,6 +13,7 @@ from specdec.runtime.simd import (
     add,
     div,
     exp2_of_integer,
+    extract_lane,
     fma,
     make_polynomial,
     maximum,
@@ -32,6 +33,7 @@ ROUNDING_BIAS = 1.5 * 2.0**52  # x + this - this is the integer nearest to x, an
 
 
 exp_polynomial = make_polynomial(1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+expm1_polynomial = make_polynomial(1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5)
 tanh_polynomial = make_polynomial(-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
 log_polynomial = make_polynomial(*(1 / n for n in range(23, 2, -2)), numba_type=types.float64)
 sin_polynomial = make_polynomial(
@@ -55,6 +57,26 @@ def exp(x):
     r = fma(n, splat(-0.693145751953125), clamped)
     r = fma(n, splat(-1.4286068203094172e-06), r)
     return zero_unless_positive(mul(exp_polynomial(r), exp2_of_integer(n)), add(x, splat(87.0)))
+
+
+@jitable
+def exp_scalar(x):
+    """Return e^x of a float32 scalar, with the same bits as the vector function `exp`."""
+    return extract_lane(exp(splat(x)), 0)
+
+
+@jitable
+def expm1(x):
+    """Return e^x - 1 for each lane of a vector, within 2 units in the last place; -1 below -87, e^88 above 88, NaN of NaN.
+
+    As `exp`, but e^r - 1 = r + r^2 (1 / 2 + ...) keeps its precision near 0; then 2^n (e^r - 1) + (2^n - 1).
+    """
+    clamped = minimum(splat(88.0), maximum(splat(-87.0), x))
+    n = rint(mul(clamped, splat(1.4426950408889634)))
+    r = fma(n, splat(-0.693145751953125), clamped)
+    r = fma(n, splat(-1.4286068203094172e-06), r)
+    power = exp2_of_integer(n)
+    return fma(power, fma(mul(r, r), expm1_polynomial(r), r), add(power, splat(-1.0)))
 
 
 @jitable
@@ -106,6 +128,14 @@ def log(x):
     s = (m - 1.0) / (m + 1.0)
     z = s * s
     return n * LOG2_HIGH + (2.0 * s + (2.0 * s * (z * log_polynomial(z)) + n * LOG2_LOW))
+
+
+@jitable
+def softplus_scalar(x):
+    """Return the softplus log(1 + e^x) of a float32 scalar, computed as max(x, 0) + log(1 + e^-|x|)."""
+    if not abs(x) < np.inf:
+        return max(x, np.float32(0.0)) if x == x else x
+    return max(x, np.float32(0.0)) + np.float32(log(1.0 + np.float64(exp_scalar(-abs(x)))))
 
 
 @compiled

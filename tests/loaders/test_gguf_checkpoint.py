@@ -757,3 +757,15 @@ def test_older_and_newer_qwen3_next_files_give_the_same_delta_nets(tmp_path: Pat
     path.write_bytes(gguf_bytes(keys, older | {"blk.1.ssm_in.weight": blocks}))
     heads = dequantize("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
     np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])
+
+
+def test_numbers_of_layers_in_the_metadata_are_one_for_each_layer_or_one_for_all(tmp_path: Path) -> None:
+    (keys, tensors), path = read_converted("apertus"), tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys | {"xielu.beta": 0.25}, tensors))
+    assert [each[:].tolist() for each in load_checkpoint(path).tensors["beta"]] == [[0.25]] * 3
+    for value in (None, [0.5, 0.5], [0.5] * 4, [0.5, 0.5, math.nan], [0.5, math.inf, 0.5], "0.5", [True] * 3, ["a"] * 3):
+        changed = {key: each for key, each in (keys | {"xielu.beta": value}).items() if each is not None}
+        path.write_bytes(gguf_bytes(changed, tensors))
+        assert "xielu.beta is " in (message := get_refusal(path)) and "expected a finite number for each of 3 layers" in message
+    path.write_bytes(gguf_bytes(keys, tensors | {"xielu.beta.0": tensors["blk.0.attn_norm.weight"]}))
+    assert "xielu.beta.0" in get_refusal(path)

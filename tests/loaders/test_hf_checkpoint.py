@@ -376,6 +376,8 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan_v1_dense", {"rope_theta": 1e4}),
     ("stablelm", {"rope_dim": 4}),
     ("nemotron", {"rope_dim": 12}),
+    ("apertus", {"qk_norm": "rotated"}),
+    ("apertus", {"rope_scaling": None}),
     ("minicpm", {"residual_scale": 1.0}),
     ("ernie4_5_moe", {"experts": ExpertsConfig(6, 2, 24, False, (0,), shared_hidden_dim=48)}),
     ("phimoe", {"experts": ExpertsConfig(5, 2, 20)}),

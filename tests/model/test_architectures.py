@@ -102,6 +102,10 @@ FAMILIES = {
     "layer norms, no gate": make_config(
         36, 33, 2, 3, 1, 105, 400, False, layer_norm=True, activation="relu2", mlp_bias=True, qkv_bias=True, wo_bias=True
     ),
+    "xielu": make_config(36, 33, 3, 3, 1, 105, 400, False, activation="xielu", qk_norm=True),
+    "xielu with biases": make_config(
+        40, 50, 2, 4, 2, 105, 400, activation="xielu", mlp_bias=True, norm_placement="around", wo_bias=True
+    ),
     "layer norms, experts": make_config(
         36, 33, 2, 3, 1, 105, 400, layer_norm=True, experts=ExpertsConfig(5, 2, 20, dense_layers=(0,))
     ),
@@ -255,6 +259,7 @@ POISON = 7  # token with values that are not finite somewhere inside
         "experts of sigmoids",
         "one block a layer",
         "mamba 2 next to attention",
+        "xielu",
     ],
 )
 def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
@@ -269,7 +274,7 @@ def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
         cache = Model(config, get_architecture(config).pack(config, tensors), 1).new_cache()
         with np.errstate(all="ignore"):
             lost = ~np.isfinite(reference.forward(config, tensors, sequence))
-        assert lost.any() or "experts" in tensor or "router" in tensor, tensor
+        assert lost.any() or "experts" in tensor or "router" in tensor or (tensor, value) == ("eps", np.inf), tensor
         assert not np.isfinite(cache.forward(sequence, len(sequence))[lost]).any(), tensor
 
 
@@ -391,6 +396,9 @@ def test_weights_of_another_config_are_rejected(flag: str) -> None:
             "rope's longrope_threshold is 5",
         ),
         ({"query_scale": 0.1}, "rope's query_scale is 0.1 and query_span is 0"),
+        ({"activation": "xielu", "experts": ExpertsConfig(5, 2, 30)}, "activation is xielu; expected MLPs without experts"),
+        ({"activation": "xielu", "mlp_scales": (1.1, 0.9)}, "mlp_scales are (1.1, 0.9); expected none with xielu"),
+        ({"activation": "relu2", "mlp_scales": (1.1, 0.9)}, "mlp_scales are (1.1, 0.9); expected none with relu2"),
     ],
 )
 def test_invalid_configs_are_reported(changes: dict, words: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.layers.rope import compute_positions_per_radian
-from specdec.runtime.elementary import exp, log, sincos
+from specdec.runtime.elementary import exp, expm1, log, sincos, softplus_scalar
 from specdec.runtime.simd import LANES, Float32, fma, load, portable_fma, store
 from tests.tools.configs import make_config
 from tests.tools.random_models import round_to_float32
@@ -21,6 +21,17 @@ PI = Decimal("3.1415926535897932384626433832795028841971693993751058209749445923
 def vector_exp(out, x):
     for i in range(0, x.size, LANES):
         store(out, i, exp(load(x, i)))
+
+
+@numba.njit
+def call_softplus(x):
+    return softplus_scalar(x)
+
+
+@numba.njit
+def vector_expm1(out, x):
+    for i in range(0, x.size, LANES):
+        store(out, i, expm1(load(x, i)))
 
 
 @numba.njit
@@ -36,6 +47,24 @@ def test_exp_is_within_two_units_in_the_last_place() -> None:
     vector_exp(out, x)
     exact = np.exp(x.astype(np.float64))
     assert (np.abs(out - exact) / np.spacing(exact.astype(np.float32))).max() <= 2
+
+
+def test_expm1_is_within_two_units_in_the_last_place() -> None:
+    """Near 0, where e^x - 1 would cancel, at the edges of the reduced range, and where the result is almost -1."""
+    small = np.logspace(-37, -1, 1 << 14)
+    x = np.concatenate([small, -small, np.linspace(-3, 3, 1 << 15), np.linspace(-86.9, 87.9, 1 << 14)]).astype(np.float32)
+    out = np.empty_like(x)
+    vector_expm1(out, x)
+    exact = np.expm1(x.astype(np.float64))
+    assert (np.abs(out - exact) / np.spacing(np.abs(exact).astype(np.float32))).max() <= 2
+    vector_expm1(out, np.resize(np.array([0.0, -np.inf, -200.0, np.nan], np.float32), x.size))
+    np.testing.assert_array_equal(out[:4], [0, -1, -1, np.nan])
+
+
+def test_softplus_is_accurate_on_both_sides() -> None:
+    numbers = np.concatenate([np.linspace(-80, 80, 500), [0.0, -1e-6, 1e-6]]).astype(np.float32)
+    found = np.array([call_softplus(x) for x in numbers])
+    np.testing.assert_allclose(found, np.logaddexp(0, numbers.astype(np.float64)), rtol=4e-7, atol=2e-16)
 
 
 def test_exp_of_masked_scores_is_exactly_zero() -> None:

@@ -408,6 +408,10 @@ CONFIGS |= {
         embedding_scale=1.3, logit_divisor=1 / 0.7,
         mamba=((0, 1), Mamba2Config(4, 7, 2, 9, 3, False, True, True, tuple(1.4 * x for x in (0.7, 1.3, 0.9, 1.2, 0.6)), 0.8)),
     ),
+    "apertus": make_config(
+        36, 45, 3, 3, 1, 66, 128, False, rope_theta=5e5, head_dim=10, rope_scaling=Llama3RopeScaling(8, 1, 4, 64), qkv_bias=True,
+        wo_bias=True, qk_norm=True, activation="xielu",
+    ),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ApertusConfig,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -774,6 +775,11 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "apertus": (
+        ApertusConfig(**make_sizes(66, 36, 45, 3, 3, 1, head_dim=10, attention_bias=True, rope_parameters=LLAMA3)),
+        torch.bfloat16,
+        {},
+    ),
     "nemotron": (NemotronConfig(**make_sizes(69, 36, 45, 2, 3, 1, attention_bias=True)), torch.bfloat16, {}),
     "minicpm": (
         GraniteConfig(
@@ -850,6 +856,10 @@ def randomize(model):
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            if name.endswith("act_fn.beta"):
+                buffer.copy_(0.5 + 0.2 * torch.randn_like(buffer))
+            if name.endswith("act_fn.eps"):
+                buffer.copy_(-0.2 * torch.rand_like(buffer))  # published models have -1e-6, which changes no fixture
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     return model

@@ -233,7 +233,8 @@ def forward(
             continue
         own_scale, gate_scale = config.mlp_scales or (1, 1)
         gate = 1 if config.activation in UNGATED else project(h, "3", i) * gate_scale
-        made = project(ACTIVATIONS[config.activation](project(h, "1", i) * own_scale) * gate, "2", i)
+        activation = xielu(t, i) if config.activation == "xielu" else ACTIVATIONS[config.activation]
+        made = project(activation(project(h, "1", i) * own_scale) * gate, "2", i)
         if config.experts and config.experts.has_parallel_mlp:
             routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
             own = moe(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
@@ -268,7 +269,14 @@ def relu2(x):
     return np.maximum(x, 0) ** 2
 
 
-UNGATED, ACTIVATIONS = ("relu2",), {"silu": silu, "gelu": gelu, "relu2": relu2}
+def xielu(t, i):
+    """Return the xIELU of layer i, a function, from its tensors alpha_p, alpha_n, beta and eps."""
+    alpha_p, alpha_n, beta, eps = (t[name][i] for name in ("alpha_p", "alpha_n", "beta", "eps"))
+    positive, negative = np.logaddexp(0, alpha_p), beta + np.logaddexp(0, alpha_n)
+    return lambda x: np.where(x > 0, positive * x * x, negative * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
+
+
+UNGATED, ACTIVATIONS = ("relu2", "xielu"), {"silu": silu, "gelu": gelu, "relu2": relu2}
 
 
 def moe(x, t, i, e, routed=None, activation=silu):
