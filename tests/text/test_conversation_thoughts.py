@@ -238,7 +238,7 @@ def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversati
     conversation, shapes = thinker(""), list[Any]()
     decoder = conversation._decoder
     conversation._constraint = constraint = decoder.regex("70?")
-    monkeypatch.setattr(decoder, "read_and_stream", lambda *_, shape: shapes.append(shape) or iter([]))
+    monkeypatch.setattr(decoder, "read_and_stream", lambda *_, constraint: shapes.append(constraint) or iter([]))
     for is_on in (True, False):
         conversation.set_thinking(is_on)
         assert [*conversation.ask(QUESTION)] == []
