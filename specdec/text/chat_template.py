@@ -39,7 +39,7 @@ TOOL_TEMPLATE_NAME = "tool_use"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE_NAME}.jinja"
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 GGUF_TOKEN_ID_KEYS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
-PROBE = "specdec-probe"  # content that shows whether a template renders contents
+PROBE, PROBE_KEY = "specdec-probe", "specdec-key"  # content, and key of a part, that show what a template renders
 MAX_CHARACTERS = 32 << 20  # of messages and tools, and of the rendered text
 REQUIRED_PACKAGES = {optional_dependencies.JINJA: "to render chat templates"}
 
@@ -110,13 +110,14 @@ class ChatTemplate:
         """Whether the template renders a content that is a list of parts, and drops one that is a string, as SmolVLM's does."""
         from specdec.text.jinja_renderer import Rendering, RenderingError
 
-        def renders(content: Any) -> bool:
-            return PROBE in Rendering(self.source, self.variables, [{"role": "user", "content": content}], None).text
+        def render(content: Any) -> str:
+            return Rendering(self.source, self.variables, [{"role": "user", "content": content}], None).text
 
         try:
-            return not renders(PROBE) and renders([{"type": "text", "text": PROBE}])
+            text = "" if PROBE in render(PROBE) else render([{"type": "text", "text": PROBE, PROBE_KEY: ""}])
         except RenderingError:
             return False
+        return PROBE in text and PROBE_KEY not in text  # else it writes the list as Python does
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs to rebuild the template from its source."""
