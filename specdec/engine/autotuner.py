@@ -13,9 +13,8 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 
-MIN_LOOKUP_PASS_S = (
-    3e-4  # minimum time of a target pass for looked-up drafts, since a search and what it learns from cost up to 20 us
-)
+# Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us.
+MIN_LOOKUP_PASS_S = 3e-4
 MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
 MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes
 FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS  # of such a pass

@@ -11,7 +11,7 @@ from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_SIZE, ConfigValues
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, TensorSpec, make_tensor_specs
-from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
+from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, parse_hf_mamba
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import LayerConfig, ModelConfig
 
@@ -62,27 +62,13 @@ def parse_mamba(values: ConfigValues, scale: float, output_scale: float) -> Mamb
     Raises:
         CheckpointError: A value is not valid.
     """
-    require_no_time_step_limit(values)
-    for key in ("mamba_proj_bias", "projectors_bias"):
-        values.require(key, False)
+    values.require("projectors_bias", False)
     if has_norm := values.get_bool("mamba_rms_norm"):
         values.require("mamba_norm_before_gate", False)
-    n_heads = values.get_int("mamba_n_heads")
     inner_dim = values.get_int("mamba_d_ssm", min(values.get_int("mamba_expand") * values.get_int("hidden_size"), MAX_SIZE))
-    if inner_dim % n_heads:
-        raise values.make_error("mamba_n_heads", f"a divisor of mamba_d_ssm, {inner_dim}")
-    values.require("mamba_d_head", inner_dim // n_heads, "auto")
-    return Mamba2Config(
-        n_heads,
-        inner_dim // n_heads,
-        n_groups=values.get_int("mamba_n_groups"),
-        state_dim=values.get_int("mamba_d_state"),
-        kernel_size=values.get_int("mamba_d_conv"),
-        conv_bias=values.get_bool("mamba_conv_bias"),
-        has_norm=has_norm,
-        is_parallel=True,
-        scales=tuple(scale * each for each in get_factors(values, "ssm_multipliers", 5)),
-        output_scale=output_scale,
+    scales = tuple(scale * each for each in get_factors(values, "ssm_multipliers", 5))
+    return parse_hf_mamba(
+        values, inner_dim, "mamba_d_ssm", has_norm=has_norm, is_parallel=True, scales=scales, output_scale=output_scale
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import MAX_SIZE, ConfigValues
+from specdec.families.config_values import ConfigValues
 from specdec.families.family import (
     EXPERTS_GATE_UP,
     GATE_UP,
@@ -17,7 +17,7 @@ from specdec.families.family import (
     TensorSpec,
     make_fused_specs,
 )
-from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
+from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, parse_hf_mamba
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
 
@@ -79,20 +79,8 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
 
 def parse_mamba(values: ConfigValues) -> Mamba2Config:
     """Return the `Mamba2Config` of a hybrid Granite model from the keys of config.json. Raises CheckpointError."""
-    require_no_time_step_limit(values)
-    values.require("mamba_proj_bias", False)
-    inner_dim, n_heads = values.get_int("mamba_expand") * values.get_int("hidden_size"), values.get_int("mamba_n_heads")
-    if inner_dim > MAX_SIZE or inner_dim % n_heads:
-        raise values.make_error("mamba_n_heads", f"a divisor of mamba_expand x hidden_size, {inner_dim}")
-    values.require("mamba_d_head", inner_dim // n_heads, "auto")
-    return Mamba2Config(
-        n_heads,
-        inner_dim // n_heads,
-        n_groups=values.get_int("mamba_n_groups"),
-        state_dim=values.get_int("mamba_d_state"),
-        kernel_size=values.get_int("mamba_d_conv"),
-        conv_bias=values.get_bool("mamba_conv_bias"),
-    )
+    inner_dim = values.get_int("mamba_expand") * values.get_int("hidden_size")
+    return parse_hf_mamba(values, inner_dim, "mamba_expand x hidden_size")
 
 
 def parse_hybrid_config(values: ConfigValues) -> ModelConfig:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.families import gguf_common as gguf
-from specdec.families.config_values import ConfigValues
+from specdec.families.config_values import MAX_SIZE, ConfigValues
 from specdec.families.family import (
     CONV_TAPS,
     TRANSPOSED_CONV_TAPS,
@@ -69,6 +69,35 @@ GGUF_MAMBA_TENSORS = {
 def require_no_time_step_limit(values: ConfigValues) -> None:
     """Raise CheckpointError if a config.json limits the time steps of Mamba-2 layers to other numbers than 0 to infinity."""
     values.require(TIME_STEP_LIMIT, *([0, infinity] for infinity in INFINITIES), None)
+
+
+def parse_hf_mamba(values: ConfigValues, inner_dim: int, inner_name: str, **more: Any) -> Mamba2Config:
+    """Return the `Mamba2Config` of a config.json with Granite's names of the keys, which Falcon-H1 has too.
+
+    Args:
+        values: The keys of config.json.
+        inner_dim: Number of rows of all heads together.
+        inner_name: What gives it, for errors.
+        more: Other fields of `Mamba2Config`.
+
+    Raises:
+        CheckpointError: A value is not valid.
+    """
+    require_no_time_step_limit(values)
+    values.require("mamba_proj_bias", False)
+    n_heads = values.get_int("mamba_n_heads")
+    if inner_dim > MAX_SIZE or inner_dim % n_heads:
+        raise values.make_error("mamba_n_heads", f"a divisor of {inner_name}, {inner_dim}")
+    values.require("mamba_d_head", inner_dim // n_heads, "auto")
+    return Mamba2Config(
+        n_heads,
+        inner_dim // n_heads,
+        n_groups=values.get_int("mamba_n_groups"),
+        state_dim=values.get_int("mamba_d_state"),
+        kernel_size=values.get_int("mamba_d_conv"),
+        conv_bias=values.get_bool("mamba_conv_bias"),
+        **more,
+    )
 
 
 def parse_gguf_mamba(metadata: GGUFMetadata, layer: int, **more: Any) -> Mamba2Config:

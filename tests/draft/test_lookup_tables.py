@@ -82,7 +82,7 @@ def test_one_long_sequence_takes_at_most_half_of_the_pool():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_contents_propose_only_tokens_that_were_seen(seed):
-    """As two threads that write at a time would leave them: any indices, and any of the seen tokens."""
+    """Fill the tables with any indices and any of the seen tokens, as two threads that write at a time may leave them."""
     rng, memory = np.random.default_rng(seed), LookupMemory()
     pool, runner_ups = memory.pool, memory.runner_ups
     pool.tokens[:] = rng.integers(0, 3, POOL_TOKENS)

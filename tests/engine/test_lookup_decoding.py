@@ -129,7 +129,7 @@ def expected(pair: Pair):
 
 
 def test_another_process_drafts_from_what_this_one_has_kept(pair: Pair, tmp_path, expected) -> None:
-    """But only with the same salt."""
+    """Another salt finds none of it."""
     first, again, other = (count_steps(pair, tmp_path, salt, expected) for salt in ("a", "a", "b"))
     assert again < first / 2 < other
     files = [*tmp_path.glob("*.lookup")]
@@ -176,7 +176,7 @@ def test_memories_are_written_rarely_and_at_the_end(pair: Pair, tmp_path) -> Non
 
 @pytest.mark.campaign
 def test_100000_sampled_tokens_equal_plain_output(tmp_path) -> None:
-    """Of the included story model: chains, trees, batches of four, and with what was left in memory and on disk."""
+    """Generate with the included story model: chains, trees, batches of four, and memories restored from disk."""
     rng, model, tokenizer = random.Random(7), str(MODELS / "stories6M.bin"), str(MODELS / "tok1024.bin")
     plain = SpeculativeDecoder(model, None, tokenizer)
     plain.warm_up()

@@ -114,7 +114,7 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
 
 
 def test_copies_of_the_targets_embedding_and_classifier_are_ignored(tmp_path):
-    """As in published GLM-4.7-Flash and DeepSeek-V3; other tensors that a head does not need are refused."""
+    """Published GLM-4.7-Flash and DeepSeek-V3 files have such copies. Other tensors that a head does not need are refused."""
     expected = read_all_tensors(load_mtp_head(load_checkpoint(FIXTURES / "glm4_moe_lite")))
 
     def add(tensors, names=("embed_tokens", "shared_head.head")):

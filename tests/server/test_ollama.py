@@ -109,7 +109,7 @@ def test_a_request_without_a_prompt_loads_the_model(app: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/show", "/api/embed"])
 def test_any_content_type_is_read_unless_a_page_may_have_sent_it(app: Any, path: str) -> None:
-    """As ollama does it: `curl -d` sends JSON as a form. A page of another site could do that too."""
+    """Ollama ignores the content type, and `curl -d` sends JSON as a form. A page of another site could do that too."""
     body = {"/api/chat": {**CHAT_BODY, "stream": False}, "/api/embed": {"input": "x"}}.get(path, {"model": "talker"})
     types = None, "application/x-www-form-urlencoded", "text/plain", "multipart/form-data", "application/json"
     for content_type in types:
