@@ -26,11 +26,11 @@ from specdec.runtime.simd import CPU_FEATURES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.tokenizer_lookup import SharedVocabulary
 
-# Passes over these numbers of tokens are timed in turns, for about MEASURE_BUDGET_S, or RECHECK_BUDGET_S if an earlier process
-# has measured them. For a slow target only the first two are timed, twice if one turn takes less than SLOW_ROUND_S. The time of a
-# pass rises by a step with every further tile.
+# Passes over these numbers of tokens are timed in turns, for about FIRST_BUDGET_S if the result is stored, RECHECK_BUDGET_S if an
+# earlier process has stored one, and else MEASURE_BUDGET_S. For a slow target only the first two are timed, twice if one turn
+# takes less than SLOW_ROUND_S. The time of a pass rises by a step with every further tile.
 MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, MAX_TILE_TOKENS + 1, 2, 4, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
-MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S = 0.05, 0.01, 0.1
+FIRST_BUDGET_S, MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S = 0.2, 0.05, 0.01, 0.1
 # Keys of other timed passes: over equal tokens; the draft's first token of a round, and the next one; one token of the target
 # after a draft, which has evicted a part of the weights from the caches
 EQUAL_TOKENS_KEY, FIRST_DRAFT_KEY, NEXT_DRAFT_KEY, AFTER_DRAFT_KEY = -1, -2, -3, -4

@@ -38,6 +38,9 @@ INITIAL_BUDGET, MAX_BUDGET = 1.5, 12.0
 MAX_TRIAL_COST = 2.5  # the price of a trial at the start
 N_FREE_TRIALS = 2  # that need no budget, at the start
 MIN_COMPARISONS = 8
+MIN_COMPARED_ROUNDS = 3  # drafted rounds before a comparison with steps that have no draft because none was found
+MAX_PLAIN_STEPS = 8  # that are compared with them
+MIN_ACCEPTED = 2.0  # accepted tokens from which on the acceptance of a draft is known
 MAX_COMPARISONS = 5  # that are remembered
 MAX_ERROR_RATIO = 1.25  # of measured cost to the curve; beyond, the curve is changed
 MAX_MISSED_TOKENS = 8  # tokens of the sequence that a draft has missed, beyond which its time is not used
@@ -88,8 +91,9 @@ class CostModel:
         self._pending_passes = list[PassRecord]()  # passes that are not processed yet
         self._update_interval, self._pending_seconds = 1, 0.0  # how many of them to wait for, and their time
         self._comparisons = deque[tuple[float, float]](maxlen=MAX_COMPARISONS)
-        self._drafted_ratios = list[tuple[float, float]]()  # ratios of drafted rounds since the last plain step: pass, draft
-        self._plain_ratios = deque[float](maxlen=3)  # ratios of the last plain steps since then
+        self._drafted_ratios = list[tuple[float, float]]()  # ratios of drafted rounds since the last comparison: pass, draft
+        self._plain_ratios = deque[float](maxlen=MAX_PLAIN_STEPS)  # ratios of the last plain steps since the last comparison
+        self._has_trial = False  # whether a drafted round since the last comparison was a trial
         self._drafted_level, self._plain_level = 0.0, 0.0  # ratios at the last comparison
         self._budget, self._spacing, self._n_trials = INITIAL_BUDGET, 1, 0
         self._round_cost, self._rounds_until_plain = 1.0, -1  # of a drafted round, in plain steps; until the next plain step
@@ -210,6 +214,7 @@ class CostModel:
         if expected_draft and most_missed <= MAX_MISSED_TOKENS:
             draft_ratio = draft_seconds / expected_draft
         self._drafted_ratios.append((pass_ratio, draft_ratio))
+        self._has_trial |= record.is_trial
         cost = max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio + self.overhead
         cost /= plain + self.overhead
         self._tokens_gained = DECAY * self._tokens_gained + record.n_generated / record.n_sequences
@@ -231,20 +236,23 @@ class CostModel:
         self._plain_ratios.append(ratio)
         if record.gap_seconds:
             self._update_overhead(record.gap_seconds / ratio)
-        if self._drafted_ratios:
-            self._compare(ratio)
+        is_due = self.is_plain or self._has_trial or len(self._drafted_ratios) >= MIN_COMPARED_ROUNDS
+        if self._drafted_ratios and is_due:
+            self._compare()
 
     def _update_overhead(self, seconds: float) -> None:
         """Move the estimated time between two passes a step towards a measurement, which may contain unrelated work."""
         self.overhead += 0.1 * (min(max(seconds, 0.0), 2 * self.overhead + self.curve.pass_seconds[1]) - self.overhead)
 
-    def _compare(self, plain: float) -> None:
-        """Update pass_ratio and draft_ratio by comparing a step without a draft to the drafted rounds since the last such step.
+    def _compare(self) -> None:
+        """Update pass_ratio and draft_ratio by comparing the drafted rounds and the plain steps since the last comparison.
 
-        Args:
-            plain: The time of the step relative to the curve's.
+        Other programs only ever add time, so the lower quartiles are compared if there are enough of both, and else the medians.
         """
-        passes, drafts = (median(ratios) for ratios in zip(*self._drafted_ratios, strict=True))
+        n = min(len(self._drafted_ratios), len(self._plain_ratios))
+        average = _compute_lower_quartile if n >= MIN_COMPARED_ROUNDS else median
+        passes, drafts = (average(ratios) for ratios in zip(*self._drafted_ratios, strict=True))
+        plain = average(self._plain_ratios)
         self._comparisons.append((passes / plain, drafts / plain))
         before = self.pass_ratio, self.draft_ratio
         self.pass_ratio, self.draft_ratio = (_compute_cautious_median(ratios) for ratios in zip(*self._comparisons, strict=True))
@@ -255,6 +263,7 @@ class CostModel:
         self._drafted_level, self._plain_level = max(passes, drafts), plain
         self._drafted_ratios.clear()
         self._plain_ratios.clear()
+        self._has_trial = False
         self.n_comparisons += 1
 
     @property
@@ -304,6 +313,11 @@ class CostModel:
         self._is_trial = True
         self._plain_ratios.clear()
         return True
+
+
+def _compute_lower_quartile(ratios: Sequence[float]) -> float:
+    """Return the ratio that a quarter of the given ones do not exceed; of fewer than four, the smallest."""
+    return sorted(ratios)[len(ratios) // 4]
 
 
 def _compute_cautious_median(ratios: Sequence[float]) -> float:
@@ -396,7 +410,7 @@ class DraftLengthPolicy:
             if profit > best:
                 best, n_best = profit, n
         if self._buckets and not n_best:
-            n_best = int(costs.try_draft(costs.pass_cost(costs.n_tokens + 1) - base))
+            n_best = int(costs.try_draft(costs.pass_cost(costs.n_tokens + 1) - base, self._trial_share))
         del self._buckets[n_best:]
         return n_best
 
@@ -443,7 +457,8 @@ class DraftLengthPolicy:
             self.costs.n_sequences,
         )
         # if only comparisons speak against drafting, other programs may have disturbed them
-        self._trial_share = PLAIN_SHARE if self.costs.curve.is_profitable(self.acceptance.mean) else TRIAL_SHARE
+        is_useful = self.acceptance.n_accepted >= MIN_ACCEPTED and self.costs.curve.is_profitable(self.acceptance.mean)
+        self._trial_share = PLAIN_SHARE if is_useful else TRIAL_SHARE
         self._thresholds.clear()
         # until some tokens are accepted, a round may cost little
         limit = self._get_cost(0) + min(1.0 + self.acceptance.n_accepted, MAX_ROUND_COST) * self.costs.plain_cost

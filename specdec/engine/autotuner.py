@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specdec.draft.acceptance import Acceptance
-from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
+from specdec.draft.cost_calibration import FIRST_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
 from specdec.draft.model_bundle import LOOKUP, ModelBundle
@@ -151,7 +151,7 @@ class Autotuner:
         The minimum is right since other programs only ever add time. The measurement is skipped if the stored costs show that the
         target is slow and that drafts pay.
         """
-        draft, seconds = self.bundle.draft, MEASURE_BUDGET_S
+        draft, seconds = self.bundle.draft, FIRST_BUDGET_S
         models = [self.bundle.target, *([draft.model] if draft.model else [])]
         self._calibration_file = CalibrationFile(models, "" if draft.model else LOOKUP)
         if stored := self._calibration_file.read():

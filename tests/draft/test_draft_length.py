@@ -271,8 +271,8 @@ def test_no_unusual_machine_is_much_slower_than_the_target_alone():
                     machine = UnusualMachine(shape, draft, error, draft_kind)
                     speeds[shape, error, draft, draft_kind] = 3 / sum(1 / machine.play(seed) for seed in range(3))
     assert min(speeds.values()) > 0.8  # a draft that costs 0.9 target tokens and becomes three times as slow in the middle
-    assert sum(speed < 0.95 for speed in speeds.values()) <= 14
-    assert math.exp(np.mean(np.log([*speeds.values()]))) > 1.15
+    assert sum(speed < 0.95 for speed in speeds.values()) <= 3
+    assert math.exp(np.mean(np.log([*speeds.values()]))) > 1.16
 
 
 def test_stalls_do_not_stop_drafting():
@@ -313,6 +313,30 @@ def test_drafting_continues_while_other_programs_run(machine, pair):
         fixed.append(1 / play(FixedLength(4), machine, pair, seed, busy)[0])
         found.append(1 / play(make_policy(passes, draft, pool.for_sequence()), machine, pair, seed, busy)[0])
     assert sum(fixed) / sum(found) > 0.9
+
+
+def test_sparse_lookups_continue_while_other_programs_run():
+    """With proposals in two of five rounds, and passes every second of which loses a time slice that is longer than itself."""
+    passes = {1: 3_000, 2: 3_100, 4: 3_350, 8: 3_800, 16: 5_700}
+    gains = []
+    for seed in range(8):
+        rng, pool, costs = random.Random(seed), Acceptance(LOOKUP_ACCEPTANCE), None
+        tokens = seconds = 0.0
+        for _ in range(8):  # each sequence continues the comparisons of the last one
+            costs = CostModel(CostCurve({n: 1e-6 * x for n, x in passes.items()}), costs)
+            policy, begin = SinglePolicy(costs, pool.for_sequence(), is_free=True), tokens
+            while tokens < begin + TOKENS:
+                p, length, n, n_accepted = rng.uniform(0.3, 0.9), rng.choice((1, 2, 3, 5)), 0, 0
+                if policy.start(TOKENS) and rng.random() < 0.4:
+                    n = policy.choose([p / (1 - p)] * min(length, policy.max_tokens))
+                while n_accepted < n and rng.random() < p:
+                    n_accepted += 1
+                pass_seconds = interpolate_seconds(passes, n + 1)
+                policy.update(n, n_accepted, 1e-6 * (busy(rng, 3 * pass_seconds) - 2 * pass_seconds), 0.0)
+                tokens, seconds = tokens + 1 + n_accepted, seconds + pass_seconds
+        gains.append(tokens * passes[1] / seconds)
+    assert np.mean(gains) > 1.37
+    assert min(gains) > 1.3  # one that has stopped drafting for a while stays at 1.18
 
 
 @pytest.mark.parametrize("stall", [lambda rng, seconds: seconds, busy], ids=["idle", "busy"])
