@@ -16,15 +16,8 @@ from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, copy_rows
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat, choose_weight_format
 from specdec.quant.packed_matrix import LazyTable, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
-from specdec.runtime.matmul_tile import PANEL_ROWS
-from specdec.runtime.memory import (
-    Arena,
-    align_to_cache_line,
-    copy_nonzero_pages,
-    get_physical_memory_bytes,
-    lazy_zeros,
-    zeros,
-)
+from specdec.runtime.matmul_tile import LINE_WORDS, PANEL_ROWS
+from specdec.runtime.memory import Arena, align_to_cache_line, copy_nonzero_pages, get_physical_memory_bytes, lazy_zeros, zeros
 from specdec.runtime.op_program import Executor, Op, Program
 from specdec.runtime.simd import Float32, Int64, round_up
 
@@ -33,10 +26,6 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 SHARD_SEPARATOR = ":"  # in front of the number of a matrix's shard, from 1 on
 ROUTER_SUFFIXES, EXPERT_INFIXES = (".router", ".shared_gate"), (".experts_", ".k_b", ".v_b")  # latent attention has one per head
 VOCAB_MATRICES = ("embedding", "classifier")  # matrices with a row for each token of the vocabulary
-
-
-def ignore_progress(share: float) -> None:
-    """Do nothing with the fraction done: the default progress callback."""
 
 
 class PackedTensor(NamedTuple):
@@ -198,7 +187,7 @@ class Weights:
         """Return the bytes that the matrices would take after `convert` to another weight format; convert nothing."""
         return 4 * sum(_count_floats(len(m.panels), m.n, 0, to) for m, to in self._plan_conversion(weight_format).values())
 
-    def convert(self, weight_format: WeightFormat, progress: Callable[[float], None] = ignore_progress) -> "Weights":
+    def convert(self, weight_format: WeightFormat, progress: Callable[[float], object] = lambda share: None) -> "Weights":
         """Return new weights with the matrices converted to another weight format, and with the same vectors and tables.
 
         Args:
@@ -207,8 +196,8 @@ class Weights:
         """
         arena = Arena(self.estimate_bytes(weight_format) // 4)
         converted, matrices = dict[int, Matrix](), self._plan_conversion(weight_format)
-        for n, (key, (matrix, to)) in enumerate(matrices.items()):
-            progress(n / len(matrices))
+        for key, (matrix, to) in matrices.items():
+            progress(arena.used_fraction)
             converted[key] = matrix if to is matrix.weight_format else convert(matrix, to, arena.allocate)
         return replace(self, matrices={name: converted[id(matrix)] for name, matrix in self.matrices.items()})
 
@@ -515,12 +504,18 @@ class Architecture:
 
     def estimate_bytes(self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None) -> int:
         """Return the bytes of the matrices that `pack` would make, without reading the tensors' data."""
-        names = {shard: name for name, shard in self.make_shards(config, tensors, None).items()}  # a tied classifier counts once
-        formats = {
-            shard: (weight_format and _choose_matrix_format(name, weight_format)) or shard.weight_format
-            for shard, name in names.items()
-        }
-        return 4 * sum(_count_floats(shard.tensor.n_panels, shard.tensor.n, 0, own) for shard, own in formats.items())
+        return sum(self.count_matrix_bytes(config, tensors, weight_format).values())
+
+    def count_matrix_bytes(
+        self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None
+    ) -> dict[str, int]:
+        """Return the bytes of each matrix as in `estimate_bytes`, by name; a tied embedding counts as the classifier."""
+        sizes = dict[PackedTensor, tuple[str, int]]()
+        for name, (matrix, own, *_) in self.make_shards(config, tensors, None).items():
+            own = (weight_format and _choose_matrix_format(name, weight_format)) or own
+            group = getattr(get_tensor(tensors, *matrix.tensors[0]), "group", 0)
+            sizes[matrix] = name, 4 * _count_floats(matrix.n_panels, matrix.n, group, own)
+        return dict(sizes.values())
 
     def make_placeholder_weights(
         self, config: ModelConfig, tensors: Mapping[str, Any], weight_format: WeightFormat | None = None
@@ -544,7 +539,7 @@ class Architecture:
         config: ModelConfig,
         tensors: Mapping[str, Any],
         weight_format: WeightFormat | None = None,
-        progress: Callable[[float], None] = ignore_progress,
+        progress: Callable[[float], object] = lambda share: None,
         keep: Callable[[Float32, str], object] = lambda array, format_name: None,
     ) -> Weights:
         """Return the model's weights: its tensors, in the shapes of `shapes`, packed into the layout that the kernels read.
@@ -579,14 +574,17 @@ class Architecture:
         matrices = {}
         for matrix, ts in sources.items():
             n_used, fallback = arena.n_used, formats[matrix].fallback
+
+            def report(share: float, begin: float = arena.used_fraction) -> None:
+                progress(begin + share * (arena.used_fraction - begin))
+
             try:
-                matrices[matrix] = pack_matrix(ts, formats[matrix], matrix.n_interleaved, arena.allocate)
+                matrices[matrix] = pack_matrix(ts, formats[matrix], matrix.n_interleaved, arena.allocate, report)
             except PackingOverflowError:
                 assert fallback
                 arena.release_from(n_used)
                 matrices[matrix] = pack_matrix(ts, fallback, matrix.n_interleaved, arena.allocate)
             keep(matrices[matrix].panels, matrices[matrix].weight_format.name)
-            progress(arena.used_fraction)
         vectors = {name: _pack_vector(vector, tensors) for name, vector in self.get_vectors(config).items()}
         for vector in vectors.values():
             keep(vector, "")
@@ -676,8 +674,9 @@ def get_tensor(tensors: Mapping[str, Any], name: str, layer: int | None) -> Any:
 
 
 def _count_floats(n_panels: int, n: int, group: int, weight_format: WeightFormat) -> int:
-    """Return the size of a packed matrix in 4-byte words; group: number of weights that share a scale in its tensor, or 0."""
-    return n_panels * math.prod(weight_format.get_panel_shape(n, weight_format.get_group_size(n, group)))
+    """Return the 4-byte words that a packed matrix takes in an `Arena`; group: as `get_group_size` takes it."""
+    shape = weight_format.get_panel_shape(n, weight_format.get_group_size(n, group))
+    return int(round_up(n_panels * math.prod(shape), LINE_WORDS))
 
 
 def _count_fallback_floats(packed: PackedTensor, weight_format: WeightFormat) -> int:

@@ -31,14 +31,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.argument_checks import CheckpointWarning, check_path
-from specdec.layers.architecture import Weights, ignore_progress
+from specdec.layers.architecture import Weights
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import list_shard_names
 from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.runtime import code_cache
+from specdec.runtime.matmul_tile import LINE_BYTES
 from specdec.runtime.memory import checksum
-from specdec.runtime.simd import CPU_FEATURES, Float32
+from specdec.runtime.simd import CPU_FEATURES, Float32, round_up
 
 ON, OFF = "on", "off"
 FORMAT_VERSION = 1
@@ -88,7 +89,7 @@ class PackedWeightsCache:
         self,
         checkpoint: Checkpoint,
         formats: Sequence[WeightFormat | None],
-        progress: Callable[[float], None] = ignore_progress,
+        progress: Callable[[float], object] = lambda share: None,
     ) -> Weights | None:
         """Map the packed weights of a checkpoint and return them, or None if the cache does not hold them or they have changed.
 
@@ -108,11 +109,15 @@ class PackedWeightsCache:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError):  # ValueError: the file is empty
             return None
-        if len(memory) != sum(info["sizes"]):
+        if len(memory) != sum(map(_pad_to_cache_line, info["sizes"])):
             return None
         arrays = _split(memory, info["sizes"])
         if info["identity"] != identity:
-            if _combine([checksum([array]) for array in arrays]) != info["checksum"]:
+            checksums = list[bytes]()
+            for i, array in enumerate(arrays):
+                progress(i / len(arrays))
+                checksums.append(checksum([array]))
+            if _combine(checksums) != info["checksum"]:
                 return None
             with suppress(OSError):
                 _write_info(info_path, info | {"identity": identity})
@@ -222,10 +227,11 @@ class PackedWeightsWriter:
         """
         if not self._file:
             return
-        data = array.reshape(-1).view(np.uint8).data
+        padding = bytes(_pad_to_cache_line(array.nbytes) - array.nbytes)
         try:
-            while data:
-                data = data[self._file.write(data[:CHUNK_BYTES]) :]
+            for data in (array.reshape(-1).view(np.uint8).data, memoryview(padding)):
+                while data:
+                    data = data[self._file.write(data[:CHUNK_BYTES]) :]
         except OSError as error:
             self._fail(error)
             return
@@ -357,12 +363,16 @@ def _combine(checksums: Sequence[bytes]) -> str:
 
 
 def _split(memory: mmap.mmap, sizes: Sequence[int]) -> list[Float32]:
-    """Return the arrays (n,) of the given sizes in bytes that lie behind each other in a file."""
-    ends = accumulate(sizes)
-    return [np.frombuffer(memory, np.float32, n // 4, end - n) for n, end in zip(sizes, ends, strict=True)]
+    """Return the arrays (n,) of the given sizes in bytes that lie behind each other in a file, padded to cache lines."""
+    starts = accumulate(map(_pad_to_cache_line, sizes), initial=0)
+    return [np.frombuffer(memory, np.float32, n // 4, start) for n, start in zip(sizes, starts, strict=False)]
 
 
-def _populate(memory: mmap.mmap, progress: Callable[[float], None]) -> None:
+def _pad_to_cache_line(n_bytes: int) -> int:
+    return int(round_up(n_bytes, LINE_BYTES))
+
+
+def _populate(memory: mmap.mmap, progress: Callable[[float], object]) -> None:
     """Map all pages of a file, and read those that are not in memory, with progress; a first pass would do it in silence."""
     for start in range(0, len(memory), CHUNK_BYTES):
         try:

@@ -6,7 +6,7 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
     Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
     Q2_K  d sc q - dmin m, in groups of 16     Q3_K  d (sc - 32) (q - 4), in groups of 16
     IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t is ggml's table
-    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number; here 2^(e - 128) is fp16, too
+    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number
 """
 
 import functools
@@ -19,25 +19,26 @@ import numpy.typing as npt
 
 from specdec.quant.groupwise import (
     EACH_BYTE,
-    NIBBLE_MASK,
     GroupedRows,
     GroupLayout,
+    allocate_grouped_rows,
     make_grouped_format,
     pack_codes,
     pack_grouped_rows,
+    split_factors,
     ungroup,
     unpack_codes,
 )
 from specdec.quant.int8 import BYTES_PER_WORD
 from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, run_on_all_threads
+from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, kernel, run_on_all_threads
 from specdec.runtime.simd import Float32
 from specdec.runtime.work_stealing import get_chunk_range
 
 UInt8 = npt.NDArray[np.uint8]
 MXFP4, MIN_FP16_EXPONENT, MAX_FP16_EXPONENT = "MXFP4", 128 - 24, 128 + 15  # exponents of powers of two that fp16 holds
-TWO_BIT_MASK, SIGN_MASK = 3 * EACH_BYTE, 128 * EACH_BYTE
+TWO_BIT_MASK, NIBBLE_MASK, SIGN_MASK = 3 * EACH_BYTE, 15 * EACH_BYTE, 128 * EACH_BYTE
 
 
 @inlined
@@ -84,21 +85,12 @@ def repack_nibbles(words, at, row_words, source, half):
 
 
 @inlined
-def repack_group_of_16(words, at, source, lower, shift, high, bit):
-    """Write the two words of a group of 16 codes, from 2 bits of each of 16 bytes at 16-bit value `lower` of source on.
-
-    high: the 16-bit value where 16 bytes with a third bit each start. Codes become q + 4, and 4 more where the bit is set. -1:
-    there are no third bits, and codes stay as they are.
-    """
-    for k in range(2):
-        word = np.int64(0)
-        for half in range(2):
-            offset = 2 * k + 4 * half
-            codes = read_word(source, lower + offset) >> shift & 3 * EACH_BYTE
-            if high >= 0:
-                codes += (read_word(source, high + offset) >> bit & EACH_BYTE) * 4 + 4 * EACH_BYTE
-            word |= codes << 4 * half
-        words[at + k] = word
+def gather_two_bits(source, half, shift):
+    """Return a word with 2 bits of each of 16 bytes at 16-bit value `half` of source, in a group's order."""
+    word = np.int64(0)
+    for k in range(4):
+        word |= (read_word(source, half + 2 * k) >> shift & TWO_BIT_MASK) << 2 * k
+    return word
 
 
 def make_block_reader(name: str, n_halves: int, n_params: int, repack: Any, scales_offset: int = 0) -> Kernel:
@@ -190,9 +182,14 @@ def repack_q6_k(factors, words, source):
 def repack_q2_k(factors, words, source):
     """Repack a Q2_K block: 16 scales and minima of 4 bits, 64 bytes of four codes (32 for each 128 codes), d, and dmin."""
     for g in range(16):
-        both = read_byte(source, g)
-        factors[g], factors[16 + g] = both & 15, both >> 4
-        repack_group_of_16(words, 2 * g, source, 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), -1, 0)
+        factors[g] = read_byte(source, g)
+        words[g] = gather_two_bits(source, 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2))
+
+
+@inlined
+def read_3_bit_codes(source, lower, shift, upper, bit):
+    """Return 4 codes as bytes: 2 bits each from `shift` on of the 4 bytes at 16-bit value `lower`, and a third bit at `upper`."""
+    return (read_word(source, lower) >> shift & TWO_BIT_MASK) | (read_word(source, upper) >> bit & EACH_BYTE) << 2
 
 
 @inlined
@@ -202,7 +199,13 @@ def repack_q3_k(factors, words, source):
         low = read_byte(source, 2 * 48 + g % 8) >> 4 * (g // 8) & 15
         high = read_byte(source, 2 * 52 + g % 4) >> 2 * (g // 4) & 3
         factors[g] = ((low | high << 4) - 32) & 255
-        repack_group_of_16(words, 2 * g, source, 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), 8 * (g % 2), g // 2)
+        lower, shift, upper = 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), 8 * (g % 2)
+        own = read_3_bit_codes(source, lower, shift, upper, g // 2)
+        own |= read_3_bit_codes(source, lower + 2, shift, upper + 2, g // 2) << 3
+        last = read_3_bit_codes(source, lower + 6, shift, upper + 6, g // 2)
+        words[g // 2 * 3 + g % 2] = own | (last & TWO_BIT_MASK) << 6
+        shared = read_3_bit_codes(source, lower + 4, shift, upper + 4, g // 2) | (last & 4 * EACH_BYTE) << 1
+        words[g // 2 * 3 + 2] = words[g // 2 * 3 + 2] | shared << 4 if g % 2 else shared
 
 
 @inlined
@@ -245,15 +248,23 @@ def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Any, s
     return BlockType(n_bytes, layout, read, tuple(scales_offset + 2 * i for i in range(layout.n_params)))
 
 
-def convert_mxfp4_scales(raw_bytes: UInt8) -> UInt8:
-    """Return the bytes of MXFP4 blocks (rows, bytes) with their exponents replaced by fp16 scales, as in Q4_0.
+@kernel
+def read_mxfp4(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Bytes2) -> None:
+    """Read rows of MXFP4 blocks, a byte e for the scale 2^(e - 128) and 32 codes, as `make_block_reader` does for other types.
 
-    An exponent e stands for 2^(e - 128). The scale is 0 for those out of fp16's range, which only blocks of zeros have.
+    The scale is 0 for exponents out of fp16's range, which only blocks of zeros have.
     """
-    blocks = raw_bytes.reshape(len(raw_bytes), -1, 17)
-    exponents = np.where(blocks[..., :1] > MAX_FP16_EXPONENT, np.uint8(1), np.maximum(blocks[..., :1], np.uint8(1)))
-    scales = (exponents.astype(np.uint32) - np.uint32(1) << np.uint32(23)).view(np.float32).astype(np.float16)
-    return np.concatenate([scales.view(np.uint8), blocks[..., 1:]], 2).reshape(len(raw_bytes), -1)
+    first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
+    for row in range(first, last):
+        for block in range(factors.shape[1]):
+            at = 17 * block
+            exponent = source[row, at]
+            factors[row, block] = exponent - 1 if MIN_FP16_EXPONENT <= exponent <= MAX_FP16_EXPONENT else 0
+            for i in range(4):
+                word = np.int64(0)
+                for byte in range(4):
+                    word |= np.int64(source[row, at + 1 + 4 * i + byte]) << 8 * byte
+                words[row, 4 * block + i] = word
 
 
 repack_q4_0 = make_codes_repacker(1)
@@ -271,27 +282,22 @@ BLOCK_TYPES = {
         ("Q4_K", 144, GroupLayout(4, 32, 8, True), make_k_quant_repacker(8, 4)),
         ("Q5_K", 176, GroupLayout(5, 32, 8, True), make_k_quant_repacker(24, 5)),
         ("Q6_K", 210, GroupLayout(6, 16, 16, False), repack_q6_k, 208),
-        ("Q2_K", 84, GroupLayout(4, 16, 16, True), repack_q2_k, 80),
-        ("Q3_K", 110, GroupLayout(4, 16, 16, False), repack_q3_k, 108),
+        ("Q2_K", 84, GroupLayout(2, 16, 16, True), repack_q2_k, 80),
+        ("Q3_K", 110, GroupLayout(3, 16, 16, False), repack_q3_k, 108),
         ("IQ4_NL", 18, GroupLayout(4, 32, 1, False, "nl"), repack_q4_0),
         ("IQ4_XS", 136, GroupLayout(4, 32, 8, False, "nl"), repack_iq4_xs),
     )
 }
-BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), BLOCK_TYPES["Q4_0"].read, ())
+BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_mxfp4, ())
 
 
 def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
     """Return rows of GGUF blocks as `GroupedRows` in the block type's layout."""
     size, layout, read, _ = BLOCK_TYPES[blocks.type]
-    raw_bytes = convert_mxfp4_scales(blocks.raw_bytes) if blocks.type == MXFP4 else blocks.raw_bytes
-    n, n_blocks = len(raw_bytes), blocks.raw_bytes.shape[1] // size
-    params = np.empty((n, n_blocks, layout.n_params), np.uint16)
-    factors = np.empty((n, n_blocks, layout.n_params, layout.n_groups * (layout.n_groups > 1)), np.int8)
-    words = np.empty((n, n_blocks, layout.n_groups, layout.row_words), np.uint32)
-    flat = params.reshape(n, -1), factors.view(np.uint8).reshape(n, -1), words.reshape(n, -1)
-    source = np.ascontiguousarray(raw_bytes).view(np.uint16)
-    run_on_all_threads(read(*flat, source))
-    return GroupedRows(params, factors, words)
+    source = np.ascontiguousarray(blocks.raw_bytes)
+    rows = allocate_grouped_rows(layout, len(source), source.shape[1] // size)
+    run_on_all_threads(read(*rows.flatten(), source if blocks.type == MXFP4 else source.view(np.uint16)))
+    return rows
 
 
 def dequantize(type_name: str, raw_bytes: UInt8) -> Float32:
@@ -304,8 +310,8 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
 
     The wide layout has minima, or neither layout has.
     """
-    params, factors, words = rows
-    code_words = unpack_codes(layout, words)
+    params, code_words = rows.params, unpack_codes(layout, rows.words)
+    factors = split_factors(layout, rows.factors)
     if not wide.has_minima:
         code_words = code_words + np.uint32(EACH_BYTE * (wide.zero_point - layout.zero_point))
     elif not layout.has_minima:  # d (q - zero_point) = d q + (-zero_point d)
@@ -313,7 +319,7 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
         params, factors = np.concatenate([params, minima], 2), np.concatenate([factors, factors], 2)
     factors = np.repeat(factors, layout.group_size // wide.group_size, 3)
     code_words = code_words.reshape(*code_words.shape[:2], wide.n_groups, wide.group_size // BYTES_PER_WORD)
-    return GroupedRows(params, factors, pack_codes(wide, code_words))
+    return GroupedRows(params, factors.reshape(*factors.shape[:2], -1).view(np.uint8), pack_codes(wide, code_words))
 
 
 def pack(layout: GroupLayout, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:

@@ -113,11 +113,11 @@ def quantize(rows: Float32) -> GroupedRows:
     run_on_all_threads(fit_groups(fitted[0], fitted[1], rows))
     halves = np.clip(fitted, -MAX_FP16, MAX_FP16).astype(np.float16)
     fitted = halves.astype(np.float32)
-    words = np.empty((len(rows), n_groups * LAYOUT.row_words), np.float32)
+    words = np.empty((len(rows), n_groups * LAYOUT.unit_words), np.float32)
     run_on_all_threads(quantize_groups(words, fitted[0], fitted[1], rows))
     params = np.ascontiguousarray(halves.transpose(1, 2, 0)).view(np.uint16)
-    factors = np.empty((len(rows), n_groups, LAYOUT.n_params, 0), np.int8)
-    return GroupedRows(params, factors, words.view(np.uint32).reshape(len(rows), n_groups, 1, LAYOUT.row_words))
+    factors = np.empty((len(rows), n_groups, 0), np.uint8)
+    return GroupedRows(params, factors, words.view(np.uint32).reshape(len(rows), n_groups, 1, LAYOUT.unit_words))
 
 
 def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:

@@ -253,7 +253,11 @@ def count_panels(rows: int) -> int:
 
 
 def pack_matrix(
-    tensors: Sequence[Tensor], weight_format: WeightFormat, n_interleaved: int = 1, allocate: Callable[..., Float32] = zeros
+    tensors: Sequence[Tensor],
+    weight_format: WeightFormat,
+    n_interleaved: int = 1,
+    allocate: Callable[..., Float32] = zeros,
+    progress: Callable[[float], object] = lambda share: None,
 ) -> Matrix:
     """Return one matrix with the rows of several tensors packed below each other; each tensor starts at a new panel.
 
@@ -262,6 +266,7 @@ def pack_matrix(
         weight_format: Format of the matrix.
         n_interleaved: Number of consecutive tensors that take turns panel by panel; they must have as many rows.
         allocate: Function that returns zeros of a shape.
+        progress: Callback that gets the fraction done.
 
     Raises:
         PackingOverflowError: The rows do not fit the space that the format reserves.
@@ -281,6 +286,7 @@ def pack_matrix(
                 _get_source_rows(tensor, weight_format, begin, end),
                 group_size,
             )
+            progress((sum(sizes[:i]) + block.stop) / sum(sizes))
     return Matrix(weight_format, panels, n, group_size)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from specdec.runtime.code_cache import compiled
 from specdec.runtime.cpu_topology import get_topology
+from specdec.runtime.matmul_tile import LINE_WORDS
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, round_up, splat
@@ -86,11 +87,12 @@ class Arena:
         return self._used / max(self._n, self._used, 1)
 
     def allocate(self, *shape: int) -> Float32:
-        """Return the next part of the block as an array of zeros of this shape, and make its pages resident.
+        """Return the next part of the block as an array of zeros of this shape, which starts at a cache line.
 
-        It starts at a cache line if the arrays before it fill theirs.
+        Its pages are made resident.
         """
-        start, self._used = self._used, self._used + math.prod(shape)
+        start = round_up(self._used, LINE_WORDS)
+        self._used = start + math.prod(shape)
         if self._used > self._touched:
             # With several NUMA nodes, touch each array by itself, split as the threads will read it.
             touch_ahead = TOUCH_AHEAD_WORDS if get_topology().n_nodes == 1 else 0

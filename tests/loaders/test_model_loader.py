@@ -12,7 +12,7 @@ from specdec.quant import BF16, INT4, INT8, choose_weight_format, packed_matrix
 from specdec.quant import FP32 as FP32_KIND
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.packed_matrix import WeightFormat, convert, pack_matrix
-from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.matmul_tile import LINE_BYTES, LINE_WORDS, PANEL_ROWS
 from specdec.runtime.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
 from specdec.runtime.op_program import run_on_all_threads
 from tests.quant.test_groupwise import RandomBlockTensor
@@ -42,6 +42,21 @@ def test_an_arena_allocates_adjacent_zeros() -> None:
         arrays.append(array)
     assert [int(array.min()) for array in arrays] == [int(array.max()) for array in arrays] == [*sizes]
     assert block.used_fraction == 1
+
+
+def test_every_array_of_an_arena_starts_at_a_cache_line() -> None:
+    """A panel of MXFP4 with an odd number of blocks ends in the middle of one."""
+    block = Arena(LINE_WORDS + 8)
+    assert [block.allocate(8).ctypes.data % LINE_BYTES for _ in range(2)] == [0, 0]
+    assert block.used_fraction == 1
+
+
+def test_packing_reports_its_progress_within_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of all experts of a layer, or an embedding, may take seconds."""
+    monkeypatch.setattr(packed_matrix, "MAX_BLOCK_PANELS", 8)
+    tensors, shares = [RandomBlockTensor("Q4_0", rows, 64) for rows in (20 * PANEL_ROWS, 3)], list[float]()
+    pack_matrix(tensors, WEIGHT_FORMATS["Q4_0"], progress=shares.append)
+    assert shares == [8 / 21, 16 / 21, 20 / 21, 1]
 
 
 @pytest.mark.parametrize("n", [16, 576, 2048, 2049, 8192, 28672, 1 << 20])

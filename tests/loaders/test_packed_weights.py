@@ -95,6 +95,7 @@ def test_mapped_weights_equal_packed_ones(path: Path, cache: PackedWeightsCache)
         mapped = load(path, cache, weight_format)
         assert is_mapped(mapped)
         assert_equal(mapped, wanted)
+        assert all(matrix.panels.ctypes.data % 64 == 0 for matrix in mapped.matrices.values())
         assert len({*mapped.array_ids}) == len({*wanted.array_ids}), "a tied classifier is mapped once"
 
 

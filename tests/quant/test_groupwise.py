@@ -117,8 +117,7 @@ def test_block_types_keep_their_values_and_multiply_like_floats(types):
 def test_type_takes_no_more_memory_than_its_file_except_for_wider_scales(name):
     n_bytes, layout, *_ = BLOCK_TYPES[name]
     row_block_bytes = 4 * layout.block_words / PANEL_ROWS
-    # 4- and 6-bit factors are stored as bytes, exponents as fp16, 2- and 3-bit codes as 4 bits
-    ratios = {"Q4_K": 1.03, "Q5_K": 1.03, "IQ4_XS": 1.03, "MXFP4": 18 / 17, "Q3_K": 1.33, "Q2_K": 1.96}
+    ratios = {"Q4_K": 1.03, "Q5_K": 1.03, "IQ4_XS": 1.03, "Q3_K": 1.04}  # 6-bit factors are stored as bytes
     assert row_block_bytes <= ratios.get(name, 1) * n_bytes
 
 
@@ -149,9 +148,15 @@ def split_into_groups(name, tensor):
     matrix = pack_matrix([tensor], WEIGHT_FORMATS[name])
     blocks = matrix.panels.reshape(len(matrix.panels), -1, layout.block_words)
     params = blocks[..., : layout.factors_offset].view(np.float16).astype(np.float32)
-    params = params.reshape(*blocks.shape[:2], layout.n_params, 1, PANEL_ROWS)
-    if layout.n_groups > 1:
-        factors = blocks[..., layout.factors_offset : layout.codes_offset].view(np.int8)
+    params = params.reshape(*blocks.shape[:2], -1, 1, PANEL_ROWS)
+    factors = blocks[..., layout.factors_offset : layout.codes_offset].view(np.int8)
+    if name == "MXFP4":
+        exponents = factors.view(np.uint8).astype(np.float64)
+        params = np.where(exponents > 0, 2 ** (exponents - 127), 0).astype(np.float32)[:, :, None, None]
+    elif name == "Q2_K":
+        factors = factors.reshape(*blocks.shape[:2], 1, layout.n_groups, PANEL_ROWS)
+        params = params * np.concatenate([factors & 15, factors >> 4 & 15], 2)
+    elif layout.n_groups > 1:
         params = params * factors.reshape(*blocks.shape[:2], layout.n_params, layout.n_groups, PANEL_ROWS)
     per_group = [params[:, :, i].transpose(0, 3, 1, 2).reshape(-1, weights.shape[1])[:ROWS] for i in range(layout.n_params)]
     scales, minima = per_group[0], per_group[1] if layout.has_minima else np.zeros_like(per_group[0])
@@ -182,13 +187,13 @@ def test_matmul_bits_do_not_depend_on_batch_or_threads(name):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("instruction_set", [instruction_set for instruction_set in RUNS_HERE if instruction_set != DOT4_NAME])
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "MXFP4"])
 def test_every_instruction_set_gives_the_same_bits(name, instruction_set):
     """Includes rows and tokens of the largest codes, which nearly fill 16-bit sums."""
     if not RUNS_HERE[instruction_set]:
         pytest.skip(f"this CPU has no {instruction_set}")
     tensor, x = RandomBlockTensor(name, ROWS, N), activations(11)
-    codes = tensor.raw.reshape(ROWS, -1, BLOCK_TYPES[name].n_bytes)[:, :, 4:-2]
+    codes = tensor.raw.reshape(ROWS, -1, BLOCK_TYPES[name].n_bytes)[:, :, 1 if name == "MXFP4" else 4 : -4]
     codes[5], codes[6], codes[7] = 0xFF, 0x80, 0x7F
     x[1], x[2], x[9] = 1, -1, np.resize([1, -1], N)
     best, other = (
