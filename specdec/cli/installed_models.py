@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ class CatalogEntry:
         name: Name for -m, or for -d if it is a head.
         path: File or folder.
         n_bytes: Size of its files.
+        matrix_bytes: Size in memory of each matrix, by name; a matrix of experts holds all of a layer's.
         config: Parsed config, None if it cannot be read.
         token_texts: Text of each id, where the files have one.
         error: Why it cannot be used; "" if it can.
@@ -45,6 +46,7 @@ class CatalogEntry:
     name: str
     path: Path
     n_bytes: int
+    matrix_bytes: dict[str, int] = field(default_factory=dict, repr=False)
     config: ModelConfig | None = None
     token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     error: str = ""
@@ -65,11 +67,19 @@ class CatalogEntry:
     @property
     def n_active_parameters(self) -> int:
         """The number of parameters that one token uses: in a mixture of experts, only the chosen experts count."""
+        return self._count_active(self._get_tensor_sizes())
+
+    @property
+    def n_bytes_per_token(self) -> int:
+        """The bytes of weights that one token reads: the chosen experts, and of an embedding that is no classifier one row."""
+        return self._count_active({name: n for name, n in self.matrix_bytes.items() if not name.startswith("embedding")})
+
+    def _count_active(self, sizes: Mapping[str, int]) -> int:
+        """Return the sum of the sizes of tensors or matrices, by name, in which only the chosen experts count."""
         experts = self.config and self.config.experts
-        sizes = self._get_tensor_sizes()
-        n_expert_parameters = sum(size for name, size in sizes.items() if ".experts_" in name) if experts else 0
+        n_expert_items = sum(size for name, size in sizes.items() if ".experts_" in name) if experts else 0
         return sum(sizes.values()) - (
-            n_expert_parameters // experts.n_experts * (experts.n_experts - experts.n_experts_used) if experts else 0
+            n_expert_items // experts.n_experts * (experts.n_experts - experts.n_experts_used) if experts else 0
         )
 
     def _get_tensor_sizes(self) -> dict[str, int]:
@@ -167,6 +177,8 @@ def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, An
         "parameters_read": entry.n_active_parameters,
         "kv_bytes_per_token": count_kv_bytes_per_token(config, "f16"),
         "bytes": entry.n_bytes,
+        "memory_bytes": sum(entry.matrix_bytes.values()),
+        "bytes_per_token": entry.n_bytes_per_token,
         "vocabulary": config.vocab_size,
         "context": config.seq_len,
         "drafts": [*[MTP][: entry.has_builtin_head], *(other.name for other in find_drafts(entry, found))],
@@ -228,11 +240,13 @@ def _read_entry(name: str, path: Path) -> CatalogEntry:
     except CheckpointError as error:
         return CatalogEntry(name, path, n_bytes, error=str(error))
     token_texts = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _read_token_texts(path)
+    matrix_bytes = get_architecture(checkpoint.config).count_matrix_bytes(checkpoint.config, checkpoint.tensors)
     family, has_head = checkpoint.family, has_builtin_head(checkpoint)
     has_copy = not checkpoint.config.head and can_self_draft(checkpoint.config, checkpoint.tensors)
     return CatalogEntry(
-        name, path, n_bytes, checkpoint.config, token_texts, family=family, has_builtin_head=has_head, can_self_draft=has_copy
-    )
+        name, path, n_bytes, matrix_bytes, checkpoint.config, token_texts,
+        family=family, has_builtin_head=has_head, can_self_draft=has_copy,
+    )  # fmt: skip
 
 
 def _read_token_texts(path: Path) -> dict[int, str]:

@@ -56,6 +56,7 @@ def run(request: ModelsRequest) -> None:
     A draft matches a target that has the same vocabulary and at least twice its size.
     A head matches models of its width and vocabulary.
     For a mixture of experts, the table also shows how many weights a token reads.
+    memory is the size of the weights in memory, without --quantize; read/token is how much of it a token reads.
     KV/token is the memory of a token in the KV cache in f16.
     """
     what, *names = request.what or [""]
@@ -177,7 +178,8 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         return
     if not (rows or broken):
         print(f"no models in {sanitize_line(folder)}" if folder else NO_MODELS_MESSAGE)
-    table = Table("model", "shape", "weights", "size", "KV/token", "vocabulary", "drafts that fit", box=None, pad_edge=False)
+    columns = "model", "shape", "weights", "file", "memory", "read/token", "KV/token", "vocabulary", "drafts that fit"
+    table = Table(*columns, box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"  # names must stay whole, to be copied
 
@@ -192,6 +194,8 @@ def list_models(request: ModelsRequest, folder: str) -> None:
             _format_count(row["parameters"])
             + (f", {_format_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
             f"{_format_count(row['bytes'])}B",
+            f"{_format_count(row['memory_bytes'])}B",
+            f"{_format_count(row['bytes_per_token'])}B",
             f"{_format_count(row['kv_bytes_per_token'])}B",
             str(row["vocabulary"]),
             _format_head_targets(row["head"], format_names)

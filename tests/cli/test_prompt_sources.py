@@ -17,8 +17,9 @@ from typer.main import get_command
 from specdec.cli.app import UsageError, app, format_usage_error
 from specdec.cli.typer_commands import FastProcessValue
 from specdec.head_config import HeadConfig
+from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders import model_paths as files
-from specdec.loaders import packed_weights
+from specdec.loaders.model_loader import Loader, load_model
 from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.runtime import code_cache
@@ -28,7 +29,7 @@ from tests.cli.test_cli import A_NOTE, Run, assert_rejected, from_json, run  # n
 from tests.conftest import VOCAB, Pair
 from tests.fakes.terminal import COMMAND, PROMPT, TIMEOUT_S, make_arguments, make_endless_arguments, run_in_terminal
 from tests.tools.configs import replace_config
-from tests.tools.gguf_files import CONFIGS, gguf_bytes, make_model_keys, make_model_tensors
+from tests.tools.gguf_files import CONFIGS, CONVERTED, gguf_bytes, make_model_keys, make_model_tensors
 from tests.tools.head_files import write_folder
 from tests.tools.hf_folders import FIXTURES
 
@@ -456,8 +457,23 @@ def test_list_shows_weights_read_per_token_with_experts(run: Run, tmp_path: Path
     (row,) = from_json(run("models", tmp_path / "qwen3_moe", "--json"))["models"]
     assert row["parameters"] - row["parameters_read"] == 2 * 4 * 3 * 20 * 32
     assert "46 k, 31 k read" in run("models", tmp_path)[1]
+    weights = load_model(tmp_path / "qwen3_moe", pack="none").weights.matrices
+    sizes = {name: matrix.panels.nbytes for name, matrix in weights.items()}
+    assert row["memory_bytes"] == sum(sizes.values())
+    expert_bytes = sum(size for name, size in sizes.items() if ".experts_" in name)
+    assert row["bytes_per_token"] == row["memory_bytes"] - sizes["embedding"] - expert_bytes * 4 // 6
     (dense,) = from_json(run("models", FIXTURES / "llama", "--json"))["models"]
     assert dense["parameters"] == dense["parameters_read"]
+    (tied,) = from_json(run("models", FIXTURES / "llama_tied", "--json"))["models"]
+    assert tied["memory_bytes"] == tied["bytes_per_token"]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_listed_memory_is_that_of_the_loaded_weights(run: Run, name: str) -> None:
+    path = FIXTURES / "gguf" / f"{name}.gguf"
+    (row,) = from_json(run("models", path, "--json"))["models"]
+    weights = Loader(pack_mode="none", packed="off").pack(load_checkpoint(path), None)
+    assert row["memory_bytes"] == weights.n_bytes - sum(vector.nbytes for vector in weights.vectors.values())
 
 
 def test_heads_are_listed_with_fitting_models(run: Run, tmp_path: Path) -> None:
