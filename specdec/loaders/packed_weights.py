@@ -42,6 +42,7 @@ from specdec.runtime.memory import checksum
 from specdec.runtime.simd import CPU_FEATURES, Float32, round_up
 
 ON, OFF = "on", "off"
+UNNAMED_FILE = getattr(os, "O_TMPFILE", 0)  # Linux
 FORMAT_VERSION = 1
 WEIGHTS_SUFFIX, INFO_SUFFIX = ".weights", ".json"
 DIGEST_CHARACTERS = 40
@@ -211,9 +212,11 @@ class PackedWeightsWriter:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._cache.make_room(n_bytes):
-                self._file = FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w")
+                self._file = _create_unnamed_file(folder)
+                if not self._file:
+                    self._file = FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w")
+                    _unfinished_files.add(self._path)
                 _lock(self._file)
-                _unfinished_files.add(self._path)
             else:
                 problem = f"{n_bytes / 1e9:.1f} GB are more than half of the free space in {folder}"
                 _warn(f"not keeping the packed weights: {problem}")
@@ -258,9 +261,12 @@ class PackedWeightsWriter:
             self._discard()
 
     def _publish(self, file: FileIO) -> None:
-        """Rename the temporary file to its final name, write its description, and warn that the disk now holds it."""
+        """Give the temporary file its final name, write its description, and warn that the disk now holds it."""
         info_path = self._cache.folder / f"{self._key}{INFO_SUFFIX}"
         os.fsync(file.fileno())
+        if self._path not in _unfinished_files:
+            _unfinished_files.add(self._path)
+            os.link(f"/proc/self/fd/{file.fileno()}", self._path, src_dir_fd=0)  # that argument makes it follow the link
         self._path.replace(info_path.with_suffix(WEIGHTS_SUFFIX))
         info = {
             "model": str(self._checkpoint.path.absolute()),
@@ -303,6 +309,20 @@ def get_default_folder() -> Path | None:
     """Return the folder of packed weights, next to the cached machine code; None if no folder is writable."""
     folder = code_cache.get_cache_dir()
     return Path(folder).parent / "packed" if folder else None
+
+
+def _create_unnamed_file(folder: Path) -> FileIO | None:
+    """Create a file without a name in a folder, of which nothing is left if the process is killed; None if the system cannot."""
+    if not UNNAMED_FILE:
+        return None
+    try:
+        file = FileIO(os.open(folder, UNNAMED_FILE | os.O_RDWR, 0o600), "w")
+    except OSError:  # the file system has no such files
+        return None
+    if Path(f"/proc/self/fd/{file.fileno()}").exists():
+        return file
+    file.close()
+    return None
 
 
 _unfinished_files = set[Path]()

@@ -213,8 +213,9 @@ def test_a_changed_byte_of_a_copied_file_is_found(cache: PackedWeightsCache, mod
     assert_equal(again, wanted)
 
 
+@pytest.mark.parametrize("is_unnamed", [False, True])
 def test_a_full_disk_is_reported_and_nothing_is_kept(
-    cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+    is_unnamed: bool, cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_writes = 0
 
@@ -226,6 +227,7 @@ def test_a_full_disk_is_reported_and_nothing_is_kept(
         return len(data)
 
     monkeypatch.setattr(packed_weights, "FileIO", type("FullFile", (FileIO,), {"write": write}))
+    monkeypatch.setattr(packed_weights, "UNNAMED_FILE", packed_weights.UNNAMED_FILE if is_unnamed else 0)
     assert get_warnings(model, cache) == [f"cannot keep the packed weights in {cache.folder}: No space left on device"]
     assert not [*cache.folder.iterdir()]
 
@@ -300,6 +302,8 @@ from pathlib import Path
 from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders.packed_weights import PackedWeightsCache
 packed_weights.MIN_AGE_S = -1.0
+if sys.argv[3:]:
+    packed_weights.UNNAMED_FILE = 0
 checkpoint = load_checkpoint(Path(sys.argv[1]))
 with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None):
     print("writing", flush=True)
@@ -308,7 +312,9 @@ with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None)
 
 
 def test_the_file_of_a_killed_writer_is_deleted_and_that_of_a_living_one_is_not(cache: PackedWeightsCache, model: Path) -> None:
-    writer = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, model, cache.folder], stdout=subprocess.PIPE, text=True)
+    """A file has a name while it is written if the file system has no files without one."""
+    arguments = [sys.executable, "-c", WRITE_FOREVER, model, cache.folder, "named"]
+    writer = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     try:
         assert writer.stdout and writer.stdout.readline() == "writing\n"
         (temporary,) = cache.folder.iterdir()
@@ -325,12 +331,23 @@ def test_the_file_of_a_killed_writer_is_deleted_and_that_of_a_living_one_is_not(
             writer.stdout.close()
 
 
+@pytest.mark.skipif(not packed_weights.UNNAMED_FILE, reason="this system has no files without a name")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_writer_leaves_nothing(number: signal.Signals, cache: PackedWeightsCache, model: Path) -> None:
+    arguments = [sys.executable, "-c", WRITE_FOREVER, model, cache.folder]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as writer:
+        assert writer.stdout and writer.stdout.readline() == "writing\n"
+        writer.send_signal(number)
+        assert writer.wait() != 0
+    assert not [*cache.folder.iterdir()]
+
+
 EXIT_WHILE_WRITING = """
 import sys, threading
 from pathlib import Path
 from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders.packed_weights import PackedWeightsCache
-packed_weights.MIN_AGE_S = -1.0
+packed_weights.MIN_AGE_S, packed_weights.UNNAMED_FILE = -1.0, 0
 def write():
     with PackedWeightsCache(Path(sys.argv[2])).open_writer(load_checkpoint(Path(sys.argv[1])), [None], None):
         opened.set()
