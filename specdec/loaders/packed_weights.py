@@ -312,7 +312,7 @@ def get_default_folder() -> Path | None:
 
 
 def _create_unnamed_file(folder: Path) -> FileIO | None:
-    """Create a file without a name in a folder, of which nothing is left if the process is killed; None if the system cannot."""
+    """Create a file without a name in a folder, which vanishes if the process is killed; return None if the system has none."""
     if not UNNAMED_FILE:
         return None
     try:
