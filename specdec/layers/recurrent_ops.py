@@ -18,7 +18,7 @@ from specdec.layers.architecture import BufferSpec
 from specdec.layers.block import BASE, TIP
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp_scalar, sigmoid, silu, softplus_scalar
-from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.matmul_tile import N_REGISTERS, PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Ints2, kernel
 from specdec.runtime.simd import LANES, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
 from specdec.runtime.work_stealing import get_chunk_range
@@ -26,6 +26,8 @@ from specdec.runtime.work_stealing import get_chunk_range
 RING_SLOTS = MAX_BATCH_TOKENS + 32  # of the updates of a state: the base advances by 32 tokens at a time
 # Of updates that a pass writes before its bases advance
 KEY_RING_SLOTS = RING_SLOTS + MAX_BATCH_TOKENS
+SCAN_COLUMNS = PANEL_ROWS if N_REGISTERS == 32 else LANES  # columns of a state panel that `scan` advances at a time
+LAST_COLUMNS = SCAN_COLUMNS - LANES  # the second half of them, if there is one
 L2_NORM_EPS = 1e-6  # of the norms of queries and keys, in all families
 
 
@@ -187,6 +189,41 @@ def normalize_rows(scratch, thread, t, to, x, column, n, scale):
         scratch[thread, t, to + k] = x[t, column + k] * factor
 
 
+@inlined
+def load_rows(states, at):
+    """Return LANES columns of four consecutive rows of a state panel, from flat index `at` on, as four vectors."""
+    return (
+        load(states, at),
+        load(states, at + PANEL_ROWS),
+        load(states, at + 2 * PANEL_ROWS),
+        load(states, at + 3 * PANEL_ROWS),
+    )
+
+
+@inlined
+def store_rows(states, at, rows):
+    """Store four vectors as `load_rows` loads them."""
+    for i in range(4):
+        store(states, at + i * PANEL_ROWS, rows[i])
+
+
+@inlined
+def update_row(row, keys, at, decay, delta):
+    """Return a row of a state after a token, decay * row + key * delta, where the key is keys[at]."""
+    return fma(splat(load_item(keys, at)), delta, mul(row, decay))
+
+
+@inlined
+def update_rows(rows, keys, at, decay, delta):
+    """Return four consecutive rows of a state after a token; the first row's key is keys[at]."""
+    return (
+        update_row(rows[0], keys, at, decay, delta),
+        update_row(rows[1], keys, at + 1, decay, delta),
+        update_row(rows[2], keys, at + 2, decay, delta),
+        update_row(rows[3], keys, at + 3, decay, delta),
+    )
+
+
 @jitable
 def replay(states, to, start, p, head, panel, first, last):
     """Apply the updates of positions first to last - 1 in the ring to a delta net's state panel, and write the new panel.
@@ -199,39 +236,23 @@ def replay(states, to, start, p, head, panel, first, last):
     row, first_key, first_decay = head * RING_SLOTS * width + panel * PANEL_ROWS, head * RING_SLOTS * n_keys, head * RING_SLOTS
     fours = n_keys // 4 * 4
     for k in range(0, fours, 4):
-        at = start + k * PANEL_ROWS
-        a0, b0 = load(states, at), load(states, at + LANES)
-        a1, b1 = load(states, at + 2 * LANES), load(states, at + 3 * LANES)
-        a2, b2 = load(states, at + 4 * LANES), load(states, at + 5 * LANES)
-        a3, b3 = load(states, at + 6 * LANES), load(states, at + 7 * LANES)
+        at = k * PANEL_ROWS
+        left, right = load_rows(states, start + at), load_rows(states, start + at + LANES)
         for i in range(n):
             slot = begin + i if i < n_until_wrap else i - n_until_wrap
-            decay, left = splat(load_item(p.decays, first_decay + slot)), load(p.deltas, row + slot * width)
-            right = load(p.deltas, row + slot * width + LANES)
-            key = splat(load_item(p.keys, first_key + slot * n_keys + k))
-            a0, b0 = fma(key, left, mul(a0, decay)), fma(key, right, mul(b0, decay))
-            key = splat(load_item(p.keys, first_key + slot * n_keys + k + 1))
-            a1, b1 = fma(key, left, mul(a1, decay)), fma(key, right, mul(b1, decay))
-            key = splat(load_item(p.keys, first_key + slot * n_keys + k + 2))
-            a2, b2 = fma(key, left, mul(a2, decay)), fma(key, right, mul(b2, decay))
-            key = splat(load_item(p.keys, first_key + slot * n_keys + k + 3))
-            a3, b3 = fma(key, left, mul(a3, decay)), fma(key, right, mul(b3, decay))
-        at = to + k * PANEL_ROWS
-        store(states, at, a0)
-        store(states, at + LANES, b0)
-        store(states, at + 2 * LANES, a1)
-        store(states, at + 3 * LANES, b1)
-        store(states, at + 4 * LANES, a2)
-        store(states, at + 5 * LANES, b2)
-        store(states, at + 6 * LANES, a3)
-        store(states, at + 7 * LANES, b3)
+            decay, delta = splat(load_item(p.decays, first_decay + slot)), row + slot * width
+            key = first_key + slot * n_keys + k
+            left = update_rows(left, p.keys, key, decay, load(p.deltas, delta))
+            right = update_rows(right, p.keys, key, decay, load(p.deltas, delta + LANES))
+        store_rows(states, to + at, left)
+        store_rows(states, to + at + LANES, right)
     for at in range(fours * PANEL_ROWS, n_keys * PANEL_ROWS, LANES):
         k, lanes = at // PANEL_ROWS, at % PANEL_ROWS
         a = load(states, start + at)
         for i in range(n):
             slot = begin + i if i < n_until_wrap else i - n_until_wrap
-            decay, key = splat(load_item(p.decays, first_decay + slot)), splat(load_item(p.keys, first_key + slot * n_keys + k))
-            a = fma(key, load(p.deltas, row + slot * width + lanes), mul(a, decay))
+            decay, delta = splat(load_item(p.decays, first_decay + slot)), load(p.deltas, row + slot * width + lanes)
+            a = update_row(a, p.keys, first_key + slot * n_keys + k, decay, delta)
         store(states, to + at, a)
 
 
@@ -371,7 +392,10 @@ def advance_states(run, p, head):
         elif tip < run.pos:
             replay(p.states, tip_at, tip_at, p, head, panel, tip, run.pos)
         if moves:  # before this pass overwrites the ring
-            replay(p.states, base_at, base_at, p, head, panel, base, end - MAX_BATCH_TOKENS)
+            to = end - MAX_BATCH_TOKENS
+            # The tip is the state after run.pos tokens; within a prompt it is copied
+            start, first = (tip_at, to) if to == run.pos else (base_at, base)
+            replay(p.states, base_at, start, p, head, panel, first, to)
     return 0 if run.pos == 0 else end - MAX_BATCH_TOKENS if moves else base
 
 
@@ -484,18 +508,24 @@ class Scan(NamedTuple):
 
 
 @inlined
-def update_row(a, b, keys, at, decay, left, right):
-    """Return a row of a state after a token, decay * (a, b) + key * (left, right), as two vectors; the key is keys[at]."""
-    key = splat(load_item(keys, at))
-    return fma(key, left, mul(a, decay)), fma(key, right, mul(b, decay))
+def splat_items(x, at):
+    """Return four vectors: that of each of the numbers of x from index `at` on."""
+    return splat(load_item(x, at)), splat(load_item(x, at + 1)), splat(load_item(x, at + 2)), splat(load_item(x, at + 3))
 
 
-@jitable  # its helper is inlined: a call copies a whole record of arrays
+@inlined
+def add_product(sums, at, rows, query):
+    """Add the product of four rows of a state and four numbers of a query, each as a vector, to LANES sums."""
+    total = fma(rows[3], query[3], fma(rows[2], query[2], fma(rows[1], query[1], mul(rows[0], query[0]))))
+    store(sums, at, add(load(sums, at), total))
+
+
+@jitable  # its helpers are inlined: a call copies a whole record of arrays
 def scan(run, thread, p, s):
     """Advance the state panel S that the `Scan` s names, S = g S + B d' per token, and add S' C to scratch for the pass's tokens.
 
-    Four rows stay in registers while the tokens run, so a pass of any length reads the state once. A token's sum adds the sums of
-    four rows each, in the order of the rows.
+    Four rows stay in registers while the tokens run, so a pass of any length reads the state once: whole rows if there are 32
+    registers, else half of them at a time. A token's sum adds the sums of four rows each, in the order of the rows.
     """
     n_rows, width, n_keys, n_slots = p.states.shape[2], p.deltas.shape[2], p.keys.shape[1], p.keys.shape[0]
     group = s.head // (p.lengths.shape[0] // (n_keys // n_rows)) * n_rows
@@ -503,59 +533,46 @@ def scan(run, thread, p, s):
     deltas, decays = s.head * RING_SLOTS * width + s.panel * PANEL_ROWS, s.head * RING_SLOTS
     sums = thread * p.scratch.shape[1] * width + s.panel * PANEL_ROWS
     fours = n_rows // 4 * 4
-    for k in range(0, fours, 4):
-        at = s.source + k * PANEL_ROWS
-        a0, b0 = load(p.states, at), load(p.states, at + LANES)
-        a1, b1 = load(p.states, at + 2 * LANES), load(p.states, at + 3 * LANES)
-        a2, b2 = load(p.states, at + 4 * LANES), load(p.states, at + 5 * LANES)
-        a3, b3 = load(p.states, at + 6 * LANES), load(p.states, at + 7 * LANES)
+    for part in range(n_rows // 4 * (PANEL_ROWS // SCAN_COLUMNS)):
+        k, column = part // (PANEL_ROWS // SCAN_COLUMNS) * 4, part % (PANEL_ROWS // SCAN_COLUMNS) * SCAN_COLUMNS
+        first = k * PANEL_ROWS + column
+        left, right = load_rows(p.states, s.source + first), load_rows(p.states, s.source + first + LAST_COLUMNS)
         slot, key_slot = s.start % RING_SLOTS, s.start % n_slots
+        if s.start == s.stop:
+            store_rows(p.states, s.target + first, left)
+            store_rows(p.states, s.target + first + LAST_COLUMNS, right)
         for position in range(s.start, s.end):
             decay, key = splat(load_item(p.decays, decays + slot)), key_slot * n_keys + group + k
-            left, right = load(p.deltas, deltas + slot * width), load(p.deltas, deltas + slot * width + LANES)
-            a0, b0 = update_row(a0, b0, p.keys, key, decay, left, right)
-            a1, b1 = update_row(a1, b1, p.keys, key + 1, decay, left, right)
-            a2, b2 = update_row(a2, b2, p.keys, key + 2, decay, left, right)
-            a3, b3 = update_row(a3, b3, p.keys, key + 3, decay, left, right)
+            delta = deltas + slot * width + column
+            left = update_rows(left, p.keys, key, decay, load(p.deltas, delta))
+            if LAST_COLUMNS > 0:
+                right = update_rows(right, p.keys, key, decay, load(p.deltas, delta + LAST_COLUMNS))
             if position + 1 == s.stop:
-                at = s.target + k * PANEL_ROWS
-                store(p.states, at, a0)
-                store(p.states, at + LANES, b0)
-                store(p.states, at + 2 * LANES, a1)
-                store(p.states, at + 3 * LANES, b1)
-                store(p.states, at + 4 * LANES, a2)
-                store(p.states, at + 5 * LANES, b2)
-                store(p.states, at + 6 * LANES, a3)
-                store(p.states, at + 7 * LANES, b3)
+                store_rows(p.states, s.target + first, left)
+                if LAST_COLUMNS > 0:
+                    store_rows(p.states, s.target + first + LAST_COLUMNS, right)
             if position >= run.pos:
-                at, query = sums + (position - run.pos) * width, (position - run.pos) * p.x.shape[1] + queries + k
-                c = splat(load_item(p.x, query))
-                left, right = mul(a0, c), mul(b0, c)
-                c = splat(load_item(p.x, query + 1))
-                left, right = fma(a1, c, left), fma(b1, c, right)
-                c = splat(load_item(p.x, query + 2))
-                left, right = fma(a2, c, left), fma(b2, c, right)
-                c = splat(load_item(p.x, query + 3))
-                left, right = fma(a3, c, left), fma(b3, c, right)
-                store(p.scratch, at, add(load(p.scratch, at), left))
-                store(p.scratch, at + LANES, add(load(p.scratch, at + LANES), right))
+                t = position - run.pos
+                to, query = sums + t * width + column, splat_items(p.x, t * p.x.shape[1] + queries + k)
+                add_product(p.scratch, to, left, query)
+                if LAST_COLUMNS > 0:
+                    add_product(p.scratch, to + LAST_COLUMNS, right, query)
             slot, key_slot = slot + 1, key_slot + 1
             slot, key_slot = 0 if slot == RING_SLOTS else slot, 0 if key_slot == n_slots else key_slot
-    for k in range(fours, n_rows):
-        at = s.source + k * PANEL_ROWS
-        a0, b0 = load(p.states, at), load(p.states, at + LANES)
+    for at in range(fours * PANEL_ROWS, n_rows * PANEL_ROWS, LANES):
+        k, column = at // PANEL_ROWS, at % PANEL_ROWS
+        row = load(p.states, s.source + at)
+        if s.start == s.stop:
+            store(p.states, s.target + at, row)
         for position in range(s.start, s.end):
             slot, key = position % RING_SLOTS, position % n_slots * n_keys + group + k
-            decay, delta = splat(load_item(p.decays, decays + slot)), deltas + slot * width
-            a0, b0 = update_row(a0, b0, p.keys, key, decay, load(p.deltas, delta), load(p.deltas, delta + LANES))
+            delta = load(p.deltas, deltas + slot * width + column)
+            row = update_row(row, p.keys, key, splat(load_item(p.decays, decays + slot)), delta)
             if position + 1 == s.stop:
-                store(p.states, s.target + k * PANEL_ROWS, a0)
-                store(p.states, s.target + k * PANEL_ROWS + LANES, b0)
+                store(p.states, s.target + at, row)
             if position >= run.pos:
-                at = sums + (position - run.pos) * width
-                c = splat(load_item(p.x, (position - run.pos) * p.x.shape[1] + queries + k))
-                store(p.scratch, at, fma(a0, c, load(p.scratch, at)))
-                store(p.scratch, at + LANES, fma(b0, c, load(p.scratch, at + LANES)))
+                to, query = sums + (position - run.pos) * width + column, (position - run.pos) * p.x.shape[1] + queries + k
+                store(p.scratch, to, fma(row, splat(load_item(p.x, query)), load(p.scratch, to)))
 
 
 @jitable
@@ -608,9 +625,12 @@ def mamba2(run: ForwardContext, thread: int, p: Mamba2Args) -> None:
                 store(p.states, base_at + i, splat(0.0))
                 store(p.states, tip_at + i, splat(0.0))
         elif end - base > RING_SLOTS:
+            to = end - MAX_BATCH_TOKENS
+            # The tip unless it is ahead; within a prompt it is the state after `to` tokens, so no token is run again
+            start, source = (tip, tip_at) if base <= tip <= to else (base, base_at)
             for panel in range(n_panels):
-                at, to = base_at + panel * panel_items, end - MAX_BATCH_TOKENS
-                scan(run, thread, p, Scan(head, panel, at, at, base, to, to))
+                at = panel * panel_items
+                scan(run, thread, p, Scan(head, panel, source + at, base_at + at, start, to, to))
             base = end - MAX_BATCH_TOKENS
         start, source = (tip, tip_at) if base <= tip <= run.pos else (base, base_at)
         prepare_scan(run, thread, p, head, gates + round_up(n_heads * p.head_dim, PANEL_ROWS))
