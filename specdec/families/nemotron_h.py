@@ -107,8 +107,6 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     hf.reject_biases(values)
     fields = hf.parse_base_fields(values, "mlp_hidden_act", ("relu2",), len(types))
     fields |= {"norm_eps": values.get_float("layer_norm_epsilon", 0, 1), "activation": "relu2"}
-    if MLP not in types:
-        fields["hidden_dim"] = 1  # no tensor has the given size
     mamba = parse_mamba(values) if MAMBA in types else None
     if EXPERTS in types:
         fields["experts"] = parse_experts(values, types)

@@ -115,6 +115,7 @@ def layer_group_buffers(
         max((matrix.n_total_rows for i in layers if (matrix := matrices.get(f"{i}.{name}"))), default=PANEL_ROWS)
         for name in ("up", "qkv")
     )
+    hidden = config.hidden_dim if any(f"{i}.down" in matrices for i in layers) else 1  # layers of experts alone do not use it
     mixed = head_panels * PANEL_ROWS
     cache = {
         "keys": BufferSpec((n_cached, kv_heads, *keys), sizes.kv.dtype, "cache"),
@@ -129,7 +130,7 @@ def layer_group_buffers(
         "mixed": BufferSpec((sizes.n_threads, MAX_TILE_TOKENS, mixed)),
         "heads": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.output_dim, PANEL_ROWS)), scope="token"),
         "up": BufferSpec((MAX_BATCH_TOKENS, up), scope="token"),
-        "hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(config.hidden_dim, PANEL_ROWS)), scope="token"),
+        "hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(hidden, PANEL_ROWS)), scope="token"),
     }
 
 

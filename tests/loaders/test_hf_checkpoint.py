@@ -350,6 +350,16 @@ def test_logits_and_greedy_output_equal_those_of_transformers(name: str) -> None
     assert tokens[5:] == expected.continuation
 
 
+EXPERTS_ALONE = ("qwen2_moe", "qwen35_moe", "qwen3_next", "qwen3_vl_moe", "deepseek_v2_groups", "nemotron_h")
+
+
+@pytest.mark.parametrize("name", EXPERTS_ALONE)
+def test_a_width_that_no_layer_uses_takes_no_memory(name: str) -> None:
+    """An MLP of a billion rows, in models whose layers have experts in its place."""
+    cache, expected = make_cache(name, hidden_dim=10**9), hf_folders.load_expected(name)
+    assert compute_error(cache, expected) < 3e-5
+
+
 FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"window": 0}),
     ("phi3", {"rope_dim": 0, "rope_divisors": (), "long_freq_factors": (), "longrope_threshold": 0}),

@@ -371,7 +371,7 @@ CONFIGS |= {
         experts=ExpertsConfig(12, 3, 16, **SIGMOID, routed_scaling_factor=2.5, shared_hidden_dim=16, n_groups=4, n_groups_used=2),
     ),
     "nemotron_h": make_config(
-        32, 1, 5, 4, 2, 70, 128, False, activation="relu2", head_dim=10, **NO_ROPE,
+        32, 24, 5, 4, 2, 70, 128, False, activation="relu2", head_dim=10, **NO_ROPE,
         layers=make_layers(("linear_attention", "moe", "linear_attention", "full_attention", "moe"), Mamba2Config(4, 16, 2, 16)),
         experts=ExpertsConfig(6, 2, 20, True, (0, 2, 3), True, True, 0.0, 0.0, 2.5, 28, sum_eps=1e-20),
     ),
