@@ -2,6 +2,7 @@
 
 from specdec.server.tool_parsers.base import ToolParser
 from specdec.server.tool_parsers.gemma import FunctionGemmaParser, GemmaParser
+from specdec.server.tool_parsers.glm import GLMParser
 from specdec.server.tool_parsers.harmony import HarmonyParser
 from specdec.server.tool_parsers.hermes import HermesParser
 from specdec.server.tool_parsers.lfm2 import LFM2Parser
@@ -17,6 +18,7 @@ TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     LFM2Parser,
     MistralParser,
     MistralListParser,
+    GLMParser,
     Qwen3CoderParser,
     HermesParser,
     Llama3Parser,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec.argument_checks import shorten
 from specdec.server.json_values import JsonScanner, parse_json
@@ -26,11 +26,18 @@ MAX_TAG_CHARS = 200
 
 
 class Qwen3CoderParser(ToolParser):
-    """A parser that emits each parameter once it is complete. A close tag in a JSON string is not one."""
+    """A parser that emits each parameter once it is complete. A close tag in a JSON string is not one.
+
+    Attributes:
+        value_close: Tag after a value.
+        padding: Text between a value and the tags around it.
+    """
 
     template_signs = (("<tool_call>", FUNCTION_OPEN),)
     open_mark, close_mark = "<tool_call>", "</tool_call>"
     layout = "lines"
+    value_close: ClassVar[str] = PARAMETER_CLOSE
+    padding: ClassVar[str] = "\n"
 
     def read_call(self) -> Reader:
         """Read a call. What cannot belong to it is read again, since another call may start in it."""
@@ -74,15 +81,15 @@ class Qwen3CoderParser(ToolParser):
         is_string = _is_string(schema, root)
         scanner = None if is_string else JsonScanner()  # as long as the value is JSON
         text, n_strings = "", 0  # the close tag starts after `n_strings` characters, not in a string
-        while not text.endswith(PARAMETER_CLOSE, n_strings) and (char := (yield)):
+        while not text.endswith(self.value_close, n_strings) and (char := (yield)):
             text += char
             if scanner and not scanner.accept(char):
                 scanner = None
             if scanner and scanner.is_in_string:
                 n_strings = len(text)
         if self.is_ended:
-            return json.dumps(text.removeprefix("\n"), ensure_ascii=False)[:-1]
-        text = text.removesuffix(PARAMETER_CLOSE).removeprefix("\n").removesuffix("\n")
+            return json.dumps(text.removeprefix(self.padding), ensure_ascii=False)[:-1]
+        text = text.removesuffix(self.value_close).removeprefix(self.padding).removesuffix(self.padding)
         try:
             value = text if is_string else parse_json(text)
         except ValueError:
@@ -92,12 +99,27 @@ class Qwen3CoderParser(ToolParser):
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
         """Return a Lark expression for a call of a tool: its parameters on lines of their own, in their order."""
+        return f"{quote(f'{FUNCTION_OPEN}{name}>')} {cls.write_parameters(grammar, schema)} {quote(chr(10) + FUNCTION_CLOSE)}"
+
+    @classmethod
+    def write_parameters(cls, grammar: GrammarBuilder, schema: Mapping[str, Any]) -> str:
+        """Return a Lark expression for the parameters of a call, where those that are not required may be missing."""
         grammar.check_supported_keys("an object", schema, *OBJECT_KEYS)
         parameters = [
             (cls._write_parameter(grammar, key, each, schema), required) for key, each, required in get_properties(schema)
         ]
-        body = " ".join(parameter if is_required else f"({parameter})?" for parameter, is_required in parameters)
-        return f"{quote(f'{FUNCTION_OPEN}{name}>')} {body} {quote(chr(10) + FUNCTION_CLOSE)}"
+        return " ".join(parameter if is_required else f"({parameter})?" for parameter, is_required in parameters)
+
+    @classmethod
+    def write_key(cls, key: str) -> str:
+        """Return a Lark expression for what is before the value of a parameter.
+
+        Raises:
+            ValueError: The format cannot express the name.
+        """
+        if ">" in key or "\n" in key:
+            raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
+        return quote(f"\n{PARAMETER_OPEN}{key}>\n")
 
     @classmethod
     def _write_parameter(cls, grammar: GrammarBuilder, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
@@ -106,17 +128,15 @@ class Qwen3CoderParser(ToolParser):
         Raises:
             ValueError: The format cannot express the name, or the schema uses unsupported keys.
         """
-        if ">" in key or "\n" in key:
-            raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
-        prefix, suffix = quote(f"\n{PARAMETER_OPEN}{key}>\n"), quote(f"\n{PARAMETER_CLOSE}")
+        prefix, suffix = cls.write_key(key), quote(cls.padding + cls.value_close)
         if not _is_string(schema, root):
             return f"{prefix} {grammar.add_json_rule(schema, root)} {suffix}"
         schema = resolve_ref(schema, root)
         if values := [value for value in get_enum_values(schema) if isinstance(value, str)]:
-            return f"{prefix} ({' | '.join(grammar.write_constant(value, PARAMETER_CLOSE) for value in values)}) {suffix}"
+            return f"{prefix} ({' | '.join(grammar.write_constant(value, cls.value_close) for value in values)}) {suffix}"
         grammar.check_supported_keys("a string", schema)
         # parsers end the value at the first close tag, even within a line
-        return f"{prefix} {grammar.add_rule('/(?s:.*)/', f'[suffix={quote(PARAMETER_CLOSE)}]')}"
+        return f"{prefix} {grammar.add_rule('/(?s:.*)/', f'[suffix={quote(cls.value_close)}]')}"
 
 
 def _is_string(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:

@@ -48,6 +48,9 @@ def parse(parser_class, text, size, tools=TOOLS):
     return [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
 
 
+GLM = (
+    "<tool_call>weather%s<arg_key>city</arg_key>%s<arg_value>Oslo</arg_value>%s<arg_key>days</arg_key>%s<arg_value>3</arg_value>"
+)
 DAYS = "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n" + DAYS
 PARSERS = {parser.__name__.removesuffix("Parser"): parser for parser in TOOL_PARSERS}
@@ -95,6 +98,15 @@ CASES = [
      [("weather", {"tags": '"it', "days": "NaN"})]),
     ("Qwen3Coder", "<tool_call><function=weather><parameter=days>-1e999</parameter></function></tool_call>",
      [("weather", {"days": -LARGEST})]),
+    ("GLM", f"Hm.\n{GLM % ('', '', '', '')}</tool_call>{GLM % (*4 * chr(10),)}\n</tool_call> Done.",
+     ["Hm.", *2 * [("weather", {"city": "Oslo", "days": 3})], " Done."]),
+    ("GLM", "<tool_call>get.time-1</tool_call>", [("get.time-1", {})]),
+    ("GLM", "<tool_call>rain</tool_call> x", ["<tool_call>rain</tool_call> x"]),
+    ("GLM", "<tool_call>weather", ["<tool_call>weather"]),
+    ("GLM", "<tool_call>weather<arg_key>city</arg_key><arg_value> O\n</arg_key>", [("weather", '{"city": " O\\n</arg_key>')]),
+    ("GLM", '<tool_call>weather<arg_key>tags</arg_key><arg_value>["</arg_value>"]</arg_value></tool_call>',
+     [("weather", {"tags": ["</arg_value>"]})]),
+    ("GLM", "<tool_call>weather<arg_key>city</arg_key> oops</tool_call>", [("weather", {}), "<arg_key>city</arg_key> oops</tool_call>"]),
     ("LFM2", "<|tool_call_start|>[weather(days=1e999, tags=[-1e999])]<|tool_call_end|>",
      [("weather", {"days": LARGEST, "tags": [-LARGEST]})]),
     ("Gemma", "<|tool_call>call:weather{days:1e999}<tool_call|>", [("weather", {"days": LARGEST})]),
@@ -214,6 +226,8 @@ def test_parsing_takes_linear_time():
         ("LFM2", "<|tool_call_start|>["),
         ("Harmony", "<|channel|>"),
         ("Mistral", "[TOOL_CALLS]"),
+        ("GLM", "<tool_call>weather<arg_key>city</arg_key><arg_value>"),
+        ("GLM", "<tool_call>"),
     ):
         seconds = []
         for n in (20_000, 80_000):

@@ -174,6 +174,12 @@ TEXTS = {
         "<tool_call>\n<function=get.weather-1>\n<parameter=city>\nParis": False, "<function=time>": True,
         "<tool_call>\n<function=get.weather-1>\n<parameter=days>": False,
     },
+    "GLM": {
+        "<tool_call>time</tool_call>": True, "<tool_call>time\n</tool_call><tool_call>time": True, "<tool_call>rain": False,
+        "<tool_call>get.weather-1<arg_key>city</arg_key><arg_value>Oslo</arg_value><arg_key>days</arg_key><arg_value>3": True,
+        "a <tool_call>get.weather-1\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days": True,
+        "<tool_call>get.weather-1<arg_key>city</arg_key><arg_value>Paris": False, "<tool_call>get.weather-1</tool_call>": False,
+    },
     "MistralList": {
         "a [TOOL_CALLS": True, '[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]': True,
         "[TOOL_CALLS][]": False, "[TOOL_CALLS]time": False,
@@ -221,6 +227,10 @@ VALUE_CASES = {
     "Qwen3Coder": ("<tool_call>\n<function=f>\n<parameter=x>\n", [
         ({"type": "string"}, {"a\n</parameter>\n</function>": True, "a</parameter>\n": True, "a</parameter>b": False}),
     ]),
+    "GLM": ("<tool_call>f<arg_key>x</arg_key><arg_value>", [
+        ({"type": "string"}, {"a\n</arg_value></tool_call>": True, "a</arg_value>b": False}),
+        ({"type": "integer"}, {"7</arg_value>\n</tool_call>": True, "a": False}),
+    ]),
 }  # fmt: skip
 
 
@@ -242,6 +252,7 @@ LIST = {"type": "array", "items": {"type": "integer"}}
     ("Gemma", {"type": "object", "minProperties": 1}, {}, "minProperties of an object"),
     ("Gemma", {"oneOf": [LIST]}, {}, "oneOf of a value"), ("Gemma", {"enum": ["a<tool_call|>"]}, {}, "cannot be written"),
     ("Gemma", {"enum": ['<|"|>']}, {}, "cannot be written"), ("Qwen3Coder", {"enum": ["a</parameter>"]}, {}, "cannot be written"),
+    ("GLM", {"enum": ["a</arg_value>"]}, {}, "cannot be written"),
     ("Qwen3Coder", {"type": "string", "pattern": "a"}, {}, "pattern of a string"),
     ("Qwen3Coder", LIST, {"minProperties": 1}, "an object"),
     ("LFM2", LIST, {"anyOf": []}, "anyOf of an object"),
