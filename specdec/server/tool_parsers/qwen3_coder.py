@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from specdec.argument_checks import shorten
 from specdec.server.json_values import JsonScanner, parse_json
-from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
+from specdec.server.tool_parsers.base import Delta, Layout, Reader, ToolParser
 from specdec.server.tool_parsers.grammar import (
     OBJECT_KEYS,
     GrammarBuilder,
@@ -33,9 +33,9 @@ class Qwen3CoderParser(ToolParser):
         padding: Text between a value and the tags around it.
     """
 
-    template_signs = (("<tool_call>", FUNCTION_OPEN),)
+    template_signs: ClassVar[tuple[tuple[str, ...], ...]] = (("<tool_call>", FUNCTION_OPEN),)
     open_mark, close_mark = "<tool_call>", "</tool_call>"
-    layout = "lines"
+    layout: ClassVar[Layout] = "lines"
     value_close: ClassVar[str] = PARAMETER_CLOSE
     padding: ClassVar[str] = "\n"
 
