@@ -14,8 +14,9 @@ MAX_TRIAL_SHARE = 0.02  # of the time that trials may lose
 MIN_WAIT_S = 0.25  # between two trials
 BASELINE_DRIFT = 1.0005  # growth of the known minimum per step, since steps take longer as a sequence grows
 
-# For the choice before the first sequence: tokens per trial; time of all; how much faster than the first number another must be
-TRIAL_TOKENS, TRIAL_BUDGET_S, TRIAL_MARGIN = 4, 0.05, 1.25
+# For the choice before the first sequence: tokens per trial; time of all; how much faster than the first number another must be;
+# time of a step beyond which the numbers are tried in the first steps of a sequence instead, to begin it sooner
+TRIAL_TOKENS, TRIAL_BUDGET_S, TRIAL_MARGIN, MAX_TRIAL_STEP_S = 4, 0.05, 1.25, 0.05
 
 
 class ThreadTuner:
@@ -28,10 +29,14 @@ class ThreadTuner:
         choices: The numbers of threads to choose from; the first is the default.
         n_threads: The number of threads in use.
         set_threads: Sets the number of threads for all models.
+        is_untried: Whether the numbers have not been tried yet; then the first steps do.
     """
 
-    def __init__(self, choices: Sequence[int], n_threads: int, set_threads: Callable[[int], None]) -> None:
+    def __init__(
+        self, choices: Sequence[int], n_threads: int, set_threads: Callable[[int], None], is_untried: bool = False
+    ) -> None:
         """Start with `n_threads` threads and without measured steps."""
+        self._is_untried = is_untried
         self.n_threads, self._choices, self._default, self._set_threads = n_threads, choices, choices[0], set_threads
         self._min_seconds: dict[int, float] = {}  # minimum time of a step, by the number of tokens that the pass ran
         self._window_seconds = self._expected_seconds = 0.0  # time of this window's steps, and the minimum for such steps
@@ -82,7 +87,8 @@ class ThreadTuner:
             self._trial_results[self._pending_choices[0]] = slowdown, seconds
             del self._pending_choices[0]
         # two slow windows, since one may be a single stall
-        elif self._wait_seconds <= 0 and (self._n_slow_windows > 1 or self.n_threads != self._default):
+        elif self._is_untried or (self._wait_seconds <= 0 and (self._n_slow_windows > 1 or self.n_threads != self._default)):
+            self._is_untried = False
             self._trial_results = {self.n_threads: (slowdown, seconds)}
             self._pending_choices = [n for n in self._choices if n != self.n_threads]
         else:

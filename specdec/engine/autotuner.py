@@ -8,10 +8,11 @@ from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
 from specdec.draft.model_bundle import LOOKUP, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
-from specdec.draft.thread_tuner import ThreadTuner, choose_threads
+from specdec.draft.thread_tuner import MAX_TRIAL_STEP_S, ThreadTuner, choose_threads
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
+from specdec.runtime.op_program import Executor
 
 # Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us.
 MIN_LOOKUP_PASS_S = 3e-4
@@ -122,20 +123,26 @@ class Autotuner:
         if self._calibration_file:
             self._calibration_file.write(self._curve, self.acceptance)
 
-    def measure(self, time_generation: Callable[[int], float]) -> None:
+    def measure(self, time_generation: Callable[[int], float], step_seconds: float) -> None:
         """Choose and set the number of threads, then find the costs of passes and drafts.
 
-        Threads are tried only if there are several numbers to choose from; a `ThreadTuner` then adapts the number in later steps.
+        Threads are tried only if there are several numbers to choose from and steps are short; a `ThreadTuner` then adapts the
+        number in later steps. It also makes the first trial if steps are long.
         Costs are found only if there is a draft. They are measured, unless those in the calibration file suffice. With a
         second-level draft, its costs are measured too.
 
         Args:
             time_generation: A function that generates the given number of tokens and returns the seconds that it took.
+            step_seconds: Time of a step.
         """
         draft, stage = self.bundle.draft, self.bundle.stage
         if len(self.thread_choices) > 1:
-            self.relative_step_times = choose_threads(self._set_n_threads, self.thread_choices, time_generation)
-            self._thread_tuner = ThreadTuner(self.thread_choices, self.bundle.target.n_threads, self._set_n_threads)
+            if is_slow := step_seconds > MAX_TRIAL_STEP_S:
+                Executor([])(0, 0, 0, 1)  # loads the code of a single thread
+            else:
+                self.relative_step_times = choose_threads(self._set_n_threads, self.thread_choices, time_generation)
+            n_threads = self.bundle.target.n_threads
+            self._thread_tuner = ThreadTuner(self.thread_choices, n_threads, self._set_n_threads, is_untried=is_slow)
         if not draft.is_empty:
             self._calibrate()
         if not stage.is_empty:

@@ -18,6 +18,8 @@ from specdec.sampling import Sampling
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.verification import VERIFIERS, Draft, Verifier
 
+LARGE_MODEL_BYTES = 2 << 30  # of weights; from there on a step takes longer than loading code
+
 
 class WarmUp:
     """The tasks that must run once before sequences with some settings are generated at full speed.
@@ -32,6 +34,7 @@ class WarmUp:
         """Create a warm-up that has done no task yet."""
         self._autotuner, self._bundle = autotuner, autotuner.bundle
         self._completed_tasks = set[str]()
+        self._step_seconds = 0.0  # of the last passes
 
     def is_complete(self, settings: SpeculativeSettings) -> bool:
         """Return whether nothing is left to do for sequences with these settings."""
@@ -48,7 +51,7 @@ class WarmUp:
         """Yield each task with its name, in order. One thread runs other code than several: passes are a task for each case."""
         models, verify, verifier = [*self._bundle.models.values()], settings.verify, VERIFIERS[settings.verify]
         n_ids = self._bundle.draft.vocabulary.n_target
-        yield f"passes {[model.n_threads > 1 for model in models]}", lambda: self._time_generation(2, settings)
+        yield f"passes {[model.n_threads > 1 for model in models]}", lambda: self._run_passes(settings)
         if not self._bundle.draft.is_empty:
             yield verify, lambda: warm_up_verifier(verifier, n_ids)
         if self._bundle.uses_lookup or self._bundle.stage.model_or_lookup == LOOKUP:
@@ -60,19 +63,24 @@ class WarmUp:
             yield f"{verify} of trees", lambda: warm_up_verifier(verifier, n_ids, [-1, -1])
         yield "measures", lambda: self._measure(settings)
 
+    def _run_passes(self, settings: SpeculativeSettings) -> None:
+        """Generate two tokens: the first step compiles or loads code, the second is timed. One is enough if steps are long."""
+        n_tokens = 1 if self._bundle.target.weights.n_bytes >= LARGE_MODEL_BYTES else 2
+        self._step_seconds = self._time_steps(n_tokens, settings)[-1]
+
     def _measure(self, settings: SpeculativeSettings) -> None:
         """Stop the compile processes, and let the autotuner measure."""
         stop_processes(self._bundle.compile_processes)
-        self._autotuner.measure(lambda n_tokens: self._time_generation(n_tokens, settings))
+        self._autotuner.measure(lambda n_tokens: sum(self._time_steps(n_tokens, settings)), self._step_seconds)
 
-    def _time_generation(self, max_tokens: int, settings: SpeculativeSettings) -> float:
-        """Generate max_tokens tokens with the settings, and return the seconds of all steps, without the prefill."""
+    def _time_steps(self, max_tokens: int, settings: SpeculativeSettings) -> list[float]:
+        """Generate max_tokens tokens with the settings, and return the seconds of each step, without the prefill."""
         tokens = self._bundle.tokenizer.encode("")
         if self._bundle.draft.is_head:  # it needs two tokens: it drafts from hidden states, then from its own output
             tokens, max_tokens = (tokens * 2)[: self._bundle.target.n_positions], max_tokens + 1
         sequence = Sequence(GenerationRequest(tokens, max_tokens, Sampling()), EventDetokenizer(self._bundle.tokenizer))
         scheduler = Scheduler(self._autotuner, settings, PrefixCache(self._bundle, max_idle=1))
-        return sum(event.seconds for event in scheduler.stream(sequence) if isinstance(event, Step))
+        return [event.seconds for event in scheduler.stream(sequence) if isinstance(event, Step)]
 
 
 def warm_up_verifier(verifier: Callable[[int, Sampling], Verifier], vocab_size: int, parents: list[int] | None = None) -> None:

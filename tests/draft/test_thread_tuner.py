@@ -12,9 +12,9 @@ ALL_TAKEN = {1: 3.6, 2: 6.0, 3: 7.0, 4: 8.0}
 class Machine:
     """A machine that runs steps in given times; `step` is the time in seconds on the best number of threads."""
 
-    def __init__(self, step: float, max_threads: int = 4) -> None:
+    def __init__(self, step: float, max_threads: int = 4, is_untried: bool = False) -> None:
         self.step, self.used = step, [max_threads]
-        self.tuner = ThreadTuner([*range(max_threads, 0, -1)], max_threads, self.used.append)
+        self.tuner = ThreadTuner([*range(max_threads, 0, -1)], max_threads, self.used.append, is_untried)
         self.seconds = 0.0
 
     def run_steps(self, times_by_threads: dict[int, float], seconds: float, n_proposed: int = 3) -> float:
@@ -39,6 +39,13 @@ def test_a_busy_core_costs_one_window_and_the_share_of_trials(step: float) -> No
     n = len(machine.used)
     assert machine.used[-1] == machine.tuner.n_threads == 4
     assert machine.run_steps(QUIET, long) == pytest.approx(1) and len(machine.used) == n
+
+
+@pytest.mark.parametrize(("times_by_threads", "best"), [(QUIET, 4), (ONE_TAKEN, 3)])
+def test_first_steps_try_each_number_once_if_none_was_tried(times_by_threads: dict[int, float], best: int) -> None:
+    machine = Machine(0.3, is_untried=True)
+    machine.run_steps(times_by_threads, 0.3 * 30)
+    assert machine.used == [4, 3, 2, 1, best]
 
 
 def test_all_threads_stay_in_use_if_steps_are_slow_on_any_number() -> None:
