@@ -38,7 +38,6 @@ from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.matmul_tile import (
     FEATURES,
-    LINE_BYTES,
     LINE_WORDS,
     PANEL_ROWS,
     RowBlock,
@@ -78,9 +77,6 @@ from specdec.runtime.simd import (  # fmt: skip
 )
 from specdec.runtime.work_stealing import get_chunk_range
 
-# Code widths for which a tile over one token, which is memory-bound, prefetches a group's lines when it starts the group and
-# leaves lines farther ahead to the CPU: Q4_K from DRAM 24.8 GB/s, with 8 KiB ahead 19.0; Q8_0 29.5 and 23.6 (Zen 5).
-NEAR_PREFETCH_BITS = (4, 8)
 PANEL_FP16_WORDS = PANEL_ROWS // 2  # words of one fp16 number per row
 PANEL_BYTE_WORDS = PANEL_ROWS // 4  # words of one byte per row
 EACH_BYTE = 0x01010101  # 1 in every byte of a word
@@ -303,12 +299,7 @@ def make_group_tile_body(layout: GroupLayout, dot: Dot4) -> Any:
             return look_up(code_word) if layout.codebook else code_word
 
         def fetch(first: Any, n_lines: int) -> None:
-            """Prefetch n_lines of the panel ahead of word `first`, or at that word: see `NEAR_PREFETCH_BITS`."""
-            if n_tokens == 1 and layout.bits in NEAR_PREFETCH_BITS:
-                lines = builder.bitcast(builder.gep(tile.w, [first]), I8.as_pointer())
-                for line in range(n_lines):
-                    prefetch(builder, builder.gep(lines, [const(line * LINE_BYTES)]), const(0))
-                return
+            """Prefetch n_lines of the panel ahead of word `first`."""
             pointer = builder.gep(prefetch_at, [builder.mul(builder.udiv(first, const(LINE_WORDS)), prefetch_stride)])
             for _ in range(0, n_lines, row_block.n_blocks):
                 prefetch(builder, pointer, const(0))
