@@ -158,6 +158,7 @@ class Sampler:
         vocab_size: Length of the probabilities.
         sampling: The sampling parameters.
         n_ids: Number of ids that can be drawn, by default all. Logits may be longer: the rest is padding.
+        top_two: The best tokens of the last draw and their scores; scratch.
     """
 
     def __init__(self, vocab_size: int, sampling: Sampling, n_ids: int | None = None) -> None:
@@ -166,7 +167,7 @@ class Sampler:
         self.n_ids = vocab_size if n_ids is None else n_ids
         self._keys = np.empty(self.n_ids, np.uint64)
         self._top_k = min(sampling.top_k, self.n_ids)  # keeps top_k within the kernel's integer type
-        self._top_two, self._candidates = ((np.empty(n, np.int64), np.empty(n)) for n in (2, N_CANDIDATES))
+        self.top_two, self._candidates = ((np.empty(n, np.int64), np.empty(n)) for n in (2, N_CANDIDATES))
 
     def new_probs(self) -> Float32:
         """Return a new zeroed float32 array for one row of probabilities (1, V padded)."""
@@ -190,7 +191,7 @@ class Sampler:
 
         The score is the noisy log p + Gumbel, or the logit at temperature 0. The token is -1 if the logits are not finite.
         """
-        tokens, scores = self._top_two
+        tokens, scores = self.top_two
         n, margin = self._draw(probs, logits, stream, position, tokens, scores)
         return (int(tokens[0]) if n else -1), margin
 
@@ -508,8 +509,12 @@ def draw(probs, logits, temperature, top_k, top_p, seed, stream, position, keys,
 
 
 @compiled
-def draw_residual(p, q, n, weight, seed, stream, position):
-    """Draw a token from the residual max(0, weight p - q), which overwrites p (1, V padded); return -1 if p is NaN."""
+def draw_residual(p, q, n, weight, seed, stream, position, best):
+    """Draw a token from the residual max(0, weight p - q), which overwrites p (1, V padded); return -1 if p is NaN.
+
+    best: Tokens and scores, scratch of `draw_gumbel_top_k`.
+    """
+    tokens, scores = best
     if np.isnan(p[0, 0]):
         return np.int64(-1)
     weight = np.float32(weight)
@@ -519,22 +524,22 @@ def draw_residual(p, q, n, weight, seed, stream, position):
     if total > 0.0:  # if rounding leaves no residual, p and q are the same distribution, although p may be 0 where q is not
         for i in range(n):
             p[0, i] = max(np.float32(0.0), weight * p[0, i] - q[0, i])
-    tokens, scores = np.empty(1, np.int64), np.empty(1)
     draw_gumbel_top_k(p, n, seed, stream, position, tokens, scores)
     return tokens[0] if scores[0] > -np.inf else np.int64(-1)
 
 
 @compiled
-def accept_or_resample(p, q, n, token, seed, accept_stream, target_stream, position):
+def accept_or_resample(p, q, n, token, seed, streams, position, best):
     """Return the draft token `token` if it is accepted, else a token drawn from the residual max(0, p - q).
 
     Rejection sampling (Leviathan et al. 2023, section 2.3). The draft token is accepted with probability min(1, p / q). The
     residual never contains the draft token, so it was accepted exactly if it is returned. Overwrites p (1, V padded). Returns -1
-    if p is NaN.
+    if p is NaN. best: See `draw_residual`.
     """
+    accept_stream, target_stream = streams
     if uniform(make_noise_key(seed, accept_stream, position), token) * q[0, token] < p[0, token]:
         return np.int64(token)
-    return draw_residual(p, q, n, 1.0, seed, target_stream, position)
+    return draw_residual(p, q, n, 1.0, seed, target_stream, position, best)
 
 
 @compiled

@@ -215,7 +215,8 @@ class RejectionVerifier(SequentialVerifier):
         for token, sibling in itertools.pairwise(tokens):
             if accept_or_reject(self._probs, q, n, token, sibling, seed, ACCEPT_NOISE, position):
                 return token
-        return int(accept_or_resample(self._probs, q, n, tokens[-1], seed, ACCEPT_NOISE, TARGET_NOISE, position))
+        streams = ACCEPT_NOISE, TARGET_NOISE
+        return int(accept_or_resample(self._probs, q, n, tokens[-1], seed, streams, position, self._sampler.top_two))
 
 
 class BlockVerifier:
@@ -263,9 +264,8 @@ class BlockVerifier:
                 q, kept_weight = self._zero_probs, 1.0
             else:
                 q = get_draft_probs(draft, n_accepted, self._one_hot)
-            tokens.append(
-                int(draw_residual(self._accepted_probs, q, vocab_size, kept_weight, seed, TARGET_NOISE, position + n_accepted))
-            )
+            noise = seed, TARGET_NOISE, position + n_accepted
+            tokens.append(int(draw_residual(self._accepted_probs, q, vocab_size, kept_weight, *noise, self._sampler.top_two)))
         return tokens, n_accepted
 
 

@@ -59,7 +59,7 @@ def compute_lengths_and_next(p, q, proposals):
     next_probs = []
     for i in range(n):
         residual = row(p[i])
-        draw_residual(residual, row(q[i]), len(p[i]), weights[i], 0, 0, 0)
+        draw_residual(residual, row(q[i]), len(p[i]), weights[i], 0, 0, 0, (np.empty(1, np.int64), np.empty(1)))
         next_probs.append(residual[0, : len(p[i])] / residual[0].sum())
     return lengths, [*next_probs, p[n]]
 

@@ -132,14 +132,17 @@ def extract_bitcode(data: Any) -> list[bytes]:
 
 
 def list_compiled_functions() -> list[str]:
-    """Return the names of the compiled functions in modules that compute tokens, as in the cache files' names."""
+    """Return the names of the compiled functions in modules that compute tokens, as in the cache files' names.
+
+    Functions that only compiled functions call are part of these.
+    """
     names = []
     for module in (kernels, recurrent_ops, latent_ops, moe, sampling, elementary, fp32, fp16_bf16, int8, bf16_12bit):
         for name, value in vars(module).items():
             function = getattr(value, "py_func", getattr(value, "function", None))
             is_inlined = getattr(value, "targetoptions", {}).get("inline") == "always"
             is_own = function is not None and function.__module__ == module.__name__
-            if is_own and not is_inlined and (isinstance(value, Kernel) or hasattr(value, "py_func")):
+            if is_own and not is_inlined and (isinstance(value, Kernel) or getattr(value, "signatures", None)):
                 names.append(f"{module.__name__.removeprefix('specdec.')}.{name}")
     return names
 

@@ -10,6 +10,8 @@ from specdec.runtime.simd import LANES, round_up
 from specdec.sampling import accept_or_resample, compute_probabilities, draw, draw_gumbel_top_k
 from tests.tools import reference
 
+BEST = np.empty(1, np.int64), np.empty(1)  # scratch
+
 
 def draw_probabilities(logits, temperature, top_k, top_p):
     probs = zeros(1, round_up(len(logits), LANES))
@@ -64,7 +66,7 @@ def test_nan_logit_or_nonfinite_maximum_draws_no_token(temperature, filters, bad
         compute_probabilities(probs, logits, temperature, *filters, keys)
         q = zeros(1, 16)
         q[0, token] = 1
-        assert accept_or_resample(probs, q, 4, token, 1, 2, 0, 5) == -1
+        assert accept_or_resample(probs, q, 4, token, 1, (2, 0), 5, BEST) == -1
 
 
 def test_logit_of_minus_infinity_has_probability_zero():
@@ -161,7 +163,7 @@ def test_accepted_or_resampled_tokens_follow_p_for_any_q():
             draft_token = draw_first(row_q, 5, 7, 1, position)
             row_p = zeros(1, 16)
             row_p[0, :5] = p
-            counts[accept_or_resample(row_p, row_q, 5, draft_token, 7, 2, 0, position)] += 1
+            counts[accept_or_resample(row_p, row_q, 5, draft_token, 7, (2, 0), position, BEST)] += 1
         assert counts[4] == 0
         expected = 100_000 * p[:4]
         assert ((counts[:4] - expected) ** 2 / expected).sum() < reference.chi_square_limit(3, 4.8)
@@ -172,4 +174,4 @@ def test_impossible_token_is_rejected_if_rounding_leaves_no_residual():
     p, q = zeros(1, 16), zeros(1, 16)
     p[0, 2] = q[0, 2] = 1
     q[0, 3] = 1e-9
-    assert accept_or_resample(p, q, 4, 3, 1, 2, 0, 5) == 2
+    assert accept_or_resample(p, q, 4, 3, 1, (2, 0), 5, BEST) == 2

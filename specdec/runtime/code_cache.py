@@ -7,6 +7,7 @@ same function at the same time wait for the first of them. If no folder is writa
 """
 
 import functools
+import gc
 import hashlib
 import os
 import pickle
@@ -34,11 +35,11 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 from numba.core.serialize import dumps
-from numba.extending import register_jitable
+from numba.core.typing import templates
 from numba.misc.appdirs import user_cache_dir
 from numba.np.numpy_support import from_dtype, map_layout
 
-from specdec.runtime.late_linking import enable_late_linking
+from specdec.runtime.late_linking import KernelCompiler, enable_late_linking
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 # Every file with compiled functions or constants that they use: whole folders, so that a new file needs no entry.
@@ -235,7 +236,7 @@ class MachineCodeCache(caching.NullCache):
             path = self._path(signature, compiled.codegen)
             library = compiled.library  # dynamic globals are addresses of this process, so they are not cached
             if not library.has_dynamic_globals and library.find_undefined(NRT_PREFIX) <= _get_runtime_symbols().keys():
-                content = dumps((library.serialize_with_symbols(), *compiled._reduce()[1:]))
+                content = dumps((library.serialize(), *compiled._reduce()[1:]))
                 with suppress(OSError):
                     write_cached(path, content)
             compile_locks.release(path)
@@ -394,6 +395,12 @@ def shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
                 results.append(work(*args))
             except BaseException as error:
                 errors.append(error)
+            finally:
+                if is_collecting:
+                    gc.enable()
+
+        is_collecting = gc.isenabled()
+        gc.disable()  # it would take a tenth of the time, and finds little
 
         thread = threading.Thread(target=run, name="specdec-compiling")
         thread.start()
@@ -405,7 +412,14 @@ def shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
     return run_shielded
 
 
+_live_code: list[Any] = []  # callbacks, since their addresses may be used, and dispatchers, which numba refers to weakly
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+_njit = functools.partial(njit, pipeline_class=KernelCompiler, **_OPTIONS)
+
+
 def _enable_cache(dispatcher: Any) -> Any:
+    callee = make_dispatcher(dispatcher.py_func)  # compiled callers include its code, instead of waiting for a cached one
+    dispatcher.get_call_template, dispatcher.get_overload = callee.get_call_template, callee.get_overload
     type_of = dispatcher.typeof_pyval
     dispatcher._cache = MachineCodeCache(dispatcher.py_func)
     dispatcher.compile = shield_from_signals(dispatcher.compile)
@@ -427,7 +441,7 @@ def _make_array_type(dtype: Any, n_dimensions: int, layout: str, is_readonly: bo
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Return a dispatcher that compiles a function to cached machine code when it is first called; the code releases the GIL."""
-    return _enable_cache(njit(nogil=True, error_model="numpy")(function))
+    return _enable_cache(_njit(nogil=True)(function))
 
 
 def jitable(function: Callable[..., Any]) -> Any:
@@ -435,7 +449,23 @@ def jitable(function: Callable[..., Any]) -> Any:
 
     Compiled callers include its code, so it has no cache file. Called from Python, it runs as Python code.
     """
-    return register_jitable(error_model="numpy")(function)
+    dispatcher = make_dispatcher(function)
+    _live_code.append(dispatcher)
+    templates.builtin_registry.register_global(function, types.Dispatcher(dispatcher))
+    return function
+
+
+def make_dispatcher(function: Callable[..., Any]) -> Any:
+    """Return a dispatcher that compiles a function for compiled callers only, without a cache file.
+
+    It compiles once for all arguments of the same types; numba itself compiles again for each literal argument.
+    """
+    dispatcher = _njit(no_cpython_wrapper=True)(function)
+    get_template = dispatcher.get_call_template
+    dispatcher.get_call_template = lambda args, kws: get_template(
+        [types.unliteral(arg) for arg in args], {name: types.unliteral(arg) for name, arg in kws.items()}
+    )
+    return dispatcher
 
 
 def parallel(function: Callable[..., Any]) -> Any:
@@ -451,13 +481,12 @@ def compile_callback(signature: Any, function: Callable[..., Any], cache: Machin
         function: Function to compile.
         cache: Cache of its machine code, for a function that another one created; without it, a closure is not cached.
     """
-    code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, "error_model": "numpy"})
+    code: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nogil": True, **_OPTIONS}, KernelCompiler)
     if cache or function.__closure__ is None:
         code._cache = cache or MachineCodeCache(function)
     shield_from_signals(code.compile)()
-    _live_callbacks.append(code)
+    _live_code.append(code)
     return int(code.address)
 
 
-_live_callbacks: list[Any] = []  # keeps the code alive as long as its address may be used
-inlined = njit(inline="always", error_model="numpy")
+inlined = _njit(inline="always")

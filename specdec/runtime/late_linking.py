@@ -1,23 +1,54 @@
-"""Late linking: functions stay LLVM code that is linked into their callers, and only the callers become machine code.
+"""A shorter way through numba: fewer passes, and functions that become machine code only inside their callers.
 
 numba optimizes every function twice, the second time in each caller, and compiles all of them to machine code, although only
-those at the top are ever called by address. That takes two fifths of the time of a first run. Here a function that is only called
-stays unoptimized, and a function without reference counts is optimized once: the first pass is for those.
+those at the top are ever called by address. Here a function that is only called stays unoptimized, and a function without
+reference counts is optimized once: the first pass is for those. `KernelCompiler` leaves out numba's passes for features of Python
+that kernels do not use. See docs/experiments/first-run.md.
 """
 
 from typing import Any
 
 from numba.core import codegen
+from numba.core.compiler import CompilerBase
+from numba.core.compiler_machinery import PassManager
 from numba.core.registry import cpu_target
+from numba.core.typed_passes import IRLegalization, NativeLowering, NoPythonBackend, NopythonTypeInference, PreLowerStripPhis
+from numba.core.untyped_passes import (
+    DeadBranchPrune,
+    FixupArgs,
+    GenericRewrites,
+    InlineInlinables,
+    IRProcessing,
+    ReconstructSSA,
+    RewriteSemanticConstants,
+    TranslateByteCode,
+)
 
 SERIALIZED_KIND = "specdec"  # numba's own kinds are "object" and "bitcode"
+
+PASSES = (
+    TranslateByteCode,
+    FixupArgs,
+    IRProcessing,
+    RewriteSemanticConstants,
+    DeadBranchPrune,
+    GenericRewrites,
+    InlineInlinables,
+    DeadBranchPrune,
+    ReconstructSSA,
+    DeadBranchPrune,
+    NopythonTypeInference,
+    PreLowerStripPhis,
+    IRLegalization,
+    NativeLowering,
+    NoPythonBackend,
+)
 
 
 class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ignore]
     """A numba code library, a function and those that it calls, that becomes machine code only when its address is needed."""
 
     _is_linked = False
-    _bitcode = b""  # of a cached library: parsed as `_shared_module` when it is linked
     _shared_module: Any
 
     def add_linking_library(self, library: Any) -> None:
@@ -34,8 +65,6 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
     def _get_module_for_linking(self) -> Any:
         if not self._finalized:
             self._link()
-        if self._shared_module is None and self._bitcode:
-            self._shared_module = codegen.ll.parse_bitcode(self._bitcode)
         if self._shared_module is None:
             shared = self._final_module.clone()
             for function in shared.functions:
@@ -44,14 +73,11 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
             self._shared_module = shared
         return self._shared_module
 
-    def serialize_with_symbols(self) -> Any:
-        """Return the library as a tuple to pickle, which `_unserialize` takes, with the names of all symbols it defines."""
-        name, _, (code, bitcode) = self.serialize_using_object_code()
-        shared = self._get_module_for_linking()
-        symbols = [
-            symbol.name for group in (shared.functions, shared.global_variables) for symbol in group if not symbol.is_declaration
-        ]
-        return name, SERIALIZED_KIND, (code, bitcode, symbols)
+    def serialize(self) -> Any:
+        """Return the library as a tuple to pickle, which `_unserialize` takes: machine code, its symbols, and the LLVM code."""
+        self._ensure_finalized()
+        symbols = [function.name for function in self._final_module.functions if not function.is_declaration]
+        return self.name, SERIALIZED_KIND, (self._get_compiled_object(), symbols, self._final_module.as_bitcode())
 
     def find_undefined(self, prefix: str) -> set[str]:
         """Return the names, limited to those with a prefix, of functions that the library calls but does not define."""
@@ -63,11 +89,10 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         name, kind, data = state
         if kind != SERIALIZED_KIND:  # from numba's own cache
             return super()._unserialize(compiler, state)
-        code, bitcode, symbols = data
+        code, symbols, _ = data
         library = compiler.create_library(name)
         library.enable_object_caching()
         library._set_compiled_object(code)
-        library._bitcode = bitcode
         library._finalize_final_module()
         compiler._engine._defined_symbols.update(symbols)
         return library
@@ -79,8 +104,14 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         self._final_module.verify()
         self._finalize_final_module()
 
+    def _optimize_functions(self, module: Any) -> None:
+        if _uses_references(module):
+            super()._optimize_functions(module)
+        else:
+            module.data_layout = self._codegen._data_layout
+
     def _optimize_final_module(self) -> None:
-        if any(function.name.startswith("NRT_") for function in self._final_module.functions):
+        if _uses_references(self._final_module):
             super()._optimize_final_module()
         else:
             manager, builder = self._codegen._module_pass_manager()
@@ -91,6 +122,11 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         if not self._finalized and all(function.name != name for function in self._final_module.functions):
             return 0  # the Python wrapper, which was not compiled
         return int(super().get_pointer_to_function(name))
+
+
+def _uses_references(module: Any) -> bool:
+    """Return whether an LLVM module counts references, for which numba has passes of its own."""
+    return any(function.name.startswith("NRT_") for function in module.functions)
 
 
 def enable_late_linking() -> None:
@@ -104,3 +140,18 @@ def enable_late_linking() -> None:
             set_environment(name, environment)
 
     compiler.set_env = set_env
+
+
+class KernelCompiler(CompilerBase):  # type: ignore[misc, unused-ignore]
+    """A numba compiler without the passes for Python features that kernels do not use.
+
+    A function that uses one of these does not compile.
+    """
+
+    def define_pipelines(self) -> list[Any]:
+        """Return the passes, in order."""
+        manager = PassManager("specdec")
+        for compiler_pass in PASSES:
+            manager.add_pass(compiler_pass, compiler_pass.__name__)
+        manager.finalize()
+        return [manager]

@@ -15,7 +15,7 @@ import functools
 import itertools
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -25,7 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
-from specdec.runtime.code_cache import MachineCodeCache, compile_callback, inlined, jitable
+from specdec.runtime.code_cache import MachineCodeCache, compile_callback, jitable, make_dispatcher
 from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes, get_topology
 from specdec.runtime.parallel_region import get_available_threads, pause, run_on_threads
 from specdec.runtime.simd import F32, I32, I64, Float32, Int64, UInt16, atomic_store, call_address, load_word
@@ -133,38 +133,32 @@ KERNEL_WORD, N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD, SEQUENCE_OP_WORD, OP
 OP_WORDS = 56
 
 
-@inlined
-def load_context(address, chunk, n_chunks, is_first_chunk):
-    """Return the `ForwardContext` stored at an address, completed with the chunk, n_chunks and is_first_chunk given."""
-    return ForwardContext(
-        load_word(address),
-        load_word(address + WORD_BYTES),
-        load_word(address + 2 * WORD_BYTES),
-        load_word(address + 3 * WORD_BYTES),
-        load_word(address + 4 * WORD_BYTES),
-        chunk,
-        n_chunks,
-        is_first_chunk,
-    )
+def _make_call_intrinsic(function: Callable[..., None], arg_types: Sequence[Any], record: Any) -> Any:
+    """Return an intrinsic that calls a kernel function, given the numbers that `KERNEL_SIGNATURE` has.
 
-
-def _make_unpack_intrinsic(args_type: Any) -> Any:
-    """Return an intrinsic that takes the address of an op and returns its arguments as a tuple of the numba type args_type.
-
-    Arrays are not copied.
+    Args:
+        function: The kernel function.
+        arg_types: The numba types of its arguments, which it reads from the words of the op. Arrays are not copied.
+        record: NamedTuple class that holds the arguments, or None if they are separate.
     """
+    context_type = types.BaseTuple.from_types([types.int64] * len(ForwardContext._fields), ForwardContext)
+    args_type = types.BaseTuple.from_types(arg_types, record)
+    dispatcher = make_dispatcher(function)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         from numba.np.arrayobj import populate_array  # imports most of numba, so only when compiling
 
-        words = builder.inttoptr(args[0], I64.as_pointer())
-        numbers = (builder.load(builder.gep(words, [I64(i)])) for i in range(OP_HEADER_WORDS, OP_WORDS))
-        values = []
-        for arg_type in args_type:
+        def iter_words(address: Any, first: int, end: int) -> Iterator[Any]:
+            words = builder.inttoptr(address, I64.as_pointer())
+            return (builder.load(builder.gep(words, [I64(i)])) for i in range(first, end))
+
+        run, op, thread, *chunk = values
+        numbers, arguments = iter_words(op, OP_HEADER_WORDS, OP_WORDS), []
+        for arg_type in arg_types:
             if arg_type is types.float32:
-                values.append(builder.bitcast(builder.trunc(next(numbers), I32), F32))
+                arguments.append(builder.bitcast(builder.trunc(next(numbers), I32), F32))
             elif arg_type is types.int64:
-                values.append(next(numbers))
+                arguments.append(next(numbers))
             else:
                 address, *shape = [next(numbers) for _ in range(1 + arg_type.ndim)]
                 item_bytes = context.get_constant(types.intp, arg_type.dtype.bitwidth // 8)
@@ -173,10 +167,18 @@ def _make_unpack_intrinsic(args_type: Any) -> Any:
                     strides.insert(0, builder.mul(strides[0], size))
                 array = context.make_array(arg_type)(context, builder)
                 populate_array(array, builder.inttoptr(address, array.data.type), shape, strides, item_bytes, meminfo=None)
-                values.append(array._getvalue())
-        return context.make_tuple(builder, signature.return_type, values)
+                arguments.append(array._getvalue())
+        if record:
+            arguments = [context.make_tuple(builder, args_type, arguments)]
+        forward = context.make_tuple(builder, context_type, [*iter_words(run, 0, N_CONTEXT_WORDS), *chunk])
+        function_type = types.Dispatcher(dispatcher)
+        parameters = context_type, types.int64, *([args_type] if record else arg_types)
+        call = context.get_function(function_type, context.typing_context.resolve_function_type(function_type, parameters, {}))
+        context.add_linking_libs(call.libs)
+        call(builder, [forward, thread, *arguments])
+        return context.get_dummy_value()
 
-    return intrinsic(lambda typingctx, op: (args_type(types.int64), codegen))
+    return intrinsic(lambda typingctx, run, op, thread, chunk, n_chunks, is_first_chunk: (KERNEL_SIGNATURE, codegen))
 
 
 class Kernel:
@@ -249,16 +251,12 @@ class Kernel:
     @functools.cached_property
     def address(self) -> int:
         """Address of the kernel's machine code, which is compiled or loaded from the cache on first use."""
-        body, arg_types = jitable(self._renamed_function), [*self._arg_types.values()]
-        unpack = _make_unpack_intrinsic(types.BaseTuple.from_types(arg_types, self._record))
+        call = _make_call_intrinsic(self._renamed_function, [*self._arg_types.values()], self._record)
 
         def entry(run, op, thread, chunk, n_chunks, is_first_chunk):
-            body(load_context(run, chunk, n_chunks, is_first_chunk), thread, *unpack(op))
+            call(run, op, thread, chunk, n_chunks, is_first_chunk)
 
-        def entry_with_record(run, op, thread, chunk, n_chunks, is_first_chunk):
-            body(load_context(run, chunk, n_chunks, is_first_chunk), thread, unpack(op))
-
-        return compile_callback(KERNEL_SIGNATURE, entry_with_record if self._record else entry, self._code_cache)
+        return compile_callback(KERNEL_SIGNATURE, entry, self._code_cache)
 
     @property
     def _code_cache(self) -> MachineCodeCache | None:

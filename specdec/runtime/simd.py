@@ -16,7 +16,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, models, register_jitable, register_model
+from numba.extending import intrinsic, models, register_model
+
+from specdec.runtime.code_cache import jitable
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -29,13 +31,13 @@ CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's na
 IS_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
 
 
-@register_jitable
+@jitable
 def ceil_div(n: int, d: int) -> int:
     """Return n / d, rounded up."""
     return (n + d - 1) // d
 
 
-@register_jitable
+@jitable
 def round_up(n: int, multiple: int) -> int:
     """Return n, or the next multiple above it."""
     return int(ceil_div(n, multiple)) * multiple

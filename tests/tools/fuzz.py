@@ -636,7 +636,7 @@ def fuzz_sampling(rng):
     q[0, :n] = p if rng.random() < 0.3 else np.random.default_rng(s.seed).dirichlet(np.full(n, 0.3))
     q[0, proposal] = max(q[0, proposal], 1e-6)
     residual = probs.copy()  # overwritten
-    redrawn = accept_or_resample(residual, q, n, proposal, s.seed, 2, 0, position)
+    redrawn = accept_or_resample(residual, q, n, proposal, s.seed, (2, 0), position, (np.empty(1, np.int64), np.empty(1)))
     if np.isnan(logits).any() or not np.isfinite(logits.max()):
         assert token == redrawn == -1
         return REFUSED
