@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import typer
 
-from specdec.cli import bench, chat, generate, models, race, serve, sweep
+from specdec.cli import bench, chat, compile, generate, models, race, serve, sweep
 from specdec.cli.option_fields import translate_parameters
 from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
 from specdec.cli.suggestions import explain_invalid_number
@@ -32,6 +32,7 @@ app.command("serve", cls=Subcommand)(make_command(serve.ServeRequest, serve.run)
 app.command("sweep", cls=Subcommand)(make_command(sweep.SweepRequest, sweep.run))
 app.command("models", cls=Subcommand)(make_command(models.ModelsRequest, models.run))
 app.command("bench", cls=Subcommand)(make_command(bench.BenchRequest, bench.run))
+app.command("compile", cls=Subcommand)(make_command(compile.CompileRequest, compile.run))
 COMPLETION_VARIABLE = "_COMPLETE"  # suffix of the variable that a shell's completion sets; the program's name comes first
 # Overrides of the terminal's size. POSIX treats anything but a number from 1 on as unset; Rich and Typer fail on it.
 SIZE_VARIABLES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +52,7 @@ SOURCES = (
 SOURCE_HASH = hashlib.sha256(b"\0".join((PACKAGE_DIR / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 _SOURCE_PATHS = {str(PACKAGE_DIR / name) for name in SOURCES}
 SOURCE_HASH_PATTERN = re.compile("[0-9a-f]{16}")
+CPU_NAME = cpu_target.target_context.codegen().magic_tuple()[1]  # as LLVM calls it
 CHECKSUM_BYTES = 32
 NRT_PREFIX = "NRT_"  # of names in numba's runtime
 LOCK_TIMEOUT_S = 60.0  # for a process that was stopped, or has an error that this one will report
@@ -84,16 +85,25 @@ if numba.config.DISABLE_JIT:
 
 
 enable_late_linking()
-# Callbacks (name, number of started functions) for each function that is compiled, with the name "" when none is. Only the last
-# callback is called.
-compile_reporters: list[Callable[[str, int], object]] = []
+# Callbacks (name, number, total) for each function that is compiled, the number-th of about `total`, with the name "" when none
+# is. Only the last callback is called.
+compile_reporters: list[Callable[[str, int, int], object]] = []
 _in_progress: list[str] = []  # a stack: functions that a function calls are compiled in the middle of it
 _n_started = 0
+_expected_names = set[str]()  # of functions that were missing and will be needed
 
 
 def _report_compiling(name: str) -> None:
     for report in compile_reporters[-1:]:  # the caller of an earlier one may have been interrupted
-        report(name, _n_started)
+        stored, known_before = list_cached_names(), _scan_cache()[0]
+        new = stored - known_before
+        n = max(_n_started, len(new) + bool(name))  # other processes compile, too
+        report(name, n, max(n, len(new | _expected_names)))
+
+
+def expect_functions(names: Iterable[str]) -> None:
+    """Announce functions that this process will need, for the total that `compile_reporters` receive."""
+    _expected_names.update(set(names) - _scan_cache()[0])
 
 
 # Compile locks: the first process that needs a function compiles it, and the others wait. A lock is on one byte of a file, at an
@@ -280,11 +290,16 @@ def get_cache_dir() -> str:
     It is in NUMBA_CACHE_DIR if set, else in the user's cache, else in the package's __pycache__.
     """
     if not _cache_dir:
-        numba_dir = os.environ.get("NUMBA_CACHE_DIR")
-        candidates = [Path(numba_dir, "specdec")] if numba_dir else [_get_user_cache_dir(), PACKAGE_DIR / "__pycache__"]
-        _cache_dir.append(next((str(path / SOURCE_HASH) for path in candidates if _can_write(path / SOURCE_HASH)), ""))
+        folders = (path / SOURCE_HASH for path in list_cache_candidates())
+        _cache_dir.append(next((str(path) for path in folders if _can_write(path)), ""))
         _scan_cache()  # before any file is added
     return _cache_dir[0]
+
+
+def list_cache_candidates() -> list[Path]:
+    """Return the folders that may hold the cache; it is in the first that is writable."""
+    numba_dir = os.environ.get("NUMBA_CACHE_DIR")
+    return [Path(numba_dir, "specdec")] if numba_dir else [_get_user_cache_dir(), PACKAGE_DIR / "__pycache__"]
 
 
 def _get_user_cache_dir() -> Path:
@@ -315,16 +330,20 @@ compile_locks = CompileLocks(lambda: os.path.join(get_cache_dir(), "claims"))
 @functools.cache
 def _scan_cache() -> tuple[set[str], bool]:
     """Return the names of all functions cached at the time of the first call, and whether another source hash has a folder."""
+    names, n_hashes = list_cached_names(), 0
+    with suppress(OSError):
+        folders = os.scandir(os.path.dirname(get_cache_dir())) if get_cache_dir() else ()
+        n_hashes = sum(1 for entry in folders if SOURCE_HASH_PATTERN.fullmatch(entry.name))
+    return names, n_hashes > 1
+
+
+def list_cached_names() -> set[str]:
+    """Return the names of all functions that are cached now, for any CPU."""
     if not get_cache_dir():
-        return set(), False
-    try:
-        files = [entry.name for entry in os.scandir(get_cache_dir()) if entry.name.endswith(".code")]
-        hashes = [
-            entry.name for entry in os.scandir(os.path.dirname(get_cache_dir())) if SOURCE_HASH_PATTERN.fullmatch(entry.name)
-        ]
-    except OSError:
-        return set(), False
-    return {name.split("-")[0] for name in files}, len(hashes) > 1
+        return set()
+    with suppress(OSError):
+        return {entry.name.split("-")[0] for entry in os.scandir(get_cache_dir()) if entry.name.endswith(".code")}
+    return set()
 
 
 def get_compile_reason(name: str) -> str:

@@ -24,6 +24,15 @@ from specdec.runtime import code_cache
 from specdec.runtime.op_program import Kernel
 from specdec.runtime.parallel_region import get_available_threads
 
+# Functions that every run needs, in addition to the kernels of its passes
+COMMON_FUNCTIONS = (
+    "kernels.fill_rope_tables",
+    "runtime.memory.touch_words",
+    "runtime.op_program.run_ops",
+    "runtime.parallel_region.run_parallel_region",
+    "runtime.parallel_region.run_single_threaded",
+    "sampling.draw",
+)
 MIN_MISSING_KERNELS = 3  # fewer are compiled before a process has started
 MAX_PROCESSES = 2  # in addition to this one: more would find nothing to do
 
@@ -39,6 +48,7 @@ def compile_ahead(kernels: Sequence[Kernel], slow_names: Sequence[str]) -> list[
         slow_names: Kernels or functions of the package that take longest, as "module.name"; the processes start with them.
     """
     missing = [kernel for kernel in kernels if not kernel.is_compiled]
+    code_cache.expect_functions([*COMMON_FUNCTIONS, *(kernel.name for kernel in missing)])
     n = min(get_available_threads() - 1, MAX_PROCESSES)
     if len(missing) < MIN_MISSING_KERNELS or not code_cache.get_cache_dir():
         return []

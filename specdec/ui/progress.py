@@ -20,6 +20,7 @@ MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 24
 TICK_INTERVAL_S = 0.2  # of the spinner
 UPDATE_INTERVAL_S = 0.1  # of the progress
 LOG_INTERVAL_S = 5.0  # of progress lines without a terminal
+COMPILE_LOG_DELAY_S = 1.0  # before the first of them about compiling
 STATUS_DELAY_S = 0.25  # a shorter task shows no line
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 
@@ -74,6 +75,7 @@ class StatusLine:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._next_log_time = time.monotonic() + LOG_INTERVAL_S
+        self._next_compile_log = 0.0  # none is compiled yet
         self._download, self._n_bytes_at_begin, self._begin, self._last_update = ("", 0), 0, 0.0, 0.0
 
     def start(self) -> None:
@@ -90,19 +92,33 @@ class StatusLine:
             self._draw()
             if not self._is_terminal and isinstance(message, ProgressBar) and time.monotonic() > self._next_log_time:
                 self._next_log_time = time.monotonic() + LOG_INTERVAL_S
-                with suppress(OSError, ValueError):
-                    print(f"specdec: {message.task}:{message.share:4.0%}{message.suffix}", file=sys.stderr, flush=True)
+                self._log(f"{message.task}:{message.share:4.0%}{message.suffix}")
 
-    def on_compiling(self, name: str, n_begun: int) -> None:
-        """Show the name of the function that is being compiled, in place of the message. See `code_cache.compile_reporters`.
+    def _log(self, text: str) -> None:
+        """Print a line of progress to stderr, without a terminal."""
+        with suppress(OSError, ValueError):
+            print(f"specdec: {text}", file=sys.stderr, flush=True)
+
+    def on_compiling(self, name: str, n: int, total: int) -> None:
+        """Show how many functions are compiled, in place of the message, and why. See `code_cache.compile_reporters`.
+
+        Without a terminal, log this after COMPILE_LOG_DELAY_S, then at most every LOG_INTERVAL_S.
 
         Args:
-            name: Name of the function; "" shows the message again.
-            n_begun: Number of compilations begun so far.
+            name: Name of the function that is being compiled; "" shows the message again.
+            n: Number of compilations begun so far.
+            total: Expected number of compilations.
         """
+        text = f"compiling kernels: {n} of about {total} ({code_cache.get_compile_reason(name)})" if name else ""
         with self._lock:
-            self._compile_message = f"compiling {n_begun}, {code_cache.get_compile_reason(name)}: {name}" if name else ""
+            self._compile_message = text
             self._draw()
+            now = time.monotonic()
+            if text and not self._next_compile_log:
+                self._next_compile_log = now + COMPILE_LOG_DELAY_S
+            elif text and now > self._next_compile_log and not self._is_terminal:
+                self._next_compile_log = now + LOG_INTERVAL_S
+                self._log(text)
 
     def on_download(self, name: str, n: int, total: int) -> None:
         """Show the progress of a download as a bar with the time left. See `resumable_download.progress_callbacks`.

@@ -149,6 +149,9 @@ def test_compilation_is_shown_and_previous_message_returns(
     monkeypatch.setattr(code_cache, "_scan_cache", lambda: ({"kernels.rope", "quant.fp32.matmul"}, False))
     monkeypatch.setattr(code_cache, "get_cache_dir", lambda: "somewhere")
     monkeypatch.setattr(code_cache, "_n_started", 0)
+    monkeypatch.setattr(code_cache, "list_cached_names", set)
+    monkeypatch.setattr(code_cache, "_expected_names", set())
+    code_cache.expect_functions(["quant.int8.matmul", "kernels.mix", "kernels.rope", "kernels.a", "kernels.b"])
     caches = [compiled_function(name) for name in ("quant.int8.matmul", "quant.int8.quantize_activations", "kernels.mix")]
     codegen = SimpleNamespace(codegen=lambda: None)
     monkeypatch.setattr(code_cache.MachineCodeCache, "_load", lambda *_: None)
@@ -164,11 +167,23 @@ def test_compilation_is_shown_and_previous_message_returns(
     place.close()
     messages = [row[2:].strip() for row in place.shown.split("\r") if row.strip()]
     messages = [row for row, before in zip(messages, ["", *messages], strict=False) if row != before]
-    new = "a new weight format: quant.int8"
+    new = "of about 4 (a new weight format)"
     assert messages == [
-        "timing", f"compiling 1, {new}.matmul", f"compiling 2, {new}.quantize_activations", f"compiling 2, {new}.matmul",
-        "timing", "compiling 3, for the first time: kernels.mix", "timing",
+        "timing", f"compiling kernels: 1 {new}", f"compiling kernels: 2 {new}", "timing",
+        "compiling kernels: 3 of about 4 (for the first time)", "timing",
     ]  # fmt: skip
+
+
+def test_long_compilation_is_logged_without_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(code_cache, "_scan_cache", lambda: (set(), False))
+    monkeypatch.setattr(progress, "COMPILE_LOG_DELAY_S", -1.0)
+    with show_status():
+        for n in range(1, 5):
+            code_cache.compile_reporters[-1]("kernels.attend", n, 9)
+            code_cache.compile_reporters[-1]("", n, 9)
+    assert out.getvalue() == "specdec: compiling kernels: 2 of about 9 (a first run)\n"
 
 
 class Uncompiled:

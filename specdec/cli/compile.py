@@ -1,0 +1,46 @@
+"""`specdec compile`: compiles ahead of time what the other commands run with a model, for images and CI."""
+
+import time
+from dataclasses import dataclass, replace
+
+from specdec.cli.common_options import Request, with_models
+from specdec.cli.model_loading import load_models
+from specdec.cli.option_fields import argument
+from specdec.cli.output_errors import guard_output
+from specdec.draft.settings import AUTO
+from specdec.runtime import code_cache
+from specdec.ui.plain_views import sanitize_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileRequest(Request):
+    """The options of `specdec compile`."""
+
+    option_names = "names draft stage quantize kv pack packed tokenizer"
+    names: list[str] | None = argument(
+        None, metavar="MODEL", help="Targets: folders, files or hub names, as for -m of other commands."
+    )
+
+
+def run(request: CompileRequest) -> None:
+    """Compile the kernels of models now, so that other commands start at once: for images and CI.
+
+    specdec compile compiles those of the included pair; specdec compile MODEL those of a model and its default draft.
+
+    Compiled code is for this CPU and this version of specdec. NUMBA_CACHE_DIR selects the folder.
+    """
+    if not code_cache.get_cache_dir():
+        folders = " or ".join(str(path) for path in code_cache.list_cache_candidates())
+        raise ValueError(f"compiled code cannot be kept: {folders} is not writable; set NUMBA_CACHE_DIR to a folder that is")
+    for name in request.names or (None,):
+        begin, known = time.perf_counter(), code_cache.list_cached_names()
+        resolved = with_models(replace(request, model=name), AUTO)
+        with load_models(resolved) as models:  # the warm-up at its end compiles
+            resolved = models.resolve_draft(resolved)
+        n_new = len(code_cache.list_cached_names() - known)
+        with guard_output():
+            what = f"compiled {n_new} functions" if n_new else "nothing to compile"
+            seconds = time.perf_counter() - begin
+            print(f"{sanitize_line(' + '.join(resolved.display_names))}: {what} ({seconds:.1f} s)", flush=True)
+    with guard_output():
+        print(f"compiled code for {code_cache.CPU_NAME} is in {sanitize_line(code_cache.get_cache_dir())}", flush=True)

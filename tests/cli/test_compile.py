@@ -1,0 +1,64 @@
+"""`specdec compile`: compiles ahead what the other commands run, into a folder that must be writable."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.cli import compile as compile_command
+from specdec.runtime import code_cache
+from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
+from tests.conftest import Pair
+from tests.tools.checkpoint_files import ROOT
+
+LIST_COMPILED = """
+from specdec.cli.bootstrap import main
+from specdec.runtime import code_cache as cache
+compiled = []
+save = cache.MachineCodeCache.save_overload
+cache.MachineCodeCache.save_overload = lambda cache, *args: [compiled.append(cache._name), save(cache, *args)]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print(compiled)
+"""
+
+
+def test_later_run_compiles_nothing() -> None:
+    subprocess.run([sys.executable, "specdec.py", "compile"], cwd=ROOT, check=True)
+    command = [sys.executable, "-c", LIST_COMPILED, "Once", "-n", "60", "--plain"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout.endswith("[]\n")
+
+
+def test_models_and_folder_are_printed(run: Run, pair: Pair) -> None:
+    code, out, _ = run("compile", str(pair.target), str(pair.draft), "-z", str(pair.tokenizer), "-d", "lookup")
+    first, second, last = out.splitlines()
+    assert code == 0 and first.startswith(f"{pair.target.stem} + lookup: ") and second.startswith(f"{pair.draft.stem} + lookup: ")
+    assert last == f"compiled code for {code_cache.CPU_NAME} is in {code_cache.get_cache_dir()}"
+    out = run("compile", str(pair.target), "-z", str(pair.tokenizer), "-d", "lookup")[1]
+    assert out.startswith(f"{pair.target.stem} + lookup: nothing to compile (")
+
+
+def test_missing_model_is_an_error(run: Run) -> None:
+    code, out, error = run("compile", "no-such-model.gguf")
+    assert code == 2 and not out and "no-such-model.gguf" in error
+
+
+def test_cache_folder_that_is_not_writable_is_an_error_before_anything_loads(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(code_cache, "_cache_dir", [])
+    monkeypatch.setattr(compile_command, "load_models", None)
+    code, out, error = run("compile")
+    folder = os.path.join(tmp_path, "file", "specdec")
+    assert code == 2 and not out
+    expected = f"compiled code cannot be kept: {folder} is not writable; set NUMBA_CACHE_DIR to a folder that is"
+    assert expected in " ".join(error.split())
