@@ -15,7 +15,7 @@ from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import FP32, INT4, INT8, choose_weight_format
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
-from specdec.quant.groupwise import make_group_tile
+from specdec.quant.groupwise import get_bit_fields, make_group_tile, pack_codes, unpack_codes
 from specdec.quant.int4 import quantize
 from specdec.quant.int8 import DOT4_NAME, get_quantized_activations
 from specdec.quant.matmul_kernels import make_matmul
@@ -119,6 +119,24 @@ def test_type_takes_no_more_memory_than_its_file_except_for_wider_scales(name):
     row_block_bytes = 4 * layout.block_words / PANEL_ROWS
     ratios = {"Q4_K": 1.03, "Q5_K": 1.03, "IQ4_XS": 1.03, "Q3_K": 1.04}  # 6-bit factors are stored as bytes
     assert row_block_bytes <= ratios.get(name, 1) * n_bytes
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_every_bit_of_a_word_is_one_bit_of_one_code(name):
+    layout = BLOCK_TYPES[name].layout
+    bits = [
+        ((field.word, field.shift + i), (k, field.to + i))
+        for k, fields in enumerate(get_bit_fields(layout))
+        for field in fields
+        for i in range(field.n_bits)
+    ]
+    stored, codes = ([*each] for each in zip(*bits, strict=True))
+    assert sorted(stored) == [(word, bit) for word in range(layout.unit_words) for bit in range(8)]
+    n_code_words = layout.unit_groups * layout.group_size // 4
+    assert sorted(codes) == [(k, bit) for k in range(n_code_words) for bit in range(layout.bits)]
+    words = np.random.default_rng(0).integers(0, 2**32, (2, 3, layout.n_units, layout.unit_words), np.uint32)
+    layout = layout._replace(codebook="")
+    np.testing.assert_array_equal(pack_codes(layout, unpack_codes(layout, words)), words)
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
