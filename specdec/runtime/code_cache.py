@@ -88,6 +88,7 @@ enable_late_linking()
 # Callbacks (name, number, total) for each function that is compiled, the number-th of about `total`, with the name "" when none
 # is. Only the last callback is called.
 compile_reporters: list[Callable[[str, int, int], object]] = []
+write_errors: list[OSError] = []  # of code that could not be kept
 _in_progress: list[str] = []  # a stack: functions that a function calls are compiled in the middle of it
 _n_started = 0
 _expected_names = set[str]()  # of functions that were missing and will be needed
@@ -247,8 +248,10 @@ class MachineCodeCache(caching.NullCache):
             library = compiled.library  # dynamic globals are addresses of this process, so they are not cached
             if not library.has_dynamic_globals and library.find_undefined(NRT_PREFIX) <= _get_runtime_symbols().keys():
                 content = dumps((library.serialize(), *compiled._reduce()[1:]))
-                with suppress(OSError):
+                try:
                     write_cached(path, content)
+                except OSError as error:
+                    write_errors.append(error)
             compile_locks.release(path)
         self._report_compiled()
 

@@ -43,6 +43,13 @@ def test_models_and_folder_are_printed(run: Run, pair: Pair) -> None:
     assert out.startswith(f"{pair.target.stem} + lookup: nothing to compile (")
 
 
+def test_code_that_could_not_be_written_is_an_error(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_cache, "write_errors", [OSError(28, "No space left on device")])
+    code, _, error = run("compile", str(pair.target), "-z", str(pair.tokenizer), "-d", "lookup")
+    expected = f"compiled code cannot be kept in {code_cache.get_cache_dir()}: No space left on device"
+    assert code == 2 and expected in " ".join(error.split())
+
+
 def test_missing_model_is_an_error(run: Run) -> None:
     code, out, error = run("compile", "no-such-model.gguf")
     assert code == 2 and not out and "no-such-model.gguf" in error
