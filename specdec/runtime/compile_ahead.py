@@ -5,6 +5,7 @@ the cache, and a process that needs a function which another is compiling waits 
 """
 
 import atexit
+import gc
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 
 if __name__ == "__main__":
+    gc.disable()  # loaded modules stay
     search_path, jobs = json.loads(sys.argv[1])
     sys.path[:] = search_path  # of the process that started this one
     import_module("specdec.runtime.compile_ahead").run_jobs(jobs)
@@ -80,6 +82,8 @@ def run_jobs(jobs: Sequence[str]) -> None:
     Skips jobs that another process is compiling, and jobs that raise. The process also exits when its parent ends.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()
+    gc.enable()
     code_cache.compile_locks.is_blocking = False
     for job in jobs:
         with suppress(Exception):  # `AlreadyCompilingError`, or an error that the other process will report

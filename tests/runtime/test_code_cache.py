@@ -183,6 +183,12 @@ def test_callee_is_part_of_its_caller_and_has_a_file_once_python_calls_it(packag
     assert [path.name.split("-")[0] for path in list_code_files(package)] == ["high.high", "low.low"]
 
 
+def test_garbage_collector_goes_on_after_a_function_is_compiled(package: Path) -> None:
+    clear_cache(package)
+    code = "import gc; {}; from p.high import high; high(1); print(gc.isenabled())"
+    assert [run_program(package, code.format(f"gc.{name}()")) for name in ("enable", "disable")] == ["True", "False"]
+
+
 COUNT_COMPILED = """
 from .runtime.code_cache import compiled, jitable
 calls = []
