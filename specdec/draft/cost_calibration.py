@@ -31,6 +31,7 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 # takes less than SLOW_ROUND_S. The time of a pass rises by a step with every further tile.
 MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, MAX_TILE_TOKENS + 1, 2, 4, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
 FIRST_BUDGET_S, MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S = 0.2, 0.05, 0.01, 0.1
+MIN_JOBS = 4  # jobs that run within SLOW_ROUND_S even if the budget is less
 # Keys of other timed passes: over equal tokens; the draft's first token of a round, and the next one; one token of the target
 # after a draft, which has evicted a part of the weights from the caches
 EQUAL_TOKENS_KEY, FIRST_DRAFT_KEY, NEXT_DRAFT_KEY, AFTER_DRAFT_KEY = -1, -2, -3, -4
@@ -96,7 +97,7 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
             NEXT_DRAFT_KEY: (draft, tokens[:n_next]),
             AFTER_DRAFT_KEY: (target, tokens[:1]),
         }
-    least = _measure_min_seconds(needed | passes, max(4, len(needed)), budget, seconds)
+    least = _measure_min_seconds(needed | passes, len(needed), budget, seconds)
     token, first, after_draft = (least.pop(key, 0.0) for key in (NEXT_DRAFT_KEY, FIRST_DRAFT_KEY, AFTER_DRAFT_KEY))
     experts = _fit_expert_costs(target.model, least, n_read)
     curve = {
@@ -125,7 +126,8 @@ def _measure_min_seconds(
     begin = time.perf_counter()
     for turn in itertools.count(1):
         for i, (key, job) in enumerate(jobs.items()):
-            if i < n_needed or time.perf_counter() < begin + budget:
+            elapsed = time.perf_counter() - begin
+            if i < n_needed or elapsed < (budget if i >= MIN_JOBS else max(budget, SLOW_ROUND_S)):
                 least[key] = min(least.get(key, math.inf), seconds(key, *job))
         if time.perf_counter() > begin + (budget if turn > 1 else SLOW_ROUND_S):
             break

@@ -107,7 +107,8 @@ def warm_up_trees(caches: Sequence[KVCache], vocabulary: SharedVocabulary) -> No
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     for cache in caches:
         with cache.model.lock:
-            sampler.draw_candidates(sampler.new_probs(), cache.forward([0])[0], TARGET_NOISE, 1)
-            if cache.model.n_positions > 1:
-                cache.forward_tree([0], [0, 0], [-1, -1])
+            can_hold_nodes = cache.model.n_positions > 1
+            logits = cache.forward_tree([0], [0, 0], [-1, -1]) if can_hold_nodes else cache.forward([0])
+            sampler.draw_candidates(sampler.new_probs(), logits[0], TARGET_NOISE, 1)
+            if can_hold_nodes:
                 cache.commit_path([1])

@@ -155,8 +155,8 @@ class Autotuner:
     def _calibrate(self) -> None:
         """Read the costs and the acceptance that earlier processes have stored, measure the costs again, and keep the lower ones.
 
-        The minimum is right since other programs only ever add time. The measurement is skipped if the stored costs show that the
-        target is slow and that drafts pay.
+        The minimum is right since other programs only ever add time. The measurement is skipped for a slow target, so that its
+        first token comes sooner, if the stored costs show that drafts pay, or if drafts are looked up and the costs are possible.
         """
         draft, seconds = self.bundle.draft, FIRST_BUDGET_S
         models = [self.bundle.target, *([draft.model] if draft.model else [])]
@@ -164,7 +164,9 @@ class Autotuner:
         if stored := self._calibration_file.read():
             self._curve, self.acceptance = stored
             seconds = RECHECK_BUDGET_S
-            if self._curve.pass_seconds[1] > SLOW_ROUND_S and self._curve.is_profitable(self.acceptance.mean):
+            passes = self._curve.pass_seconds
+            is_possible = not draft.model and passes[MAX_TILE_TOKENS] < MAX_TILE_TOKENS * passes[1]
+            if passes[1] > SLOW_ROUND_S and (is_possible or self._curve.is_profitable(self.acceptance.mean)):
                 return
         caches = self.bundle.new_caches()
         measured = measure(caches.target, caches.draft, draft.vocabulary, seconds)

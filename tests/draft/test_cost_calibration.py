@@ -174,3 +174,14 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
     decoder.warm_up()
     assert decoder.autotuner._curve.pass_seconds[1] == 1e-9
     assert decoder.autotuner._curve.draft_token < 1
+
+
+@pytest.mark.parametrize(("seconds_of_8", "is_measured"), [(2e3, False), (9e3, True)])
+def test_a_slow_target_begins_with_stored_costs_of_lookup_if_they_are_possible(folder, pair, seconds_of_8, is_measured):
+    """A pass over 8 tokens never costs more than 8 passes."""
+    decoder = SpeculativeDecoder(pair.target, "lookup", pair.tokenizer, n_threads=1)
+    useless = Acceptance()
+    useless.update([([5], 0)] * 200)
+    CalibrationFile([decoder.target], "lookup").write(CostCurve({1: 1e3, 8: seconds_of_8}), useless)
+    decoder.warm_up()
+    assert (decoder.autotuner._curve.pass_seconds[1] < 1e3) == is_measured
