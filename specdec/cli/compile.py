@@ -9,6 +9,7 @@ from specdec.cli.option_fields import argument
 from specdec.cli.output_errors import guard_output
 from specdec.draft.settings import AUTO
 from specdec.runtime import code_cache
+from specdec.runtime.code_cache import list_cached_names
 from specdec.ui.plain_views import sanitize_line
 
 
@@ -33,11 +34,11 @@ def run(request: CompileRequest) -> None:
         folders = " or ".join(str(path) for path in code_cache.list_cache_candidates())
         raise ValueError(f"compiled code cannot be kept: {folders} is not writable; set NUMBA_CACHE_DIR to a folder that is")
     for name in request.names or (None,):
-        begin, known = time.perf_counter(), code_cache.list_cached_names()
+        begin, known = time.perf_counter(), list_cached_names()
         resolved = with_models(replace(request, model=name), AUTO)
         with load_models(resolved) as models:  # the warm-up at its end compiles
             resolved = models.resolve_draft(resolved)
-        n_new = len(code_cache.list_cached_names() - known)
+        n_new = len(list_cached_names() - known)
         with guard_output():
             what = f"compiled {n_new} functions" if n_new else "nothing to compile"
             seconds = time.perf_counter() - begin
