@@ -250,9 +250,9 @@ class CostModel:
         Other programs only ever add time, so the lower quartiles are compared if there are enough of both, and else the medians.
         """
         n = min(len(self._drafted_ratios), len(self._plain_ratios))
-        average = _compute_lower_quartile if n >= MIN_COMPARED_ROUNDS else median
-        passes, drafts = (average(ratios) for ratios in zip(*self._drafted_ratios, strict=True))
-        plain = average(self._plain_ratios)
+        compute_typical = _compute_lower_quartile if n >= MIN_COMPARED_ROUNDS else median
+        passes, drafts = (compute_typical(ratios) for ratios in zip(*self._drafted_ratios, strict=True))
+        plain = compute_typical(self._plain_ratios)
         self._comparisons.append((passes / plain, drafts / plain))
         before = self.pass_ratio, self.draft_ratio
         self.pass_ratio, self.draft_ratio = (_compute_cautious_median(ratios) for ratios in zip(*self._comparisons, strict=True))

@@ -413,6 +413,8 @@ def shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
         results, errors = list[Any](), list[BaseException]()
 
         def run() -> None:
+            is_collecting = gc.isenabled()
+            gc.disable()  # it would take a tenth of the time, and finds little
             try:
                 results.append(work(*args))
             except BaseException as error:
@@ -420,9 +422,6 @@ def shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 if is_collecting:
                     gc.enable()
-
-        is_collecting = gc.isenabled()
-        gc.disable()  # it would take a tenth of the time, and finds little
 
         thread = threading.Thread(target=run, name="specdec-compiling")
         thread.start()
