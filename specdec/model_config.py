@@ -243,6 +243,7 @@ class RopeConfig:
         attention_factor: Factor of the rotated rows.
         long_freq_factors: freq_factors of sequences longer than longrope_threshold, from their first token on (LongRoPE).
         longrope_threshold: Length in tokens. 0: no LongRoPE.
+        max_positions: Length in tokens beyond which the model has other angles, which are not supported. 0: no limit.
         query_scale: Multiply a query at position p by 1 + query_scale log(1 + p // query_span) (Llama 4). 0: no factor.
         query_span: See query_scale.
     """
@@ -254,6 +255,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     long_freq_factors: tuple[float, ...] = ()
     longrope_threshold: int = 0
+    max_positions: int = 0
     query_scale: float = 0.0
     query_span: int = 0
 
@@ -489,7 +491,7 @@ class ModelConfig:
         """Yield the error messages of the settings that layers override."""
         if len(self.layers) not in (0, self.n_layers):
             yield f"layers has {len(self.layers)} entries; expected one for each of {self.n_layers} layers, or none"
-        ropes = {self.rope, *(overrides.attention.rope for overrides in self.layers if overrides.attention)}
+        ropes = self.list_ropes()
         has_several_ropes = len(ropes) > 1 or any(overrides.head_dim for overrides in self.layers)
         if any(layer.attention and layer.attention.latent != self.attention.latent for layer in self.layers):
             yield "layers have different latent attention; expected the same in all"
@@ -575,6 +577,21 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Number of rows of a head that RoPE rotates."""
         return self.rope.dim or self.head_dim
+
+    def list_ropes(self) -> set[RopeConfig]:
+        """Return the RoPE settings of all layers."""
+        return {self.rope, *(overrides.attention.rope for overrides in self.layers if overrides.attention)}
+
+    def extend_to_yarn_context(self) -> "ModelConfig":
+        """Return this config with a seq_len of YaRN's factor times its original context if that is more."""
+        scalings = [rope.scaling for rope in self.list_ropes() if isinstance(rope.scaling, YarnRopeScaling)]
+        extended = [int(scaling.factor * scaling.original_seq_len) for scaling in scalings]
+        return replace(self, seq_len=max(self.seq_len, *extended)) if extended else self
+
+    @property
+    def max_positions(self) -> int:
+        """Smallest max_positions of the layers' RoPE, in tokens. 0: no limit."""
+        return min({rope.max_positions for rope in self.list_ropes()} - {0}, default=0)
 
     def has_long_rope(self, n_tokens: int) -> bool:
         """Return whether a sequence of n_tokens tokens is so long that RoPE uses long_freq_factors (LongRoPE)."""

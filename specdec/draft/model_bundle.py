@@ -213,7 +213,7 @@ class DraftResolver:
         config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
             config, weights = self._quantize_classifier(config, weights)
-        loader, n_positions = self.loader, self.target.n_positions
+        loader, n_positions = self.loader, min(self.target.n_positions, config.max_positions or self.target.n_positions)
         is_assistant = config.architecture == ASSISTANT
         module = import_module("specdec.heads.shared_kv_head" if is_assistant else "specdec.heads.head")
         head_class = module.SharedKVHead if is_assistant else module.Head

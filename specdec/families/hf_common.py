@@ -303,10 +303,9 @@ def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None, ha
         return _parse_yarn(rope, values, rope_values)
     if rope_values["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
         return replace(rope, freq_factors=(rope_values.get_float("factor", 1, 1e6),) * (get_head_dim(values) // 2))
-    if rope_values["rope_type"] == "dynamic" and get_original_positions(values, rope_values) >= values.get_int(
-        "max_position_embeddings"
-    ):
-        return rope  # the angles change only beyond those positions
+    n_positions = values.get_int("max_position_embeddings")
+    if rope_values["rope_type"] == "dynamic" and get_original_positions(values, rope_values) >= n_positions:
+        return replace(rope, max_positions=n_positions)
     if rope_values["rope_type"] != "llama3":
         raise rope_values.make_error(
             "rope_type", "default, linear, dynamic, llama3 or yarn; other kinds of RoPE are not supported"

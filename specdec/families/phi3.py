@@ -91,10 +91,12 @@ def set_longrope_factors(
         n_positions: The context length.
         original: The original context length.
     """
-    switches = short != long and n_positions > original
-    return replace(
-        rope, freq_factors=short, long_freq_factors=long if switches else (), longrope_threshold=original if switches else 0
-    )
+    rope = replace(rope, freq_factors=short)
+    if short == long:
+        return rope
+    if n_positions <= original:
+        return replace(rope, max_positions=original)
+    return replace(rope, long_freq_factors=long, longrope_threshold=original)
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:

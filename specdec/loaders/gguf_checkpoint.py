@@ -237,7 +237,7 @@ def read_config(model: GGUFModel) -> ModelConfig:
         "vocab_size": vocab_size,
         "shared_classifier": not family.is_head and (LM_HEAD not in model or model.is_duplicate(EMBEDDING, LM_HEAD)),
     }
-    config = family.parse_config(GGUFMetadata(model.path, given, prefix, common, model))
+    config = family.parse_config(GGUFMetadata(model.path, given, prefix, common, model)).extend_to_yarn_context()
     if problem := config.find_error():
         raise CheckpointError(f"{model.path} does not describe a valid model: {problem}")
     if config.head:

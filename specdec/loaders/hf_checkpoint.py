@@ -248,7 +248,7 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
     given = given | {name: given[alias] for alias, name in family.key_aliases.items() if alias in given}
     values = ConfigValues(path, given, family.defaults)
     check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
-    config = family.parse_config(values)
+    config = family.parse_config(values).extend_to_yarn_context()
     if problem := config.find_error():
         raise CheckpointError(f"{path} is not a valid model config: {problem}")
     return family, config, *_read_special_ids(folder, given, values, config.vocab_size)

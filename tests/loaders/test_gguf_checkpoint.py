@@ -201,6 +201,14 @@ def test_linear_scaling_divides_all_angles_by_the_factor(tmp_path: Path, changes
     np.testing.assert_array_equal(compute_positions_per_radian(config), factor * compute_positions_per_radian(CONFIGS["llama"]))
 
 
+def test_yarn_extends_the_context_and_linear_scaling_does_not(tmp_path: Path) -> None:
+    """Without an original length, the context is the original one, as in llama.cpp."""
+    for scaling, original, context in (("yarn", 64, 256), ("yarn", None, 512), ("yarn", 32, 128), ("linear", 64, 128)):
+        keys = {"type": scaling, "factor": 4.0, "original_context_length": original}
+        path = write_fixture(tmp_path, "llama", **{f"llama.rope.scaling.{key}": value for key, value in keys.items() if value})
+        assert load_checkpoint(path).config.seq_len == context, keys
+
+
 def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
     """Full-attention layers from a list or an interval, RoPE of the other layers, and the score scale of the largest model."""
     config = CONFIGS["gemma3"]

@@ -66,7 +66,25 @@ def test_olmo_3_scales_rope_in_full_attention_layers_in_configs_of_any_transform
 def test_linear_rope_scaling_and_dynamic_scaling_within_the_context_are_supported(tmp_path: Path) -> None:
     linear = load_config(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
     assert linear == replace_config(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
-    assert load_config(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0}) == CONFIGS["llama"]
+    dynamic = load_config(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert dynamic == replace_config(CONFIGS["llama"], max_positions=128)
+
+
+def test_yarn_extends_the_context_and_other_scalings_do_not(tmp_path: Path) -> None:
+    """Qwen3's recipe leaves max_position_embeddings at 40,960; files with other scalings have the extended context there."""
+    llama3 = {"low_freq_factor": 1, "high_freq_factor": 4}
+    for i, (scaling, n_positions, context) in enumerate(
+        [
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 40960, 131072),
+            ({"rope_type": "yarn", "factor": 4.0}, 32768, 131072),
+            ({"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32768}, 40960, 40960),
+            ({"rope_type": "yarn", "original_max_position_embeddings": 32768}, 40960, 40960),
+            ({"rope_type": "linear", "factor": 4.0}, 16384, 16384),
+            ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192} | llama3, 131072, 131072),
+        ]
+    ):
+        changes = {"rope_scaling": scaling, "max_position_embeddings": n_positions}
+        assert load_config(tmp_path / str(i), "llama", **changes).seq_len == context, scaling
 
 
 def test_the_window_of_qwen_applies_only_to_its_sliding_window_layers(tmp_path: Path) -> None:
@@ -105,7 +123,10 @@ def test_longrope_has_short_and_long_factors_for_a_part_of_each_head(tmp_path: P
             ({}, CONFIGS["phi3"]),
             ({"partial_rotary_factor": DELETED, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
             ({"rope_parameters": DELETED, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
-            ({"max_position_embeddings": 50}, replace_config(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, **alike)),
+            (
+                {"max_position_embeddings": 50},
+                replace_config(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, max_positions=64, **alike),
+            ),
             ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace_config(expected, **alike)),
             ({"rope_parameters": long | {"attention_factor": 1.25}}, replace_config(expected, rope_scale=1.25)),
             ({"rope_parameters": None}, replace_config(expected, rope_divisors=(), rope_scale=1.0, **alike)),
@@ -231,7 +252,12 @@ def test_all_yarn_keys_of_transformers_are_supported(tmp_path: Path) -> None:
                 YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
                 replace_config(expected, rope_scaling=YarnRopeScaling(4, 16, 2, truncate=False)),
             ),
-            (None, replace_config(expected, rope_theta=1e6, rope_scaling=YarnRopeScaling(16, 16384), query_span=16384)),
+            (
+                None,
+                replace_config(
+                    expected, seq_len=1 << 18, rope_theta=1e6, rope_scaling=YarnRopeScaling(16, 1 << 14), query_span=1 << 14
+                ),
+            ),
         ]
     ):
         folder = copy_fixture(tmp_path / str(i), "ministral3", rope_parameters=changes)

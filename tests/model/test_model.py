@@ -22,6 +22,7 @@ from specdec.quant import FP32, INT8
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from tests.tools import reference
 from tests.tools.checkpoint_files import ROOT, SHARED, random_tensors
+from tests.tools.configs import replace_config
 from tests.tools.random_models import (
     CONFIGS,
     THREAD_COUNTS,
@@ -145,6 +146,14 @@ def test_n_threads_cannot_exceed_constructor_value(n):
 def test_n_positions_must_be_positive(n):
     with pytest.raises(ValueError, match="n_positions"):
         random_model(CONFIGS["gqa"], n_positions=n)
+
+
+def test_a_model_with_other_angles_beyond_a_length_is_not_longer() -> None:
+    """It must be rejected, since transformers changes all angles there ("dynamic" RoPE); a draft model gets fewer positions."""
+    model = random_model(replace_config(CONFIGS["gqa"], max_positions=64), n_positions=64)
+    assert model.find_max_positions(1e12, 100) == 64
+    with pytest.raises(ValueError, match="n_positions must be at most 64, got 65: beyond that, the model has other RoPE angles"):
+        model.with_capacity(65)
 
 
 def test_weights_of_another_shape_are_rejected():

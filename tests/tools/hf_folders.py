@@ -170,7 +170,7 @@ CONFIGS = {
         3,
         1,
         66,
-        128,
+        160,
         True,
         rope_theta=100,
         head_dim=20,
@@ -343,7 +343,7 @@ CONFIGS |= {
         28, 33, 2, 4, 2, 74, 32768, False, rope_theta=float(np.float32(1e4 * 1000 ** (10 / 8))), head_dim=10, qk_norm="rotated"
     ),
     "deepseek_v2": make_config(
-        40, 44, 3, 5, 1, 69, 128, False, norm_eps=1e-6, head_dim=22, rope_dim=10, rope_theta=100,
+        40, 44, 3, 5, 1, 69, 640, False, norm_eps=1e-6, head_dim=22, rope_dim=10, rope_theta=100,
         rope_scaling=YarnRopeScaling(40, 16, 2, 0.5),
         attention_scale=float(np.float32((1 + 0.0707 * math.log(40)) ** 2 / 22**0.5)),
         latent=LatentAttentionConfig(28, 12, 10, 14), experts=ExpertsConfig(7, 3, 20, False, (0,), shared_hidden_dim=40),
