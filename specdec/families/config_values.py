@@ -17,7 +17,14 @@ ORIGINAL_HINT = "use the original model in BF16 or a GGUF file of it, such as or
 class ConfigValues:
     """The keys of a config file, with the family's defaults for missing ones; each value is checked when it is read."""
 
-    def __init__(self, path: Path, given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS, prefix: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
+        prefix: str = "",
+        aliases: Mapping[str, str] = NO_DEFAULTS,
+    ) -> None:
         """Wrap the keys of a file.
 
         Args:
@@ -25,8 +32,9 @@ class ConfigValues:
             given: The keys and values of the file.
             defaults: Values of missing keys.
             prefix: Common prefix of all keys in the file, which the methods add.
+            aliases: The file's own names of keys that the family names otherwise, for errors.
         """
-        self.path, self._prefix = path, prefix
+        self.path, self._prefix, self._aliases = path, prefix, aliases
         self._values = {**defaults, **given}
 
     def __getitem__(self, key: str) -> Any:
@@ -39,7 +47,8 @@ class ConfigValues:
 
     def make_error(self, key: str, expected: str) -> CheckpointError:
         """Return a CheckpointError, to be raised, about the value of a key; `expected` is a phrase for the valid values."""
-        return CheckpointError(f"{self.path}: {self._prefix}{key} is {format_json_value(self[key])}; expected {expected}")
+        name = self._aliases.get(key, self._prefix + key)
+        return CheckpointError(f"{self.path}: {name} is {format_json_value(self[key])}; expected {expected}")
 
     def get_int(self, key: str, default: int | None = None, max_value: int = MAX_SIZE) -> int:
         """Return the value of a key as an integer from 1 to max_value, or the default if the key is missing.

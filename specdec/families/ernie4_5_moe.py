@@ -19,10 +19,11 @@ from specdec.families.family import (
 from specdec.families.llama import parse_gguf_config as parse_llama_gguf_config
 from specdec.model_config import ModelConfig
 
+MAX_NORM_MIN = 1e-12  # the smallest divisor of the experts' weights in all published files, which no sum reaches
 DEFAULTS = ernie4_5.DEFAULTS | {
     "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20,
     "num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64,
-    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": MAX_NORM_MIN,
 }  # fmt: skip
 KEY_ALIASES = {"use_bias": "attention_bias", "moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}
 ROW = TensorTransform(lambda stored: stored.reshape(-1), lambda shape: (1, *shape))
@@ -40,6 +41,7 @@ IGNORED_NAMES = re.compile(r"mtp_.*")  # a head for the token after the next
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of an ERNIE 4.5 model with experts from the keys of config.json."""
     hf.reject_biases(values)
+    values.get_float("moe_norm_min", 0, MAX_NORM_MIN)
     n_layers, n_shared = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS), values.get_count("moe_num_shared_experts")
     step, first, last = values.get_int("moe_layer_interval"), values["moe_layer_start_index"], values["moe_layer_end_index"]
     if type(first) is not int or not 0 <= first < n_layers:

@@ -245,8 +245,9 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
         problem = "has no model_type" if name is None else f"has the model_type {format_json_value(name)}, which is not supported"
         names = {each.removesuffix("_text") for one in load_definitions(HFFamily) for each in (one.name, *one.multimodal_types)}
         raise CheckpointError(f"{path} {problem}; supported: {', '.join(sorted(names))}")
-    given = given | {name: given[alias] for alias, name in family.key_aliases.items() if alias in given}
-    values = ConfigValues(path, given, family.defaults)
+    aliases = {name: alias for alias, name in family.key_aliases.items() if alias in given}
+    given = given | {name: given[alias] for name, alias in aliases.items()}
+    values = ConfigValues(path, given, family.defaults, aliases=aliases)
     check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
     config = family.parse_config(values).extend_to_yarn_context()
     if problem := config.find_error():

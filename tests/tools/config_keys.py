@@ -45,6 +45,7 @@ ROPE_KEYS = (
 )  # fmt: skip
 ROPE_OBJECTS = {"rope_parameters", "rope_scaling"}
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2", "sigmoid")
+N_COMPARED = 20  # last tokens; with LongRoPE our logits before them may be those of a shorter sequence
 TOLERANCE = 2e-3  # of the largest logit
 
 
@@ -128,7 +129,8 @@ class Reference:
         keys, strings = find_names(text, model)
         prefix = ("text_config",) if "text_config" in self.values else ()
         text_values = self.values[prefix[0]] if prefix else self.values
-        self.changes = list_changes(text_values, text.to_dict(), keys, strings, prefix)
+        synonyms = {name for name, key in text.attribute_map.items() if key in text_values}
+        self.changes = list_changes(text_values, text.to_dict(), keys - synonyms, strings, prefix)
         self.tokens = np.load(folder / "expected.npz")["tokens"].tolist()
 
     def compute_logits(self, values):
@@ -180,7 +182,8 @@ def check_fixture(name):
 
 
 def is_equal(logits, others):
-    """Return whether two arrays of logits differ by rounding only."""
+    """Return whether two arrays of logits differ by rounding only, at the last tokens."""
+    logits, others = logits[-N_COMPARED:], others[-N_COMPARED:]
     return np.abs(logits - others).max() <= TOLERANCE * np.abs(others).max()
 
 
