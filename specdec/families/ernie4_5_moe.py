@@ -23,7 +23,8 @@ MAX_NORM_MIN = 1e-12  # the smallest divisor of the experts' weights in all publ
 DEFAULTS = ernie4_5.DEFAULTS | {
     "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20,
     "num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64,
-    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": MAX_NORM_MIN,
+    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
+    "moe_norm_min": MAX_NORM_MIN,
 }  # fmt: skip
 KEY_ALIASES = {"use_bias": "attention_bias", "moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}
 ROW = TensorTransform(lambda stored: stored.reshape(-1), lambda shape: (1, *shape))

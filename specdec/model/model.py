@@ -68,8 +68,8 @@ class Model:
         lock: Lock to hold while reading logits that no other pass may overwrite.
 
     Raises:
-        ValueError: If weights do not have the config's shapes, the machine does not have n_threads, n_positions is below 1 or above
-            the config's max_positions, or kv is unknown.
+        ValueError: If weights do not have the config's shapes, the machine does not have n_threads, n_positions is below 1 or
+            above the config's max_positions, or kv is unknown.
     """
 
     lock: "threading._RLock"
@@ -99,8 +99,8 @@ class Model:
             self.n_positions = min(self.n_positions, config.seq_len)
         if 0 < config.max_positions < self.n_positions:
             raise ValueError(
-                f"n_positions must be at most {config.max_positions}, got {self.n_positions}: beyond that, the model has other RoPE "
-                "angles, which are not supported"
+                f"n_positions must be at most {config.max_positions}, got {self.n_positions}: beyond that, the model has other "
+                "RoPE angles, which are not supported"
             )
         self.window_evictor = SlidingWindowEvictor(self.architecture, config, self.weights, KV_FORMATS[self.kv], self.n_positions)
         create_fork_safe_lock(self, "lock")
@@ -334,7 +334,8 @@ class Model:
     def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
         """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory.
 
-        It does not exceed the config's max_positions. It is found in steps of 1/64, so it may be a little too low; it is 1 even if that does not fit.
+        It does not exceed the config's max_positions. It is found in steps of 1/64, so it may be a little too low; it is 1 even
+        if that does not fit.
         """
         max_positions = min(max_positions, self.config.max_positions or max_positions)
         while max_positions > 1 and self.get_sequence_bytes(max_positions) > n_bytes:

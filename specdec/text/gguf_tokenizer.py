@@ -62,7 +62,7 @@ def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping
     if kind == SENTENCEPIECE:
         return Tokenizer(path, _make_sentencepiece_vocab(values))
     data = json.dumps((_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values)).encode()
-    return HFTokenizer(path, values.get_token_id("bos_token_id"), values.get_eos_tokens(), data)
+    return HFTokenizer(path, values.get_token_id("bos_token_id"), values.get_eos_tokens(), data, values.duplicates)
 
 
 def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> tuple[int | None, dict[int, str]]:
@@ -88,6 +88,11 @@ class _TokenizerKeys:
         keys: The keys that start with "tokenizer.ggml.", without this prefix.
         eos_tokens: End-of-sequence tokens in addition to the file's.
 
+    Attributes:
+        tokens: Names of all tokens.
+        types: Type of each token.
+        duplicates: Names by id of the tokens with the name of an earlier one, filled by `get_vocab`. They are only decoded.
+
     Raises:
         TokenizerError: Any method, for a key with an invalid value.
     """
@@ -98,6 +103,7 @@ class _TokenizerKeys:
         self.types: list[int] = self._get_list("token_type", int) if "token_type" in keys else [NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise TokenizerError(f"{path}: {len(self.types)} token types for {len(self.tokens)} tokens")
+        self.duplicates: dict[int, str] = {}
 
     def make_error(self, key: str, expected: str) -> TokenizerError:
         """Return a TokenizerError, to be raised, about the value of a key; `expected` is a phrase for the valid values."""
@@ -139,15 +145,11 @@ class _TokenizerKeys:
         return scores
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens by name, without unused tokens and empty names.
-
-        Raises:
-            TokenizerError: Two tokens have the same name.
-        """
+        """Return the first id of each token's name, without unused tokens and empty names."""
         ids: dict[str, int] = {}
         for token, name in enumerate(self._get_utf8_strings("tokens")):
             if name and self.types[token] != UNUSED and ids.setdefault(name, token) != token:
-                raise TokenizerError(f"{self._path}: the tokens {ids[name]} and {token} are both {shorten(name, repr)}")
+                self.duplicates[token] = name
         return ids
 
     def get_merges(self, vocab: Mapping[str, int]) -> list[str]:
@@ -281,7 +283,7 @@ def _make_tokenizer_json(
                 "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL or token in eos_tokens,
                 "single_word": False, "lstrip": False, "rstrip": token in rstrip_ids, "normalized": False,
             }
-            for token in sorted({*keys.find_tokens_of_type(CONTROL, USER_DEFINED), *eos_tokens})
+            for token in sorted({*keys.find_tokens_of_type(CONTROL, USER_DEFINED), *eos_tokens} - keys.duplicates.keys())
         ],
         "model": {
             "type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "unk_token": unk_token,

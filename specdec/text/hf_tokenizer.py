@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specdec import argument_checks
@@ -28,6 +29,7 @@ from specdec.tokenizer import (
 
 SUPPORTED_DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
 TEXT_STARTED = 0
+NO_DUPLICATES: Mapping[int, str] = MappingProxyType({})
 # Name of a codec error handler: a U+FFFD for each byte of an invalid character, as with ByteFallback.
 REPLACE_EACH_BYTE = "specdec.each_byte"
 
@@ -40,6 +42,7 @@ class HFTokenizer:
         bos: The token of an empty text if the file's template adds none; by default one of `eos_tokens`.
         eos_tokens: The end-of-sequence tokens with names; by default the eos_token in neighbouring files.
         data: The contents of a tokenizer.json, if `path` is another kind of file.
+        duplicates: Names by id of further tokens, which are decoded like the first token of that name.
 
     Raises:
         TokenizerError: The file is missing or not valid, or the tokenizers package is not installed.
@@ -51,13 +54,14 @@ class HFTokenizer:
         bos: int | None = None,
         eos_tokens: Mapping[int, str] | None = None,
         data: bytes | None = None,
+        duplicates: Mapping[int, str] = NO_DUPLICATES,
     ) -> None:
         """Load the tokenizer.json, and find its special and its end-of-sequence tokens."""
         self.path = _find_tokenizer_file(Path(path))
         data = read_file_bytes(self.path, "a tokenizer.json") if data is None else data
         self._encoder = _load_encoder(self.path, data)
-        self._names = self._encoder.names
-        self._ids = {name: token for token, name in self._names.items()}
+        self._ids = {name: token for token, name in self._encoder.names.items()}
+        self._names = {**self._encoder.names, **duplicates}
         self._decoder = _parse_decoder(self.path, self._encoder.decoder)
         self.specials = {name: token for token, name in self._encoder.specials.items()}
         self.vocab_size = max(self._names, default=0) + 1
@@ -65,6 +69,7 @@ class HFTokenizer:
         self.eos_tokens = dict(eos_tokens or self._find_eos_tokens())
         self._bos = bos
         self._special_ids = {*self.specials.values(), *self.eos_tokens}
+        self._special_ids |= {token for token, name in duplicates.items() if name in self.specials}
         self._bytes_cache: dict[int, bytes | None] = {}
         self._digest = hashlib.sha256(data).digest()
 
