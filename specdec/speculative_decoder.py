@@ -69,7 +69,7 @@ class SpeculativeDecoder:
         pack: Whether bf16 weights of named models are kept in 12 bits, without loss: "auto" if a trial shows that it is faster,
             "on" or "none".
         packed: Whether packed weights are kept on disk, from which the next process starts without packing: "auto" for models
-            of a gigabyte or more, "on", "off", or the folder to keep them in.
+            of 100 MB or more, "on", "off", or the folder to keep them in.
         prompt_cache: A `PromptCache`, which keeps prefilled prompts in a folder for later processes; by default none.
         progress: Called with the name of a model and the fraction of it that is loaded.
 

@@ -80,8 +80,8 @@ class Request:
     )  # fmt: skip
     packed: str = models_option(
         AUTO, "--packed", metavar="auto|on|off|DIR",
-        help="Keep packed weights (as the kernels read them) on disk, for a quicker start next time. auto: for models of 1 GB or "
-        "more. DIR: in this folder.",
+        help="Keep packed weights (as the kernels read them) on disk, for a quicker start next time. auto: for models of 100 MB "
+        "or more. DIR: in this folder.",
     )  # fmt: skip
     prompt_cache: str = models_option(
         "", "--prompt-cache", metavar="DIR",

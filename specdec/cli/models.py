@@ -148,7 +148,8 @@ def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
     files = list_packed_files()
     for each in files:
         delete_packed_file(each.path)
-    print(f"removed the packed weights of {len(files)} model{'s' * (len(files) != 1)} ({_format_bytes(files)})")
+    n_models = len({each.model for each in files})
+    print(f"removed the packed weights of {n_models} model{'s' * (n_models != 1)} ({_format_bytes(files)})")
 
 
 def list_packed_files() -> list[PackedFile]:

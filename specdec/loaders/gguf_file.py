@@ -27,6 +27,7 @@ MAX_DIMENSIONS = 4
 MAX_ARRAY_ITEMS = 1 << 22  # the longest known arrays are 400,000 merges
 MAX_NAME_BYTES = 1 << 16
 HEADER_CHUNK_BYTES = 1 << 20  # first read of a header
+STRINGS_CHUNK_BYTES, STRINGS_BETWEEN_CHUNKS = 1 << 18, 64  # strings are read in chunks at once, and in between one by one
 STRING, ARRAY, BOOL, FLOAT32 = 8, 9, 7, 6
 NUMBER_DTYPES: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
@@ -286,23 +287,36 @@ class _HeaderReader:
         return result
 
     def _read_strings(self, n: int) -> list[str]:
-        """Read the next n strings of the header like n calls of `read_string`, in a third of the time."""
+        """Read the next n strings of the header like n calls of `read_string`, in a fifth of the time."""
         self.check_count(n, 8, "strings")
         result: list[str] = []
-        data, at = self._data, self.position
-        for _ in range(n):
-            end = at + 8
-            if end <= len(data):
-                end += _U64.unpack_from(data, at)[0]
-            if end > len(data):
-                self.position = at
+        while len(result) < n:
+            result += self._take_short_strings(n - len(result))
+            for _ in range(min(n - len(result), STRINGS_BETWEEN_CHUNKS)):
                 result.append(self.read_string())
-                data, at = self._data, self.position
-            else:
-                result.append(data[at + 8 : end].decode("utf-8", "surrogateescape"))
-                at = end
-        self.position = at
         return result
+
+    def _take_short_strings(self, n: int) -> list[str]:
+        """Read the next strings in the buffer, at most n, up to one that is empty, has 256 bytes or more, or holds a zero byte.
+
+        The length of any other string is a byte before seven zeros. So numpy finds all lengths at once, and the strings are
+        decoded as one text, in which a zero in the place of its length begins each of them.
+        """
+        data = np.frombuffer(self._data, np.uint8, offset=self.position)[:STRINGS_CHUNK_BYTES].copy()
+        nonzero = np.flatnonzero(data)
+        starts = nonzero[:-1][np.diff(nonzero) == 8][:n]
+        ends = starts + 8 + data[starts]
+        expected_starts = np.append(0, ends[:-1])[: starts.size]
+        is_valid = (ends <= data.size) & (starts == expected_starts)
+        n_strings = starts.size if is_valid.all() else int(is_valid.argmin())
+        end = int(ends[n_strings - 1]) if n_strings else 0
+        is_nonzero = data[:end] != 0
+        if np.count_nonzero(is_nonzero) != end - 7 * n_strings:  # a string holds a zero byte
+            return []
+        data[starts] = 0
+        self.position += end
+        text = bytes(data[:end][is_nonzero]).decode("utf-8", "surrogateescape")
+        return text.split("\0")[1:]
 
     def _load_until(self, end: int) -> None:
         """Read the file into the buffer until the buffer holds its first `end` bytes or more.

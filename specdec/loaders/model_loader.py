@@ -5,10 +5,10 @@ Drafting is elsewhere (`specdec.draft`).
 
 import os
 import warnings
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from specdec import quant
 from specdec.argument_checks import CheckpointError, CheckpointWarning, check_choice, check_int, check_path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: where that is faster, always, never
 ProgressCallback = Callable[[str, float], None]  # called with the name of a model and the loaded share of it, 0 to 1
 AUTO = "auto"
-MIN_KEPT_BYTES = 1 << 30  # a smaller model is packed within a few seconds
+MIN_KEPT_BYTES = 100_000_000  # a smaller model is packed in about 0.2 s
 MIN_PACKED_WEIGHTS = 16 << 20  # a smaller model may stay in a cache, where packing into 12 bits gains nothing
 TARGET_MEMORY_SHARE = 0.75  # of the memory headroom, for the target's KV cache; the draft uses the rest
 
@@ -50,6 +50,8 @@ class Loader:
         progress: Callback for the loading progress, see `ProgressCallback`.
         pack_mode: Whether bf16 weights are packed into 12 bits, see `PackMode`.
         packed: Whether packed weights are kept on disk: "auto" those of MIN_KEPT_BYTES or more, "on", "off", or the folder.
+        loaded: The weights that `pack` has returned, by path and weight formats, so that a target that drafts for itself is
+            loaded once.
     """
 
     n_threads: int | None = None
@@ -57,6 +59,7 @@ class Loader:
     progress: ProgressCallback = ignore_progress
     pack_mode: PackMode = "auto"
     packed: str | os.PathLike[str] = AUTO
+    loaded: dict[tuple[Any, ...], Weights] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Check the settings; raise TypeError or ValueError if one is not valid."""
@@ -89,14 +92,22 @@ class Loader:
         Raises:
             CheckpointError: The weights are damaged or do not fit into memory.
         """
+        formats = self.list_weight_formats(checkpoint, weight_format)
+        key = checkpoint.path.resolve(), repr(checkpoint.config), *(list_matrix_formats(checkpoint, each) for each in formats)
+        if key not in self.loaded:
+            self.loaded[key] = self._load_or_pack(checkpoint, formats)
+        return self.loaded[key]
+
+    def _load_or_pack(self, checkpoint: Checkpoint, formats: Sequence[WeightFormat | None]) -> Weights:
+        """Return packed weights as `pack` does, without looking for weights that are loaded already."""
         name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
-        architecture, formats = get_architecture(config), self.list_weight_formats(checkpoint, weight_format)
+        architecture = get_architecture(config)
 
         def report(share: float) -> None:
             self.progress(name, share)
 
         cache: PackedWeightsCache | None = None
-        if self.packed != AUTO or architecture.estimate_bytes(config, tensors, weight_format) >= MIN_KEPT_BYTES:
+        if self.packed != AUTO or architecture.estimate_bytes(config, tensors, formats[0]) >= MIN_KEPT_BYTES:
             cache = import_module("specdec.loaders.packed_weights").open_packed_weights(self.packed)
         if cache and (stored := cache.load(checkpoint, formats, report)):
             return stored
@@ -125,6 +136,12 @@ class Loader:
         if self.pack_mode == "on":
             return [quant.PACKED_BF16]
         return [None, quant.PACKED_BF16] if is_packing_candidate(checkpoint) else [None]
+
+
+def list_matrix_formats(checkpoint: Checkpoint, weight_format: WeightFormat | None) -> tuple[str, ...]:
+    """Return the name of the weight format that each matrix of a checkpoint gets if `weight_format` is requested."""
+    shards = get_architecture(checkpoint.config).make_shards(checkpoint.config, checkpoint.tensors, weight_format)
+    return tuple(shard.weight_format.name for shard in shards.values())
 
 
 def find_packable(checkpoint: Checkpoint, without: Collection[str] = ()) -> list[PackedTensor]:

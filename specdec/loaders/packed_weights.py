@@ -34,6 +34,7 @@ from specdec.argument_checks import CheckpointWarning, check_path
 from specdec.layers.architecture import Weights
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import list_shard_names
+from specdec.loaders.model_loader import list_matrix_formats
 from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.runtime import code_cache
@@ -122,9 +123,8 @@ class PackedWeightsCache:
                 return None
             with suppress(OSError):
                 _write_info(info_path, info | {"identity": identity})
-        weight_format = next(each for each in formats if _get_name(each) == info["weight_format"])
         weights = get_architecture(checkpoint.config).arrange(
-            checkpoint.config, checkpoint.tensors, weight_format, arrays, info["formats"]
+            checkpoint.config, checkpoint.tensors, formats[info["choice"]], arrays, info["formats"]
         )
         _populate(memory, progress)
         with suppress(OSError):
@@ -270,7 +270,7 @@ class PackedWeightsWriter:
         self._path.replace(info_path.with_suffix(WEIGHTS_SUFFIX))
         info = {
             "model": str(self._checkpoint.path.absolute()),
-            "weight_format": _get_name(self._weight_format),
+            "choice": self._formats.index(self._weight_format),
             "formats": self._array_formats,
             "sizes": self._sizes,
             "checksum": _combine(self._checksums),
@@ -352,7 +352,8 @@ def _warn(line: str) -> None:
 def _make_key(checkpoint: Checkpoint, formats: Sequence[WeightFormat | None]) -> str:
     """Return the digest of everything that the packed weights of a checkpoint depend on."""
     identities = [(path.name, *_get_identity(path.stat())) for path in _list_model_files(checkpoint.path)]
-    key = (FORMAT_VERSION, _hash_sources(), CPU_FEATURES, checkpoint.config, [*map(_get_name, formats)], identities)
+    matrix_formats = [list_matrix_formats(checkpoint, each) for each in formats]
+    key = (FORMAT_VERSION, _hash_sources(), CPU_FEATURES, checkpoint.config, matrix_formats, identities)
     return hashlib.sha256(repr(key).encode()).hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -372,10 +373,6 @@ def _list_model_files(path: Path) -> list[Path]:
 
 def _get_identity(stat: os.stat_result) -> list[int]:
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _get_name(weight_format: WeightFormat | None) -> str:
-    return weight_format.name if weight_format else ""
 
 
 def _combine(checksums: Sequence[bytes]) -> str:

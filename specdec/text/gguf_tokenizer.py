@@ -5,7 +5,7 @@ by `Tokenizer`. For other BPE models a tokenizer.json with the split named by th
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from specdec.families.pre_tokenizers import (
     SENTENCEPIECE,
     TOKENIZER_MODELS,
 )
+from specdec.text.hf_encoder import BPETables
 from specdec.text.hf_tokenizer import HFTokenizer
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, AnyTokenizer, SentencePieceVocab, Tokenizer, TokenizerError
 
@@ -61,8 +62,13 @@ def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping
         raise values.make_unsupported_error("model", TOKENIZER_MODELS)
     if kind == SENTENCEPIECE:
         return Tokenizer(path, _make_sentencepiece_vocab(values))
+    tables = BPETables(values.get_vocab(), values.get_merges())
     data = json.dumps((_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values)).encode()
-    return HFTokenizer(path, values.get_token_id("bos_token_id"), values.get_eos_tokens(), data, values.duplicates)
+    try:
+        return HFTokenizer(path, values.get_token_id("bos_token_id"), values.get_eos_tokens(), data, tables, values.duplicates)
+    except TokenizerError:
+        values.check_merges(tables)
+        raise
 
 
 def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> tuple[int | None, dict[int, str]]:
@@ -146,20 +152,25 @@ class _TokenizerKeys:
 
     def get_vocab(self) -> dict[str, int]:
         """Return the first id of each token's name, without unused tokens and empty names."""
-        ids: dict[str, int] = {}
-        for token, name in enumerate(self._get_utf8_strings("tokens")):
-            if name and self.types[token] != UNUSED and ids.setdefault(name, token) != token:
-                self.duplicates[token] = name
+        names = self._get_utf8_strings("tokens")
+        used: Sequence[int] = range(len(names))
+        if UNUSED in self.types or "" in names:
+            used = [token for token in used if names[token] and self.types[token] != UNUSED]
+        ids = {names[token]: token for token in reversed(used)}
+        if len(ids) < len(used):
+            self.duplicates |= {token: names[token] for token in used if ids[names[token]] != token}
         return ids
 
-    def get_merges(self, vocab: Mapping[str, int]) -> list[str]:
-        """Return the BPE merges, each a string of two tokens and a space between; raise TokenizerError for an unknown token."""
-        merges = self._get_utf8_strings("merges")
-        for merge in merges:
-            first, _, second = merge.partition(" ")
-            if not (first in vocab and second in vocab and first + second in vocab):
-                raise TokenizerError(f"{self._path}: the merge {shorten(merge, repr)} does not join two tokens into a third")
-        return merges
+    def get_merges(self) -> list[Any]:
+        """Return the BPE merges, each a pair of tokens, which may be unknown (see `check_merges`)."""
+        return [tuple(merge.split(" ", 1)) for merge in self._get_utf8_strings("merges")]
+
+    def check_merges(self, tables: BPETables) -> None:
+        """Raise TokenizerError for a merge with an unknown token; the library, which checks the same, does not say which."""
+        for pair in tables.merges:
+            if len(pair) != 2 or not {*pair, "".join(pair)} <= tables.vocab.keys():
+                name = shorten(" ".join(pair), repr)
+                raise TokenizerError(f"{self._path}: the merge {name} does not join two tokens into a third")
 
     def find_tokens_of_type(self, *types: int) -> list[int]:
         """Return the ids of all tokens with one of the given token types, such as CONTROL."""
@@ -264,7 +275,7 @@ def _make_split(regex: str) -> dict[str, Any]:
 def _make_tokenizer_json(
     keys: _TokenizerKeys, add_bos: bool, unk_token: str | None, is_byte_level: bool, ignore_merges: bool, **parts: Any
 ) -> dict[str, Any]:
-    """Return the contents of a BPE tokenizer.json with the vocabulary, merges and special tokens of a GGUF file.
+    """Return the contents of a BPE tokenizer.json with the special tokens of a GGUF file, but without vocabulary and merges.
 
     Args:
         keys: The tokenizer keys of the GGUF file.
@@ -275,7 +286,7 @@ def _make_tokenizer_json(
         parts: Other top-level fields, such as normalizer, pre_tokenizer and decoder.
     """
     eos_tokens, rstrip_ids = keys.get_eos_tokens(), keys.get_rstrip_ids()
-    vocab, bos = keys.get_vocab(), keys.get_token_id("bos_token_id")
+    bos = keys.get_token_id("bos_token_id")
     return {
         "version": "1.0",
         "added_tokens": [
@@ -286,9 +297,8 @@ def _make_tokenizer_json(
             for token in sorted({*keys.find_tokens_of_type(CONTROL, USER_DEFINED), *eos_tokens} - keys.duplicates.keys())
         ],
         "model": {
-            "type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "unk_token": unk_token,
-            "fuse_unk": not is_byte_level, "byte_fallback": not is_byte_level, "ignore_merges": ignore_merges,
-            "vocab": vocab, "merges": keys.get_merges(vocab),
+            "type": "BPE", "unk_token": unk_token, "fuse_unk": not is_byte_level, "byte_fallback": not is_byte_level,
+            "ignore_merges": ignore_merges,
         },
         "post_processor": _make_bos_template(keys.tokens[bos], bos) if add_bos and bos is not None else None,
         **parts,

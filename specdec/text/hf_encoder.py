@@ -24,6 +24,18 @@ MAX_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2, "BertN
 SpecialTokenSpan = tuple[int, int, int]  # id of a special token; start and end of its name in a text
 
 
+class BPETables(NamedTuple):
+    """The vocabulary and the merges of a BPE model, apart from its tokenizer.json, since parsing them takes half a second.
+
+    Attributes:
+        vocab: Token ids by name.
+        merges: Pairs of names, in the order of their ranks.
+    """
+
+    vocab: dict[str, int]
+    merges: list[Any]
+
+
 class Encoder:
     """An encoder from text to token ids for a tokenizer.json, without truncation or padding. Threads may share it.
 
@@ -35,17 +47,18 @@ class Encoder:
         decoder: The decoder as written in the file, parsed from JSON.
     """
 
-    def __init__(self, data: bytes) -> None:
-        """Load the tokenizer from the bytes of a tokenizer.json."""
+    def __init__(self, data: bytes, tables: BPETables | None = None) -> None:
+        """Load the tokenizer from the bytes of a tokenizer.json, and from the tables of its BPE model if they are not in it."""
         import tokenizers
 
         _check_added_tokens(data)
         self._package = tokenizers
-        self._hf_tokenizer = library = tokenizers.Tokenizer.from_buffer(data)
+        self._hf_tokenizer = library = _load_with_tables(data, tables) if tables else tokenizers.Tokenizer.from_buffer(data)
         library.no_truncation()
         library.no_padding()
         self._added = library.get_added_tokens_decoder()
-        self.names: dict[int, str] = {token: name for name, token in library.get_vocab().items()}
+        vocab = tables.vocab if tables else library.get_vocab()
+        self.names: dict[int, str] = {token: name for name, token in vocab.items()}
         self.names |= {token: added.content for token, added in self._added.items()}
         self.specials = {token: added.content for token, added in self._added.items() if added.special}
         self.decoder = _to_json(library.decoder)
@@ -159,6 +172,21 @@ class Encoder:
             tokenizer.add_tokens([self._package.AddedToken(placeholder, lstrip=left, rstrip=right, normalized=False)])
         ids = {name: plain_ids.get(name) for name in (*plain_ids, *placeholders.values())}
         return _PlaceholderTokenizer(tokenizer, placeholders, {tokenizer.token_to_id(name): token for name, token in ids.items()})
+
+
+def _load_with_tables(data: bytes, tables: BPETables) -> Any:
+    """Return the library's tokenizer for a tokenizer.json whose BPE model has no tables, and for these tables."""
+    import tokenizers
+
+    content = json.loads(data)
+    options = {name: value for name, value in content["model"].items() if name != "type"}
+    empty_model = content["model"] | {"vocab": {}, "merges": [], "unk_token": None}
+    library = tokenizers.Tokenizer.from_str(json.dumps(content | {"model": empty_model, "added_tokens": []}))
+    library.model = tokenizers.models.BPE(tables.vocab, tables.merges, **options)
+    for added in content["added_tokens"]:
+        fields = {name: value for name, value in added.items() if name != "id"}  # the vocabulary has the id
+        library.add_tokens([tokenizers.AddedToken(**fields)])
+    return library
 
 
 def _get_strip_flags(added: Any) -> tuple[bool, bool]:

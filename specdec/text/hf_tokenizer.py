@@ -5,6 +5,7 @@ GPT-2's byte table ("ByteLevel") or SentencePiece's pieces (a space is "▁", a 
 """
 
 import codecs
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any
 from specdec import argument_checks
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE
-from specdec.text.hf_encoder import Encoder
+from specdec.text.hf_encoder import BPETables, Encoder
 from specdec.tokenizer import (
     TEXT_NOT_STARTED,
     RenderedSegment,
@@ -42,6 +43,7 @@ class HFTokenizer:
         bos: The token of an empty text if the file's template adds none; by default one of `eos_tokens`.
         eos_tokens: The end-of-sequence tokens with names; by default the eos_token in neighbouring files.
         data: The contents of a tokenizer.json, if `path` is another kind of file.
+        tables: The tables of its BPE model, if they are not in `data`.
         duplicates: Names by id of further tokens, which are decoded like the first token of that name.
 
     Raises:
@@ -54,24 +56,28 @@ class HFTokenizer:
         bos: int | None = None,
         eos_tokens: Mapping[int, str] | None = None,
         data: bytes | None = None,
+        tables: BPETables | None = None,
         duplicates: Mapping[int, str] = NO_DUPLICATES,
     ) -> None:
         """Load the tokenizer.json, and find its special and its end-of-sequence tokens."""
         self.path = _find_tokenizer_file(Path(path))
         data = read_file_bytes(self.path, "a tokenizer.json") if data is None else data
-        self._encoder = _load_encoder(self.path, data)
-        self._ids = {name: token for token, name in self._encoder.names.items()}
+        self._encoder = _load_encoder(self.path, data, tables)
         self._names = {**self._encoder.names, **duplicates}
         self._decoder = _parse_decoder(self.path, self._encoder.decoder)
         self.specials = {name: token for token, name in self._encoder.specials.items()}
         self.vocab_size = max(self._names, default=0) + 1
-        self.max_token_length = max(map(len, self._names.values()), default=1)
         self.eos_tokens = dict(eos_tokens or self._find_eos_tokens())
         self._bos = bos
         self._special_ids = {*self.specials.values(), *self.eos_tokens}
         self._special_ids |= {token for token, name in duplicates.items() if name in self.specials}
         self._bytes_cache: dict[int, bytes | None] = {}
         self._digest = hashlib.sha256(data).digest()
+
+    @functools.cached_property
+    def max_token_length(self) -> int:
+        """The number of characters of the longest token name."""
+        return max(map(len, self._names.values()), default=1)
 
     @property
     def utf8_errors(self) -> str:
@@ -150,9 +156,9 @@ class HFTokenizer:
         for neighbour in ("tokenizer_config.json", "special_tokens_map.json"):
             name = _read_json_object(self.path.with_name(neighbour)).get("eos_token")
             name = name.get("content") if isinstance(name, dict) else name
-            token = self._ids.get(name) if isinstance(name, str) else None
-            if token is not None:
-                return {token: "eos"}
+            found = [token for token, each in self._encoder.names.items() if each == name]
+            if found:
+                return {found[-1]: "eos"}
         return {}
 
 
@@ -235,8 +241,8 @@ def _parse_decoder(path: Path, decoder: Any) -> _Decoder:
     return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strip_all)
 
 
-def _load_encoder(path: Path, data: bytes) -> Encoder:
-    """Return the encoder for the contents of a tokenizer.json.
+def _load_encoder(path: Path, data: bytes, tables: BPETables | None) -> Encoder:
+    """Return the encoder for the contents of a tokenizer.json, and the tables of its BPE model if they are not in it.
 
     Raises:
         TokenizerError: The tokenizers package is not installed or cannot read the contents.
@@ -247,7 +253,7 @@ def _load_encoder(path: Path, data: bytes) -> Encoder:
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} {IS_LFS_POINTER}")
     with _wrap_library_errors(f"{path} is not a tokenizer.json, or the package tokenizers cannot read it"):
-        return Encoder(data)
+        return Encoder(data, tables)
 
 
 @contextmanager

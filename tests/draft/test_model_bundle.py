@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from specdec.draft.model_bundle import LOOKUP, DraftResolver, DraftSource, ModelBundle, load_bundle
@@ -14,6 +15,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.events import PrefillProgress
 from specdec.loaders.model_loader import Loader, compute_max_positions, load_model
+from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.sampling import Sampler, Sampling
 from specdec.text.tokenizer_lookup import SharedVocabulary
@@ -41,6 +43,20 @@ def test_draft_is_none_lookup_a_model_or_a_copy(pair: Pair) -> None:
     assert [source.vocabulary.n_target for source in (lookup, model, copy)] == [n] * 3
     loaded = load_model(pair.draft, n_threads=1, n_positions=resolver.target.n_positions)
     assert resolver.resolve("draft", loaded).model_or_lookup is loaded
+
+
+def share_memory(one: Model, other: Model) -> bool:
+    return all(
+        np.shares_memory(matrix.panels, other.weights.matrices[name].panels) for name, matrix in one.weights.matrices.items()
+    )
+
+
+def test_target_that_drafts_for_itself_is_loaded_once(pair: Pair) -> None:
+    bundle = load_bundle(pair.target, pair.target, None, pair.tokenizer, "none", Loader(1))
+    assert bundle.draft.model and bundle.draft.model is not bundle.target
+    assert share_memory(bundle.draft.model, bundle.target)
+    other = load_bundle(pair.target, pair.target, None, pair.tokenizer, "draft", Loader(1))
+    assert other.draft.model and not share_memory(other.draft.model, other.target)
 
 
 def test_copy_has_the_requested_weight_format(pair: Pair) -> None:

@@ -610,6 +610,18 @@ def test_other_formats_and_versions_are_identified(tmp_path: Path, small: tuple[
     assert "model.gguf" in get_refusal(path)
 
 
+@pytest.mark.parametrize(
+    "special", ["", "x" * 255, "x" * 256, "x" * 70_000, "a\0b", "\0" * 8, "\x01" + "\0" * 7 + "b", "\udcc3", "é日🙂"]
+)
+def test_strings_of_any_length_and_content_are_read(tmp_path: Path, special: str) -> None:
+    """Short ones without zero bytes are read many at once."""
+    words = [f"token{i}" for i in range(30_000)]
+    for strings in ([special], [special] * 200, [*words, special, *words], [special, *words], [*words, special, special]):
+        path = tmp_path / "strings.gguf"
+        path.write_bytes(gguf_bytes({"first": strings, "second": words}, {}))
+        assert GGUFFile(path).metadata == {"first": strings, "second": words}
+
+
 def test_type_ids_match_the_format() -> None:
     from specdec.loaders.gguf_file import TENSOR_TYPES
 

@@ -99,6 +99,13 @@ def test_mapped_weights_equal_packed_ones(path: Path, cache: PackedWeightsCache)
         assert len({*mapped.array_ids}) == len({*wanted.array_ids}), "a tied classifier is mapped once"
 
 
+def test_formats_that_pack_a_model_alike_share_a_file(cache: PackedWeightsCache) -> None:
+    """A format that needs bf16 weights changes nothing in a file that has none."""
+    for weight_format in (None, quant.PACKED_BF16):
+        load(FIXTURES / "llama", cache, weight_format)
+    assert len(cache.list_files()) == 1
+
+
 @pytest.mark.parametrize("is_faster", [False, True])
 def test_the_result_of_the_trial_of_formats_is_kept(
     is_faster: bool, cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -366,7 +366,7 @@ def test_ids_after_gaps_in_a_vocabulary_stay_the_same(kind: str, tmp_path: Path)
         write_changed(tmp_path, kind, model=model, pre_tokenizer={"type": "WhitespaceSplit"}, normalizer=None)
     )
     name = next(iter(tokenizer.specials))
-    expected = [tokenizer._ids[f"\u0120zz{i}"] for i in range(8)]
+    expected = [model["vocab"][f"\u0120zz{i}"] for i in range(8)]
     text = " ".join(f"\u0120zz{i}" for i in range(8))
     assert tokenizer.encode_rendered([RenderedSegment(text, True)]) == expected
     ids = tokenizer.encode_rendered([RenderedSegment(name, False), RenderedSegment(f" {text} {name}", True)])
