@@ -32,11 +32,13 @@ class Prompt:
         tokens: The prompt's tokens, BOS first.
         seconds: Time of the prefill.
         text: The text of the prompt, "" for a chat.
+        n_cached: How many of the tokens were found in a KV cache.
     """
 
     tokens: list[int]
     seconds: float
     text: str = ""
+    n_cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Statistics:
 
     Attributes:
         n_prompt: Tokens of the prompt, with BOS.
+        n_cached: Tokens of the prompt that were found in a KV cache.
         n_generated: Generated tokens.
         n_drafted: Draft tokens; for trees those of one path.
         n_accepted: Accepted draft tokens.
@@ -145,6 +148,7 @@ class Statistics:
     """
 
     n_prompt: int = 0
+    n_cached: int = 0
     n_generated: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
@@ -166,6 +170,7 @@ class Statistics:
         """Update the totals with a `Prompt` or a `Step`; other events are ignored."""
         if isinstance(event, Prompt):
             self.n_prompt = len(event.tokens)
+            self.n_cached = event.n_cached
             self.prefill_seconds += event.seconds
         if isinstance(event, Step):
             self._add_step(event)

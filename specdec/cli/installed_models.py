@@ -17,10 +17,12 @@ from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_paths import find_local, get_model_folders, list_model_paths
-from specdec.model import get_architecture
+from specdec.model import count_parameters, get_architecture
 from specdec.model.model import count_kv_bytes_per_token
 from specdec.model_config import ModelConfig
+from specdec.text.chat_template import TemplateError, load_chat_template
 from specdec.text.tokenizer_lookup import MAX_PADDING_ROWS
+from specdec.tokenizer import TokenizerError
 
 MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
@@ -62,7 +64,7 @@ class CatalogEntry:
     @property
     def n_parameters(self) -> int:
         """The number of parameters of the model, 0 if its config cannot be read."""
-        return sum(self._get_tensor_sizes().values())
+        return count_parameters(self.config) if self.config else 0
 
     @property
     def n_active_parameters(self) -> int:
@@ -103,7 +105,7 @@ def list_entries(folder: Path | None = None) -> list[CatalogEntry]:
 def get_model_sizes(folder: Path | None = None) -> dict[str, int]:
     """Return the size in bytes of each model that can be loaded, by name: of all installed ones and aliases, or of a folder's.
 
-    A model's header is read again only if its files have changed.
+    Models with a chat template come first. A model's header is read again only if its files have changed.
 
     Raises:
         CheckpointError: The folder cannot be listed.
@@ -113,8 +115,9 @@ def get_model_sizes(folder: Path | None = None) -> dict[str, int]:
         with suppress(CheckpointError):
             if alias not in paths and (path := find_local(model)):
                 paths[alias] = path
-    sizes = {name: _get_model_size(path, _get_fingerprint(path)) for name, path in paths.items()}
-    return {name: size for name, size in sizes.items() if size}
+    facts = {name: _read_facts(path, _get_fingerprint(path)) for name, path in paths.items()}
+    chats_first = sorted(facts.items(), key=lambda item: not item[1][1])
+    return {name: size for name, (size, _) in chats_first if size}
 
 
 def _find_models(folder: Path | None = None) -> dict[Path, str]:
@@ -127,14 +130,22 @@ def _find_models(folder: Path | None = None) -> dict[Path, str]:
 
 
 @functools.lru_cache(4096)
-def _get_model_size(path: Path, _: tuple[object, ...]) -> int:
-    """Return the size of a model's weights in bytes; 0 for a draft head, and for files that cannot be read.
+def _read_facts(path: Path, _: tuple[object, ...]) -> tuple[int, bool]:
+    """Return the size of a model's weights in bytes and whether it has a chat template; 0 for what cannot be served.
 
-    Results are cached by path and by the second argument, the fingerprint of the files.
+    That is a draft head, or files that cannot be read. Results are cached by path and by the second argument, the fingerprint of
+    the files.
     """
-    with suppress(CheckpointError, OSError):
-        return 0 if load_checkpoint(path).config.head else _count_bytes(path)
-    return 0
+    try:
+        checkpoint = load_checkpoint(path)
+        n_bytes = 0 if checkpoint.config.head else _count_bytes(path)
+    except (CheckpointError, OSError):
+        return 0, False
+    try:
+        load_chat_template(checkpoint, path)
+    except (TemplateError, TokenizerError):
+        return n_bytes, False
+    return n_bytes, True
 
 
 def _get_fingerprint(path: Path) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from specdec.cli.option_fields import argument, flag
 from specdec.cli.output_errors import guard_output
 from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.model_bundle import LOOKUP, SELF
-from specdec.loaders import CheckpointError, optional_dependencies
+from specdec.loaders import CheckpointError, hf_hub, optional_dependencies
 from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import find_local, find_required_packages
 from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
@@ -126,13 +126,20 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
 def add_alias(request: ModelsRequest, names: list[str]) -> None:
     """Make the first name an alias of the model with the second name, and print it.
 
+    A relative path is stored as an absolute one, so that the alias works in every folder.
+
     Raises:
         ValueError: The names are not two.
-        CheckpointError: The alias is not valid, or its file cannot be written.
+        CheckpointError: The model is not found, the alias is not valid, or its file cannot be written.
     """
     if len(names) != 2:
         raise ValueError("name needs an alias and a model: specdec models name small org/name:Q4_K_M")
-    print(f"{names[0]} is an alias of {sanitize_line(names[1])} ({set_alias(*names)})")
+    alias, model = names
+    if os.path.exists(model):
+        model = os.path.abspath(model)
+    elif not (find_local(model) or hf_hub.is_repository_name(model)):
+        raise CheckpointError(f"model {sanitize_line(model)!r} not found; expected a path, an installed model or org/name")
+    print(f"{alias} is an alias of {sanitize_line(model)} ({set_alias(alias, model)})")
 
 
 def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
@@ -210,7 +217,8 @@ def list_models(request: ModelsRequest, folder: str) -> None:
     for entry in broken:
         console.print(Text(sanitize_line(f"cannot be used: {entry.error}")), soft_wrap=True)
     for alias, name in aliases.items():
-        console.print(Text(sanitize_line(f"{alias} is an alias of {name}")), soft_wrap=True)
+        note = "" if find_local(name) else ", which is not on this machine"
+        console.print(Text(sanitize_line(f"{alias} is an alias of {name}{note}")), soft_wrap=True)
     if packed:
         names = ", ".join(sorted({Path(each.model).name or "an unknown model" for each in packed}))
         line = f"packed weights ({_format_bytes(packed)}): {names}; specdec models clean removes them"

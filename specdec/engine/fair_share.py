@@ -7,6 +7,9 @@ from collections.abc import Sequence as GenericSequence
 from specdec.engine.sequence import Sequence
 
 MAX_FAIRNESS_GAP_S = 1.0  # lead in pass time over another client, beyond which a client's prompts wait
+DELAY_S_PER_TOKEN = 0.1  # that an expected token may be overtaken for: a sequence of 500 by short ones of the next 50 s
+PROMPT_TOKENS_PER_TOKEN = 8  # that run in the time of one generated token
+MAX_EXPECTED_TOKENS = 2048  # of a sequence, however high its limit is
 
 
 class FairShare:
@@ -46,14 +49,15 @@ class FairShare:
         self._seconds.setdefault(client, min_seconds)
 
     def get_next(self, waiting: Collection[Sequence], running: Collection[Sequence]) -> Sequence | None:
-        """Return the first waiting sequence of the client with the fewest running ones, or None if it has to wait.
+        """Return the next waiting sequence of the client with the fewest running ones, or None if it has to wait.
 
-        It has to wait while `max_running` sequences run. If the client has less than its share of them, twice as many may run.
+        Among the sequences of such clients, short ones overtake long ones that have not waited much longer. It has to wait while
+        `max_running` sequences run. If the client has less than its share of them, twice as many may run.
         """
         if not waiting:
             return None
         n_running = Counter(sequence.client.name for sequence in running)
-        first = min(waiting, key=lambda sequence: n_running[sequence.client.name])
+        first = min(waiting, key=lambda sequence: (n_running[sequence.client.name], _get_deadline(sequence)))
         n_clients = len({sequence.client.name for sequence in waiting} | n_running.keys())
         has_less = n_running[first.client.name] < max(self._max_running // n_clients, 1)
         return first if len(running) < self._max_running * (2 if has_less else 1) else None
@@ -82,3 +86,10 @@ class FairShare:
             return prefilling
         max_seconds = MAX_FAIRNESS_GAP_S + min(self._seconds[each.client.name] for each in (*decode_batch, *prefilling))
         return [sequence for sequence in prefilling if self._seconds[sequence.client.name] <= max_seconds]
+
+
+def _get_deadline(sequence: Sequence) -> float:
+    """Return the time after which no newer sequence overtakes a waiting one; the longer its expected work, the later it is."""
+    request = sequence.request
+    n_expected = len(request.prompt) / PROMPT_TOKENS_PER_TOKEN + request.max_tokens
+    return sequence.submit_time + DELAY_S_PER_TOKEN * min(n_expected, MAX_EXPECTED_TOKENS)

@@ -123,7 +123,7 @@ class Sequence:
     def make_prompt_event(self, seconds: float = 0.0) -> Prompt:
         """Return the `Prompt` event, with the seconds that the prefill took, and record that it has been sent."""
         self.has_sent_prompt = True
-        return self._detokenizer.add_prompt_text(Prompt([*self.request.prompt], seconds))
+        return self._detokenizer.add_prompt_text(Prompt([*self.request.prompt], seconds, n_cached=self.n_cached))
 
     def propose(self) -> None:
         """Make the draft for the next pass."""

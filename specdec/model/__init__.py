@@ -1,5 +1,6 @@
 """Models: the forward pass with its KV cache, and the architectures by name, each imported when a config names it."""
 
+import math
 from pkgutil import resolve_name
 from typing import cast
 
@@ -26,3 +27,8 @@ def get_architecture(config: ModelConfig) -> Architecture:
         raise ValueError(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     is_recurrent = name == "llama" and any(layer.mixer for layer in config.layers)
     return cast(Architecture, resolve_name(LLAMA_RECURRENT if is_recurrent else ARCHITECTURES[name]))
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of weights of a model."""
+    return sum(math.prod(shape) for shape in get_architecture(config).shapes(config).values())

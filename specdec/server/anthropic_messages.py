@@ -1,6 +1,5 @@
 """Anthropic's Messages API, translated to and from chat requests. Knows no server."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,9 +102,7 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     chat |= {"messages": messages, "max_tokens": max_tokens, "tools": tools or None}
     chat |= fields.take("tool_choice", _parse_tool_choice, dict[str, Any]())
     chat["stop"] = fields.pop("stop_sequences") or None
-    is_thinking, chat["thinking_budget_tokens"] = fields.take("thinking", _parse_thinking, (None, None))
-    if is_thinking is not None and isinstance(given := chat["chat_template_kwargs"] or {}, dict):
-        chat["chat_template_kwargs"] = {"enable_thinking": is_thinking, **given}
+    chat["thinking"] = fields.pop("thinking")
     chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
     fields.take("thread", _check_thread, None)
     fields.reject_remaining("messages field")
@@ -156,7 +153,7 @@ def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, 
             case "redacted_thinking":
                 pass
             case "tool_use":
-                arguments = json.dumps(check_object(f"input of {label}", block.get("input")), ensure_ascii=False)
+                arguments = check_object(f"input of {label}", block.get("input"))
                 tool_calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": arguments}})
             case _:
                 text_blocks.append(block)
@@ -184,13 +181,6 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
     function = {"type": "function", "function": {"name": value.get("name")}}
     choice = function if choice_type == "tool" else TOOL_CHOICES[str(choice_type)]
     return {"tool_choice": choice, "parallel_tool_calls": not is_single_call}
-
-
-def _parse_thinking(name: str, value: Any) -> tuple[bool, int | None]:
-    """Return whether the field `thinking` switches thinking on, and the maximum number of tokens of a thought or None."""
-    types = ["enabled", "adaptive", "disabled"]
-    is_thinking = check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
-    return is_thinking, Fields(value).take_int("budget_tokens", None, 0)
 
 
 def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
@@ -289,8 +279,8 @@ class MessagesFormatter(PartsFormatter):
         return {**header, "content": [*content], **stop, "usage": self._format_usage()}
 
     def _format_usage(self) -> dict[str, Any]:
-        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return {"input_tokens": self.n_prompt, **cached, "output_tokens": self.n_generated}
+        cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": self.n_cached}
+        return {"input_tokens": self.n_prompt - self.n_cached, **cached, "output_tokens": self.n_generated}
 
 
 def _format_tool_use(part: OutputPart) -> dict[str, Any]:

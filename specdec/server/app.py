@@ -49,7 +49,12 @@ OLLAMA_INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
     "/api/chat": (ollama.parse_ollama_chat, ollama.OllamaChatFormatter),
     "/api/generate": (ollama.parse_ollama_generate, ollama.OllamaGenerateFormatter),
 }
-EMBEDDING_PARSERS = {"/v1/embeddings": parse_embedding_request, "/api/embed": ollama.parse_ollama_embedding}
+EMBEDDING_PARSERS = {
+    "/v1/embeddings": parse_embedding_request,
+    "/api/embed": ollama.parse_ollama_embedding,
+    "/api/embeddings": ollama.parse_ollama_prompt_embedding,
+}
+OLLAMA_CHANGES = ("/api/create", "/api/copy", "/api/delete", "/api/push")
 QUERY_HANDLERS = {"/v1/messages/count_tokens": count_tokens, "/tokenize": tokenize, "/detokenize": detokenize}
 ROUTING_ERRORS = {404: "path not found; the chat endpoint is /v1/chat/completions", 405: "method not allowed for this path"}
 MAX_CONCURRENT_LARGE_BODIES = 1  # large bodies that are tokenized at once, so that small ones find a free process
@@ -78,6 +83,8 @@ class Endpoints:
                 Route("/api/tags", self.ollama_models),
                 Route("/api/ps", self.ollama_models),
                 Route("/api/show", self.ollama_model, methods=["POST"]),
+                Route("/api/pull", self.ollama_pull, methods=["POST"]),
+                *(Route(path, self.ollama_change, methods=["POST", "DELETE"]) for path in OLLAMA_CHANGES),
             ]
         )
 
@@ -174,12 +181,31 @@ class Endpoints:
 
     async def ollama_model(self, request: Request) -> Response:
         """Return the details of a model in ollama's format, without loading it; raises APIError if it is not available."""
+        name, n_bytes, _ = await self._find_ollama_model(request, "/api/tags lists the models")
+        return JSONResponse(ollama.format_model_details(name, n_bytes, self._get_model(name)))
+
+    async def ollama_pull(self, request: Request) -> Response:
+        """Report success for a model that is here; raises APIError for another one, since the server downloads nothing."""
+        *_, is_stream = await self._find_ollama_model(request, "the server downloads none; use specdec models pull org/name")
+        media_type = "application/x-ndjson" if is_stream else "application/json"
+        return Response(b'{"status":"success"}\n', media_type=media_type)
+
+    async def ollama_change(self, _: Request) -> Response:
+        """Raise APIError, since clients may not change the models."""
+        raise APIError("the server does not change models; use specdec models pull, rm and name", None, None, 403)
+
+    async def _find_ollama_model(self, request: Request, hint: str) -> tuple[str, int, bool]:
+        """Return the name and the size in bytes of the model that a request names, and whether the response is a stream.
+
+        Raises:
+            APIError: The model is not available; the message ends with the hint.
+        """
         body, _ = await self._read_body(request)
         name = ollama.normalize_body(body)["model"]
         sizes = await asyncio.to_thread(self._model_manager.list_models)
         if name not in sizes:
-            raise APIError("model not found; /api/tags lists the models", "model", "model_not_found", 404)
-        return JSONResponse(ollama.format_model_details(name, sizes[name], self._get_model(name)))
+            raise APIError(f"model not found; {hint}", "model", "model_not_found", 404)
+        return name, sizes[name], body.get("stream") is not False
 
     def _get_model(self, name: str) -> ServedModel | None:
         instance = self._model_manager.get_instance(name)

@@ -30,7 +30,7 @@ MAX_LOGGED = 100  # different things that were left out
 # tools, items and content parts; "*" stands for all others, which are rejected if it is missing.
 # - a class: a field is accepted without effect if its value has this type (`object`: any type)
 # - a tuple: a field is accepted if it has one of these values, which change nothing
-# - SKIP: left out, which the log says once
+# - SKIP: left out, which the log says once; also a field with any value
 # - a message: rejected with this message
 EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "chat field": {
@@ -40,8 +40,10 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("typical_p", "length_penalty", "best_of"), (1,)),
         **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
         **dict.fromkeys(("store", "echo", "ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
+        **dict.fromkeys(("stop_token_ids", "bad_words"), ([],)),
         **dict.fromkeys(("functions", "function_call", "audio", "web_search_options"), ()),
     },
+    "message key": {**dict.fromkeys(("refusal", "audio", "images", "prefix", "partial"), ("", [], False)), "*": SKIP},
     "stream option": {"include_obfuscation": (False,)},
     "messages field": dict.fromkeys(("metadata", "context_management", "diagnostics"), dict),
     "responses field": {
@@ -223,7 +225,7 @@ class Fields:
 
     def take_int(self, name: str, default: Default, minimum: int, maximum: int | None = None) -> int | Default:
         """Remove a field from the body and return its value, an integer in the given range, or the default if it is missing."""
-        return self.take(name, partial(check_int, minimum=minimum, maximum=maximum), default)
+        return self.take(name, partial(check_integer, minimum=minimum, maximum=maximum), default)
 
     def take_limit(self, name: str, default: int | None = None) -> int | None:
         """Remove a field from the body and return its value, an integer of at least 1, or the default if it is missing.
@@ -236,20 +238,32 @@ class Fields:
         """Remove a field from the body and return its value as it is, or None if it is missing or null."""
         return self._body.pop(name, None)
 
-    def reject_remaining(self, kind: str = "") -> None:
+    def reject_remaining(self, kind: str = "", label: str = "") -> None:
         """Raise APIError if a field is left, unless the table `EXTRAS` accepts its value as one without effect.
 
         Args:
             kind: The kind of the fields in that table; "" to accept none.
+            label: Name of the object that has the fields, for errors; "" for the body.
         """
         known = EXTRAS.get(kind, {})
         for name, value in self._body.items():
+            rule = known.get(name, known.get("*"))
+            if rule == SKIP:
+                log_once(f"left out: {kind} {shorten(name)}")
+                continue
             with wrap_errors(shorten(name)):
-                _check_extra_field(name, value, known.get(name))
+                _check_extra_field(f"{name} of {label}" if label else name, value, rule)
 
 
 def _check_limit(name: str, value: Any) -> int | None:
-    return None if value == -1 else check_int(name, value, 1)
+    return None if value == -1 else check_integer(name, value, 1)
+
+
+def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """Return an integer field as `check_int` does, also for a whole float such as 2.0, which some JSON writers make of 2."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return check_int(name, value, minimum, maximum)
 
 
 def _check_extra_field(name: str, value: Any, rule: Any) -> None:

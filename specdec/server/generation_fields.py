@@ -9,10 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_float, check_int, check_strings, shorten
+from specdec.argument_checks import check_choice, check_float, check_strings, shorten
 from specdec.engine.request import GenerationRequest
 from specdec.sampling import Sampling
-from specdec.server.field_validation import INVALID, TOO_LONG, APIError, Fields, check_object, join_text_parts, wrap_errors
+from specdec.server.field_validation import (
+    INVALID,
+    TOO_LONG,
+    APIError,
+    Fields,
+    check_integer,
+    check_object,
+    join_text_parts,
+    wrap_errors,
+)
 from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
@@ -191,11 +200,11 @@ def _check_sampling_value(name: str, value: Any, n_ids: int) -> Any:
         case "top_p":
             return check_float(name, value, 1, "a number from 0 to 1")
         case "top_k":
-            return 0 if value == -1 else check_int(name, value, 0)  # llama.cpp and vLLM: -1 is off
+            return 0 if value == -1 else check_integer(name, value, 0)  # llama.cpp and vLLM: -1 is off
         case "temperature":
             return check_float(name, value, math.inf, "0 or more")
         case "seed":
-            seed = check_int(name, value, -N_SEEDS, N_SEEDS - 1) % N_SEEDS
+            seed = check_integer(name, value, -N_SEEDS, N_SEEDS - 1) % N_SEEDS
             return secrets.randbits(31) if value == -1 else seed
         case "logit_bias":
             for key in check_object(name, value):  # a string of digits, as in all JSON objects
@@ -206,7 +215,8 @@ def _check_sampling_value(name: str, value: Any, n_ids: int) -> Any:
 
 
 def _parse_stops(name: str, value: Any) -> list[str]:
-    stops = check_strings(name, value)
+    given = value if isinstance(value, list) else [value]
+    stops = check_strings(name, [stop for stop in given if stop != ""])  # some clients send an empty one for none
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise ValueError(f"{name} has more than {MAX_STOPS} strings, or one of more than {MAX_STOP_CHARS} characters")
     return stops

@@ -1,7 +1,6 @@
 """ollama's API, translated to and from chat and completion requests; streams have one JSON object per line. Knows no server."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import check_string
+from specdec.model import count_parameters
 from specdec.runtime.simd import Float32
 from specdec.server.embeddings import EmbeddingRequest, parse_embedding_request
-from specdec.server.field_validation import UNSUPPORTED, APIError, Fields, check_list, check_object, iter_objects
+from specdec.server.field_validation import APIError, Fields, check_list, check_object, iter_objects, wrap_errors
 from specdec.server.generation_fields import SAMPLING_FIELDS, ServedModel, wrap_encoding_errors
 from specdec.server.generation_response import encode_json
 from specdec.server.json_values import parse_json
@@ -22,6 +22,7 @@ from specdec.text.reasoning import find_template_marks
 API_VERSION = "0.12.6"  # of ollama's API; clients require a minimum version
 DEFAULT_TAG = ":latest"  # clients add it to names without a tag
 NS_PER_S = 10**9
+MESSAGE_FIELDS = {"thinking": "reasoning_content", "tool_name": "name"}  # the names in chat requests
 
 
 def normalize_body(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,29 +94,11 @@ def _parse_format(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Convert ollama's messages into those of a chat request.
-
-    Calls without an id get one. Results without one get the ids of the last message with calls, in their order.
-    """
-    messages, ids = list[dict[str, Any]](), list[str]()
-    for label, each in iter_objects(name, check_list(name, value)):
-        if each.get("images"):
-            raise APIError(f"images of {label} are not supported", name, UNSUPPORTED)
-        message = {"role": each.get("role"), "content": each.get("content") or "", "reasoning_content": each.get("thinking")}
-        if message["role"] == "assistant" and each.get("tool_calls"):
-            calls = [_parse_call(*labeled) for labeled in iter_objects(f"tool_calls of {label}", each["tool_calls"])]
-            ids = [str(call["id"]) for call in calls]
-            message["tool_calls"] = calls
-        if message["role"] == "tool":
-            message["tool_call_id"] = each.get("tool_call_id") or (ids.pop(0) if ids else "")
-        messages.append(message)
-    return messages
-
-
-def _parse_call(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    function = check_object(f"function of {name}", value.get("function"))
-    arguments = json.dumps(check_object(f"arguments of {name}", function.get("arguments") or {}), ensure_ascii=False)
-    return {"id": value.get("id") or name, "function": {"name": function.get("name"), "arguments": arguments}}
+    """Convert ollama's messages into those of a chat request, whose fields have other names."""
+    return [
+        {MESSAGE_FIELDS.get(key, key): item for key, item in each.items()} | {"content": each.get("content") or ""}
+        for _, each in iter_objects(name, check_list(name, value))
+    ]
 
 
 class OllamaEmbeddingRequest(EmbeddingRequest):
@@ -148,6 +131,27 @@ def parse_ollama_embedding(body: Mapping[str, Any], model: ServedModel) -> Ollam
     fields.pop("model")
     fields.reject_remaining("ollama field")
     return OllamaEmbeddingRequest(parsed.inputs, parsed.pooling, parsed.dimensions, False)
+
+
+class OllamaPromptEmbeddingRequest(OllamaEmbeddingRequest):
+    """A request for one embedding vector, in the format of ollama's older path /api/embeddings."""
+
+    def format_response(self, vectors: Sequence[Float32], name: str) -> bytes:
+        """Return ollama's response as JSON."""
+        return encode_json({"embedding": [float(str(number)) for number in vectors[0]]})
+
+
+def parse_ollama_prompt_embedding(body: Mapping[str, Any], model: ServedModel) -> OllamaPromptEmbeddingRequest:
+    """Parse a body of ollama's older /api/embeddings, whose input is a `prompt`, into an embedding request.
+
+    Raises:
+        APIError: The body is invalid.
+    """
+    with wrap_errors("prompt"):
+        prompt = check_string("prompt", body.get("prompt"))
+    others = {key: value for key, value in body.items() if key != "prompt"}
+    parsed = parse_ollama_embedding(others | {"input": prompt}, model)
+    return OllamaPromptEmbeddingRequest(parsed.inputs, parsed.pooling, parsed.dimensions, False)
 
 
 class OllamaChatFormatter(PartsFormatter):
@@ -240,16 +244,18 @@ def format_loaded(name: str) -> dict[str, Any]:
 
 
 def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str, Any]:
-    """Return a model as an item of /api/tags; its family and weights are empty if it is not loaded, so that `model` is None.
-
-    The digest is one of the name, since that of the file would take minutes.
-    """
+    """Return a model as an item of /api/tags; its family and weights are empty if it is not loaded, so that `model` is None."""
     digest = hashlib.sha256(name.encode()).hexdigest()  # of the name: the file's own would take minutes
-    file_format = "gguf" if name.endswith(".gguf") else "safetensors"
-    family = model.decoder.target.config.architecture if model else ""
-    weights = model.decoder.target.weights.format_names if model else ""
+    file, family, size, weights = name, "", "", ""
+    if model:
+        target, checkpoint = model.decoder.target, model.decoder.bundle.checkpoint
+        file = str(checkpoint.path) if checkpoint else name
+        family = (checkpoint.family if checkpoint else "") or target.config.architecture
+        size = f"{count_parameters(target.config) / 10**6:.1f}M"
+        weights = target.weights.format_names
+    file_format = "gguf" if file.endswith(".gguf") else "safetensors"
     details = {"parent_model": "", "format": file_format, "family": family, "families": [family] if family else []}
-    details |= {"parameter_size": "", "quantization_level": weights}
+    details |= {"parameter_size": size, "quantization_level": weights}
     return {"name": name, "model": name, "modified_at": format_time(), "size": n_bytes, "digest": digest, "details": details}
 
 

@@ -14,7 +14,6 @@ from specdec.argument_checks import check_choice, check_string, shorten
 from specdec.engine.request import GenerationRequest
 from specdec.server.field_validation import (
     TOO_LONG,
-    UNSUPPORTED,
     APIError,
     Fields,
     check_bool,
@@ -40,8 +39,6 @@ MAX_TOOLS = 512
 MAX_TOP_LOGPROBS = 20  # per token
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
 TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-# clients also send back fields of responses, such as refusal; they must be empty
-MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 THINKING_OPTION = "enable_thinking"
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or a reasoning effort
 MAX_OPTION_CHARS = 64 << 10  # of all template options as JSON
@@ -83,7 +80,8 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
             grammar = None if response_schema is None else make_schema_grammar(model.decoder.tokenizer, response_schema)
     max_completion_tokens = fields.take_limit("max_completion_tokens")
     max_tokens = fields.take_limit("max_tokens")
-    template_options, reasoning = _parse_template_options(fields, model, template), ReasoningFields(fields, model, template)
+    reasoning = ReasoningFields(fields, model, template)
+    template_options = _parse_template_options(fields, model, template, reasoning.is_enabled)
     shared = GenerationFields(fields, model)
     with wrap_encoding_errors(model, "messages"):
         prompt = _encode_messages(model, template, messages, offered_tools, template_options)
@@ -222,11 +220,11 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> 
     return model.decoder.encode(prompt)
 
 
-def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTemplate) -> Options:
+def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTemplate, is_thinking: bool | None) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
     A template that takes `reasoning_effort` gets it. It also switches thinking off if it is "none" and otherwise on, unless that
-    is the template's only option of the two. Values in `chat_template_kwargs` have priority.
+    is the template's only option of the two. Values in `chat_template_kwargs` have priority, then `is_thinking`.
 
     Raises:
         APIError: A field is invalid.
@@ -235,6 +233,8 @@ def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTe
     options = fields.take("chat_template_kwargs", partial(_check_template_options, specials=specials), dict[str, Any]())
     effort = fields.take("reasoning_effort", _check_word, "")
     takes_effort = template.takes_variable("reasoning_effort")
+    if is_thinking is not None:
+        options = {THINKING_OPTION: is_thinking, **options}
     if effort and (not takes_effort or template.takes_variable(THINKING_OPTION)):
         options = {THINKING_OPTION: effort != "none", **options}
     if effort and takes_effort:
@@ -320,49 +320,71 @@ def _parse_tool(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
-    tool_names = dict[str, str]()
-    return [_parse_message(label, each, tool_names) for label, each in iter_objects(name, check_list(name, value))]
+    parser = MessageParser()
+    return [parser.parse(label, each) for label, each in iter_objects(name, check_list(name, value))]
 
 
-def _parse_message(name: str, value: dict[str, Any], tool_names: dict[str, str]) -> dict[str, Any]:
-    """Return a validated chat message in the form that chat templates expect.
+class MessageParser:
+    """A parser of the messages of one conversation, which connects the results of tools with their calls.
 
-    `tool_names` has the names of the tools called so far, by the ids of the calls; the calls of this message are added.
+    Calls without an id get one. Results without an id belong to the calls of the last message with calls, in their order.
     """
-    for key, each in value.items():
-        if each and key not in MESSAGE_FIELDS:
-            raise APIError(f"{shorten(key)} of {name} is not supported; leave it out", "messages", UNSUPPORTED)
-    role = check_choice(f"role of {name}", value.get("role"), ["system", "developer", "user", "assistant", "tool"])
-    content, calls = value.get("content"), value.get("tool_calls")
-    if role == "assistant" and content is None:
-        content = ""
-    text = join_text_parts(f"content of {name}", content, kind="tool output part" if role == "tool" else "")
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
-    reasoning = value.get("reasoning_content") or value.get("reasoning")
-    if reasoning and role == "assistant":
-        message["reasoning_content"] = check_string(f"reasoning_content of {name}", reasoning)
-    if calls and role == "assistant":
-        labeled = enumerate(check_list("tool_calls", calls))
-        message["tool_calls"] = [_parse_call(f"{name}.tool_calls[{i}]", each) for i, each in labeled]
-        tool_names.update({call["id"]: call["function"]["name"] for call in message["tool_calls"]})
-    if role == "tool":
-        message["tool_call_id"] = check_string(f"tool_call_id of {name}", value.get("tool_call_id"))
-        message["name"] = tool_names.get(message["tool_call_id"], "")
-    return message
 
+    def __init__(self) -> None:
+        """Start before the first message."""
+        self._tool_names = dict[str, str]()  # of all calls so far, by id
+        self._unanswered = list[str]()  # ids of the last calls that have no result yet
 
-def _parse_call(name: str, value: Any) -> dict[str, Any]:
-    """Return a validated tool call of a message with its arguments as a dict, as chat templates expect it.
+    def parse(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        """Return a validated chat message in the form that chat templates expect.
 
-    Arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
-    """
-    check_choice(f"type of {name}", check_object(name, value).get("type", "function"), ["function"])
-    function = check_object(f"function of {name}", value.get("function"))
-    arguments: Any = check_string(f"arguments of {name}", function.get("arguments"))
-    with suppress(APIError):
-        arguments = parse_body(arguments.encode()) if arguments else {}
-    called_function = {"name": check_string(f"name of {name}", function.get("name")), "arguments": arguments}
-    return {"id": check_string(f"id of {name}", value.get("id")), "type": "function", "function": called_function}
+        Raises:
+            APIError: A field is not supported; ValueError and TypeError if it is not valid.
+        """
+        fields = Fields(value)
+        roles = ["system", "developer", "user", "assistant", "tool", "function"]
+        role = check_choice(f"role of {name}", fields.pop("role"), roles)
+        if role in ("developer", "function"):  # older and newer names
+            role = "system" if role == "developer" else "tool"
+        content = fields.pop("content")
+        if role in ("assistant", "tool") and content is None:
+            content = ""
+        text = join_text_parts(f"content of {name}", content, kind="tool output part" if role == "tool" else "")
+        message: dict[str, Any] = {"role": role, "content": text}
+        thoughts = [fields.pop("reasoning_content"), fields.pop("reasoning")]
+        calls, function_call = fields.pop("tool_calls"), fields.pop("function_call")
+        call_id, tool_name = fields.pop("tool_call_id"), fields.pop("name")
+        fields.reject_remaining("message key", name)
+        if role == "assistant":
+            if reasoning := thoughts[0] or thoughts[1]:
+                message["reasoning_content"] = check_string(f"reasoning_content of {name}", reasoning)
+            if calls := calls or ([{"function": function_call}] if function_call else None):
+                labeled = enumerate(check_list("tool_calls", calls))
+                message["tool_calls"] = [self._parse_call(f"{name}.tool_calls[{i}]", each) for i, each in labeled]
+                self._unanswered = [call["id"] for call in message["tool_calls"]]
+        if role == "tool":
+            call_id = check_string(f"tool_call_id of {name}", call_id or next(iter(self._unanswered), ""))
+            self._unanswered = [each for each in self._unanswered if each != call_id]
+            tool_name = self._tool_names.get(call_id) or check_string(f"name of {name}", tool_name or "")
+            message |= {"tool_call_id": call_id, "name": tool_name}
+        return message
+
+    def _parse_call(self, name: str, value: Any) -> dict[str, Any]:
+        """Return a validated tool call of a message with its arguments as a dict, as chat templates expect it.
+
+        Arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
+        """
+        check_choice(f"type of {name}", check_object(name, value).get("type") or "function", ["function"])
+        function = check_object(f"function of {name}", value.get("function"))
+        arguments: Any = function.get("arguments") or {}
+        if not isinstance(arguments, dict):
+            check_string(f"arguments of {name}", arguments)
+            with suppress(APIError):
+                arguments = parse_body(arguments.encode())
+        # nine letters and digits, the only form that Mistral's templates accept
+        call_id = check_string(f"id of {name}", value.get("id") or f"call{len(self._tool_names):05d}")
+        self._tool_names[call_id] = check_string(f"name of {name}", function.get("name"))
+        return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
@@ -442,6 +464,7 @@ class CompletionFormatter(ResponseFormatter):
             "prompt_tokens": self.n_prompt,
             "completion_tokens": self.n_generated,
             "total_tokens": self.n_prompt + self.n_generated,
+            "prompt_tokens_details": {"cached_tokens": self.n_cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,

@@ -267,7 +267,7 @@ class ResponsesFormatter(PartsFormatter):
         sampling = self.requests[0].sampling
         usage = {
             "input_tokens": self.n_prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.n_cached, "cache_write_tokens": 0},
             "output_tokens": self.n_generated,
             "output_tokens_details": {"reasoning_tokens": self.n_reasoning_tokens},
             "total_tokens": self.n_prompt + self.n_generated,

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+from specdec.argument_checks import check_choice
 from specdec.engine.request import GenerationRequest
-from specdec.server.field_validation import Fields
+from specdec.server.field_validation import Fields, check_bool, check_object
 from specdec.server.generation_fields import ResponseOptions, ServedModel
 from specdec.text.chat_template import ChatTemplate
 from specdec.text.reasoning import find_reasoning_marks
@@ -15,22 +18,28 @@ NO_BUDGET = -1  # llama.cpp's value for thoughts of any length
 
 
 class ReasoningFields:
-    """The fields `reasoning_format` and `thinking_budget_tokens`, parsed.
+    """The fields `reasoning_format`, `thinking_budget_tokens`, `enable_thinking` and `thinking` (as in Anthropic's API), parsed.
 
     Args:
         fields: The remaining fields of the body.
         model: The served model.
         template: The chat template of the conversation.
 
+    Attributes:
+        is_enabled: Whether a field switches thinking on or off; None if none does.
+
     Raises:
         APIError: A field is invalid.
     """
 
     def __init__(self, fields: Fields, model: ServedModel, template: ChatTemplate) -> None:
-        """Take the two fields out of `fields` and check them."""
+        """Take the fields out of `fields` and check them."""
         self._template, self._tokenizer = template, model.decoder.tokenizer
         self._is_raw = fields.take_choice("reasoning_format", REASONING_FORMATS, "auto") == "none"
-        budget = fields.take_int("thinking_budget_tokens", model.reasoning_budget, NO_BUDGET)
+        default: tuple[bool | None, int] = None, model.reasoning_budget
+        self.is_enabled, budget = fields.take("thinking", partial(_parse_thinking, budget=default[1]), default)
+        self.is_enabled = fields.take("enable_thinking", check_bool, self.is_enabled)
+        budget = fields.take_int("thinking_budget_tokens", budget, NO_BUDGET)
         self._budget = None if budget == NO_BUDGET else budget
 
     def apply(
@@ -67,3 +76,10 @@ class ReasoningFields:
             for request in requests
         ]
         return marked, replace(options, reasoning_constraint=constraint if grammar else None)
+
+
+def _parse_thinking(name: str, value: Any, budget: int) -> tuple[bool, int]:
+    """Return whether the field `thinking` switches thinking on, and the maximum number of tokens of a thought."""
+    types = ["enabled", "adaptive", "disabled"]
+    is_enabled = check_choice(f"type of {name}", check_object(name, value).get("type"), types) != "disabled"
+    return is_enabled, Fields(value).take_int("budget_tokens", budget, 0)

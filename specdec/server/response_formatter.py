@@ -189,6 +189,15 @@ class ResponseFormatter:
         return sum({id(request.prompt): len(request.prompt) for request in self.requests}.values())
 
     @property
+    def n_cached(self) -> int:
+        """Number of tokens of all prompts that were found in a KV cache, for a prompt of several outputs by the first of them."""
+        cached = dict[int, int]()  # by the id of the prompt
+        for request, choice in zip(self.requests, self.choices, strict=True):
+            n_cached = choice.statistics.n_cached
+            cached[id(request.prompt)] = min(cached.get(id(request.prompt), n_cached), n_cached)
+        return sum(cached.values())
+
+    @property
     def n_generated(self) -> int:
         """Number of tokens generated for all outputs."""
         return sum(choice.statistics.n_generated for choice in self.choices)

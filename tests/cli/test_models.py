@@ -164,6 +164,24 @@ def test_name_without_extension_and_list_aliases_are_accepted(run: Run, pair: Pa
     assert "expected a folder, a model, or the action pull" in run("models", "targte")[2]
 
 
+def test_an_alias_names_a_model_that_exists(run: Run, pair: Pair, alias_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("models", "name", "ghost", "/no/such.gguf")[:2] == (2, "") and not alias_file.exists()
+    monkeypatch.chdir(pair.target.parent)
+    assert run("models", "name", "here", pair.target.name)[0] == 0 and run("models", "name", "later", "org/name")[0] == 0
+    assert alias_file.read_text().splitlines() == [f"here {pair.target}", "later org/name"]
+    out = run("models")[1]
+    assert "later is an alias of org/name, which is not on this machine" in out and f"here is an alias of {pair.target}\n" in out
+
+
+def test_models_that_can_chat_come_first_for_the_server(pair: Pair, tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    shutil.copy(pair.target, folder / "a.bin")
+    template = {"tokenizer.chat_template": "{{ messages[0].content }}"}
+    (folder / "b.gguf").write_bytes(gguf_bytes(make_model_keys("llama") | template, make_model_tensors("llama")))
+    assert [*installed_models.get_model_sizes(folder)] == ["b.gguf", "a.bin"]
+
+
 def test_download_command_suggests_pull() -> None:
     for words in (["pull", "org/name"], ["rm", "org/name"]):
         with pytest.raises(Exception, match="did you mean 'models "):

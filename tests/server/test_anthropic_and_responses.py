@@ -54,7 +54,8 @@ def test_responses_and_streams_equal_chat_output(app, path):
     text = chat["choices"][0]["message"]["content"]
     assert get_text(path, complete.json) == text and complete.json["model"] == "talker"
     usage = complete.json["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"])
+    n_prompt = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert (n_prompt, usage["output_tokens"]) == (chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"])
     events = send_request(app, path, BODIES[path] | {"stream": True}).events
     types = [each["type"] for each in events]
     if path == MESSAGES:
@@ -315,9 +316,8 @@ def test_the_whole_conversation_reaches_the_template(app, decoder, monkeypatch):
 
 def test_prompt_tokens_are_counted(app):
     body = {"messages": CONVERSATION, "model": "talker"}
-    assert send_request(app, COUNT, body).json == {
-        "input_tokens": send_request(app, MESSAGES, body | {"max_tokens": 1}).json["usage"]["input_tokens"]
-    }
+    usage = send_request(app, MESSAGES, body | {"max_tokens": 1}).json["usage"]
+    assert send_request(app, COUNT, body).json == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     assert send_request(app, COUNT, {"messages": [*CONVERSATION, {"role": "assistant", "content": "South"}]}).status == 200
     assert send_request(app, COUNT, {"messages": []}).status == 400
 

@@ -2,17 +2,22 @@
 
 import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec import Prompt
-from specdec.server import generation_response
+from specdec.loaders import load_checkpoint
+from specdec.server import generation_response, ollama
+from specdec.server.generation_fields import ServedModel
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, step
 from tests.server.test_anthropic_and_responses import random_json
 from tests.server.tool_parsers.test_formats import TAGGED_CALL
+from tests.tools.gguf_files import gguf_bytes, make_model_keys, make_model_tensors
 
 OPTIONS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "num_predict": 12}
 CHAT_BODY = {"model": "talker:latest", "messages": CONVERSATION, "options": OPTIONS}
@@ -101,6 +106,25 @@ def test_models_are_listed_and_shown(app: Any, decoder: Any, monkeypatch: pytest
     assert send_request(app, "/api/version").json["version"]
 
 
+def test_the_details_of_a_gguf_file_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("qwen2"), make_model_tensors("qwen2")))
+    checkpoint = load_checkpoint(path)
+    target = SimpleNamespace(config=checkpoint.config, weights=SimpleNamespace(format_names="q8_0"))
+    decoder = SimpleNamespace(target=target, bundle=SimpleNamespace(checkpoint=checkpoint))
+    details = ollama.format_model("short", 5, ServedModel("short", decoder, None))["details"]  # type: ignore[arg-type]
+    assert (details["format"], details["family"], details["quantization_level"]) == ("gguf", "qwen2", "q8_0")
+    assert float(details["parameter_size"].removesuffix("M")) >= 0.0
+
+
+def test_models_that_are_here_need_no_pull_and_none_can_be_changed(app: Any) -> None:
+    assert send_request(app, "/api/pull", {"model": "talker:latest"}).json == {"status": "success"}
+    assert send_request(app, "/api/pull", {"name": "talker", "stream": False}).json == {"status": "success"}
+    for path, body, status in (("/api/pull", {"model": "other"}, 404), ("/api/delete", {"model": "talker"}, 403)):
+        response = send_request(app, path, body)
+        assert response.status == status and "specdec models" in response.json["error"]
+
+
 def test_a_request_without_a_prompt_loads_the_model(app: Any) -> None:
     for path in ("/api/chat", "/api/generate"):
         response = send_request(app, path, {"model": "talker", "keep_alive": -1})
@@ -131,6 +155,8 @@ def test_embeddings_equal_those_of_openai(app: Any, decoder: Any) -> None:
     assert response["embeddings"][0] == expected and len(response["embeddings"]) == 2 and response["prompt_eval_count"] > 320
     assert send_request(app, "/api/embed", {"input": texts, "truncate": False}).status == 400
     assert len(send_request(app, "/api/embed", {"input": "x"}).json["embeddings"]) == 1
+    whole = send_request(app, "/api/embed", {"input": texts[0]}).json["embeddings"][0]
+    assert send_request(app, "/api/embeddings", {"model": "talker", "prompt": texts[0]}).json == {"embedding": whole}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +169,7 @@ def test_embeddings_equal_those_of_openai(app: Any, decoder: Any) -> None:
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
         ("/api/embed", {"input": [1.5]}, "input"), ("/api/embed", {}, "input"),
+        ("/api/embeddings", {}, "prompt"), ("/api/embeddings", {"prompt": "x", "nonsense": 1}, "nonsense"),
     ],
 )  # fmt: skip
 def test_errors_are_strings_that_name_the_field(app: Any, path: str, body: dict[str, Any], word: str) -> None:

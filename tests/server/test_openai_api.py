@@ -25,6 +25,7 @@ from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.json_values import JsonScanner
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN
+from specdec.server.openai_chat import MessageParser
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
@@ -56,7 +57,8 @@ def test_responses_and_streams_equal_library_output(app: Any, decoder: Speculati
     assert [event["choices"][0]["finish_reason"] for event in middle] == [None] * len(middle)
     assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
     assert last_usage["choices"] == [] and last["usage"] is None
-    assert last_usage["usage"] | {"completion_tokens_details": details} == usage
+    details = {name: usage[name] for name in ("completion_tokens_details", "prompt_tokens_details")}
+    assert last_usage["usage"] | details == usage
     assert len({event["id"] for event in stream.events}) == 1
 
 
@@ -260,10 +262,11 @@ REJECTED_REQUESTS: list[tuple[str, dict[str, Any], str, int, str]] = [
         for name, value in (
             ("temperature", -1), ("temperature", "hot"), ("temperature", True), ("top_p", 2), ("top_p", "x"), ("top_k", -2),
             ("top_k", 1.5), ("seed", 2**63), ("seed", "x"), ("max_tokens", 0), ("max_completion_tokens", -5), ("n", 0), ("n", 17),
-            ("n", True), ("stop", ""), ("stop", ["a"] * 17), ("stop", ["x" * 1001]), ("stop", [1]), ("stream", "yes"),
+            ("n", True), ("stop", 5), ("stop", ["a"] * 17), ("stop", ["x" * 1001]), ("stop", [1]), ("stream", "yes"),
             ("stream_options", 1), ("logprobs", 2), ("top_logprobs", 2), ("user", 1), ("messages", []), ("messages", "hi"),
             ("messages", [1]), ("messages", [{"role": "robin", "content": "x"}]), ("messages", [{"role": "user"}]),
-            ("messages", [{"role": "tool", "content": "x"}]), ("tools", {}), ("tools", [1]), ("tools", [{"type": "function"}]),
+            ("messages", [{"role": "tool", "tool_call_id": 1, "content": "x"}]),
+            ("tools", {}), ("tools", [1]), ("tools", [{"type": "function"}]),
             ("tools", [{"type": "function", "function": {"name": "a b"}}]), ("specdec", 1), ("prediction", "x"),
             ("min_p", 2), ("min_p", "x"), ("repetition_penalty", 0), ("repeat_penalty", 1000), ("presence_penalty", True),
             ("frequency_penalty", -101), ("frequency_penalty", False), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}),
@@ -665,6 +668,96 @@ def test_tools_calls_and_results_reach_the_template(
     assert tools == [TOOL]
     assert messages[1]["content"] == "" and messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
     assert messages[2] == {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weather"}
+
+
+FIRST_ID = "call00000"
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "expected_id", "arguments"),
+    [
+        ({}, {}, "c1", {}),
+        ({"index": 0, "type": None}, {}, "c1", {}),
+        ({"id": None}, {"tool_call_id": None}, FIRST_ID, {}),
+        ({"id": None}, {"tool_call_id": ""}, FIRST_ID, {}),
+        ({}, {"tool_call_id": None}, "c1", {}),
+        ({"function": {"name": "weather", "arguments": None}}, {}, "c1", {}),
+        ({"function": {"name": "weather"}}, {}, "c1", {}),
+        ({"function": {"name": "weather", "arguments": ""}}, {}, "c1", {}),
+        ({"function": {"name": "weather", "arguments": {"city": "Oslo"}}}, {}, "c1", {"city": "Oslo"}),
+        ({"function": {"name": "weather", "arguments": '{"city": "Os'}}, {}, "c1", '{"city": "Os'),
+        ({}, {"role": "function", "tool_call_id": None, "name": "weather"}, "c1", {}),
+        ({}, {"content": None}, "c1", {}),
+    ],
+)
+def test_calls_and_results_of_the_history_find_each_other(
+    call: dict[str, Any], result: dict[str, Any], expected_id: str, arguments: Any
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}} | call
+    result = {"role": "tool", "tool_call_id": "c1", "content": "rain"} | result
+    parser = MessageParser()
+    parsed = parser.parse("messages[0]", {"role": "assistant", "tool_calls": [call]})["tool_calls"][0]
+    assert parsed == {"id": expected_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    answer = parser.parse("messages[1]", result)
+    assert answer == {"role": "tool", "tool_call_id": expected_id, "name": "weather", "content": result["content"] or ""}
+
+
+def test_results_without_ids_belong_to_the_last_calls_in_their_order() -> None:
+    parser, names = MessageParser(), ("one", "two", "three")
+    for calls in (names[:2], names):
+        parser.parse("m", {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in calls]})
+    assert [parser.parse("m", {"role": "tool", "content": ""})["name"] for _ in range(4)] == [*names, ""]
+    parser.parse("m", {"role": "assistant", "function_call": {"name": "one", "arguments": "{}"}})
+    assert parser.parse("m", {"role": "function", "name": "x", "content": "1"})["name"] == "one"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, {"id": "m1"}), ({}, {"reasoning_details": [{"type": "reasoning.text", "text": "t"}]}),
+        ({}, {"annotations": [{"type": "url_citation"}]}), ({}, {"cache_control": {"type": "ephemeral"}}),
+        ({}, {"refusal": ""}), ({}, {"prefix": False}), ({"stop": [""]}, {}), ({"stop": ""}, {}), ({"stop_token_ids": []}, {}),
+        ({"max_tokens": 12.0}, {}), ({"seed": 5.0}, {}), ({"top_k": 0.0}, {}), ({"n": 1.0}, {}), ({"top_logprobs": 0.0}, {}),
+    ],
+)  # fmt: skip
+def test_what_cannot_change_the_output_is_accepted(app: Any, body: dict[str, Any], message: dict[str, Any]) -> None:
+    expected = send_request(app, CHAT, {"messages": CONVERSATION, **SAMPLING_FIELDS}).json["choices"]
+    response = send_request(app, CHAT, {"messages": [CONVERSATION[0] | message], **SAMPLING_FIELDS, **body})
+    assert response.status == 200 and response.json["choices"] == expected
+
+
+@pytest.mark.parametrize(
+    "message", [{"audio": {"id": "a"}}, {"images": ["AA=="]}, {"prefix": True}, {"role": "function", "tool_call_id": 1}]
+)
+def test_what_may_change_the_output_is_rejected_by_name(app: Any, message: dict[str, Any]) -> None:
+    response = send_request(app, CHAT, {"messages": [CONVERSATION[0] | message]})
+    *_, name = message
+    assert response.status == 400 and name in response.json["error"]["message"]
+    assert response.json["error"]["param"] == "messages"
+
+
+def test_fields_of_other_apis_switch_thinking(app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, encode = list[Any](), decoder.encode_chat
+    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: options.append(arguments[2]) or encode(*arguments))
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    bodies: list[dict[str, Any]] = [on, {"thinking": {"type": "enabled"}}, off, {"thinking": {"type": "disabled"}}]
+    for body in [*bodies, {**off, "chat_template_kwargs": on}, {**off, "reasoning_effort": "high"}]:
+        assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, **body}).status == 200
+    assert options == [on, on, off, off, on, off]
+    for body in ({"thinking": {"type": "maybe"}}, {"enable_thinking": "no"}):
+        assert send_request(app, CHAT, {"messages": CONVERSATION, **body}).json["error"]["param"] == next(iter(body))
+
+
+def test_usage_tells_the_cached_tokens_of_the_prompt(app: Any) -> None:
+    messages = [{"role": "user", "content": "The robin flew far away. " * 8}]
+    first, second = (send_request(app, CHAT, {"messages": messages, "max_tokens": 1, "n": 2}).json["usage"] for _ in range(2))
+    n = first["prompt_tokens"]
+    assert first["prompt_tokens_details"]["cached_tokens"] < 16, "no earlier prompt begins like this one"
+    assert second["prompt_tokens_details"] == {"cached_tokens": n - 1} and second["prompt_tokens"] == n
+    cached = send_request(app, "/v1/messages", {"messages": messages, "max_tokens": 1}).json["usage"]
+    assert (cached["input_tokens"], cached["cache_read_input_tokens"]) == (1, n - 1)
+    usage = send_request(app, "/v1/responses", {"input": messages, "max_output_tokens": 1}).json["usage"]
+    assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (n, n - 1)
 
 
 # Log probabilities
