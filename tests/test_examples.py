@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 from specdec import SpeculativeDecoder
-from tests.fakes.terminal import TIMEOUT_S, run_process
+from tests.fakes.terminal import TIMEOUT_S, run_process, wait_until
 from tests.test_docs import find_broken_links
 from tests.test_end_to_end import make_folder
 from tests.test_package import ROOT
@@ -23,6 +26,7 @@ EXAMPLES = ROOT / "examples"
 MAX_LINES = 50
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
+MODELS = ("stories6M.bin", "stories650K.bin")
 UNUSED_URL = "http://127.0.0.1:1"
 
 
@@ -80,6 +84,58 @@ def test_batch_completes_all_prompts() -> None:
         output = get_output(run_example("batch.py", url))
     assert all(prompt in output for prompt in ("Once upon a time, there was", "Tom had a red ball", "The little robin"))
     assert "240 tokens, " in output
+
+
+def test_workers_of_ray_give_the_results_of_one_machine(tmp_path: Path) -> None:
+    pytest.importorskip("ray.data", reason="the extra [ray] is not installed")
+    lines = [
+        json.dumps({"custom_id": str(i), "url": "/v1/completions", "body": {"prompt": f"Tom had {i}", "max_tokens": 6}})
+        for i in range(6)
+    ]
+    source, results = tmp_path / "in.jsonl", [tmp_path / name for name in ("ray", "alone")]
+    source.write_text("\n".join(lines))
+    done = run_example("batch_ray.py", source, results[0], "stories6M.bin", "2", env=ENVIRONMENT | {"RAY_AUTH_MODE": "disabled"})
+    assert done.returncode == 0, done.stderr
+    with run_process(["batch", source, results[1], "-m", "stories6M.bin", "-j", 1]) as process:
+        assert process.wait(TIMEOUT_S) == 0
+    assert len({tuple(sorted(path.read_text().splitlines())) for path in results}) == 1
+
+
+@pytest.mark.skipif(not shutil.which("caddy"), reason="Caddy is not installed")
+def test_a_balancer_keeps_sessions_together_and_loses_no_request_when_a_server_ends() -> None:
+    def ask(url: str, session: str) -> str:
+        body, headers = b'{"prompt": "Tom", "max_tokens": 3, "seed": 1}', {"x-session-id": session}
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json", **headers})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return str(json.load(response)["model"])
+
+    with socket.socket() as free, ExitStack() as stack:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        servers = [stack.enter_context(run_process(["serve", "-m", name, "--port", 0, "-j", 1])) for name in MODELS]
+        addresses = [server.stdout.readline().decode().split()[0].removeprefix("http://") for server in servers]
+        variables = {"ADDRESS": url, "SERVERS": " ".join(addresses)}
+        command = ["caddy", "run", "--adapter", "caddyfile", "--config", str(EXAMPLES / "Caddyfile")]
+        caddy = subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.DEVNULL)
+        stack.callback(caddy.wait)
+        stack.callback(caddy.terminate)
+        wait_until(lambda: is_listening(url))
+        by_session = {str(i): ask(url, str(i)) for i in range(12)}
+        assert len({*by_session.values()}) == 2, "each server has sessions"
+        assert {session: ask(url, session) for session in by_session} == by_session
+        servers[0].terminate()
+        left = {ask(url, session) for _ in range(3) for session in by_session}
+        assert servers[0].wait(TIMEOUT_S) == 0 and left <= {*by_session.values()}
+        assert {ask(url, session) for session in by_session} == {MODELS[1]}
+
+
+def is_listening(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def test_tools_runs_the_function_that_the_model_calls(tmp_path: Path) -> None:

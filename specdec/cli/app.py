@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import typer
 
-from specdec.cli import bench, chat, compile, generate, models, race, serve, sweep
+from specdec.cli import batch, bench, chat, compile, generate, models, race, serve, sweep
 from specdec.cli.option_fields import translate_parameters
 from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
 from specdec.cli.suggestions import explain_invalid_number
@@ -29,6 +29,7 @@ app.callback(invoke_without_command=True)(make_command(generate.TextRequest, gen
 app.command("race", cls=Subcommand)(make_command(race.RaceRequest, race.run))
 app.command("chat", cls=Subcommand)(make_command(chat.ChatRequest, chat.run))
 app.command("serve", cls=Subcommand)(make_command(serve.ServeRequest, serve.run))
+app.command("batch", cls=Subcommand)(make_command(batch.BatchJobRequest, batch.run))
 app.command("sweep", cls=Subcommand)(make_command(sweep.SweepRequest, sweep.run))
 app.command("models", cls=Subcommand)(make_command(models.ModelsRequest, models.run))
 app.command("bench", cls=Subcommand)(make_command(bench.BenchRequest, bench.run))

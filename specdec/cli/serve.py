@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import specdec
 from specdec.cli.common_options import DRAFT_KEYWORDS, MODEL_OPTIONS, Request, with_models
 from specdec.cli.model_loading import LoadedModels, get_recommended_sampling, load_decoder, load_models, resolve_model_paths
 from specdec.cli.option_fields import flag, sampling_option, server_option, translate_parameters
@@ -33,6 +32,7 @@ from specdec.ui.plain_views import sanitize_line
 from specdec.ui.signals import signals
 
 if TYPE_CHECKING:
+    from specdec.server.generation_fields import ServedModel
     from specdec.server.model_manager import ModelInstance
 
 REQUIRED_PACKAGES = {optional_dependencies.STARLETTE: "to answer requests", optional_dependencies.UVICORN: "to listen"}
@@ -155,6 +155,10 @@ class ServeRequest(Request):
         names = ("temperature", "top_p", "top_k")
         return override_sampling(sampling, **{name: getattr(self, f"served_{name}") for name in names})
 
+    def get_cache_bytes(self, decoder: SpeculativeDecoder) -> int:
+        """Return the memory limit of all KV caches in bytes: that of --cache, else a share of what the weights leave free."""
+        return self.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
+
     @property
     def name(self) -> str:
         """The model's name for clients: its name on the hub, or its file's name, never its path."""
@@ -218,7 +222,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
             raise ValueError(f"{problem}; download one with specdec models pull org/name, or name one with -m")
         lister = f"specdec models {request.models}".strip()
         description = f"{n} models, each loaded on demand; {lister} lists them"
-    service = ServerState(manager, f"specdec-{specdec.__version__}-{specdec.__arithmetic__}")
+    service = ServerState(manager)
     app = AuthMiddleware(Endpoints(service), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.begin_output(request.grace + EXIT_MARGIN_S)
@@ -238,30 +242,34 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     signals.clear_end_signal()
 
 
-def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ModelInstance":
-    """Return a loaded decoder as an instance that the server can use, with its engine, template and default sampling.
-
-    Starts the thread of the engine and one that prewarms the decoder. Prints notes on the KV cache, on a missing chat template
-    and on recommended sampling settings.
-    """
-    from specdec.server.engine_thread import EngineThread
+def describe_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ServedModel":
+    """Return a loaded decoder with its template and default sampling; print a note if it has no template or recommends some."""
     from specdec.server.generation_fields import ServedModel
-    from specdec.server.model_manager import ModelInstance
 
     template = None
     try:
         template = decoder.chat_template
     except TemplateError as error:
         print_message(f"only /v1/completions is available: {translate_parameters(str(error))}")
+    sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
+    return ServedModel(name, decoder, template, sampling, request.reasoning_budget)
+
+
+def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ModelInstance":
+    """Return a loaded decoder as an instance that the server can use, with its engine, template and default sampling.
+
+    Starts the thread of the engine and one that prewarms the decoder. Prints notes on the model and its KV cache.
+    """
+    from specdec.server.engine_thread import EngineThread
+    from specdec.server.model_manager import ModelInstance
+
+    model = describe_model(request, decoder, name)
     threading.Thread(target=prewarm, args=(decoder,), name="awake", daemon=True).start()
-    cache_bytes = request.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
-    target = decoder.target
+    cache_bytes, target = request.get_cache_bytes(decoder), decoder.target
     kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
     total = f"at most {cache_bytes / 10**9:.1f} GB in total"
     print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
     engine = EngineThread(decoder, request.slots, request.queue, cache_bytes)
-    sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
-    model = ServedModel(name, decoder, template, sampling, request.reasoning_budget)
     return ModelInstance(model, engine, int(time.time()))
 
 

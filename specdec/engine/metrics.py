@@ -1,7 +1,7 @@
 """The server's counters, and their Prometheus text format. Knows no requests and no models."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from specdec.events import Step
@@ -85,6 +85,7 @@ class Metrics:
         self.accepted_tokens += step.n_accepted
 
 
+MODEL_METRICS = ("generated_tokens", "drafted_tokens", "accepted_tokens")  # the rest of the generated ones cost a pass each
 PROMETHEUS_METRICS = {each.name: each.metadata["prometheus"] for each in fields(Metrics) if each.metadata}
 
 
@@ -96,12 +97,23 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     return total
 
 
-def format_prometheus(metrics: Metrics) -> str:
-    """Return the metrics in Prometheus' text format, version 0.0.4.
+def format_prometheus(metrics_by_model: Mapping[str, Metrics]) -> str:
+    """Return the sums of the models' metrics, and what drafts brought per model, in Prometheus' text format, version 0.0.4.
 
     The number of cached tokens is rounded down to `CACHED_TOKENS_GRANULARITY`.
     """
-    return "".join(f"{line}\n" for line in _format_lines(metrics))
+    total = merge_metrics([Metrics(), *metrics_by_model.values()])
+    lines = [*_format_lines(total), *_format_model_lines(metrics_by_model)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _format_model_lines(metrics_by_model: Mapping[str, Metrics]) -> Iterator[str]:
+    for attribute in MODEL_METRICS:
+        name, metric_type, description = PROMETHEUS_METRICS[attribute]
+        yield from _format_header(f"model_{name}", metric_type, f"{description.removesuffix('.')}, by model.")
+        for model, metrics in metrics_by_model.items():
+            label = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+            yield f'specdec_model_{name}{{model="{label}"}} {getattr(metrics, attribute)}'
 
 
 def _format_lines(metrics: Metrics) -> Iterator[str]:

@@ -23,6 +23,7 @@ from specdec.kernels import MAX_BATCH_TOKENS
 
 MAX_ADDED_PREFILL_S = 0.1  # that prefill chunks may add to a pass which decoding sequences wait for
 MIN_PREFILL_CHUNK_TOKENS = 8
+MIN_THROUGHPUT_SHARE = 0.97  # of the highest throughput; more sequences at once would only take memory
 
 INTERRUPTED = "interrupted"  # the stop reason of aborted sequences
 SequenceEvent = tuple[Sequence, Event | PrefillProgress | Exception]
@@ -39,10 +40,11 @@ class Scheduler:
         autotuner: The autotuner of the models, which must be warmed up.
         settings: The settings of speculative decoding.
         prefix_cache: The KV caches, which schedulers may share.
-        max_running: Sequences per pass.
+        max_running: Sequences per pass; 0 for as many as raise the throughput.
         metrics: Counters to update; by default new ones.
 
     Attributes:
+        max_running: Sequences per pass.
         waiting: The sequences that wait for a slot.
         running: The sequences that have one, ordered by their last run, the most recent last.
         metrics: Counters of what the scheduler has done.
@@ -57,10 +59,11 @@ class Scheduler:
         metrics: Metrics | None = None,
     ) -> None:
         """Create a scheduler without sequences."""
-        self._autotuner, self._settings, self._prefix_cache, self._max_running = autotuner, settings, prefix_cache, max_running
+        self._autotuner, self._settings, self._prefix_cache = autotuner, settings, prefix_cache
         self._bundle = autotuner.bundle
-        self._runner, self._shares = ModelRunner(self._bundle.target), FairShare(max_running)
-        self._costs: CostModel | None = autotuner.make_cost_model(settings, is_batch=max_running > 1)
+        self._costs: CostModel | None = autotuner.make_cost_model(settings, is_batch=max_running != 1)
+        self.max_running = max_running or find_batch_size(self._costs)
+        self._runner, self._shares = ModelRunner(self._bundle.target), FairShare(self.max_running)
         self._recompute_lengths = self._bundle.recompute_lengths
         self.waiting, self.running = deque[Sequence](), list[Sequence]()
         self.metrics = metrics or Metrics()
@@ -103,7 +106,7 @@ class Scheduler:
         ready: list[Sequence] = []
         prefilling: list[Sequence] = []  # together at most max_running
         for sequence in self._shares.interleave(self.running):
-            if len(prefilling) + len(ready) == self._max_running:
+            if len(prefilling) + len(ready) == self.max_running:
                 break
             if sequence.status is SequenceStatus.PREFILL and (yield from self._prepare(sequence)):
                 prefilling.append(sequence)
@@ -164,7 +167,7 @@ class Scheduler:
                 if not slot:
                     return
                 state = make_decoding_state(
-                    self._autotuner, slot.caches, request, self._settings, self._costs, self._max_running == 1, slot.memory
+                    self._autotuner, slot.caches, request, self._settings, self._costs, self.max_running == 1, slot.memory
                 )
                 sequence.start(slot, state)
                 sequence.find_prefix_donor(self.running)
@@ -382,3 +385,10 @@ class Scheduler:
         self.metrics.record_failure()
         sequence.finish()
         return error
+
+
+def find_batch_size(costs: CostModel | None) -> int:
+    """Return the lowest number of sequences whose plain passes generate nearly as many tokens per second as any number does."""
+    seconds = costs.curve.pass_seconds if costs else [0.0, 1.0]
+    throughputs = [n / seconds[n] for n in range(1, len(seconds))]
+    return next(n for n, each in enumerate(throughputs, 1) if each >= MIN_THROUGHPUT_SHARE * max(throughputs))

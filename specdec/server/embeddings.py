@@ -15,7 +15,7 @@ from specdec.runtime.simd import Float32
 from specdec.server.auxiliary_tasks import AuxiliaryTask
 from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
-from specdec.server.generation_response import encode_json
+from specdec.server.json_values import encode_json
 
 MAX_INPUTS = 2048  # per request, as in OpenAI's API
 Pooling = Literal["mean", "last", "cls"]

@@ -4,13 +4,14 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.argument_checks import check_choice, check_float, check_strings, shorten
 from specdec.engine.request import GenerationRequest
+from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.server.field_validation import (
     INVALID,
@@ -25,9 +26,10 @@ from specdec.server.field_validation import (
 from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
+from specdec.text.conversation import ChatSettings
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.reasoning_constraint import ReasoningConstraint
-from specdec.text.structured_output import Grammar
+from specdec.text.structured_output import ConstraintError, Grammar
 from specdec.tokenizer import RenderedSegment, TokenizerError
 
 MAX_CHOICES = 16  # per request
@@ -62,6 +64,17 @@ class ServedModel:
     template: ChatTemplate | None
     default_sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
     reasoning_budget: int = -1
+
+    @classmethod
+    def from_decoder(cls, name: str, decoder: SpeculativeDecoder) -> "ServedModel":
+        """Return a decoder with its chat template, if there is one, and the sampling settings that its files recommend."""
+        template, checkpoint = None, decoder.bundle.checkpoint
+        with suppress(TemplateError):
+            template = decoder.chat_template
+        recommended: dict[str, Any] = {**checkpoint.default_sampling} if checkpoint else {}
+        if "top_k" in recommended:
+            recommended["top_k"] = int(recommended["top_k"])
+        return cls(name, decoder, template, replace(ChatSettings(), **recommended).make_sampling(0))
 
     @property
     def max_chars(self) -> int:
@@ -171,6 +184,18 @@ class ResponseOptions:
     tools: ToolSchemas = field(default_factory=dict)
     grammar: Grammar | None = None
     reasoning_constraint: ReasoningConstraint | None = None
+
+    def constrain(self, requests: Sequence[GenerationRequest], constraint: Constraint) -> list[GenerationRequest]:
+        """Return the requests with the built constraint of the grammar, which begins after the thought if there is one."""
+        if self.reasoning_constraint:
+            constraint = self.reasoning_constraint.with_inner(constraint)
+        return [replace(request, constraint=constraint) for request in requests]
+
+    def explain(self, error: Exception) -> Exception:
+        """Return the error of a sequence as an APIError that names the field of the request, if the grammar is the cause."""
+        if not isinstance(error, ConstraintError):
+            return error
+        return APIError(str(error), self.grammar.request_field if self.grammar else "response_format")
 
 
 def _parse_sampling(fields: Fields, model: ServedModel) -> Sampling:

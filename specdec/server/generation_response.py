@@ -1,22 +1,21 @@
 """The response of a generation request: streamed or complete, with cancellation when the client disconnects. Knows no paths."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from specdec.events import Event
 from specdec.server.access_control import Receive, Scope, Send, to_api_error
 from specdec.server.fair_grammar_builds import ConstraintBuilder
-from specdec.server.field_validation import APIError, wrap_errors
+from specdec.server.field_validation import wrap_errors
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
+from specdec.server.json_values import encode_json
 from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
 from specdec.server.openai_chat import ParsedRequest
 from specdec.server.response_formatter import ChoiceDelta, ResponseFormatter, format_sse_event, make_random_id
-from specdec.text.structured_output import ConstraintError
 
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
 PROGRESS_INTERVAL_S = 1.0  # between progress comments while a model is being loaded
@@ -31,12 +30,10 @@ class ServerState:
 
     Attributes:
         model_manager: The served models.
-        fingerprint: Identifier of everything that responses depend on apart from the model.
         constraint_builder: Builds the constraints of structured output.
     """
 
     model_manager: ModelManager
-    fingerprint: str
     constraint_builder: ConstraintBuilder = field(default_factory=ConstraintBuilder)
 
 
@@ -150,7 +147,7 @@ class ResponseStreamer:
             async with acquire_model(self._state.model_manager, self._body, receive, on_loading) as (instance, disconnected):
                 async with self._permit:
                     requests, options = await asyncio.to_thread(self._parse, self._body, instance.model)
-                stream = self._state.fingerprint, self._random_id, self._n_loading
+                stream = self._random_id, self._n_loading
                 self._response = self._formatter_class(self._body, requests, options, instance.model, *stream)
                 await self._respond(self._response, instance, scope, disconnected)
         except OSError:
@@ -185,9 +182,7 @@ class ResponseStreamer:
             build = asyncio.ensure_future(self._state.constraint_builder.build(grammar, client.name))
             with wrap_encoding_errors(response.model, grammar.request_field):
                 constraint = await wait_unless_disconnected(disconnected, build)
-            if wrapper := response.options.reasoning_constraint:
-                constraint = await asyncio.to_thread(wrapper.with_inner, constraint)
-            requests = [replace(request, constraint=constraint) for request in requests]
+            requests = await asyncio.to_thread(response.options.constrain, requests, constraint)
         with wrap_errors(None):
             handles = instance.engine.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
         try:
@@ -224,11 +219,8 @@ class ResponseStreamer:
             if item is None:
                 raise ConnectionResetError
             index, event = item
-            if isinstance(event, ConstraintError):
-                grammar = response.options.grammar
-                raise APIError(str(event), grammar.request_field if grammar else "response_format")
             if isinstance(event, Exception):
-                raise event
+                raise response.options.explain(event)
             delta = response.choices[index].process_event(event)
             n_unfinished -= delta.finish_reason is not None
             yield index, delta
@@ -278,12 +270,3 @@ class ResponseStreamer:
 def _split_body(data: bytes) -> Iterator[bytes]:
     for first in range(0, len(data), MAX_WRITE_BYTES):
         yield data[first : first + MAX_WRITE_BYTES]
-
-
-def encode_json(value: Any) -> bytes:
-    """Encode a value as compact JSON in UTF-8, with lone surrogates escaped as in `format_sse_event`.
-
-    The value is encoded piece by piece, so that other threads can run in between.
-    """
-    text = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
-    return text.encode(errors="backslashreplace")

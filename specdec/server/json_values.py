@@ -37,6 +37,15 @@ def parse_json(text: str) -> Any:
     raise ValueError("nested too deeply")
 
 
+def encode_json(value: Any) -> bytes:
+    """Encode a value as compact JSON in UTF-8, with lone surrogates escaped as in `format_sse_event`.
+
+    The value is encoded piece by piece, so that other threads can run in between.
+    """
+    text = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
+    return text.encode(errors="backslashreplace")
+
+
 class JsonScanner:
     """A validator of JSON (RFC 8259) that takes one character at a time.
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ WRITE_TIMEOUT_S = 30.0  # for a client to read one chunk of a response
 KEEP_ALIVE_TIMEOUT_S = 30  # between the requests of a connection
 MAX_CONNECTIONS = 128  # beyond it, a connection that waits for its client is closed; twice as many may be served at once
 SHUTDOWN_MARGIN_S = 5  # after the grace period, for clients that read slowly
+POLL_INTERVAL_S, ARRIVAL_S = 0.02, 0.3  # until the socket is closed; then until requests of accepted connections have arrived
 # forwarded logs. asyncio would block all on an unread stderr; its warnings of writes to clients that left are dropped
 LOG_LEVELS = {"uvicorn.error": logging.WARNING, "asyncio": logging.ERROR}
 PROBE_INTERVALS_S = (0.05, 1.0)  # before the first interim response to a half-closed connection, and before the others
@@ -235,5 +237,12 @@ class Listener(threading.Thread):
         self._server.run([self._sock])
 
     def stop_listening(self) -> None:
-        """Stop accepting connections; the server's thread ends when the open responses do."""
+        """Stop accepting connections, and wait for the requests that are on their way.
+
+        The server's thread ends when the open responses do.
+        """
         self._server.should_exit = True
+        deadline = time.monotonic() + SHUTDOWN_MARGIN_S
+        while self._sock.fileno() >= 0 and self.is_alive() and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+        time.sleep(ARRIVAL_S)

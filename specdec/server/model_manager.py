@@ -125,7 +125,7 @@ class ModelManager:
         self._loader, self._is_closed = ThreadPoolExecutor(1, "loading"), False
         self._model_sizes: Mapping[str, int] = {}
         self._list_time, self._list_lock = float("-inf"), threading.Lock()
-        self._unloaded_metrics = Metrics()
+        self._unloaded_metrics = dict[str, Metrics]()
 
     def list_models(self, max_age_s: float = LIST_MAX_AGE_S) -> Mapping[str, int]:
         """Return the size in bytes of each available model by its name, from a list that is at most max_age_s seconds old.
@@ -151,10 +151,14 @@ class ModelManager:
         return [instance for entry in [*self._entries.values()] if (instance := entry.instance)]
 
     @property
-    def metrics(self) -> Metrics:
-        """The sums of the metrics of all models, also of those that were unloaded."""
+    def metrics(self) -> dict[str, Metrics]:
+        """The metrics of each model by its name, also of those that were unloaded."""
         with self._lock:
-            return merge_metrics([self._unloaded_metrics, *(instance.engine.metrics for instance in self._instances)])
+            metrics = {**self._unloaded_metrics}
+            for instance in self._instances:
+                name = instance.model.name
+                metrics[name] = merge_metrics([instance.engine.metrics, metrics.get(name, Metrics())])
+            return metrics
 
     def acquire(self, name: str) -> ModelEntry:
         """Return the entry of a model and count a request that uses it; starts to load the model if needed.
@@ -282,7 +286,8 @@ class ModelManager:
         if entry.instance:
             entry.instance.engine.close(0.0)
             with self._lock:
-                self._unloaded_metrics = merge_metrics([self._unloaded_metrics, entry.instance.engine.metrics])
+                earlier = self._unloaded_metrics.get(entry.name, Metrics())
+                self._unloaded_metrics[entry.name] = merge_metrics([earlier, entry.instance.engine.metrics])
             entry.instance = None
         gc.collect()  # frees the weights at once, since models are reference cycles
         self._log(f"unloaded {entry.name}")

@@ -13,8 +13,7 @@ from specdec.runtime.simd import Float32
 from specdec.server.embeddings import EmbeddingRequest, parse_embedding_request
 from specdec.server.field_validation import APIError, Fields, check_list, check_object, iter_objects, wrap_errors
 from specdec.server.generation_fields import SAMPLING_FIELDS, ServedModel, wrap_encoding_errors
-from specdec.server.generation_response import encode_json
-from specdec.server.json_values import parse_json
+from specdec.server.json_values import encode_json, parse_json
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request, parse_completion_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter
 from specdec.text.reasoning import find_template_marks

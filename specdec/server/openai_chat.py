@@ -27,7 +27,7 @@ from specdec.server.field_validation import (
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
 from specdec.server.infill import encode_prompt, end_infills
 from specdec.server.reasoning_fields import ReasoningFields
-from specdec.server.response_formatter import SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event, make_id
+from specdec.server.response_formatter import FINGERPRINT, SSE_DONE, ChoiceDelta, ResponseFormatter, format_sse_event
 from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.base import Delta, ToolParser
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
@@ -453,7 +453,8 @@ class CompletionFormatter(ResponseFormatter):
         position = {} if is_complete else {"index": self._n_calls[index] - 1}
         if call.name is None:
             return position | {"function": {"arguments": call.text}}
-        return position | {"id": make_id(), "type": "function", "function": {"name": call.name, "arguments": call.text}}
+        call_id = self._make_id(index, self._n_calls[index])
+        return position | {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -481,7 +482,7 @@ class CompletionFormatter(ResponseFormatter):
             "object": f"chat.completion{object_suffix}" if self.options.is_chat else "text_completion",
             "created": self.created,
             "model": self.model.name,
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }
         chunk |= {"usage": usage} if usage or self.options.shared.include_usage else {}

@@ -1,5 +1,6 @@
 """The outputs of a request, from generated events to the parts of a response that all interfaces format. Knows no server."""
 
+import hashlib
 import json
 import secrets
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import specdec
 from specdec.engine.request import GenerationRequest
 from specdec.events import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
@@ -18,6 +20,8 @@ from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 
 # stop reasons that mean a truncated output
 TRUNCATING_STOP_REASONS = ("max_tokens", "seq_len", "interrupted")
+# identifies everything that responses depend on apart from the model
+FINGERPRINT = f"specdec-{specdec.__version__}-{specdec.__arithmetic__}"
 SSE_DONE = b"data: [DONE]\n\n"
 
 
@@ -163,7 +167,6 @@ class ResponseFormatter:
         requests: The requests to the engine, one per output.
         options: What the response contains.
         model: The model that answers.
-        fingerprint: Identifier of everything that responses depend on apart from the model.
         random_id: Random part of the response's id.
         n_loading: Number of calls of `format_loading` for its stream.
         choices: The outputs. Formats for a single output use the first one.
@@ -174,7 +177,6 @@ class ResponseFormatter:
     requests: Sequence[GenerationRequest]
     options: ResponseOptions
     model: ServedModel
-    fingerprint: str
     random_id: str
     n_loading: int
 
@@ -206,6 +208,10 @@ class ResponseFormatter:
     def n_reasoning_tokens(self) -> int:
         """Number of tokens of the thoughts in all outputs."""
         return sum(choice.n_reasoning_tokens for choice in self.choices)
+
+    def _make_id(self, *position: int) -> str:
+        """Return the id of a part of the response: nine letters and digits, which Mistral's templates expect of a call's id."""
+        return hashlib.sha256(f"{self.random_id} {position}".encode()).hexdigest()[:9]
 
     def format_start(self) -> bytes:
         """Return the first server-sent events of a stream; empty by default."""
@@ -308,7 +314,7 @@ class PartsFormatter(ResponseFormatter):
         for piece in delta.deltas:
             if not self._parts or self._parts[-1].kind != piece.kind or piece.name is not None:
                 yield from (("end", part, "") for part in self._parts[-1:])
-                self._parts.append(OutputPart(piece.kind, len(self._parts), make_id(), piece.name or ""))
+                self._parts.append(OutputPart(piece.kind, len(self._parts), self._make_id(len(self._parts)), piece.name or ""))
                 yield "start", self._parts[-1], ""
             self._parts[-1].text += piece.text
             if piece.text:
@@ -331,8 +337,3 @@ class PartsFormatter(ResponseFormatter):
 def make_random_id() -> str:
     """Return a random id of 24 characters for a response."""
     return secrets.token_hex(12)
-
-
-def make_id() -> str:
-    """Return a random id of nine letters and digits, the only form of a call's id that Mistral's templates accept."""
-    return secrets.token_hex(5)[:9]

@@ -177,9 +177,9 @@ def test_models_that_can_chat_come_first_for_the_server(pair: Pair, tmp_path: Pa
     folder = tmp_path / "mixed"
     folder.mkdir()
     shutil.copy(pair.target, folder / "a.bin")
-    template = {"tokenizer.chat_template": "{{ messages[0].content }}"}
-    (folder / "b.gguf").write_bytes(gguf_bytes(make_model_keys("llama") | template, make_model_tensors("llama")))
-    assert [*installed_models.get_model_sizes(folder)] == ["b.gguf", "a.bin"]
+    shutil.copytree(FIXTURES / "llama", folder / "b")
+    (folder / "b" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert [*installed_models.get_model_sizes(folder)] == ["b", "a.bin"]
 
 
 def test_download_command_suggests_pull() -> None:

@@ -42,7 +42,7 @@ class FakeScheduler:
 
 
 def make_state(model: ServedModel, scheduler: Any) -> ServerState:
-    return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)), "print")
+    return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)))
 
 
 def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:

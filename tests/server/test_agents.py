@@ -446,7 +446,7 @@ def test_a_response_continues_the_events_that_were_sent_while_its_model_was_load
     model, body = ServedModel("talker", decoder, decoder.chat_template), {"input": "x"}
     requests, options = parse_response_request(body, model)
     for n_loading, types, first in ((0, ["created", "in_progress"], 0), (1, ["in_progress"], 2), (5, ["in_progress"], 6)):
-        formatter = ResponsesFormatter(body, requests, options, model, "print", "abc", n_loading)
+        formatter = ResponsesFormatter(body, requests, options, model, "abc", n_loading)
         loading = b"".join(formatter.format_loading("loading", "abc", i) for i in range(n_loading))
         assert loading.count(b"sequence_number") == first
         data = [json.loads(line[6:]) for line in formatter.format_start().decode().split("\n") if line.startswith("data: ")]

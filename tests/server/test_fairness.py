@@ -553,7 +553,7 @@ def test_caches_are_not_shared_across_cache_salts(endless: Any, make_engine: Cal
         submit(shared, request, output, Client(client, client))
         assert_same(endless, request, output)
         assert (shared.metrics.cached_tokens - before >= 20) is (n_cached > 0)
-    assert "prompt_tokens_cached_total 12000\n" in format_prometheus(Metrics(cached_tokens=12_999))
+    assert "prompt_tokens_cached_total 12000\n" in format_prometheus({"m": Metrics(cached_tokens=12_999)})
 
 
 def test_an_unread_log_does_not_block_the_server() -> None:

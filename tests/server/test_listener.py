@@ -129,7 +129,7 @@ def test_an_unfinished_stream_gets_an_error_event_at_shutdown(pair: Pair, monkey
     )
     with contextlib.ExitStack() as stack:
         stack.callback(manager.close, 0.0)
-        with listener(Endpoints(ServerState(manager, "print")), []) as address:
+        with listener(Endpoints(ServerState(manager)), []) as address:
             connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection(*address, timeout=60)))
             body = json.dumps({"prompt": "the then", "max_tokens": 99_000, "stream": True})
             connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})

@@ -58,7 +58,7 @@ def make_manager(endless):
         return (
             managers[-1],
             source,
-            AuthMiddleware(Endpoints(ServerState(managers[-1], "print")), (), {"localhost"}, log.append),
+            AuthMiddleware(Endpoints(ServerState(managers[-1])), (), {"localhost"}, log.append),
             log,
         )
 

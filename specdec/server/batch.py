@@ -1,0 +1,269 @@
+"""Batch jobs: lines in OpenAI's batch format become lines of results, the same ones on any machine. Knows no files.
+
+A result depends on its line alone, so a job can be stopped, continued and divided among machines. It has no time and no numbers
+that depend on caches and drafts, and a request without a seed gets one from its line.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specdec.argument_checks import check_string, shorten
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import validate_request
+from specdec.engine.sequence import Sequence
+from specdec.events import Event, PrefillProgress, Step
+from specdec.server.auxiliary_tasks import AuxiliaryTask
+from specdec.server.embeddings import parse_embedding_request
+from specdec.server.field_validation import APIError, check_object, parse_body, wrap_errors
+from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
+from specdec.server.json_values import encode_json
+from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
+from specdec.server.response_formatter import ChoiceDelta
+
+GENERATION_PARSERS = {"/v1/chat/completions": parse_chat_request, "/v1/completions": parse_completion_request}
+EMBEDDING_PARSERS = {"/v1/embeddings": parse_embedding_request}
+URLS = (*GENERATION_PARSERS, *EMBEDDING_PARSERS)
+DROPPED_FIELDS = ("stream", "stream_options", "specdec")  # of bodies: a result is always whole and has no statistics
+MAX_IDLE_SLOTS = 64  # KV caches that are kept for prompts with a common prefix
+
+
+class BatchLine(NamedTuple):
+    """A line of a batch job.
+
+    Attributes:
+        number: Number of the line, from 1.
+        custom_id: The user's name of the request; None if the line has none.
+        url: Path of the API.
+        body: Body of the request.
+        error: Why the line is not a request; None if it is one.
+    """
+
+    number: int
+    custom_id: str | None = None
+    url: str = ""
+    body: Mapping[str, Any] = {}
+    error: APIError | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of its result, by which a job that continues knows what is done."""
+        return f"batch_req_{self.number:08d}"
+
+    @property
+    def random_id(self) -> str:
+        """A string of 24 hexadecimal digits that only depends on the line's number and `custom_id`."""
+        return hashlib.sha256(f"{self.number} {self.custom_id}".encode()).hexdigest()[:24]
+
+    @property
+    def prefix_key(self) -> tuple[str, str]:
+        """A key that sorts requests with a long common prefix next to each other."""
+        parts = [self.body.get(name) for name in ("tools", "messages", "prompt", "input")]
+        return self.url, json.dumps(parts, ensure_ascii=False)
+
+
+def parse_line(number: int, data: bytes) -> BatchLine:
+    """Parse a line of a batch job; a line that is not a request gets an error."""
+    custom_id = None
+    try:
+        line = parse_body(data)
+        custom_id = line.get("custom_id")
+        with wrap_errors("custom_id"):
+            custom_id = check_string("custom_id", custom_id)
+        if line.get("method", "POST") != "POST":
+            raise APIError(f"method is {shorten(line['method'], repr)}; expected POST", "method")
+        if (url := line.get("url")) not in URLS:
+            raise APIError(f"url is {shorten(url, repr)}; expected one of {', '.join(URLS)}", "url")
+        with wrap_errors("body"):
+            body = dict(check_object("body", line.get("body")))
+    except APIError as error:
+        return BatchLine(number, custom_id if isinstance(custom_id, str) else None, error=error)
+    return BatchLine(number, custom_id, url, {name: body[name] for name in body if name not in DROPPED_FIELDS})
+
+
+def parse_lines(data: bytes) -> list[BatchLine]:
+    """Parse the lines of a batch job; empty ones are skipped, and a repeated `custom_id` is an error."""
+    requests, numbers = list[BatchLine](), dict[str, int]()
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        request = parse_line(number, line)
+        if request.custom_id is not None and (first := numbers.setdefault(request.custom_id, number)) != number:
+            error = APIError(f"custom_id is the same as in line {first}; expected one of its own", "custom_id")
+            request = BatchLine(number, request.custom_id, error=error)
+        requests.append(request)
+    return requests
+
+
+class BatchFormatter(CompletionFormatter):
+    """A formatter of whole responses that are the same whenever and wherever they are generated."""
+
+    def __post_init__(self) -> None:
+        """Set a time of creation that is always the same."""
+        super().__post_init__()
+        self.created = 0
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Token counts, without those that depend on caches and drafts."""
+        usage = {name: n for name, n in super().usage.items() if isinstance(n, int)}
+        return usage | {"completion_tokens_details": {"reasoning_tokens": self.n_reasoning_tokens}}
+
+
+@dataclass
+class BatchJob:
+    """A request whose outputs are being generated.
+
+    Attributes:
+        request: The request.
+        response: Formats the result.
+        sequences: One per output.
+        deltas: The outputs so far.
+        n_unfinished: Number of outputs that have not ended.
+    """
+
+    request: BatchLine
+    response: BatchFormatter
+    sequences: list[Sequence]
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+    n_unfinished: int = 0
+
+
+class BatchRunner:
+    """Generates the results of batch requests, many at a time.
+
+    Args:
+        model: The model with its name and its chat template.
+        max_running: Sequences per pass; 0 for as many as raise the throughput.
+        cache_bytes: Memory limit of all KV caches together, in bytes.
+
+    Attributes:
+        metrics: Counters of what was generated.
+        n_errors: Number of requests that failed.
+    """
+
+    def __init__(self, model: ServedModel, max_running: int = 0, cache_bytes: float = math.inf) -> None:
+        """Warm up the model's decoder."""
+        self._model = model
+        decoder = model.decoder
+        decoder.warm_up()
+        prefix_cache = PrefixCache(decoder.bundle, MAX_IDLE_SLOTS, decoder.prompt_cache, cache_bytes)
+        self._scheduler = decoder.make_scheduler(prefix_cache, max_running)
+        self.metrics, self.n_errors = self._scheduler.metrics, 0
+        self._jobs = dict[Sequence, BatchJob]()
+
+    def run(self, requests: Iterable[BatchLine]) -> Iterator[bytes | None]:
+        """Yield a line for each request once its result or error is known, and None after each pass of the model.
+
+        Requests with a common prefix run together. If the iterator is closed, requests without a result are dropped.
+        """
+        pending = iter(sorted(requests, key=lambda request: request.prefix_key))
+        try:
+            while True:
+                while len(self._jobs) <= self._scheduler.max_running and (request := next(pending, None)):
+                    if line := self._start(request):
+                        yield line
+                if not self._jobs:
+                    return
+                yield from self._step()
+                yield None
+        finally:
+            for sequence in self._jobs:
+                sequence.cancel()
+            self._scheduler.reap()
+            self._jobs.clear()
+
+    def _start(self, request: BatchLine) -> bytes | None:
+        """Start a request; return its line if it is an error, or a request for embeddings, which are computed at once."""
+        try:
+            if request.error:
+                raise request.error
+            if parse := EMBEDDING_PARSERS.get(request.url):
+                parsed = parse(request.body, self._model)
+                vectors = [_run_task(task(self._model.decoder.target)) for task in parsed.tasks]
+                return format_result(request, json.loads(parsed.format_response(vectors, self._model.name)))
+            self._add_sequences(request)
+        except Exception as error:
+            return self._fail(request, error)
+        return None
+
+    def _add_sequences(self, request: BatchLine) -> None:
+        """Parse a request for completions and add its sequences to the scheduler.
+
+        Raises:
+            APIError: The request is invalid.
+        """
+        body, bundle = request.body, self._model.decoder.bundle
+        if body.get("seed") in (None, -1):
+            body = {**body, "seed": int(request.random_id[:8], 16)}
+        generation_requests, options = GENERATION_PARSERS[request.url](body, self._model)
+        if options.grammar:
+            with wrap_encoding_errors(self._model, options.grammar.request_field):
+                generation_requests = options.constrain(generation_requests, options.grammar.get_constraint())
+        with wrap_errors(None):
+            valid = [validate_request(each, bundle) for each in generation_requests]
+        sequences = [Sequence(each, each.make_detokenizer(bundle.tokenizer)) for each in valid]
+        response = BatchFormatter(body, generation_requests, options, self._model, request.random_id, 0)
+        job = BatchJob(request, response, sequences, [ChoiceDelta() for _ in sequences], len(sequences))
+        for sequence in sequences:
+            self._jobs[sequence] = job
+            self._scheduler.add(sequence)
+
+    def _step(self) -> Iterator[bytes]:
+        """Run a step of the scheduler and yield the lines of the requests that have ended."""
+        try:
+            for sequence, event in self._scheduler.step():
+                if line := self._process_event(sequence, event):
+                    yield line
+        except Exception as error:
+            for sequence in self._scheduler.fail_all(error):
+                if line := self._process_event(sequence, error):
+                    yield line
+
+    def _process_event(self, sequence: Sequence, event: Event | PrefillProgress | Exception) -> bytes | None:
+        """Add an event to the output of its sequence; return the line of its request if that has ended."""
+        if not (job := self._jobs.get(sequence)) or isinstance(event, PrefillProgress):
+            return None
+        if isinstance(event, Exception):
+            self._end(job)
+            return self._fail(job.request, job.response.options.explain(event))
+        index = job.sequences.index(sequence)
+        delta = job.response.choices[index].process_event(event)
+        job.deltas[index].add(delta)
+        job.n_unfinished -= delta.finish_reason is not None
+        if job.n_unfinished or not isinstance(event, Step):
+            return None
+        self._end(job)
+        return format_result(job.request, job.response.format_response(job.deltas))
+
+    def _fail(self, line: BatchLine, error: Exception) -> bytes:
+        """Count a request that failed, and return its line: the error is also under `error`, by which such lines can be found."""
+        self.n_errors += 1
+        if not isinstance(error, APIError):
+            error = APIError(f"{type(error).__name__}: {error}", None, "server_error", 500)
+        return format_result(line, error.format_body(), error.status, {"code": error.code, "message": str(error)})
+
+    def _end(self, job: BatchJob) -> None:
+        """Forget a request, and cancel what is left of it."""
+        for sequence in job.sequences:
+            sequence.cancel()
+            del self._jobs[sequence]
+
+
+def _run_task(task: AuxiliaryTask) -> Any:
+    """Run all steps of an auxiliary task and return its result."""
+    while True:
+        try:
+            next(task)
+        except StopIteration as end:
+            return end.value
+
+
+def format_result(request: BatchLine, body: Mapping[str, Any], status: int = 200, error: Any = None) -> bytes:
+    """Return the line of a result in OpenAI's batch format."""
+    response = {"status_code": status, "request_id": request.random_id, "body": body}
+    line = encode_json({"id": request.id, "custom_id": request.custom_id, "response": response, "error": error})
+    return line + b"\n"
