@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 StopReason = str  # the name of an end-of-sequence token, "stop" (a stop string), "max_tokens", "seq_len" or "interrupted"
-# For `Statistics.speed_up`: the minimum number of plain steps; how many neighbours on each side enter a running median; the
-# maximum ratio of the total time to the sum of such medians
-MIN_PLAIN_STEPS, MEDIAN_RADIUS, MAX_STALL_RATIO = 8, 4, 1.3
+# For `Statistics.speed_up`: plain steps at which measured times count as much as calibrated costs, and how many neighbours on
+# each side enter a running median.
+HALF_WEIGHT_STEPS, MEDIAN_RADIUS = 4, 4
+MIN_SECONDS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Step:
         wrong: The text of each rejected draft token, if it was requested.
         stop_string: The stop string that ended the sequence.
         draft_source: Where the first draft token was looked up: "this text", "earlier text" or "runner-up"; "" for other drafts.
+        cost: The calibrated time of such a step, relative to one without a draft; 0 if it is not known.
     """
 
     tokens: list[int]
@@ -104,6 +106,7 @@ class Step:
     wrong: list[str] = field(default_factory=list)
     stop_string: str | None = None
     draft_source: str = ""
+    cost: float = 0.0
 
     @property
     def text(self) -> str:
@@ -164,7 +167,7 @@ class Statistics:
     stop_reason: StopReason | None = "max_tokens"  # the default is for a sequence without steps
     # seconds of plain steps, which have no draft: of the pass, and of the rest
     _plain_steps: list[tuple[float, float]] = field(default_factory=list, repr=False)
-    _drafted_steps: list[tuple[int, float]] = field(default_factory=list, repr=False)  # the others: tokens proposed, seconds
+    _drafted_steps: list[tuple[float, float]] = field(default_factory=list, repr=False)  # the others: cost, seconds
 
     def add(self, event: Event | PrefillProgress) -> None:
         """Update the totals with a `Prompt` or a `Step`; other events are ignored."""
@@ -189,7 +192,7 @@ class Statistics:
         if source := step.draft_source:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + step.n_accepted
         if step.n_nodes:
-            self._drafted_steps.append((step.n_nodes, step.seconds))
+            self._drafted_steps.append((step.cost, step.seconds))
         else:
             self._plain_steps.append((step.seconds - step.draft_seconds, step.draft_seconds))
         self.stop_reason = step.stop_reason
@@ -217,24 +220,37 @@ class Statistics:
 
     @property
     def speed_up(self) -> float | None:
-        """The decoding speed relative to the target alone, estimated from the steps without a draft; None if unknown.
+        """The decoding speed relative to the target alone, estimated from the costs of steps; None if nothing was drafted.
 
-        It is None if these plain steps are too few, if nothing was drafted, or if other programs took too much of the time.
-        Medians filter out stalls. A plain step after drafted ones finds part of the weights evicted from the caches and takes
-        about a tenth longer than in a run of plain steps, so the time at the lower third is used.
+        Measured plain steps, those without a draft, correct the calibrated costs: the more of them, the more. It is also None if
+        costs are not calibrated.
         """
-        passes = sorted(seconds for seconds, _ in self._plain_steps)
-        # by number of tokens, so that neighbours take about as long
-        drafted = [seconds for _, seconds in sorted(self._drafted_steps, key=lambda step: step[0])]
-        n = len(passes)
-        if n < MIN_PLAIN_STEPS or not drafted:
+        drafted_cost = sum(cost for cost, _ in self._drafted_steps)
+        if not drafted_cost:
             return None
-        typical = [median(drafted[max(i - MEDIAN_RADIUS, 0) : i + MEDIAN_RADIUS + 1]) for i in range(len(drafted))]
-        if sum(passes) > MAX_STALL_RATIO * n * median(passes) or sum(drafted) > MAX_STALL_RATIO * sum(typical):
-            return None
-        plain = passes[n // 3]
-        total = sum(typical) + n * (plain + median(other for _, other in self._plain_steps))
-        return min(self.n_generated * plain / total, self.tokens_per_pass)
+        plain_cost = float(len(self._plain_steps))
+        if self._plain_steps:
+            plain_seconds = self._typical_plain_seconds
+            correction = self._typical_drafted_seconds / (drafted_cost * plain_seconds)
+            drafted_cost *= correction ** (plain_cost / (plain_cost + HALF_WEIGHT_STEPS))
+            plain_cost *= 1.0 + median(seconds for _, seconds in self._plain_steps) / plain_seconds
+        return min(self.n_generated / (drafted_cost + plain_cost), self.tokens_per_pass)
+
+    @property
+    def _typical_plain_seconds(self) -> float:
+        """The typical time of a pass without a draft.
+
+        Such a pass after drafted ones finds part of the weights evicted from the caches and takes about a tenth longer than in a
+        run of plain steps, so this is the time at the lower third.
+        """
+        typical = sorted(seconds for seconds, _ in self._plain_steps)[len(self._plain_steps) // 3]
+        return max(typical, MIN_SECONDS)
+
+    @property
+    def _typical_drafted_seconds(self) -> float:
+        """The time of all steps with a draft; running medians filter out stalls."""
+        seconds = [elapsed for _, elapsed in sorted(self._drafted_steps, key=lambda step: step[0])]  # by cost
+        return sum(median(seconds[max(i - MEDIAN_RADIUS, 0) : i + MEDIAN_RADIUS + 1]) for i in range(len(seconds)))
 
     @property
     def tokens_per_pass(self) -> float:

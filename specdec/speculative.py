@@ -19,7 +19,7 @@ Shapes: n draft tokens, V vocabulary.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class DecodingState:
         longrope_threshold: Up to this number of tokens the target uses its short RoPE factors; 0 if it has one set only.
         top_logprobs: Number of most probable tokens to report with each token; None for no log probabilities.
         n_ids: Number of token ids that the target can generate.
+        step_costs: The cost of a step, as in `Step.cost`, by its number of draft tokens; empty if it is not known.
         draft: The last proposal.
         stop_reason: Why the sequence ended; None while it is being generated.
     """
@@ -77,6 +78,7 @@ class DecodingState:
     longrope_threshold: int = 0
     top_logprobs: int | None = None
     n_ids: int | None = None
+    step_costs: Sequence[float] = ()
     draft: Draft = field(default_factory=lambda: Draft([]), init=False)
     stop_reason: StopReason | None = field(default=None, init=False)
 
@@ -193,4 +195,5 @@ class DecodingState:
         return Step(
             new, path, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes,
             logprobs=logprobs and logprobs[: len(new)], experts=experts, draft_source=draft.find_source(new),
+            cost=self.step_costs[n_nodes] if self.step_costs else 0.0,
         )  # fmt: skip

@@ -97,6 +97,17 @@ class Autotuner:
             return CostModel(self._curve or measure(self.bundle.target.new_cache(), None, self.bundle.draft.vocabulary))
         return CostModel(self._curve, self._costs) if self._curve and settings.is_adaptive else None
 
+    @property
+    def step_costs(self) -> list[float]:
+        """The time of a step by its number of draft tokens, relative to a step without a draft; empty if it is not measured."""
+        if not (curve := self._curve):
+            return []
+        extra = curve.experts.extra_seconds
+        return [
+            (curve.pass_seconds[n + 1] + extra[n + 1] + curve.draft_cost(n)) / curve.pass_seconds[1]
+            for n in range(MAX_BATCH_TOKENS)
+        ]
+
     def record_step(self, n_tokens: int, seconds: float) -> None:
         """Report the time of a decoding step to the thread tuner, if there is one; it may change the number of threads.
 

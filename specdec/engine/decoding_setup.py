@@ -76,6 +76,7 @@ def make_decoding_state(
         target.longrope_threshold,
         request.top_logprobs,
         bundle.n_ids,
+        autotuner.step_costs,
     )
 
 

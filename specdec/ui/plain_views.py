@@ -218,11 +218,12 @@ def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: boo
     if not s.n_drafted:
         return ""
     same_output = "same output" if is_same_text else "same distribution"
+    per_pass = f"{s.tokens_per_pass:.1f} tokens per pass"
     if not s.speed_up:
-        return f"{s.tokens_per_pass:.1f} tokens per pass of {labels.target} instead of 1; {same_output}."
+        return f"{per_pass} of {labels.target} instead of 1; {same_output}."
     if 0.95 <= s.speed_up < 1.05:
-        return f"As fast as {labels.target} alone; {same_output}."
-    return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {labels.target} alone; {same_output}."
+        return f"As fast as {labels.target} alone, {per_pass}; {same_output}."
+    return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {labels.target} alone, {per_pass}; {same_output}."
 
 
 def print_result(console: Console, statistics: Statistics, labels: ModelLabels, is_same_text: bool, note: str, more: str) -> None:

@@ -635,9 +635,9 @@ def test_buffer_runs_ahead_of_slow_display_and_passes_slow_events_on() -> None:
 
 SPEEDS = {
     0.0: "4.0 tokens per pass of big instead of 1",
-    0.5: "0.50 times as fast as big alone",
-    1.03: "As fast as big alone",
-    2.94: "2.9 times as fast as big alone",
+    0.5: "0.50 times as fast as big alone, 4.0 tokens per pass",
+    1.03: "As fast as big alone, 4.0 tokens per pass",
+    2.94: "2.9 times as fast as big alone, 4.0 tokens per pass",
 }
 
 
@@ -646,7 +646,7 @@ def test_result_is_one_correct_sentence(speed_up: float, monkeypatch: pytest.Mon
     statistics, roles = Statistics(n_prompt=5), ModelLabels("big", "by little")
     for _ in range(20):
         statistics.add(Step([5, 6, 7, 8], [5, 6, 7, 9], 3, 0.5, 0.1))
-    assert format_result(statistics, roles, True) == f"{SPEEDS[0.0]}; same output."  # no step without a draft was measured
+    assert format_result(statistics, roles, True) == f"{SPEEDS[0.0]}; same output."  # no cost is calibrated
     monkeypatch.setattr(Statistics, "speed_up", speed_up or None)
     assert format_result(statistics, roles, True) == f"{SPEEDS[speed_up]}; same output."
     assert format_result(statistics, roles, False) == f"{SPEEDS[speed_up]}; same distribution."
