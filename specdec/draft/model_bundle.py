@@ -198,10 +198,7 @@ class DraftResolver:
             return None
         if not self.checkpoint:
             raise ValueError(f'the draft "{MTP}" is a head in the target\'s file; name the target by its file')
-        if not (head := load_builtin_head(self.checkpoint)):
-            expected = "expected one among its own tensors, or an assistant in its folder or next to it"
-            raise ValueError(f"{self.checkpoint.path} has no built-in head ({MTP}); {expected}")
-        return head
+        return load_requested_head(self.checkpoint)
 
     def _load_head(self, source: Checkpoint) -> Model:
         """Load and return the draft head in a checkpoint, with as many positions as fit into memory.
@@ -389,6 +386,7 @@ def load_bundle(
         loaded_tokenizer = resolve_tokenizer(tokenizer, checkpoint, checkpoint.config.vocab_size)
         count_known_ids(loaded_tokenizer, checkpoint.config.vocab_size)
         gguf_metadata = checkpoint.vocabulary if tokenizer is None else {}
+        check_draft_keyword(draft, checkpoint, quantize_options)
         is_named = draft is not None and not is_draft_keyword(draft, LOOKUP, AUTO, MTP)
         # most drafts have the architecture of their target, so their code is compiled too
         likely = loader.list_weight_formats(checkpoint, quantize_options.target) + [quantize_options.draft] * is_named
@@ -409,6 +407,36 @@ def load_bundle(
         can_choose_threads,
         compile_processes,
     )
+
+
+def check_draft_keyword(draft: DraftSpec | None, target: Checkpoint, quantize_options: QuantizeOptions) -> None:
+    """Check that a target has a head if the draft is "mtp", and is no smaller than its copy if it is "self"; reads no weights.
+
+    Raises:
+        ValueError: If it is not so.
+    """
+    if is_draft_keyword(draft, MTP):
+        load_requested_head(target)
+    if is_draft_keyword(draft, SELF) and not quantize_options.target:
+        from specdec.draft.self_copy import can_self_draft
+
+        requested = quantize_options.draft if quantize_options.is_draft_requested else None
+        if not can_self_draft(target.config, target.tensors, requested):
+            raise ValueError(
+                f"{target.path} has few bits already, so a quantized copy ({SELF}) is not a faster draft; name another draft"
+            )
+
+
+def load_requested_head(target: Checkpoint) -> Checkpoint:
+    """Return the draft head in a target's file or next to it.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not (head := load_builtin_head(target)):
+        expected = "expected one among its own tensors, or an assistant in its folder or next to it"
+        raise ValueError(f"{target.path} has no built-in head ({MTP}); {expected}")
+    return head
 
 
 def is_draft_keyword(draft: object, *keywords: str) -> bool:

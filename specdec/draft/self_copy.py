@@ -65,11 +65,18 @@ def make_self_draft(target: Model, requested: WeightFormat | None, encode: Calla
     return make(quant.INT8)
 
 
-def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any]) -> bool:
-    """Return whether an int8 or int4 copy of a model would be small enough to be its draft, without reading weights."""
+def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any], requested: WeightFormat | None = None) -> bool:
+    """Return whether a copy of a model would be small enough to be its draft, without reading weights.
+
+    Args:
+        config: The model's config.
+        tensors: The tensors in its file.
+        requested: The copy's format, or None for int8 or int4.
+    """
     architecture = get_architecture(config)
     most = MAX_COPY_RATIO * architecture.estimate_bytes(config, tensors)
-    return any(architecture.estimate_bytes(config, tensors, kind) <= most for kind in (quant.INT8, quant.INT4))
+    formats = [requested] if requested else [quant.INT8, quant.INT4]
+    return any(architecture.estimate_bytes(config, tensors, each) <= most for each in formats)
 
 
 def estimate_acceptance(target: Model, draft: Model, tokens: list[int]) -> float:

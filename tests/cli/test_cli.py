@@ -252,7 +252,7 @@ def test_missing_default_model_error_explains_how_to_get_one(run: Run) -> None:
         (["--\udcff"], "\\udcff"),
         (["--quantize", "int4"], "draft"),
         (["--kv", "fp16"], "--kv is 'fp16'; expected one of auto, f32, f16"),
-        (["-d", "self", "--quantize", "both=int8"], "int8 already"),
+        (["-d", "self", "--quantize", "both=int8"], "few bits already"),
         (["-Q"], "-Q"),
         (["--nonsense"], "--nonsense"),
         (["--temperatur", "1"], "--temperature"),
@@ -433,7 +433,7 @@ def test_version_2_files_work_as_target_and_draft(run: Run, pair: Pair, tmp_path
     copied = from_json(run("-m", path, "-d", "self", "-z", pair.tokenizer, "-i", PROMPT, "-s", 5, "-n", 100, "--json"))
     assert (copied["tokens"], copied["settings"]["weights"]) == (alone["tokens"], "target int8, draft int4 and int8")
     more = ("--quantize", "draft=int8")
-    assert_rejected(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "int8 already")
+    assert_rejected(run("-m", path, "-d", "self", "-z", pair.tokenizer, *more), "few bits already")
 
 
 def test_output_with_draft_equals_output_without(run: Run, pair: Pair) -> None:
