@@ -1,5 +1,6 @@
 """Conversations: questions and answers, the part that fits the context, saving and loading. Independent of terminals."""
 
+import difflib
 import json
 import os
 from bisect import bisect_left
@@ -14,7 +15,7 @@ from specdec.events import Event, PrefillProgress, Proposal, Step, ThoughtStep
 from specdec.loaders import CheckpointError, read_json_object, write_text_atomically
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
-from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError
+from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError, TemplateError
 from specdec.text.reasoning import (
     SPECIAL_TOKEN_MARK,
     PartKind,
@@ -26,6 +27,7 @@ from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.tokenizer import AnyTokenizer
 
 FORMAT, REVISION = "specdec conversation", 1
+PROBE = "specdec-probe"  # a text that no template contains
 TYPE_PHRASES: Mapping[type, str] = MappingProxyType({dict: "an object", list: "a list", bool: "true or false"})
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 MIN_ANSWER_DIVISOR = 8  # the oldest turns are dropped if less than 1/8 of the context is left for an answer
@@ -69,7 +71,9 @@ class ChatSettings:
         """
         types = {setting: type(default) for setting, default in asdict(ChatSettings()).items()}
         if name not in types:
-            raise ValueError(f"unknown setting {argument_checks.shorten(name, repr)}; expected one of {', '.join(types)}")
+            similar = difflib.get_close_matches(name, types, 1)
+            hint = f"did you mean {similar[0]}?" if similar else f"expected one of {', '.join(types)}"
+            raise ValueError(f"unknown setting {argument_checks.shorten(name, repr)}; {hint}")
         try:
             number = types[name](value)
         except ValueError:
@@ -279,6 +283,18 @@ class Conversation:
                 self.messages = [*self.messages, {"role": ASSISTANT, **content, "tokens": tokens, "attempt": attempt}]
             else:
                 self.messages, self.n_dropped = before
+
+    @property
+    def template_system_prompt(self) -> str:
+        """The system prompt that the chat template adds to a conversation without one; "" if it adds none."""
+        render, question = self._decoder.chat_template.render, {"role": USER, "content": PROBE}
+        try:
+            before, _, rest = render([{"role": SYSTEM, "content": PROBE}, question]).partition(PROBE)
+            after, _, _ = rest.partition(PROBE)
+            own, is_added, _ = render([question]).removeprefix(before).partition(after)
+        except (TemplateError, ValueError):  # a template without system prompts
+            return ""
+        return own.strip() if is_added and PROBE not in own else ""
 
     def _get_visible_messages(self) -> list[Message]:
         """Return the messages that the model sees: the system prompt, if there is one, and the messages that were not dropped."""

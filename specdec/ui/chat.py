@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -116,7 +115,6 @@ class AnswerView(View):
         self._get_width, self._styles = get_width, styles
         self._has_begun = False  # leading whitespace is dropped
         self._is_mid_row = False
-        self._is_resized = False  # the next word then starts a row of the new width
         self._thought_rows: ThoughtRows | None = None  # while there is a thought
         self._begin_rows()
 
@@ -144,19 +142,22 @@ class AnswerView(View):
             self._is_mid_row = False
         elif isinstance(event, Step):
             self._is_mid_row = True
-            self._is_resized = self._get_width() != self._width
+            is_resized = self._get_width() != self._width
             if isinstance(event, ThoughtStep) and self._width and self._styles:
-                self._show_thought(event)
+                self._show_thought(event, is_resized)
+            elif is_resized:
+                self._width = self._get_width()
+                self._styled_text.resize(self._width)
             for i, piece in enumerate(event.pieces):
                 self._add(self._sanitizer.push(piece), "accepted" if i < event.n_accepted else "target")
             self._out.flush()
 
-    def _show_thought(self, step: ThoughtStep) -> None:
-        if self._is_resized or not self._thought_rows:
+    def _show_thought(self, step: ThoughtStep, is_resized: bool) -> None:
+        if is_resized or not self._thought_rows:
             if self._thought_rows:  # what is shown was wrapped again by the terminal
                 self._end_rows()
             self._begin_rows()
-            self._is_resized, self._thought_rows = False, ThoughtRows(self._out, self._width, self._styles["faint"])
+            self._thought_rows = ThoughtRows(self._out, self._width, self._styles["faint"])
         self._thought_rows.add(self._encode(self._sanitizer.push("".join(step.thought_pieces))))
         if step.is_thought_end:
             self._thought_rows.erase()
@@ -176,14 +177,6 @@ class AnswerView(View):
         if not self._has_begun:
             text = text.lstrip()
             self._has_begun = bool(text)
-        if self._is_resized and (space := re.search(r"\s *", text)):
-            self._add_to_rows(text[: space.start()], style)
-            self._end_rows()
-            self._begin_rows()
-            self._is_resized, text = False, text[space.end() :]
-        self._add_to_rows(text, style)
-
-    def _add_to_rows(self, text: str, style: str) -> None:
         if not self._width:
             self._out.write(text)
         elif text:
@@ -390,7 +383,9 @@ class ChatSession:
     def _set_system_prompt(self, text: str) -> None:
         if text:
             self._conversation.system = "" if text == '""' else argument_checks.check_string("the system prompt", text)
-        self._print_notice(f"system prompt: {self._conversation.system or 'none'}")
+        template_prompt = "" if self._conversation.system else self._conversation.template_system_prompt
+        none = f"none, so the chat template adds: {template_prompt}" if template_prompt else "none"
+        self._print_notice(f"system prompt: {self._conversation.system or none}")
 
     def _set_option(self, text: str) -> None:
         name, _, value = text.partition(" ")

@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -28,11 +28,17 @@ from specdec.ui.signals import CONTINUE_SIGNAL, signals
 PROMPT, CONTINUATION_PROMPT = ">>> ", "... "
 FENCE = '"""'  # surrounds a message of several lines
 MAX_HISTORY_MESSAGES, MAX_HISTORY_MESSAGE_LENGTH = 1000, 1 << 16  # over all sessions; characters
+MAX_RECALLED_LINES, MAX_RECALLED_LENGTH = 8, 800  # of a message that is recalled as it is, since readline draws no more than fits
+LABEL_LENGTH = 40  # characters of a longer message in the label that is recalled in its place
 COMMAND_KEYS = {r"\C-t": "/thought"}  # of GNU readline
 PASTE_WINDOW_S = 0.02  # the next line of a paste arrives within it
 BOLD_ON, BOLD_OFF = "\x01\x1b[1m\x02", b"\x1b[m"  # \x01 and \x02 mark zero width for readline
 UTF8_LOCALES = ("C.UTF-8", "UTF-8", "en_US.UTF-8")  # on Linux, macOS, older systems
 BRACKETED_PASTE_ON, BRACKETED_PASTE_OFF = b"\x1b[?2004h", b"\x1b[?2004l"
+# Characters without width that readline inserts where a paste begins and ends. Its own mode for pastes is off: it draws a paste
+# as one buffer, which must fit the screen.
+PASTE_BEGIN, PASTE_END = "\u2063", "\u2064"
+PASTE_KEYS = {r"\e[200~": PASTE_BEGIN, r"\e[201~": PASTE_END}
 
 
 def get_state_folder() -> Path:
@@ -44,8 +50,9 @@ def get_state_folder() -> Path:
 class LineEditor:
     """A reader of the user's messages at the terminal.
 
-    Pasted text is one message, line breaks included: the terminal marks it, or its lines arrive faster than anyone types. Each
-    line typed during an answer is a message of its own.
+    Pasted text is one message, line breaks included: the terminal marks it, or its lines arrive faster than anyone types. The
+    user ends a marked paste with Enter. Each line typed during an answer is a message of its own. A long message is recalled by
+    a label, which stands for it in the next message.
 
     Args:
         history: File of past messages, None for none.
@@ -61,6 +68,9 @@ class LineEditor:
         self._history, self._is_command, self._get_completions = history, is_command, get_completions
         self._candidates: list[str] = []  # completions of the word at the cursor
         self._queued_lines: list[str] = []  # lines read ahead
+        self._is_pasting = False  # whether a paste has begun and not ended
+        self._muted = ExitStack()  # mutes the echo between the lines of a paste; readline would not echo either
+        self._labelled = dict[str, str]()  # long messages by the label that is recalled
         self._bold_on, self._bold_off = (BOLD_ON, BOLD_OFF) if is_bold and editor else ("", b"")
         is_gnu = editor is not None and "libedit" not in (editor.__doc__ or "")
         has_bracketed_paste = is_gnu and os.environ.get("TERM", "dumb") != "dumb"
@@ -70,18 +80,20 @@ class LineEditor:
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         if editor:
             _set_utf8_locale()
-            editor.parse_and_bind("set enable-bracketed-paste on")
+            editor.parse_and_bind("set enable-bracketed-paste off")
             editor.parse_and_bind("set show-all-if-ambiguous on")
             editor.parse_and_bind("tab: complete" if is_gnu else "bind ^I rl_complete")
             if is_gnu:  # a key for a command replaces what was typed
                 for key, command in COMMAND_KEYS.items():
                     editor.parse_and_bind(f'"{key}": "\\C-a\\C-k{command}\\C-m"')
+                for key, mark in PASTE_KEYS.items():
+                    editor.parse_and_bind(f'"{key}": "{mark}"')
             editor.set_completer_delims(" ")
             editor.set_completer(self._complete)
             editor.set_auto_history(False)
             editor.clear_history()
             for message in self._load_history():
-                _add_to_history(message)
+                self._add_to_history(message)
 
     def session(self) -> AbstractContextManager[None]:
         """Return a context for a conversation; leaving it, also by a signal, turns off the terminal's bracketed paste."""
@@ -97,19 +109,31 @@ class LineEditor:
         if self._queued_lines:
             return self._queued_lines.pop()
         restore_on_kill = signals.undo_on_kill(lambda: _write_terminal(self._bold_off + b"\n"))
-        with signals.raise_interrupts(), restore_on_kill, Keyboard().restore_modes_on_kill():
-            was_typed_before = _has_input(0)
+        with signals.raise_interrupts(), restore_on_kill, Keyboard().restore_modes_on_kill(), self._muted:
+            was_typed_before, self._is_pasting = _has_input(0), False
             message, self._queued_lines = read_message(
-                self._read_line, lambda: not was_typed_before and _has_input(PASTE_WINDOW_S), self._is_command
+                self._read_line,
+                lambda: self._is_pasting or (not was_typed_before and _has_input(PASTE_WINDOW_S)),
+                lambda line: not self._is_pasting and self._is_command(line),
             )
+        for label, long_message in self._labelled.items():
+            message = message.replace(label, long_message)
         self._save_to_history(message)
         return message
 
     def _read_line(self, prompt: str) -> str:
+        self._muted.close()
+        _write_terminal(self._paste_on)
         try:
-            return self._decode(_input_line(self._bold_on + prompt))
+            line = self._decode(_input_line(self._bold_on + prompt))
         finally:
-            _write_terminal(self._bold_off + self._paste_on)  # during the answer too
+            _write_terminal(self._bold_off)
+        if PASTE_BEGIN in line or PASTE_END in line:
+            self._is_pasting = line.rfind(PASTE_BEGIN) > line.rfind(PASTE_END)
+            line = line.replace(PASTE_BEGIN, "").replace(PASTE_END, "")
+        if self._is_pasting:
+            self._muted.enter_context(Keyboard().mute_echo())
+        return line
 
     def _decode(self, line: str) -> str:
         """Decode a line with stdin's original encoding if it is not UTF-8; if that fails too, return it with its surrogates."""
@@ -126,9 +150,10 @@ class LineEditor:
         if not i:
             typed = editor.get_line_buffer().encode("utf-8", "surrogateescape")[: editor.get_endidx()]
             line = typed.decode("utf-8", "surrogateescape")
+            is_pasted = self._is_pasting or PASTE_BEGIN in line
             self._candidates = (
                 [word + completion[len(line) :] for completion in self._get_completions(line)]
-                if line.startswith("/")
+                if line.startswith("/") and not is_pasted
                 else [f"{word}\t"]
             )
         return self._candidates[i] if i < len(self._candidates) else None
@@ -147,16 +172,28 @@ class LineEditor:
     def _save_to_history(self, message: str) -> None:
         if not message.strip() or not editor:
             return
-        last = editor.get_history_item(editor.get_current_history_length())
-        if message == last:
+        last = editor.get_history_item(editor.get_current_history_length()) or ""
+        if message == self._labelled.get(last, last):
             return
-        _add_to_history(message)
+        self._add_to_history(message)
         if not self._history or len(message) > MAX_HISTORY_MESSAGE_LENGTH:
             return
         with suppress(OSError, ValueError):  # the home directory is not writable
             self._history.parent.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(one) for one in [*self._load_history(), message][-MAX_HISTORY_MESSAGES:]]
             write_text_atomically(self._history, "\n".join(lines) + "\n", 0o600)
+
+    def _add_to_history(self, message: str) -> None:
+        """Add a message, or the label of a long one, to readline's history."""
+        assert editor
+        n_lines = message.count("\n") + 1
+        if n_lines > MAX_RECALLED_LINES or len(message) > MAX_RECALLED_LENGTH:
+            start = " ".join(message.split())[:LABEL_LENGTH]
+            label = f"[{start}… {n_lines:,} lines, {len(message):,} characters]"
+            self._labelled[label] = message
+            message = label
+        with suppress(ValueError):  # an incomplete character, or one that the locale cannot encode
+            editor.add_history(message)
 
 
 def read_message(
@@ -204,12 +241,6 @@ def _has_input(seconds: float) -> bool:
     with suppress(OSError, ValueError):
         return bool(select.select([sys.stdin], [], [], seconds)[0])
     return False
-
-
-def _add_to_history(message: str) -> None:
-    assert editor
-    with suppress(ValueError):  # an incomplete character, or one that the locale cannot encode
-        editor.add_history(message)
 
 
 def _set_utf8_locale() -> None:

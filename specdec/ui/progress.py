@@ -11,6 +11,7 @@ from typing import NamedTuple
 from specdec.events import Event, PrefillProgress, Prompt, Step
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
+from specdec.ui.keyboard import Keyboard
 from specdec.ui.plain_views import format_time_left, sanitize
 from specdec.ui.signals import is_in_foreground, signals
 from specdec.ui.text_layout import cell_width, truncate
@@ -69,6 +70,7 @@ class StatusLine:
         self._message, self._compile_message = message, ""
         self._visible_from = time.monotonic() + after
         self._is_terminal = sys.stderr.isatty()
+        self._is_animated = self._is_terminal and os.environ.get("TERM") != "dumb"  # it may print each frame as a new row
         self._is_utf = (sys.stderr.encoding or "").lower().startswith("utf")
         self._spinner = SPINNER if self._is_utf else ASCII_SPINNER
         self._n_ticks = self._width = 0
@@ -81,7 +83,7 @@ class StatusLine:
     def start(self) -> None:
         """Show the first message and, on a terminal, start the thread that animates the spinner."""
         self.show(self._message)
-        if self._is_terminal and os.environ.get("TERM") != "dumb":  # it may print each frame as a new row
+        if self._is_animated:
             with suppress(RuntimeError):  # no thread is available: the spinner stands still
                 threading.Thread(target=self._animate, daemon=True).start()
 
@@ -164,6 +166,8 @@ class StatusLine:
         text = message.render(width, self._is_utf) if isinstance(message, ProgressBar) else message
         text = truncate(sanitize(text).replace("\n", " ").replace("\t", " "), width, "…" if self._is_utf else ".")
         row = truncate(f"{self._spinner[self._n_ticks % len(self._spinner)]} {text}", self._max_width, "")
+        if self._is_animated and not self._width:  # what was typed before the echo was muted
+            self._write("\x1b[K")
         self._write(row + " " * min(self._width - cell_width(row), self._max_width - cell_width(row)))
         self._width = max(self._width, cell_width(row))
 
@@ -177,7 +181,8 @@ class StatusLine:
 def show_status(message: Message = LOADING, after: float = 0.0) -> Iterator[ShowMessage]:
     """Show a status line on stderr within the context, and yield a function that replaces the line's message.
 
-    The line also shows compilations and downloads that happen within the context.
+    The line also shows compilations and downloads that happen within the context. What is typed meanwhile is not echoed, since
+    it would smear over the line; the next read of stdin gets it.
 
     Args:
         message: First message.
@@ -187,7 +192,7 @@ def show_status(message: Message = LOADING, after: float = 0.0) -> Iterator[Show
         ValueError: An OSError was raised within the context; it is converted, so that it is not taken for an output error.
     """
     line = StatusLine(message, after)
-    with signals.undo_on_exit(line.stop, do=line.start):
+    with Keyboard().mute_echo(), signals.undo_on_exit(line.stop, do=line.start):
         code_cache.compile_reporters.append(line.on_compiling)
         resumable_download.progress_callbacks.append(line.on_download)
         try:

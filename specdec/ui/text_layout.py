@@ -98,7 +98,7 @@ class WrappedRows:
     def __init__(self, width: int, max_rows: int | None = None, on_write: OnWrite = lambda *_: None) -> None:
         """Start with one empty row."""
         self._on_write = on_write
-        self._width, self._safe_width = width, width - min(MAX_HELD_CELLS, width // 4)
+        self._set_width(width)
         self._rows: deque[Row] = deque([[]], maxlen=max_rows)
         self._column = 0
         self._is_word_placed = False  # whether the last word has begun to be placed
@@ -120,6 +120,15 @@ class WrappedRows:
                 append_run(self._pending_word, part, style)
                 if not self._safe_width < self._column + row_width(self._pending_word) <= self._width:
                     self.flush()
+
+    def resize(self, width: int) -> None:
+        """Wrap at another width from the current row on, on a terminal that has wrapped what is longer than this again."""
+        self._set_width(width)
+        if self._column > width:
+            self._column = (self._column - 1) % width + 1
+
+    def _set_width(self, width: int) -> None:
+        self._width, self._safe_width = width, width - min(MAX_HELD_CELLS, width // 4)
 
     def get_rows(self) -> list[Row]:
         """Return the wrapped rows so far, without the unfinished word that is held back."""
@@ -216,6 +225,12 @@ class StyledText:
         if is_whole:
             self._tail.flush()
         return self._tail.get_rows()[-n:]
+
+    def resize(self, width: int) -> None:
+        """Continue the current row of `tail` at another width; nothing is reported to `on_write` again."""
+        if self._tail:
+            self._width = width
+            self._tail.resize(width)
 
     def wrap(self, width: int) -> list[Row]:
         """Return the whole text wrapped into rows of at most `width` cells."""

@@ -27,6 +27,7 @@ pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.cli.prompt_sources import MAX_PROMPT_BYTES, read_first_message
 from specdec.events import PrefillProgress
+from specdec.text.chat_template import ChatTemplate
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession, format_statistics
@@ -207,7 +208,7 @@ def test_an_answer_ends_before_a_stop_string(make_conversation: Callable[..., Co
 
 
 def test_an_answer_wraps_at_the_width_of_a_resized_terminal(model: Path) -> None:
-    """Rows break between words, and no text is lost."""
+    """Rows break between words, no text is lost, and no row ends early."""
     tokenizer, out, width = SpeculativeDecoder(model, n_threads=1).tokenizer, io.StringIO(), 40
     text = "the robin sang\n\nand the cat ran " * 8
     view, detokenizer = AnswerView(out, lambda: width, {}), EventDetokenizer(tokenizer)
@@ -217,6 +218,8 @@ def test_an_answer_wraps_at_the_width_of_a_resized_terminal(model: Path) -> None
             view.show(detokenizer.add_text(Step([token], [], 0, 0.0, 0.0)))
     rows = out.getvalue().split("\n")
     assert out.getvalue().split() == text.split() and max(map(len, rows)) == 30 and max(map(len, rows[-12:])) <= 17
+    resized = next(row for row in rows if len(row) > 17)  # the terminal wraps the row that was begun
+    assert resized.startswith("and the cat ran the robin sang") or rows.index(resized) == 0
 
 
 @pytest.mark.parametrize("width", [8, 20, 40])
@@ -228,6 +231,17 @@ def test_a_word_longer_than_a_row_is_shown_once(width: int) -> None:
             view.show(Step([1], [], 0, 0.0, 0.0, pieces=[piece]))
     rows = out.getvalue().split("\n")
     assert "".join(out.getvalue().split()) == "".join("".join(pieces).split()) and max(map(len, rows)) <= width
+
+
+@pytest.mark.parametrize(("template", "expected"), [("qwen2", "You are Qwen, created by Alibaba"), ("lfm2", ""), ("gemma3", "")])
+def test_system_prompt_of_the_template_is_known(
+    make_conversation: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, template: str, expected: str
+) -> None:
+    conversation = make_conversation(system="")
+    source = (FIXTURES / "chat" / f"{template}.jinja").read_text()
+    monkeypatch.setattr(SpeculativeDecoder, "chat_template", ChatTemplate(source, "a template", {}))
+    found = conversation.template_system_prompt
+    assert found.startswith(expected) and bool(found) == bool(expected)
 
 
 def test_a_damaged_file_does_not_change_a_conversation(make_conversation: Callable[..., Conversation], tmp_path: Path) -> None:
@@ -364,8 +378,11 @@ def test_a_chat_at_a_terminal(model: Path, tmp_path: Path) -> None:
                 job.read_until(word=">>> ")
 
         enter(b"/foo\r", "unknown command /foo; /help lists")
+        enter(b"/set temprature 1\r", "did you mean temperature?")
         enter(b"/set max_tokens 5\r", "max_tokens 5")
-        enter(b"\x1b[200~one\ntwo\x1b[201~\r", "5 tok")
+        enter(b"\x1b[200~one\rtwo\r/stats\t\x1b[201~ three\r", "5 tok")
+        enter(b"\x1b[200~%s\x1b[201~\r" % b"\r".join([b"four five"] * 30), "5 tok")
+        enter(b"\x1b[A six\r", "[four five four")
         job.resize(40, 12)
         enter(b"/stats\r", "arithmetic")
         enter(b"/set max_tokens 300\r", "max_tokens 300")
@@ -374,15 +391,17 @@ def test_a_chat_at_a_terminal(model: Path, tmp_path: Path) -> None:
         enter(b"/clear\r", "starts over")
         enter(b"/regen\r", "no answer yet")
         enter(b"/system Sing.\r", "system prompt: Sing.")
-        enter(b"/load %s\r" % str(saved).encode(), "1 turn from")
+        enter(b"/load %s\r" % str(saved).encode(), "3 turns from")
         job.type_keys(b"\x04")
         assert int(job.read_report()) == 0
         assert job.is_echoing()
     content = json.loads(saved.read_text())
-    assert content["messages"][0]["content"] == "one\ntwo"
+    long = "\n".join(["four five"] * 30)
+    questions = [message["content"] for message in content["messages"] if message["role"] == "user"]
+    assert questions == ["one\ntwo\n/stats\t three", long, f"{long} six"]
     assert (content["weights"], content["kv"], content["arithmetic"]) == ("target bf16", "f32", specdec.__arithmetic__)
     history = [json.loads(line) for line in (tmp_path / "specdec" / "history").read_text().splitlines()]
-    assert history[:3] == ["/foo", "/set max_tokens 5", "one\ntwo"]
+    assert history[:3] == ["/foo", "/set max_tokens 5", questions[0]] and history[3:5] == questions[1:]
 
 
 def test_a_dumb_terminal(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
 from specdec.ui import progress
+from specdec.ui.keyboard import Keyboard
 from specdec.ui.plain_views import PlainView, run_view
 from specdec.ui.progress import ProgressBar, show_prefill_progress, show_status
 from specdec.ui.signals import signals
@@ -67,6 +69,21 @@ def test_long_task_logs_progress_without_terminal(monkeypatch: pytest.MonkeyPatc
             time.sleep(0.01)
     lines = out.getvalue().splitlines()
     assert 1 <= len(lines) <= 3 and all(re.fullmatch(r"specdec: reading: +\d+%", line) for line in lines)
+
+
+def test_nothing_is_echoed_while_a_status_line_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+
+    @contextmanager
+    def mute(_: Keyboard) -> Iterator[None]:
+        events.append("muted")
+        yield
+        events.append("echoes")
+
+    monkeypatch.setattr(Keyboard, "mute_echo", mute)
+    with show_status("loading"):
+        assert events == ["muted"]
+    assert events == ["muted", "echoes"]
 
 
 def test_download_shows_size_and_time_left(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
