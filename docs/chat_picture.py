@@ -8,7 +8,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from race_picture import CELL_WIDTH, COLORS, FONT, LINE_HEIGHT, PADDING, AnimationClock, find_new_words, make_text
+from race_picture import CELL_WIDTH, COLORS, FONT, LINE_HEIGHT, PADDING, AnimationClock, find_new_words, make_text, run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -98,4 +98,4 @@ def main(model: str, out: str = str(Path(__file__).with_name("chat.svg"))) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_script(main)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from race_picture import run_script
 from rich.console import Console, ConsoleDimensions
 from rich.style import Style
 from rich.text import Text
@@ -55,4 +56,4 @@ def split_words(row: Row) -> Iterator[tuple[str, Style]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_script(main)

@@ -5,13 +5,13 @@ Both outputs are those of the fastest runs. Each word appears when its pass has 
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specdec import Sampling, SpeculativeDecoder
+from specdec import CheckpointError, Sampling, SpeculativeDecoder
 from specdec.bench.race import RecordedRun, format_seconds, measure
 from specdec.loaders.model_paths import get_default_pair
 from specdec.ui.plain_views import ModelLabels
@@ -147,5 +147,13 @@ def main(out: str = str(Path(__file__).with_name("race.svg")), *names: str) -> N
     print("\n".join([*race.format_lines(sides[0][1], sides[1][1]), race.summary]))
 
 
+def run_script(main: Callable[..., None]) -> None:
+    """Call `main` with the script's arguments; print an error that the user can fix as one line."""
+    try:
+        main(*sys.argv[1:])
+    except (CheckpointError, ValueError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_script(main)

@@ -70,7 +70,8 @@ class SpeculativeDecoder:
             "on" or "none".
         packed: Whether packed weights are kept on disk, from which the next process starts without packing: "auto" for models
             of 100 MB or more, "on", "off", or the folder to keep them in.
-        prompt_cache: A `PromptCache`, which keeps prefilled prompts in a folder for later processes; by default none.
+        prompt_cache: A `specdec.engine.disk_prompt_cache.PromptCache`, which keeps prefilled prompts for later processes; by
+            default none.
         progress: Called with the name of a model and the fraction of it that is loaded.
 
     Raises:

@@ -225,7 +225,7 @@ def to_json(result: PassBenchResult) -> str:
 
 def to_table(result: PassBenchResult, shape: str) -> Table:
     """Return a Rich table of the timed passes, captioned with the prompt's speed and the machine's limits."""
-    title = f"{shape}, {result.weights}, {result.threads} threads"
+    title = f"{shape}, {result.weights}, {result.threads} thread{'s' * (result.threads != 1)}"
     speed = result.prefill_tokens / result.prefill_seconds
     caption = (
         f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s\n"

@@ -275,7 +275,8 @@ def parse_gamma(text: str) -> Gamma:
     if text == AUTO:
         return AUTO
     if not text.isdecimal() or not 1 <= int(text) <= MAX_GAMMA:
-        raise ValueError(f"gamma is {text!r}; expected {AUTO} or 1 to {MAX_GAMMA}")
+        hint = "; use -d none for no draft" if text == "0" else ""
+        raise ValueError(f"gamma is {text!r}; expected {AUTO} or 1 to {MAX_GAMMA}{hint}")
     return int(text)
 
 

@@ -46,4 +46,4 @@ def run(request: CompileRequest) -> None:
         for error in code_cache.write_errors[:1]:
             raise ValueError(f"compiled code cannot be kept in {code_cache.get_cache_dir()}: {error.strerror or error}")
     with guard_output():
-        print(f"compiled code for {code_cache.CPU_NAME} is in {sanitize_line(code_cache.get_cache_dir())}", flush=True)
+        print(f"compiled code for this machine's CPU is in {sanitize_line(code_cache.get_cache_dir())}", flush=True)

@@ -240,7 +240,7 @@ def _list_folder(folder: Path) -> list[tuple[str, Path]]:
         return [(str(path), path) for path in ([folder] if is_model else list_model_paths(folder))]
     except OSError as error:
         raise CheckpointError(
-            f"cannot list {folder}: {error.strerror}; expected a folder, a model, or the action pull, rm or name"
+            f"cannot list {folder}: {error.strerror}; expected a folder, a model, or the action pull, rm, name or clean"
         ) from None
 
 

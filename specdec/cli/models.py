@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from specdec.cli.common_options import Request
@@ -24,10 +23,13 @@ from specdec.loaders.model_removal import compute_total_bytes, delete_files, lis
 from specdec.loaders.packed_weights import ON, PackedFile, delete_packed_file, open_packed_weights
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.progress import show_status
+from specdec.ui.text_layout import cell_width
 
+ACTIONS_HELP = "pull NAME, rm NAME, name SHORT NAME, clean"
+# Columns in the order in which a narrow terminal leaves them out.
+OPTIONAL_COLUMNS = "KV/token", "vocabulary", "memory", "read/token", "weights", "shape", "drafts that fit"
+COLUMN_GAP = "  "
 NO_MODELS_MESSAGE = "no models found in models/ or in the hub's cache; download one with: specdec models pull org/name"
-
-PIPE_TABLE_WIDTH = 10_000  # wide enough that names in piped tables are never cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class ModelsRequest(Request):
     option_names = "what yes as_json"
     what: list[str] | None = argument(
         None, metavar="WHAT",
-        help="A folder or a model to list, or an action: pull NAME, rm NAME, name SHORT NAME, clean.",
+        help=f"A folder or a model to list, or an action: {ACTIONS_HELP}.",
     )  # fmt: skip
     yes: bool = flag("-y", "--yes", group="Output", help="Remove without asking.")
 
@@ -66,8 +68,7 @@ def run(request: ModelsRequest) -> None:
         elif what in LIST_WORDS and not (names or os.path.exists(what)):
             list_models(request, "")
         elif names:
-            expected = "expected FOLDER, or pull NAME, rm NAME, name SHORT NAME, clean"
-            raise ValueError(f"unexpected argument {names[0]!r}; {expected}")
+            raise ValueError(f"unexpected argument {names[0]!r}; expected FOLDER, or {ACTIONS_HELP}")
         else:
             list_models(request, what)
 
@@ -186,34 +187,10 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         return
     if not (rows or broken):
         print(f"no models in {sanitize_line(folder)}" if folder else NO_MODELS_MESSAGE)
-    columns = "model", "shape", "weights", "file", "memory", "read/token", "KV/token", "vocabulary", "drafts that fit"
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"  # names must stay whole, to be copied
-
-    def format_names(*names: str) -> Text:
-        """Return model names separated by commas, without the path of the folder that the user gave."""
-        return Text(sanitize_line(", ".join(name.removeprefix(f"{Path(folder)}{os.sep}") for name in names)))
-
-    for row in rows:
-        table.add_row(
-            format_names(row["name"]),
-            f"{row['family']} {row['layers']} x {row['dim']}",
-            _format_count(row["parameters"])
-            + (f", {_format_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""),
-            f"{_format_count(row['bytes'])}B",
-            f"{_format_count(row['memory_bytes'])}B",
-            f"{_format_count(row['bytes_per_token'])}B",
-            f"{_format_count(row['kv_bytes_per_token'])}B",
-            str(row["vocabulary"]),
-            _format_head_targets(row["head"], format_names)
-            if row["head"]
-            else format_names(*(row["drafts"] or (*[SELF][: row["self"]], LOOKUP))),
-        )
     console = Console()
-    console = console if console.is_terminal else Console(width=PIPE_TABLE_WIDTH)
-    if rows:
-        console.print(table)
+    prefix = f"{Path(folder)}{os.sep}" if folder else ""
+    for line in make_table([_make_cells(row, prefix) for row in rows], console.width if console.is_terminal else None):
+        console.print(Text(line), soft_wrap=True)
     for entry in broken:
         console.print(Text(sanitize_line(f"cannot be used: {entry.error}")), soft_wrap=True)
     for alias, name in aliases.items():
@@ -229,10 +206,58 @@ ACTIONS = {"pull": pull_models, "rm": remove_models, "name": add_alias, "clean":
 LIST_WORDS = ("list", "ls")  # other programs' names of the same action
 
 
-def _format_head_targets(head: Mapping[str, Any], format_names: Callable[..., Text]) -> Text:
-    """Return text on the installed models that a draft head drafts for; if there are none, on the targets that it needs."""
-    min_layers = f", of {max(head['layers'])} layers or more" if head["layers"] else ""
-    return Text("for ") + format_names(*head["targets"] or [f"models {head['width']} wide{min_layers}"])
+def make_table(rows: Sequence[Mapping[str, str]], width: int | None) -> list[str]:
+    """Return a heading and one line for each row, with as many columns as fit; names stay whole, to be copied.
+
+    Args:
+        rows: The cells of each model by column; the first column is always shown.
+        width: Cells of a line; None for any number.
+    """
+    for n_left_out in range(len(OPTIONAL_COLUMNS) + 1):
+        columns = [name for name in rows[0] if name not in OPTIONAL_COLUMNS[:n_left_out]] if rows else []
+        cells = [columns, *([row[name] for name in columns] for row in rows)]
+        widths = [max(map(cell_width, column)) for column in zip(*cells, strict=True)]
+        if width is None or sum(widths) + len(COLUMN_GAP) * (len(widths) - 1) <= width:
+            break
+    lines = [
+        COLUMN_GAP.join(text + " " * (n - cell_width(text)) for text, n in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    if rows and n_left_out:
+        lines.append("a wider terminal shows more columns, --json shows all")
+    return lines if rows else []
+
+
+def _make_cells(row: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the texts of a model's row by column.
+
+    Args:
+        row: The dict of `make_row`.
+        prefix: Path in front of names, which is left out.
+    """
+
+    def join(names: Sequence[str]) -> str:
+        return ", ".join(name.removeprefix(prefix) for name in names)
+
+    read = f", {_format_count(row['parameters_read'])} read" if row["parameters_read"] < row["parameters"] else ""
+    if head := row["head"]:
+        min_layers = f", of {max(head['layers'])} layers or more" if head["layers"] else ""
+        targets = head["targets"] or [f"models {head['width']} wide{min_layers}"]
+        drafts = f"for {join(targets)}"
+    else:
+        drafts = join(row["drafts"] or [*[SELF][: row["self"]], LOOKUP])
+    cells = {
+        "model": join([row["name"]]),
+        "shape": f"{row['family']} {row['layers']} x {row['dim']}",
+        "weights": _format_count(row["parameters"]) + read,
+        "file": f"{_format_count(row['bytes'])}B",
+        "memory": f"{_format_count(row['memory_bytes'])}B",
+        "read/token": f"{_format_count(row['bytes_per_token'])}B",
+        "KV/token": f"{_format_count(row['kv_bytes_per_token'])}B",
+        "vocabulary": str(row["vocabulary"]),
+        "drafts that fit": drafts,
+    }
+    return {name: sanitize_line(text) for name, text in cells.items()}
 
 
 def _format_count(n: int) -> str:

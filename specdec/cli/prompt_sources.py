@@ -1,9 +1,8 @@
-"""Reading of the prompt: from -i, a file, a word of the command line, or a pipe."""
+"""Reading of the prompt: from -i or a word of the command line, a file and a pipe."""
 
 import os
 import select
 import stat
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +15,9 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> str:
-    """Return the prompt's text from -i, a file, a positional word or piped stdin, else the default prompt.
+    """Return the prompt: the text of -i or of a word, that of a file and piped text, separated by blank lines.
 
-    The last line break of a file or of stdin is removed.
+    The last line break of a file and of piped text is removed. Without any of them, this is the default prompt.
 
     Args:
         prompt: Text of -i, or "-" for stdin. None: not given.
@@ -26,19 +25,13 @@ def read_prompt(prompt: str | None, file: str = "", word: str | None = None) -> 
         word: Text of the word, or "-" for stdin. None: not given.
 
     Raises:
-        ValueError: More than one is given, or the input cannot be read.
+        ValueError: Both -i and a word are given, or the input cannot be read.
     """
-    sources = {"-i": prompt, "-f": file or None, repr(word): word}
-    given = {source: value for source, value in sources.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"expected one prompt, got {' and '.join(given)}; leave one out")
-    if file or STDIN in given.values():
-        text = read_text_input(file)
-    elif given:
-        return "".join(given.values())
-    else:
-        text = (_is_piped() and read_text_input("")) or DEFAULT_PROMPT
-    return text.removesuffix("\n").removesuffix("\r")
+    if prompt is not None and word is not None:
+        raise ValueError(f"expected one prompt, got -i and {word!r}; leave one out")
+    text = word if prompt is None else prompt
+    parts = _read_parts(text, file)
+    return DEFAULT_PROMPT if text is None and not file and not parts else "\n\n".join(parts)
 
 
 def read_first_message(prompt: str | None, file: str) -> str:
@@ -51,10 +44,22 @@ def read_first_message(prompt: str | None, file: str) -> str:
     Raises:
         ValueError: The file or stdin cannot be read.
     """
-    parts = ["" if prompt == STDIN else prompt or "", read_text_input(file).strip() if file not in ("", STDIN) else ""]
-    if sys.stdin and not sys.stdin.isatty():
-        parts.append(read_text_input("", "it is added to the first message").strip())
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(filter(None, map(str.strip, _read_parts(prompt, file))))
+
+
+def _read_parts(text: str | None, file: str) -> list[str]:
+    """Return the parts of a prompt that are not empty: a given text, the text of a file, and that of stdin if it is piped."""
+    has_text, has_file = text not in (None, STDIN), file not in ("", STDIN)
+    parts = [text if text and has_text else "", _remove_line_break(read_text_input(file)) if has_file else ""]
+    if STDIN in (text, file) or _is_piped(not has_text and not has_file):
+        is_added = has_text or has_file
+        source = read_text_input("", "it is added to the prompt; < /dev/null leaves it out") if is_added else read_text_input("")
+        parts.append(_remove_line_break(source))
+    return [part for part in parts if part]
+
+
+def _remove_line_break(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def read_text_input(file: str, advice: str = "use -i TEXT to give one") -> str:
@@ -86,10 +91,11 @@ def read_text_input(file: str, advice: str = "use -i TEXT to give one") -> str:
         raise ValueError(f"{source} is not valid UTF-8 at byte {error.start}; expected UTF-8 text") from None
 
 
-def _is_piped() -> bool:
+def _is_piped(can_be_socket: bool) -> bool:
+    """Return whether stdin is a pipe or a file; a socket, as other programs give to their child processes, may stay silent."""
     with suppress(OSError):
         mode = os.fstat(0).st_mode
-        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or (can_be_socket and stat.S_ISSOCK(mode))
     return False
 
 

@@ -12,6 +12,20 @@ from specdec.loaders.model_paths import is_model_name, is_text_file
 
 MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
 MODELS_ACTIONS = ("pull", "rm", "list", "ls")  # words after `specdec models`
+_NO_CONTEXT_OPTION = "leave it out, since the context grows up to the model's own; --max-tokens N limits the output"
+_NO_GPU_OPTION = "leave it out, since specdec runs on the CPU"
+# Options of llama.cpp and what to use in their place.
+LLAMA_CPP_OPTIONS = {
+    "-ngl": _NO_GPU_OPTION, "--gpu-layers": _NO_GPU_OPTION, "--n-gpu-layers": _NO_GPU_OPTION,
+    "-c": _NO_CONTEXT_OPTION, "--ctx-size": _NO_CONTEXT_OPTION,
+    "-md": "use -d NAME for the draft", "--model-draft": "use -d NAME for the draft",
+    "-hf": "use -m org/name, or -m org/name:Q4_K_M", "-hfr": "use -m org/name, or -m org/name:Q4_K_M",
+    "--hf-repo": "use -m org/name, or -m org/name:Q4_K_M", "-hfd": "use -d org/name for the draft",
+    "--draft-max": "use -g N for the draft length", "-np": "use --slots N", "--parallel": "use --slots N",
+    "-ctk": "use --kv f16 or q8", "--cache-type-k": "use --kv f16 or q8", "-cnv": "use specdec chat",
+    "--predict": "use --max-tokens N", "--n-predict": "use --max-tokens N", "-sys": "use -y TEXT, in specdec chat",
+    "-fa": "leave it out", "--mlock": "leave it out", "--no-mmap": "leave it out", "--jinja": "leave it out",
+}  # fmt: skip
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 NUMBER = re.compile(r"[-+.]*\d[-+.\d]*")
 TEXT_FILE_NAME = re.compile(r"\S+\.(txt|text|md)", re.IGNORECASE)
@@ -31,12 +45,22 @@ def explain_invalid_number(error: Any) -> str:
     limits, name, value = param.type_descriptor.parameter_info, max(param.opts, key=len), str(validation()[0]["input"])
     minimum = "" if limits.min is None else f", {limits.min:g} or more"
     span = f" from {limits.min:,.10g} to {limits.max:,.10g}" if limits.max is not None else minimum
-    hint = ""
+    hint = "; use -n 0 for as many as fit" if name == "--steps" and value.startswith("-") else ""
     if name == "--top-p" and error.ctx.info_name == "serve":
         hint = f"; use --port {value if value.isdecimal() else 'N'} for the port"
     elif name == "--top-p" and not NUMBER.fullmatch(value):
         hint = "; use -i TEXT for the prompt"
     return f"{name} is {shorten(value, repr)}; expected {TYPE_NAMES[value_type]}{span}{hint}"
+
+
+def explain_foreign_option(arguments: Sequence[str]) -> str:
+    """Return the error message for the first argument that is an option of llama.cpp; "" if there is none.
+
+    Without it, `-ngl 3` would be read as `-n gl`, and `-hf` as `-h -f`.
+    """
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    found = next((name for name in (argument.partition("=")[0] for argument in options) if name in LLAMA_CPP_OPTIONS), "")
+    return f"{found} is an option of llama.cpp; {LLAMA_CPP_OPTIONS[found]}" if found else ""
 
 
 def explain_extra_word(command: Any, word: str, is_model: bool) -> str:
@@ -61,6 +85,9 @@ def explain_unknown_command(words: Sequence[str], commands: Sequence[str]) -> st
         words: The positional words.
         commands: All commands.
     """
+    if words[0] == "run":  # as ollama says
+        model = words[1] if len(words) > 1 else "NAME"
+        return f"unknown command 'run'; use 'specdec chat {model}'. If it is the prompt, use -i {shlex.quote(' '.join(words))}"
     similar = difflib.get_close_matches(words[0].lower(), commands, 1, MIN_COMMAND_SIMILARITY)
     if words[0] in MODELS_ACTIONS and len(words) <= 2:
         similar = [f"models {words[0]}"]

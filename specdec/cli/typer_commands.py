@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from specdec.cli.common_options import RequestT
 from specdec.cli.option_fields import get_option_info
-from specdec.cli.suggestions import explain_extra_word, explain_unknown_command
+from specdec.cli.suggestions import explain_extra_word, explain_foreign_option, explain_unknown_command
 from specdec.loaders.model_paths import is_model_name
 
 T = TypeVar("T")
@@ -135,8 +135,11 @@ def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Return the positional words of a command line.
 
     Raises:
-        typer.BadParameter: -d is given twice; Typer would take the last one.
+        typer.BadParameter: An option is one of llama.cpp, or -d is given twice; Typer would take the last one.
     """
+    known = {name for param in command.params for name in param.opts}
+    if error := explain_foreign_option([argument for argument in args if argument not in known]):
+        raise typer.BadParameter(error)
     _, words, options = command.make_parser(ctx).parse_args(args=list(args))
     if [option.name for option in options].count("draft") > 1:
         raise typer.BadParameter("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")

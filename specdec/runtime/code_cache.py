@@ -52,7 +52,6 @@ SOURCES = (
 SOURCE_HASH = hashlib.sha256(b"\0".join((PACKAGE_DIR / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 _SOURCE_PATHS = {str(PACKAGE_DIR / name) for name in SOURCES}
 SOURCE_HASH_PATTERN = re.compile("[0-9a-f]{16}")
-CPU_NAME = cpu_target.target_context.codegen().magic_tuple()[1]  # as LLVM calls it
 CHECKSUM_BYTES = 32
 NRT_PREFIX = "NRT_"  # of names in numba's runtime
 LOCK_TIMEOUT_S = 60.0  # for a process that was stopped, or has an error that this one will report

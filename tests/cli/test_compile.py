@@ -41,7 +41,7 @@ def test_models_folder_and_new_functions_are_printed(run: Run, pair: Pair, monke
     first, second, last = out.splitlines()
     assert code == 0 and first.startswith(f"{pair.target.stem} + lookup: compiled 2 functions (")
     assert second.startswith(f"{pair.draft.stem} + lookup: nothing to compile (")
-    assert last == f"compiled code for {code_cache.CPU_NAME} is in {code_cache.get_cache_dir()}"
+    assert last == f"compiled code for this machine's CPU is in {code_cache.get_cache_dir()}"
 
 
 def test_code_that_could_not_be_written_is_an_error(run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

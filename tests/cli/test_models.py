@@ -12,12 +12,14 @@ import typer
 
 from specdec.cli import installed_models, serve
 from specdec.cli.app import app
+from specdec.cli.models import OPTIONAL_COLUMNS, make_table
 from specdec.cli.serve import CatalogModelSource, ServeRequest
 from specdec.draft.self_copy import make_self_draft
 from specdec.loaders import model_paths, model_removal, packed_weights
 from specdec.loaders.model_aliases import set_alias
 from specdec.loaders.model_loader import Loader, load_model
 from specdec.ui import progress
+from specdec.ui.text_layout import cell_width
 from tests.cli.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.fakes.hub import FakeHub
@@ -55,6 +57,22 @@ def test_packed_weights_are_listed_and_removed(
     assert run("models", "clean", "two.bin")[0] == 2
     assert run("models", "clean")[1].startswith("removed the packed weights of 1 model (")
     assert "packed" not in run("models")[1] and not [*(tmp_path / "packed").iterdir()]
+
+
+ROW = {"model": "a-very-long-name-of-a-model.gguf", "shape": "llama 2 x 8", "file": "1 MB", "drafts that fit": "日本.bin, b.bin"}
+
+
+@pytest.mark.parametrize("width", [None, 200, 80, 60, 45, 20, 5])
+def test_narrow_table_has_one_row_for_each_model_and_whole_names(width: int | None) -> None:
+    rows = [{**dict.fromkeys(("weights", *OPTIONAL_COLUMNS), "1.5 GB"), **ROW}, {**dict.fromkeys((*ROW, *OPTIONAL_COLUMNS), "x")}]
+    rows[1] = {name: rows[1][name] for name in rows[0]}
+    heading, first, second, *note = make_table(rows, width)
+    assert heading.startswith("model") and first.startswith(ROW["model"]) and second.startswith("x")
+    assert ("KV/token" in heading) == (width is None or width == 200) == (not note)
+    assert ("日本.bin, b.bin" in first) == (width is None or width >= 60)
+    if width and width >= 45:
+        assert max(map(cell_width, (heading, first, second))) <= width
+    assert make_table([], width) == []
 
 
 def test_alias_works_wherever_a_model_is_named(run: Run, pair: Pair, tmp_path: Path, alias_file: Path) -> None:
@@ -218,7 +236,9 @@ def test_server_rereads_header_only_after_file_change(
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_0", "IQ4_NL"])
-def test_self_draft_is_listed_only_where_supported(run: Run, tmp_path: Path, kind: str) -> None:
+def test_self_draft_is_listed_and_made_only_where_supported(
+    run: Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, rng = tmp_path / "model.gguf", np.random.default_rng(1)
     keys, tensors = block_model("llama", rng)
     floats = {"F32": np.float32, "F16": np.float16}
@@ -233,6 +253,10 @@ def test_self_draft_is_listed_only_where_supported(run: Run, tmp_path: Path, kin
     assert is_made or kind not in (*floats, "Q8_0")
     (row,) = from_json(run("models", path, "--json"))["models"]
     assert (row["self"], row["drafts"]) == (is_made, [])
+    if not is_made:  # refused before weights are read
+        monkeypatch.setattr(Loader, "load", lambda *_: pytest.fail("loaded"))
+        assert "so a quantized copy (self) is not a faster draft" in run("-m", path, "-d", "self", "-i", "x")[2]
+        assert "has no built-in head (mtp)" in run("-m", path, "-d", "mtp", "-i", "x")[2]
     assert run("models", path)[1].split()[-2:] == (["self,", "lookup"] if is_made else [str(row["vocabulary"]), "lookup"])
 
 

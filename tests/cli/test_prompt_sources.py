@@ -133,7 +133,18 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["a.bin", "b.bin"], "draft with -d"),
         (["a.bin", "-m", "b.bin"], "two targets"),
         (["hello", "-i", "there"], "expected one prompt, got -i and 'hello'; leave one out"),
-        (["-i", "a", "-f", "b"], "expected one prompt, got -i and -f; leave one out"),
+        (["-ngl", "3"], "specdec: -ngl is an option of llama.cpp; leave it out, since specdec runs on the CPU"),
+        (["bench", "--n-gpu-layers=3"], "--n-gpu-layers is an option of llama.cpp; leave it out"),
+        (["-md", "x"], "-md is an option of llama.cpp; use -d NAME"),
+        (["chat", "-hf", "a/b"], "-hf is an option of llama.cpp; use -m org/name"),
+        (["-c", "4096"], "-c is an option of llama.cpp; leave it out, since the context grows up to the model's own"),
+        (["serve", "--ctx-size", "4096"], "--ctx-size is an option of llama.cpp; leave it out"),
+        (["-n", "-1"], "--steps is '-1'; expected a whole number, 0 or more; use -n 0 for as many as fit"),
+        (["-g", "0"], "--gamma is '0'; expected auto or 1 to 63; use -d none for no draft"),
+        (["run", "a.bin"], "unknown command 'run'; use 'specdec chat a.bin'. If it is the prompt, use -i 'run a.bin'"),
+        (["run"], "unknown command 'run'; use 'specdec chat NAME'. If it is the prompt, use -i run"),
+        (["models", "nosuch"], "expected a folder, a model, or the action pull, rm, name or clean"),
+        (["models", "x", "y"], "expected FOLDER, or pull NAME, rm NAME, name SHORT NAME, clean"),
         (["-p", "Once upon a time"], "use -i TEXT for the prompt"),
         (["-m", ""], "the model name is empty"),
         (["nope.gguf"], "'nope.gguf' not found here, in models or in"),
@@ -237,14 +248,33 @@ def test_prompt_is_read_from_file_or_stdin(ask: Run, pair: Pair, tmp_path: Path)
 
 
 def test_dash_reads_prompt_from_stdin_as_prompt_or_file(pair: Pair) -> None:
-    def text(*words: object) -> str:
+    def text(*words: object, piped: str = PROMPT) -> str:
         command = [*COMMAND, *map(str, words), "-s", "5", "-j", "1", "-n", "30"]
-        return subprocess.run(command, input=PROMPT.encode(), capture_output=True, timeout=TIMEOUT_S, check=True).stdout.decode()
+        return subprocess.run(command, input=piped.encode(), capture_output=True, timeout=TIMEOUT_S, check=True).stdout.decode()
 
-    expected = text("-m", pair.target, "-i", PROMPT)
+    expected = text("-m", pair.target, "-i", PROMPT, piped="")
     for words in (["-"], ["-f", "-"], ["-i", "-"]):
         assert text("-m", pair.target, *words) == expected
     assert text(pair.target, "-") == expected
+
+
+def test_prompt_file_and_pipe_are_joined(pair: Pair, tmp_path: Path) -> None:
+    """They come in this order, with blank lines between them; an option's value may look like another program's option."""
+    path = tmp_path / "p.txt"
+    path.write_text("the file\n")
+    options = ["-m", str(pair.target), "-s", "5", "-j", "1", "--max-tokens", "1", "--json"]
+
+    def prompt(*words: str, piped: str = "") -> str:
+        done = subprocess.run(
+            [*COMMAND, *options, *words], input=piped.encode(), capture_output=True, timeout=TIMEOUT_S, check=True
+        )
+        return str(json.loads(done.stdout)["settings"]["prompt"])
+
+    assert prompt("the then", piped="some text\n") == "the then\n\nsome text"
+    assert prompt("-i", "the", "-f", str(path), piped="some text\n") == "the\n\nthe file\n\nsome text"
+    assert prompt("-i", "the", "-f", str(path)) == "the\n\nthe file"
+    assert prompt("-i", "the", "-f", "-", piped="text") == "the\n\ntext"
+    assert prompt("--", "-ngl") == "-ngl"
 
 
 def test_waiting_for_stdin_prints_message(pair: Pair) -> None:
