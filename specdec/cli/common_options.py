@@ -36,7 +36,7 @@ NONE = "none"  # as a draft: the target decodes alone
 DRAFT_KEYWORDS = (SELF, MTP, LOOKUP, AUTO, NONE)  # drafts that are not names of models
 DEFAULT_STEPS = 256  # for -n
 DRAFT_HELP = "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), lookup (no model)"
-MODEL_OPTIONS = "stage quantize kv pack packed prompt_cache prompt_cache_size tokenizer"
+MODEL_OPTIONS = "stage quantize kv pack weight_cache packed prompt_cache prompt_cache_size tokenizer"
 SAMPLING_OPTIONS = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 RequestT = TypeVar("RequestT", bound="Request")
 
@@ -78,11 +78,12 @@ class Request:
         AUTO, "--pack", metavar="auto|on|none",
         help="Store bf16 weights in 12 bits, without loss: same output. auto: if a trial shows that it is faster.",
     )  # fmt: skip
-    packed: str = models_option(
-        AUTO, "--packed", metavar="auto|on|off|DIR",
+    weight_cache: str = models_option(
+        AUTO, "--weight-cache", metavar="auto|on|off|DIR",
         help="Keep packed weights (as the kernels read them) on disk, for a quicker start next time. auto: for models of 100 MB "
         "or more. DIR: in this folder.",
     )  # fmt: skip
+    packed: str = models_option("", "--packed", help="", hidden=True)  # the old name of --weight-cache
     prompt_cache: str = models_option(
         "", "--prompt-cache", metavar="DIR",
         help="Keep processed prompts in this folder for later runs. Anyone who can read it can read the conversations.",

@@ -17,7 +17,7 @@ from specdec.ui.plain_views import sanitize_line
 class CompileRequest(Request):
     """The options of `specdec compile`."""
 
-    option_names = "names draft stage quantize kv pack packed tokenizer"
+    option_names = "names draft stage quantize kv pack weight_cache packed tokenizer"
     names: list[str] | None = argument(
         None, metavar="MODEL", help="Targets: folders, files or hub names, as for -m of other commands."
     )

@@ -111,7 +111,7 @@ def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Cal
             template=request.template or None,
             kv=cast(KVFormatName, request.kv),
             pack=cast(PackMode, request.pack),
-            packed=request.packed,
+            packed=request.packed or request.weight_cache,
             progress=on_progress,
             prompt_cache=open_prompt_cache(request),
         )

@@ -51,7 +51,7 @@ def run(request: ModelsRequest) -> None:
 
     specdec models pull org/name:Q4_K_M downloads a model; specdec models rm NAME removes one.
 
-    specdec models clean removes the packed weights that --packed keeps; loading a model keeps them again.
+    specdec models clean removes the packed weights that --weight-cache keeps; loading a model keeps them again.
 
     specdec models name SHORT NAME makes SHORT an alias that works in every command; rm SHORT removes it.
 

@@ -279,7 +279,7 @@ class PackedWeightsWriter:
         _write_info(info_path, info)
         _warn(
             f"kept the packed weights ({sum(self._sizes) / 1e9:.1f} GB) in {self._cache.folder} for a quicker start; "
-            "--packed off keeps none"
+            "--weight-cache off keeps none"
         )
 
     def _fail(self, error: OSError) -> None:

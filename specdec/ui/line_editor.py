@@ -68,7 +68,7 @@ class LineEditor:
         self._history, self._is_command, self._get_completions = history, is_command, get_completions
         self._candidates: list[str] = []  # completions of the word at the cursor
         self._queued_lines: list[str] = []  # lines read ahead
-        self._is_pasting = False  # whether a paste has begun and not ended
+        self._is_pasting = self._was_pasting = False  # whether a paste has begun and not ended; also before the last line
         self._muted = ExitStack()  # mutes the echo between the lines of a paste; readline would not echo either
         self._labelled = dict[str, str]()  # long messages by the label that is recalled
         self._bold_on, self._bold_off = (BOLD_ON, BOLD_OFF) if is_bold and editor else ("", b"")
@@ -114,7 +114,7 @@ class LineEditor:
             message, self._queued_lines = read_message(
                 self._read_line,
                 lambda: self._is_pasting or (not was_typed_before and _has_input(PASTE_WINDOW_S)),
-                lambda line: not self._is_pasting and self._is_command(line),
+                lambda line: not (self._is_pasting or self._was_pasting) and self._is_command(line),
             )
         for label, long_message in self._labelled.items():
             message = message.replace(label, long_message)
@@ -123,6 +123,7 @@ class LineEditor:
 
     def _read_line(self, prompt: str) -> str:
         self._muted.close()
+        self._was_pasting = self._is_pasting
         _write_terminal(self._paste_on)
         try:
             line = self._decode(_input_line(self._bold_on + prompt))

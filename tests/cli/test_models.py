@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from specdec.cli import installed_models, serve
 from specdec.cli.app import app
 from specdec.cli.models import OPTIONAL_COLUMNS, make_table
 from specdec.cli.serve import CatalogModelSource, ServeRequest
+from specdec.draft.model_bundle import check_draft_keyword
 from specdec.draft.self_copy import make_self_draft
+from specdec.draft.settings import parse_quantize
 from specdec.loaders import model_paths, model_removal, packed_weights
 from specdec.loaders.model_aliases import set_alias
-from specdec.loaders.model_loader import Loader, load_model
+from specdec.loaders.model_loader import Loader, load_model, open_checkpoint
 from specdec.ui import progress
 from specdec.ui.text_layout import cell_width
 from tests.cli.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
@@ -46,10 +48,10 @@ def test_packed_weights_are_listed_and_removed(
     for name in ("one.bin", "two.bin"):
         shutil.copy(pair.target, tmp_path / "models" / name)
     options = ["-d", "none", "-z", str(pair.tokenizer), "-t", "0", "-i", PROMPT, "-n", "20"]
-    wanted = run("-m", "models/one.bin", *options, "--packed", "off")[1]
+    wanted = run("-m", "models/one.bin", *options, "--weight-cache", "off")[1]
     assert not (tmp_path / "packed").exists()
-    for model in ("models/one.bin", "models/one.bin", "models/two.bin"):
-        assert run("-m", model, *options, "--packed", "on")[:2] == (0, wanted)
+    for model, option in (("one", "--weight-cache"), ("one", "--packed"), ("two", "--packed")):  # --packed is the old name
+        assert run("-m", f"models/{model}.bin", *options, option, "on")[:2] == (0, wanted)
     assert "packed weights (" in run("models")[1] and "one.bin, two.bin; specdec models clean removes them" in run("models")[1]
     assert [Path(each["model"]).name for each in from_json(run("models", "--json"))["packed"]] == ["one.bin", "two.bin"]
     assert run("models", "rm", "-y", "one.bin")[0] == 0
@@ -64,8 +66,8 @@ ROW = {"model": "a-very-long-name-of-a-model.gguf", "shape": "llama 2 x 8", "fil
 
 @pytest.mark.parametrize("width", [None, 200, 80, 60, 45, 20, 5])
 def test_narrow_table_has_one_row_for_each_model_and_whole_names(width: int | None) -> None:
-    rows = [{**dict.fromkeys(("weights", *OPTIONAL_COLUMNS), "1.5 GB"), **ROW}, {**dict.fromkeys((*ROW, *OPTIONAL_COLUMNS), "x")}]
-    rows[1] = {name: rows[1][name] for name in rows[0]}
+    names = [*dict.fromkeys((*ROW, *OPTIONAL_COLUMNS))]
+    rows = [dict.fromkeys(names, "1.5 GB") | ROW, dict.fromkeys(names, "x")]
     heading, first, second, *note = make_table(rows, width)
     assert heading.startswith("model") and first.startswith(ROW["model"]) and second.startswith("x")
     assert ("KV/token" in heading) == (width is None or width == 200) == (not note)
@@ -236,9 +238,7 @@ def test_server_rereads_header_only_after_file_change(
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_0", "IQ4_NL"])
-def test_self_draft_is_listed_and_made_only_where_supported(
-    run: Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_self_draft_is_listed_and_made_only_where_supported(run: Run, tmp_path: Path, kind: str) -> None:
     path, rng = tmp_path / "model.gguf", np.random.default_rng(1)
     keys, tensors = block_model("llama", rng)
     floats = {"F32": np.float32, "F16": np.float16}
@@ -253,10 +253,11 @@ def test_self_draft_is_listed_and_made_only_where_supported(
     assert is_made or kind not in (*floats, "Q8_0")
     (row,) = from_json(run("models", path, "--json"))["models"]
     assert (row["self"], row["drafts"]) == (is_made, [])
-    if not is_made:  # refused before weights are read
-        monkeypatch.setattr(Loader, "load", lambda *_: pytest.fail("loaded"))
-        assert "so a quantized copy (self) is not a faster draft" in run("-m", path, "-d", "self", "-i", "x")[2]
-        assert "has no built-in head (mtp)" in run("-m", path, "-d", "mtp", "-i", "x")[2]
+    checkpoint, options = open_checkpoint("target", path), parse_quantize("draft")
+    with nullcontext() if is_made else pytest.raises(ValueError, match=r"a quantized copy \(self\) is not a faster draft"):
+        check_draft_keyword("self", checkpoint, options)  # before weights are read
+    with pytest.raises(ValueError, match=r"has no built-in head \(mtp\)"):
+        check_draft_keyword("mtp", checkpoint, options)
     assert run("models", path)[1].split()[-2:] == (["self,", "lookup"] if is_made else [str(row["vocabulary"]), "lookup"])
 
 

@@ -131,7 +131,7 @@ def test_a_second_start_reads_no_weights(cache: PackedWeightsCache, model: Path,
 def test_a_kept_model_is_reported_once(cache: PackedWeightsCache, model: Path) -> None:
     (line,) = get_warnings(model, cache)
     assert not get_warnings(model, cache)
-    assert "kept the packed weights" in line and "--packed off" in line
+    assert "kept the packed weights" in line and "--weight-cache off" in line
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -401,7 +401,7 @@ def test_a_chat_at_a_terminal(model: Path, tmp_path: Path) -> None:
     assert questions == ["one\ntwo\n/stats\t three", long, f"{long} six"]
     assert (content["weights"], content["kv"], content["arithmetic"]) == ("target bf16", "f32", specdec.__arithmetic__)
     history = [json.loads(line) for line in (tmp_path / "specdec" / "history").read_text().splitlines()]
-    assert history[:3] == ["/foo", "/set max_tokens 5", questions[0]] and history[3:5] == questions[1:]
+    assert history[:6] == ["/foo", "/set temprature 1", "/set max_tokens 5", *questions]
 
 
 def test_a_dumb_terminal(model: Path, tmp_path: Path) -> None:
