@@ -43,18 +43,6 @@ class BatchJobRequest(ServeRequest):
         "1/1", "--shard", metavar="I/N", help="Take every N-th line, from line I: one of N parts of the job, for N machines."
     )
 
-    @property
-    def paths(self) -> tuple[str, Path]:
-        """The names of the two files.
-
-        Raises:
-            ValueError: They are not two.
-        """
-        if len(self.files or []) != 2:
-            raise ValueError("expected two files: specdec batch IN.jsonl OUT.jsonl -m MODEL")
-        source, target = self.files or []
-        return source, Path(target)
-
     def select(self, lines: Sequence["BatchLine"]) -> list["BatchLine"]:
         """Return the lines of the shard.
 
@@ -77,7 +65,9 @@ def run(request: BatchJobRequest) -> None:
     """
     from specdec.server.batch import BatchRunner, parse_lines  # imported here, since no other command needs it
 
-    source, target = request.paths
+    if len(request.files or []) != 2:
+        raise ValueError("expected two files: specdec batch IN.jsonl OUT.jsonl -m MODEL")
+    source, target = map(Path, request.files or [])
     lines = parse_lines(_read(source).removeprefix(codecs.BOM_UTF8))
     done = read_done(target, lines)
     pending = [line for line in request.select(lines) if line.id not in done]
@@ -109,7 +99,7 @@ def run(request: BatchJobRequest) -> None:
         print_message(f"{len(pending) - n_done} requests are left; the same command goes on with them")
 
 
-def _read(path: str | Path) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -215,9 +215,7 @@ def get_recommended_sampling(request: Request, decoder: SpeculativeDecoder) -> d
     """Return the sampling settings that the target's files recommend, by name, without those that options set; print a note."""
     given = {name.removeprefix("served_") for name in request.given}
     recommended_by_files = decoder.bundle.checkpoint.default_sampling if decoder.bundle.checkpoint else {}
-    recommended: dict[str, Any] = {name: value for name, value in recommended_by_files.items() if name not in given}
-    if "top_k" in recommended:
-        recommended["top_k"] = int(recommended["top_k"])
+    recommended = {name: value for name, value in recommended_by_files.items() if name not in given}
     if recommended:
         options = ", ".join(f"{PARAMETER_OPTIONS[name]} {value:g}" for name, value in recommended.items())
         print_message(f"sampling recommended by {request.display_names[0]}'s files: {options}")

@@ -79,7 +79,7 @@ def parse_default_sampling(values: Mapping[str, Any], names: Mapping[str, str]) 
     """
     found = ((name, values.get(key)) for name, key in names.items())
     return {
-        name: value
+        name: int(value) if name == "top_k" else value
         for name, value in found
         if isinstance(value, int | float)
         and not isinstance(value, bool)

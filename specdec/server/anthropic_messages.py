@@ -20,7 +20,6 @@ from specdec.server.field_validation import (
     skip_extra,
 )
 from specdec.server.generation_fields import COMMON_FIELDS, ServedModel
-from specdec.server.json_values import parse_json
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter, format_sse_event
 
@@ -262,9 +261,7 @@ class MessagesFormatter(PartsFormatter):
         block, _, key = CONTENT_BLOCKS[part.kind]
         if part.kind != "tool_call":
             return block | {key: part.text}
-        try:
-            arguments = parse_json(part.text or "{}")
-        except ValueError:  # cut off by max_tokens: return it as text
+        if (arguments := part.parse_arguments()) is None:  # cut off by max_tokens: return it as text
             return {"type": "text", "text": f"{part.name} {part.text}"}
         return block | _format_tool_use(part) | {"input": arguments}
 

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,22 @@ class Endpoints:
 
     async def models(self, _: Request) -> Response:
         """Return the list of available models, loaded or not, in OpenAI's format."""
-        sizes = await asyncio.to_thread(self._model_manager.list_models)
+        sizes = await self._list_models()
         return JSONResponse({"object": "list", "data": [self._format_model(*each) for each in sizes.items()]})
 
     async def model(self, request: Request) -> Response:
         """Return the model that the path names, in OpenAI's format; raises APIError if it is not available."""
         name = request.path_params["name"]
-        sizes = await asyncio.to_thread(self._model_manager.list_models)
-        if name not in sizes:
-            raise APIError("model not found; /v1/models lists the models", "model", "model_not_found", 404)
-        return JSONResponse(self._format_model(name, sizes[name]))
+        return JSONResponse(self._format_model(name, await self._find_model(name, "/v1/models lists the models")))
+
+    async def _list_models(self) -> Mapping[str, int]:
+        return await asyncio.to_thread(self._model_manager.list_models)
+
+    async def _find_model(self, name: str, hint: str) -> int:
+        """Return the size in bytes of an available model; raise APIError with the hint for another one."""
+        if (n_bytes := (await self._list_models()).get(name)) is None:
+            raise APIError(f"model not found; {hint}", "model", "model_not_found", 404)
+        return n_bytes
 
     def _format_model(self, name: str, n_bytes: int) -> dict[str, Any]:
         """Return a model in OpenAI's format, with its size and, if it is loaded, the details that the chat page needs."""
@@ -174,38 +181,27 @@ class Endpoints:
 
     async def ollama_models(self, request: Request) -> Response:
         """Return the list of available models in ollama's format; the path /api/ps lists only the loaded ones."""
-        sizes = await asyncio.to_thread(self._model_manager.list_models)
+        sizes = await self._list_models()
         models = [(*each, self._get_model(each[0])) for each in sizes.items()]
         is_loaded_only = request.scope["path"] == "/api/ps"
         return JSONResponse({"models": [ollama.format_model(*each) for each in models if each[2] or not is_loaded_only]})
 
     async def ollama_model(self, request: Request) -> Response:
         """Return the details of a model in ollama's format, without loading it; raises APIError if it is not available."""
-        name, n_bytes, _ = await self._find_ollama_model(request, "/api/tags lists the models")
+        name = ollama.normalize_body((await self._read_body(request))[0])["model"]
+        n_bytes = await self._find_model(name, "/api/tags lists the models")
         return JSONResponse(ollama.format_model_details(name, n_bytes, self._get_model(name)))
 
     async def ollama_pull(self, request: Request) -> Response:
         """Report success for a model that is here; raises APIError for another one, since the server downloads nothing."""
-        *_, is_stream = await self._find_ollama_model(request, "the server downloads none; use specdec models pull org/name")
-        media_type = "application/x-ndjson" if is_stream else "application/json"
+        body = ollama.normalize_body((await self._read_body(request))[0])
+        await self._find_model(body["model"], "the server downloads none; use specdec models pull org/name")
+        media_type = "application/json" if body.get("stream") is False else "application/x-ndjson"
         return Response(b'{"status":"success"}\n', media_type=media_type)
 
     async def ollama_change(self, _: Request) -> Response:
         """Raise APIError, since clients may not change the models."""
         raise APIError("the server does not change models; use specdec models pull, rm and name", None, None, 403)
-
-    async def _find_ollama_model(self, request: Request, hint: str) -> tuple[str, int, bool]:
-        """Return the name and the size in bytes of the model that a request names, and whether the response is a stream.
-
-        Raises:
-            APIError: The model is not available; the message ends with the hint.
-        """
-        body, _ = await self._read_body(request)
-        name = ollama.normalize_body(body)["model"]
-        sizes = await asyncio.to_thread(self._model_manager.list_models)
-        if name not in sizes:
-            raise APIError(f"model not found; {hint}", "model", "model_not_found", 404)
-        return name, sizes[name], body.get("stream") is not False
 
     def _get_model(self, name: str) -> ServedModel | None:
         instance = self._model_manager.get_instance(name)

@@ -71,9 +71,7 @@ class ServedModel:
         template, checkpoint = None, decoder.bundle.checkpoint
         with suppress(TemplateError):
             template = decoder.chat_template
-        recommended: dict[str, Any] = {**checkpoint.default_sampling} if checkpoint else {}
-        if "top_k" in recommended:
-            recommended["top_k"] = int(recommended["top_k"])
+        recommended: Mapping[str, Any] = checkpoint.default_sampling if checkpoint else {}
         return cls(name, decoder, template, replace(ChatSettings(), **recommended).make_sampling(0))
 
     @property

@@ -13,7 +13,7 @@ from specdec.runtime.simd import Float32
 from specdec.server.embeddings import EmbeddingRequest, parse_embedding_request
 from specdec.server.field_validation import APIError, Fields, check_list, check_object, iter_objects, wrap_errors
 from specdec.server.generation_fields import SAMPLING_FIELDS, ServedModel, wrap_encoding_errors
-from specdec.server.json_values import encode_json, parse_json
+from specdec.server.json_values import encode_json
 from specdec.server.openai_chat import ParsedRequest, parse_chat_request, parse_completion_request
 from specdec.server.response_formatter import OutputPart, PartsFormatter
 from specdec.text.reasoning import find_template_marks
@@ -198,11 +198,10 @@ class OllamaChatFormatter(PartsFormatter):
 
     def _format_call(self, part: OutputPart) -> dict[str, Any]:
         """Return the fields of a line with a tool call; if its arguments were cut off, the call is returned as plain text."""
-        try:
-            function: dict[str, Any] = {"name": part.name, "arguments": parse_json(part.text or "{}")}
-        except ValueError:
+        if (arguments := part.parse_arguments()) is None:
             return self._format_output("text", f"{part.name} {part.text}")
-        function["index"] = sum(each.kind == "tool_call" for each in self._parts[: part.index])
+        index = sum(each.kind == "tool_call" for each in self._parts[: part.index])
+        function = {"name": part.name, "arguments": arguments, "index": index}
         return {"message": {"role": "assistant", "content": "", "tool_calls": [{"id": part.id, "function": function}]}}
 
     def _format_statistics(self) -> dict[str, Any]:

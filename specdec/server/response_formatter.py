@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -290,6 +291,12 @@ class OutputPart:
     id: str
     name: str = ""
     text: str = ""
+
+    def parse_arguments(self) -> Any:
+        """Return the arguments of a tool call as a JSON value, or None if they were cut off."""
+        with suppress(ValueError):
+            return parse_json(self.text or "{}")
+        return None
 
 
 @dataclass
