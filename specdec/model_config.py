@@ -16,6 +16,7 @@ from specdec.runtime.simd import round_up
 
 # A draft head that reads its target's KV cache, and the kv_layer of its layers
 ASSISTANT, TARGET_KV_LAYER = "gemma4_assistant", -1
+UNIFIED_ASSISTANT = "gemma4_unified_assistant"  # the same head with other defaults, for Gemma 4 12B
 HEAD_ARCHITECTURES = ("eagle3", "mtp", ASSISTANT)  # architectures that draft from a target's hidden states
 ConfigPart = TypeVar("ConfigPart")
 

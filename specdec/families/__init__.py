@@ -8,13 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.model_config import ASSISTANT
+from specdec.model_config import ASSISTANT, UNIFIED_ASSISTANT
 
 # Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
 FILES = {
     "bailing_moe_v2": "bailing_moe", "bailingmoe2": "bailing_moe",
     "deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "deepseek2": "deepseek",
-    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "granitemoe": "granite", "granitemoeshared": "granite",
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified": "gemma4", "gemma4_unified_text": "gemma4",
+    "granitemoe": "granite", "granitemoeshared": "granite",
     "granitemoehybrid": "granite", "granitehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
     "mistral3": "ministral3", "mixtral": "mistral", "olmo3": "olmo2",
     "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
@@ -25,6 +26,7 @@ FILES = {
     "qwen3_vl_moe_text": "qwen_vl", "qwen2vl": "qwen_vl", "qwen3vl": "qwen_vl", "qwen3vlmoe": "qwen_vl", "smolvlm": "llama",
     "idefics3": "llama", "qwen2moe": "qwen2_moe", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan_v1_dense",
 }  # fmt: skip
+ASSISTANT_TYPES = (ASSISTANT, UNIFIED_ASSISTANT)
 EAGLE3_KEYS = ("speculators_model_type", "eagle_config", "draft_vocab_size")
 Definition = TypeVar("Definition")  # HFFamily, HFHead or GGUFFamily of `family`
 
@@ -51,4 +53,4 @@ def detect_head(config: Mapping[str, Any]) -> str:
         isinstance(architectures, list) and "eagle3" in str(architectures).lower()
     ):
         return "eagle3"
-    return ASSISTANT if config.get("model_type") == ASSISTANT else ""
+    return ASSISTANT if config.get("model_type") in ASSISTANT_TYPES else ""

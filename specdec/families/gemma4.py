@@ -32,6 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None, "global_head_dim": 512,
     "num_global_key_value_heads": None, "per_layer_config": None,
 }  # fmt: skip
+UNIFIED = "gemma4_unified"  # Gemma 4 12B: the same language model without per-layer inputs; images and sound need no towers
+UNIFIED_DEFAULTS = DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY, HEAD_KEYS = (
     "final_logit_softcapping",
     "per_layer_config",
@@ -40,7 +42,7 @@ LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY, HEAD_KEYS = (
 SUPPORTED_KEYS = (LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY)
 GGUF_PER_LAYER_KEYS = (gguf.KV_HEADS_KEY, gguf.MLP_DIM_KEY)
 SHARED_KV_LAYERS_KEY, PER_LAYER_INPUT_DIM_KEY = "attention.shared_kv_layers", "embedding_length_per_layer_input"
-IGNORED_NAMES = re.compile(HF_IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|embed_audio)\..*")
+IGNORED_NAMES = re.compile(HF_IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|vision_embedder|embed_audio)\..*")
 DEFAULT_ROPE: dict[str, dict[str, Any]] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -269,12 +271,14 @@ def list_unused_gguf(config: ModelConfig) -> Iterator[str]:
     return itertools.chain([gguf.ROPE_FREQS], layer_names)
 
 
+HF_FAMILY = HFFamily(
+    "gemma4_text", DEFAULTS, parse_config, HF_TENSORS, ignored_names=IGNORED_NAMES,
+    supported_keys=(*SUPPORTED_KEYS, "num_experts"),
+    key_aliases={"top_k_experts": "num_experts_per_tok"}, multimodal_types={"gemma4": True}, list_unused=list_unused,
+)  # fmt: skip
 FAMILY = (
-    HFFamily(
-        "gemma4_text", DEFAULTS, parse_config, HF_TENSORS, ignored_names=IGNORED_NAMES,
-        supported_keys=(*SUPPORTED_KEYS, "num_experts"),
-        key_aliases={"top_k_experts": "num_experts_per_tok"}, multimodal_types={"gemma4": True}, list_unused=list_unused,
-    ),
+    HF_FAMILY,
+    replace(HF_FAMILY, name=f"{UNIFIED}_text", defaults=UNIFIED_DEFAULTS, multimodal_types={UNIFIED: True}),
     GGUFFamily(
         "gemma4", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS,),
         supported_keys=(gguf.SLIDING_WINDOW_KEY, LOGIT_SOFTCAP_KEY, gguf.EXPERT_COUNT_KEY),

@@ -14,12 +14,20 @@ from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues, check_neutral_values
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead, TensorSource, TensorSpec
 from specdec.head_config import AssistantConfig
-from specdec.model_config import ASSISTANT, TARGET_KV_LAYER, AttentionConfig, ModelConfig, get_assistant_config
+from specdec.model_config import (
+    ASSISTANT,
+    TARGET_KV_LAYER,
+    UNIFIED_ASSISTANT,
+    AttentionConfig,
+    ModelConfig,
+    get_assistant_config,
+)
 
 DEFAULTS: dict[str, Any] = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
     "tie_word_embeddings": True,
 }  # fmt: skip
+UNIFIED_DEFAULTS = DEFAULTS | {"backbone_hidden_size": 3840}
 NO_PER_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 HF_TENSORS = gemma4.HF_TENSORS | {
     "pre": TensorSpec("pre_projection.weight"),
@@ -47,10 +55,12 @@ def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) ->
     Raises:
         CheckpointError: A value is not valid or not supported.
     """
-    top_level, text_config = ConfigValues(path, given, DEFAULTS), given.get(hf.TEXT_CONFIG_KEY)
+    is_unified = given.get("model_type") == UNIFIED_ASSISTANT
+    defaults, text_defaults = (UNIFIED_DEFAULTS, gemma4.UNIFIED_DEFAULTS) if is_unified else (DEFAULTS, gemma4.DEFAULTS)
+    top_level, text_config = ConfigValues(path, given, defaults), given.get(hf.TEXT_CONFIG_KEY)
     if not isinstance(text_config, dict):
         raise top_level.make_error(hf.TEXT_CONFIG_KEY, "an object, the config of its layers")
-    text_values = ConfigValues(path, text_config, gemma4.DEFAULTS | NO_PER_LAYER_INPUTS)
+    text_values = ConfigValues(path, text_config, text_defaults | NO_PER_LAYER_INPUTS)
     for values in (top_level, text_values):
         check_neutral_values(
             values, {key: neutral for key, neutral in hf.NEUTRAL_VALUES.items() if key not in gemma4.SUPPORTED_KEYS}

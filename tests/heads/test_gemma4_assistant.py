@@ -211,6 +211,19 @@ def test_unsupported_configurations_are_refused_in_one_line(
         load_checkpoint(folder)
 
 
+def test_the_assistant_of_gemma_4_12b_has_other_defaults(tmp_path: Path) -> None:
+    folder = shutil.copytree(PLACE / "plain", tmp_path / "assistant")
+    given = json.loads((folder / "config.json").read_text())
+    del given["text_config"]["max_position_embeddings"]
+    given["text_config"]["model_type"] = "gemma4_unified_text"
+    (folder / "config.json").write_text(json.dumps(given | {"model_type": "gemma4_unified_assistant"}))
+    assert load_checkpoint(folder).config == replace(load_checkpoint(PLACE / "plain").config, seq_len=262144)
+    del given["backbone_hidden_size"]
+    (folder / "config.json").write_text(json.dumps(given | {"model_type": "gemma4_unified_assistant"}))
+    with pytest.raises(CheckpointError, match="7680"):
+        load_checkpoint(folder)
+
+
 def test_a_bad_token_ordering_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(PLACE / "ordered", tmp_path / "assistant")
     name = "masked_embedding.token_ordering"

@@ -19,6 +19,7 @@ from tests.tools.hf_folders import (
     INDEX,
     copy_fixture,
     edit_config,
+    edit_tensors,
     get_error_message,
     make_gemma3_layers,
     override_full_layers,
@@ -167,6 +168,18 @@ def test_both_layouts_of_gemma_3_keys_give_the_same_config(tmp_path: Path) -> No
         ]
     ):
         assert load_config(tmp_path / str(i), name, **changes) == replace_config(CONFIGS[name], **others), changes
+
+
+def test_the_language_model_of_gemma_4_12b_is_a_gemma_4_with_other_defaults(tmp_path: Path) -> None:
+    """Its folder says gemma4_unified and has tensors for images and sound without towers."""
+    missing = dict.fromkeys(("sliding_window", "max_position_embeddings", "hidden_size_per_layer_input"), DELETED)
+    folder = copy_fixture(tmp_path / "model", "gemma4_dense", model_type="gemma4_unified_text", **missing)
+    expected = replace_config(CONFIGS["gemma4_dense"], seq_len=262144, window=1024)
+    assert load_checkpoint(folder).config == expected
+    wrap_multimodal(folder, "model.language_model.", model_type="gemma4_unified")
+    unneeded = ("vision_embedder.patch_dense.bias", "embed_vision.embedding_projection.weight", "embed_audio.pos_norm.weight")
+    edit_tensors(folder, lambda tensors: tensors.update({f"model.{name}": ("F32", np.ones(3, np.float32)) for name in unneeded}))
+    assert load_checkpoint(folder).config == expected
 
 
 def test_attention_layers_and_rotary_dim_of_qwen35(tmp_path: Path) -> None:
