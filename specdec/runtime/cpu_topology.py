@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from specdec.runtime.parallel_region import get_available_threads
 
 SYSFS_SYSTEM_DIR, CGROUP_CPU_MAX_FILE = Path("/sys/devices/system"), Path("/sys/fs/cgroup/cpu.max")
+CGROUPS_OF_PROCESS_FILE, CGROUP_V1_CPU_DIR = Path("/proc/self/cgroup"), "cpu"  # the folder is next to the cpu.max file
 MAX_SLOW_CORE_RATIO = 0.7  # cores below this fraction of the fastest core's capacity are slow
 MACOS_CORES_SYSCTL = "hw.perflevel{}.physicalcpu"  # 0: the fast cores
 RELATION_PROCESSOR_CORE, RECORD_HEADER_BYTES, EFFICIENCY_OFFSET, MASK_OFFSET = 0, 8, 9, 32  # Windows records (winnt.h)
@@ -30,7 +31,7 @@ class CpuTopology(NamedTuple):
         n_slow: Slow cores.
         n_threads: Hardware threads of all these cores.
         n_nodes: NUMA nodes.
-        quota: Cores' worth of CPU time that the process may use; 0: no limit.
+        quota: Whole cores' worth of CPU time that the process may use; 0: no limit. One thread more would be throttled.
     """
 
     n_fast: int
@@ -63,14 +64,18 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def read_linux_topology(
-    allowed: Collection[int], system: Path = SYSFS_SYSTEM_DIR, cgroup: Path = CGROUP_CPU_MAX_FILE
+    allowed: Collection[int],
+    system: Path = SYSFS_SYSTEM_DIR,
+    cgroup: Path = CGROUP_CPU_MAX_FILE,
+    own_cgroups: Path = CGROUPS_OF_PROCESS_FILE,
 ) -> CpuTopology:
     """Return the topology of the CPUs numbered in `allowed`, read from Linux's files.
 
     Args:
         allowed: Numbers of the CPUs that this process may use.
         system: Folder with the cpu and node folders.
-        cgroup: The cgroup's cpu.max file.
+        cgroup: The cpu.max file of the root cgroup.
+        own_cgroups: File that lists the cgroups of this process.
 
     Raises:
         OSError: The system does not report the topology.
@@ -89,14 +94,40 @@ def read_linux_topology(
     n_slow = sum(bool(core & slow) for core in cores)
     n_slow = n_slow if n_slow < len(cores) else 0  # without fast cores none is slow
     nodes = [parse_cpu_list(path.read_text()) & {*allowed} for path in sorted((system / "node").glob("node[0-9]*/cpulist"))]
-    return CpuTopology(len(cores) - n_slow, n_slow, len(siblings), max(sum(map(bool, nodes)), 1), _read_cgroup_quota(cgroup))
+    return CpuTopology(
+        len(cores) - n_slow, n_slow, len(siblings), max(sum(map(bool, nodes)), 1), _find_quota(cgroup, own_cgroups)
+    )
 
 
-def _read_cgroup_quota(cgroup: Path) -> int:
-    """Return the CPU time limit in a cgroup's cpu.max file as a number of cores, rounded up; 0: no limit."""
+def _find_quota(cgroup: Path, own_cgroups: Path) -> int:
+    """Return the lowest CPU time limit of this process's cgroups and those above them, in whole cores; 0: no limit.
+
+    In a container, the root may be the container's own cgroup, and the listed cgroups may not exist.
+
+    Args:
+        cgroup: The cpu.max file of the root cgroup. Version 1 has a folder for the CPU next to it.
+        own_cgroups: File that lists the cgroups of this process.
+    """
+    root, v1_root = cgroup.parent, cgroup.parent / CGROUP_V1_CPU_DIR
+    paths = [(root, "/"), (v1_root, "/")]
+    with suppress(OSError, ValueError):
+        for line in own_cgroups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or CGROUP_V1_CPU_DIR in controllers.split(","):
+                paths.append((v1_root if controllers else root, path))
+    ancestors = {base.joinpath(*path.split("/")[: n + 1]) for base, path in paths for n in range(path.count("/") + 1)}
+    quotas = [quota for folder in ancestors if (quota := _read_cgroup_quota(folder / cgroup.name)) > 0]
+    return max(int(min(quotas)), 1) if quotas else 0
+
+
+def _read_cgroup_quota(cgroup: Path) -> float:
+    """Return the CPU time limit of a cgroup with this cpu.max file, or files of version 1, in cores; 0 or less: no limit."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = cgroup.read_text().split()
-        return max(-(-int(quota) // int(period)), 1)
+        return int(quota) / int(period)
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = ((cgroup.parent / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period)
     return 0
 
 

@@ -76,13 +76,39 @@ def test_two_sockets_are_two_nodes_if_both_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "quota"), [("max 100000", 0), ("250000 100000", 3), ("50000 100000", 1), ("", 0), ("x y", 0), ("1 0", 0)]
+    ("content", "quota"),
+    [("max 100000", 0), ("250000 100000", 2), ("765000 100000", 7), ("50000 100000", 1), ("", 0), ("x y", 0), ("1 0", 0)],
 )
 def test_cgroup_quota_limits_the_threads(tmp_path: Path, content: str, quota: int) -> None:
     (tmp_path / "cpu.max").write_text(content)
     found = read_linux_topology(range(12), make_sysfs(tmp_path, ONE_THREAD_CORES), tmp_path / "cpu.max")
     assert found.quota == quota
     assert found.get_thread_choices(99) == ([12, 1] if not quota else [quota, 1] if quota > 1 else [1])
+
+
+@pytest.mark.parametrize(
+    ("files", "own_cgroups", "quota"),
+    [
+        ({"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, "", 2),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "", 0),
+        ({"cpu/a/b/cpu.cfs_quota_us": "300000", "cpu/a/b/cpu.cfs_period_us": "100000"}, "4:cpu,cpuacct:/a/b\n2:memory:/c", 3),
+        ({"cpu/c/cpu.cfs_quota_us": "300000", "cpu/c/cpu.cfs_period_us": "100000"}, "4:cpu,cpuacct:/a/b\n2:memory:/c", 0),
+        ({"a.slice/b.scope/cpu.max": "200000 100000"}, "0::/a.slice/b.scope", 2),
+        ({"a.slice/b.scope/cpu.max": "max 100000", "a.slice/cpu.max": "400000 100000"}, "0::/a.slice/b.scope", 4),
+        ({"a.slice/b.scope/cpu.max": "500000 100000", "a.slice/cpu.max": "400000 100000"}, "0::/a.slice/b.scope", 4),
+        ({"cpu.max": "300000 100000"}, "0::/not/visible/in/a/container", 3),
+        ({"cpu.max": "300000 100000"}, "damaged", 3),
+    ],
+)
+def test_quotas_of_both_cgroup_versions_and_of_outer_groups_count(
+    tmp_path: Path, files: dict[str, str], own_cgroups: str, quota: int
+) -> None:
+    for name, content in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(content + "\n")
+    (tmp_path / "own").write_text(own_cgroups)
+    sysfs = make_sysfs(tmp_path, ONE_THREAD_CORES)
+    assert read_linux_topology(range(12), sysfs, tmp_path / "root" / "cpu.max", tmp_path / "own").quota == quota
 
 
 def test_thread_choices_do_not_exceed_the_maximum() -> None:
