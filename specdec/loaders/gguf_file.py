@@ -7,6 +7,7 @@ next multiple of the alignment on, at multiples of it. Versions 2 and 3 do not d
 """
 
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,9 @@ TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
     13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
     22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
+    # Repacked types that llama.cpp has withdrawn
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
 BLOCK_SIZES = {  # weights and bytes of a block, for each supported type
     **{name: (1, dtype.itemsize) for name, dtype in FLOATS.items()},
@@ -158,8 +161,13 @@ class GGUFFile:
         number, offset = header.read_u32(), header.read_u64()
         type_name = TENSOR_TYPES.get(number, f"number {number}")
         if type_name not in BLOCK_SIZES:
+            base = re.sub(r"(_[48]){2}$", "", type_name)  # of a repacked type
+            way_out = base if base in BLOCK_TYPES else "Q4_K_M or Q4_0"
             known = ", ".join([*FLOATS, *BLOCK_TYPES])
-            raise CheckpointError(f"{self.path}: tensor {format_json_value(name)} is of type {type_name}; supported: {known}")
+            raise CheckpointError(
+                f"{self.path}: tensor {format_json_value(name)} is of type {type_name}, which is not supported; download or "
+                f"convert the model again as {way_out}; supported: {known}"
+            )
         n_weights, n_bytes = BLOCK_SIZES[type_name]
         if shape[-1] % n_weights:
             raise CheckpointError(
