@@ -2,7 +2,6 @@
 
 import codecs
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from specdec.cli.output_errors import print_message
 from specdec.cli.serve import ServeRequest, describe_model
 from specdec.draft.settings import AUTO
 from specdec.engine.metrics import Metrics
+from specdec.loaders.model_file import write_text_atomically
 from specdec.text import chat_template, structured_output
 from specdec.ui.plain_views import format_time_left
 from specdec.ui.progress import ProgressBar, show_status
@@ -101,7 +101,7 @@ def run(request: BatchJobRequest) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
@@ -115,29 +115,31 @@ def _write(path: Path, line: bytes) -> None:
 
 
 def read_done(path: Path, lines: Sequence["BatchLine"]) -> set[str]:
-    """Return the ids of the results in a file, after removing a last line that was cut off; empty if there is no file.
+    """Return the ids of the results in a file; empty if there is no file.
+
+    Removes a last line that was cut off, and errors of the machine (status 500 and up), whose requests are tried again.
 
     Raises:
         ValueError: The file has something else than results of these lines.
     """
     if not path.exists():
         return set()
-    data = _read(path)
-    whole = data[: data.rfind(b"\n") + 1]
+    data, kept, done = _read(path), list[bytes](), set[str]()
     custom_ids = {line.id: line.custom_id for line in lines}
-    done = set[str]()
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
         try:
             result = json.loads(line)
-            if custom_ids[result["id"]] != result["custom_id"]:
-                raise KeyError
+            is_known = custom_ids[result["id"]] == result["custom_id"]
+            is_done = result["response"]["status_code"] < 500
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"line {number} of {path} is no result of these requests; name another file for the results"
-            ) from None
-        done.add(result["id"])
-    if whole != data:
-        os.truncate(path, len(whole))
+            is_known = False
+        if not is_known:
+            raise ValueError(f"line {number} of {path} is no result of these requests; name another file for the results")
+        if is_done:
+            kept.append(line)
+            done.add(result["id"])
+    if (whole := b"".join(kept)) != data:
+        write_text_atomically(path, whole.decode())
     return done
 
 
@@ -159,7 +161,6 @@ def format_summary(metrics: Metrics, n_done: int, n_errors: int, seconds: float,
     if not metrics.drafted_tokens:
         return text
     per_pass = n / max(n - metrics.accepted_tokens, 1)
-    accepted = (
-        f"{metrics.accepted_tokens / metrics.drafted_tokens:.0%} of {metrics.drafted_tokens:,} tokens guessed {draft_label}"
-    )
-    return f"{text}; {accepted} accepted, {per_pass:.1f} tokens per pass of a sequence instead of 1"
+    share = metrics.accepted_tokens / metrics.drafted_tokens
+    drafts = f"{share:.0%} of {metrics.drafted_tokens:,} tokens guessed {draft_label} accepted"
+    return f"{text}; {drafts}, {per_pass:.1f} tokens per pass of a sequence instead of 1"

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdec.argument_checks import check_string, shorten
@@ -122,14 +122,12 @@ class BatchJob:
         response: Formats the result.
         sequences: One per output.
         deltas: The outputs so far.
-        n_unfinished: Number of outputs that have not ended.
     """
 
     request: BatchLine
     response: BatchFormatter
     sequences: list[Sequence]
-    deltas: list[ChoiceDelta] = field(default_factory=list)
-    n_unfinished: int = 0
+    deltas: list[ChoiceDelta]
 
 
 class BatchRunner:
@@ -207,7 +205,7 @@ class BatchRunner:
             valid = [validate_request(each, bundle) for each in generation_requests]
         sequences = [Sequence(each, each.make_detokenizer(bundle.tokenizer)) for each in valid]
         response = BatchFormatter(body, generation_requests, options, self._model, request.random_id, 0)
-        job = BatchJob(request, response, sequences, [ChoiceDelta() for _ in sequences], len(sequences))
+        job = BatchJob(request, response, sequences, [ChoiceDelta() for _ in sequences])
         for sequence in sequences:
             self._jobs[sequence] = job
             self._scheduler.add(sequence)
@@ -222,6 +220,9 @@ class BatchRunner:
             for sequence in self._scheduler.fail_all(error):
                 if line := self._process_event(sequence, error):
                     yield line
+        for sequence in [each for each in self._jobs if each.is_finished]:  # without a step, since no token was allowed
+            if line := self._process_event(sequence, Step([], [], 0, 0.0, 0.0, "max_tokens")):
+                yield line
 
     def _process_event(self, sequence: Sequence, event: Event | PrefillProgress | Exception) -> bytes | None:
         """Add an event to the output of its sequence; return the line of its request if that has ended."""
@@ -233,10 +234,10 @@ class BatchRunner:
         index = job.sequences.index(sequence)
         delta = job.response.choices[index].process_event(event)
         job.deltas[index].add(delta)
-        job.n_unfinished -= delta.finish_reason is not None
-        if job.n_unfinished or not isinstance(event, Step):
+        if delta.finish_reason:
+            del self._jobs[sequence]
+        if not all(each.finish_reason for each in job.deltas):
             return None
-        self._end(job)
         return format_result(job.request, job.response.format_response(job.deltas))
 
     def _fail(self, line: BatchLine, error: Exception) -> bytes:
@@ -250,7 +251,7 @@ class BatchRunner:
         """Forget a request, and cancel what is left of it."""
         for sequence in job.sequences:
             sequence.cancel()
-            del self._jobs[sequence]
+            self._jobs.pop(sequence, None)
 
 
 def _run_task(task: AuxiliaryTask) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -251,7 +252,7 @@ def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str
         family = (checkpoint.family if checkpoint else "") or target.config.architecture
         size = f"{count_parameters(target.config) / 10**6:.1f}M"
         weights = target.weights.format_names
-    file_format = "gguf" if file.endswith(".gguf") else "safetensors"
+    file_format = {".gguf": "gguf", ".bin": "bin"}.get(Path(file).suffix, "safetensors")
     details = {"parent_model": "", "format": file_format, "family": family, "families": [family] if family else []}
     details |= {"parameter_size": size, "quantization_level": weights}
     return {"name": name, "model": name, "modified_at": format_time(), "size": n_bytes, "digest": digest, "details": details}

@@ -29,6 +29,10 @@ def test_a_second_start_continues_where_the_first_was_cut_off(run: Run, pair: Pa
         code, _, err = run("batch", job, out, *models)
         assert code == 0 and f"{8 - kept} results" in err
         assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    failed = json.loads(lines[2])
+    failed["response"]["status_code"] = 503
+    out.write_bytes(b"".join(lines[:2]) + json.dumps(failed).encode() + b"\n" + b"".join(lines[3:]))
+    assert run("batch", job, out, *models)[0] == 0 and sorted(out.read_bytes().splitlines(keepends=True)) == sorted(lines)
     assert "nothing is left" in run("batch", job, out, *models)[2]
     for shard in range(1, 4):
         assert run("batch", job, tmp_path / f"{shard}.jsonl", "--shard", f"{shard}/3", *models)[0] == 0
