@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 @pytest.fixture(autouse=True)
 def no_calibration_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep calibration files of one test from others."""
-    monkeypatch.setattr("specdec.draft.cost_calibration.get_cache_dir", lambda: "")
+    monkeypatch.setattr("specdec.draft.cost_calibration.get_store", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,10 @@ def run(request: CompileRequest) -> None:
 
     Compiled code is for this CPU and this version of specdec. NUMBA_CACHE_DIR selects the folder.
     """
+    if code_cache.IS_PLAIN:
+        newest = ".".join(map(str, code_cache.NEWEST_NUMBA))
+        problem = f"compiled code cannot be kept with SPECDEC_PLAIN_NUMBA or a numba newer than {newest}"
+        raise ValueError(f"{problem}; unset the variable, and install numba {newest}")
     if not code_cache.get_cache_dir():
         folders = " or ".join(str(path) for path in code_cache.list_cache_candidates())
         raise ValueError(f"compiled code cannot be kept: {folders} is not writable; set NUMBA_CACHE_DIR to a folder that is")

@@ -19,13 +19,11 @@ from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
 from specdec.loaders.model_loader import PackMode
 from specdec.loaders.model_paths import add_restore_hint, find_required_packages
-from specdec.loaders.packed_weights import delete_unfinished_files
 from specdec.model.model import KVFormatName
 from specdec.protocols import Constraint
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text import structured_output
 from specdec.ui.progress import LOADING, TIMING, ProgressBar, show_status
-from specdec.ui.signals import signals
 
 NO_PACKAGES: Mapping[str, str] = {}
 ANY_JSON_OBJECT = "json"  # value of --schema for any JSON object
@@ -99,7 +97,7 @@ def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Cal
         on_progress: Called with the name and the loaded fraction of a model.
     """
     target, draft, stage = paths
-    with add_restore_hint(), signals.undo_on_kill(delete_unfinished_files):
+    with add_restore_hint():
         return SpeculativeDecoder(
             target,
             draft or None,

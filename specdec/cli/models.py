@@ -20,7 +20,7 @@ from specdec.loaders import CheckpointError, hf_hub, optional_dependencies
 from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import find_local, find_required_packages
 from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
-from specdec.loaders.packed_weights import ON, PackedFile, delete_packed_file, open_packed_weights
+from specdec.loaders.packed_weights import ON, PackedModel, open_packed_weights
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.progress import show_status
 from specdec.ui.text_layout import cell_width
@@ -118,9 +118,7 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
         if not request.yes and not typer.confirm(f"remove {description}?", err=True):
             raise typer.Exit(1)
         delete_files(files)
-        for packed in list_packed_files():
-            if Path(packed.model) in (installed[name], installed[name].resolve()):
-                delete_packed_file(packed.path)
+        delete_packed(installed[name], installed[name].resolve())
         print(f"removed {description}")
 
 
@@ -153,20 +151,28 @@ def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
         raise ValueError(
             f"clean removes the packed weights of all models, got {names[0]!r}; rm NAME removes a model with its own"
         )
-    files = list_packed_files()
-    for each in files:
-        delete_packed_file(each.path)
+    files = delete_packed()
     n_models = len({each.model for each in files})
     print(f"removed the packed weights of {n_models} model{'s' * (n_models != 1)} ({_format_bytes(files)})")
 
 
-def list_packed_files() -> list[PackedFile]:
-    """Return the files of packed weights in the default folder."""
+def list_packed() -> list[PackedModel]:
+    """Return the packed weights in the default folder."""
     cache = open_packed_weights(ON)
-    return cache.list_files() if cache else []
+    return cache.list_models() if cache else []
 
 
-def _format_bytes(files: Sequence[PackedFile]) -> str:
+def delete_packed(*models: Path) -> list[PackedModel]:
+    """Delete the packed weights of models, or all in the default folder, and return them."""
+    cache = open_packed_weights(ON)
+    found = [each for each in list_packed() if not models or Path(each.model) in models]
+    for each in found:
+        if cache:
+            cache.delete(each)
+    return found
+
+
+def _format_bytes(files: Sequence[PackedModel]) -> str:
     return f"{_format_count(sum(each.n_bytes for each in files))}B"
 
 
@@ -179,7 +185,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
         rows = [make_row(entry, found) for entry in found if entry.config]
     broken = [entry for entry in found if entry.error]
     aliases = {} if folder else read_aliases()
-    packed = [] if folder else list_packed_files()
+    packed = [] if folder else list_packed()
     if request.as_json:
         unreadable = [{"name": entry.name, "flaw": entry.error} for entry in broken]
         kept = [{"model": each.model, "path": str(each.path), "bytes": each.n_bytes} for each in packed]

@@ -20,7 +20,7 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.architecture import Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.runtime.code_cache import get_cache_dir, read_cached, write_cached
+from specdec.runtime.code_cache import CALIBRATION_SUFFIX, get_store
 from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 from specdec.runtime.simd import CPU_FEATURES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
@@ -38,8 +38,7 @@ EQUAL_TOKENS_KEY, FIRST_DRAFT_KEY, NEXT_DRAFT_KEY, AFTER_DRAFT_KEY = -1, -2, -3,
 MIN_EXPERT_DIFFERENCE = 0.25  # between two passes from which the cost of experts is computed, relative to those of one token
 TOKEN_STRIDE = 7919  # a prime, so that token ids lie far apart
 
-CALIBRATION_SUFFIX = ".known"
-MAX_FILES = 100
+MAX_STORED_BYTES = 500_000  # of about a hundred files
 SAVE_INTERVAL_S = 10.0
 SAMPLES_PER_ARRAY = 64  # numbers of a matrix that enter the fingerprint
 MAX_VALUE = 1e6  # of any number in a file
@@ -165,13 +164,13 @@ class CalibrationFile:
         self._target, self._has_draft = models[0], len(models) > 1
         parts = [(fingerprint_weights(model.weights), repr(model.config), model.kv, model.n_threads) for model in models]
         name = hashlib.sha256(repr((parts, draft, CPU_FEATURES, os.cpu_count())).encode()).hexdigest()[:24]
-        self._path = os.path.join(get_cache_dir(), name + CALIBRATION_SUFFIX) if get_cache_dir() else ""
+        self._store, self._name = get_store(), name + CALIBRATION_SUFFIX
         self._last_saved = -math.inf
 
     def read(self) -> tuple[CostCurve, Acceptance] | None:
         """Return the stored costs and the draft's acceptance, or None if the file is missing or not valid."""
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            known = json.loads(read_cached(self._path))
+            known = json.loads(bytes((self._store and self._store.read(self._name)) or b""))
             passes, (token, start, n_accepted) = (
                 _parse_numbers(known["passes"], MAX_BATCH_TOKENS + 1),
                 _parse_numbers(known["draft"], 3),
@@ -189,11 +188,11 @@ class CalibrationFile:
         return None
 
     def write(self, curve: CostCurve, acceptance: Acceptance) -> None:
-        """Write the costs and the acceptance to the file, and delete the oldest calibration files if there are too many.
+        """Write the costs and the acceptance to the file, and delete the least recently used calibrations if there are too many.
 
         Nothing is written if the last write is less than SAVE_INTERVAL_S ago. Errors of the file system are ignored.
         """
-        if not self._path or time.monotonic() < self._last_saved + SAVE_INTERVAL_S:
+        if not self._store or time.monotonic() < self._last_saved + SAVE_INTERVAL_S:
             return
         self._last_saved = time.monotonic()
         known = {
@@ -204,10 +203,8 @@ class CalibrationFile:
             "experts": [curve.experts.seconds, curve.experts.repeat_probability] if self._target.config.experts else None,
         }
         with suppress(OSError):
-            write_cached(self._path, json.dumps(known).encode())
-            files = [entry for entry in os.scandir(os.path.dirname(self._path)) if entry.name.endswith(CALIBRATION_SUFFIX)]
-            for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-MAX_FILES]:
-                os.unlink(entry.path)
+            self._store.write(self._name, json.dumps(known).encode())
+            self._store.evict(MAX_STORED_BYTES)
 
 
 def fingerprint_weights(weights: Weights) -> str:

@@ -9,9 +9,8 @@ for looked-up drafts: tokens, and the likeliest ones after them.
 The digest covers all weights and samples none, since keys and values of another model would change the output. A table of several
 GB that stays in its file is not read for it. A pass reads only the rows of its tokens, so these enter the digest with the token.
 
-A file is written under another name and then moved. Only its owner can read it, since it holds conversations. A file that is
-damaged or has other contents is ignored. If the files exceed the maximum size, the least recently used ones are deleted, and of a
-prompt the last ones first: without its beginning the rest is of no use.
+The files are those of a `DiskStore`. Only their owner can read them, since they hold conversations. If they exceed the maximum
+size, the least recently used ones are deleted, and of a prompt the last ones first: without its beginning the rest is of no use.
 """
 
 import atexit
@@ -20,11 +19,10 @@ import hashlib
 import math
 import os
 import queue
-import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -38,17 +36,13 @@ from specdec.draft.lookup_tables import LookupMemory
 from specdec.layers.architecture import Buffers, Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
-from specdec.runtime.memory import CHECKSUM_BYTES, checksum
+from specdec.runtime.disk_store import DiskStore
+from specdec.runtime.memory import checksum
 
 BLOCK_TOKENS = 128
-FILE_MAGIC = b"specdec prompt 1"
 BLOCK_SUFFIX, TAIL_SUFFIX, MEMORY_SUFFIX = ".prompt", ".tail", ".lookup"
-FILE_NAME_PATTERN = re.compile(
-    rf"[0-9a-f]{{40}}({BLOCK_SUFFIX}|{TAIL_SUFFIX}|{MEMORY_SUFFIX})(\.\d+\.\d+)?"
-)  # the last part while it is written
 MAX_QUEUED_WRITES = 64  # files that wait to be written; further ones are left for the next save
 MTIME_STEP_NS = 1000  # between the modification times of a prompt's blocks, the first one's the latest
-MAX_CLOCK_SKEW_NS = 3600 * 10**9  # of another machine; a file from later than that was written before a clock was set back
 FLUSH_TIMEOUT_S = 10.0
 MEMORY_INTERVAL_S = 10.0  # between two writes of a memory of looked-up drafts; the last one is at exit
 MIN_FILES_OF_A_MEMORY = 8  # a folder that has no room for as many files of its size gets none
@@ -86,6 +80,7 @@ class PromptCache:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int, revision: int, report: Callable[[str], object]) -> None:
         """Create the folder if it does not exist, and check that it can be read and written."""
         self.folder, self._max_bytes, self._revision = Path(folder), max_bytes, revision
+        self._store = DiskStore(self.folder, BLOCK_SUFFIX, TAIL_SUFFIX, MEMORY_SUFFIX, checksum=_checksum_buffers)
         self._report, self._reported = report, set[str]()
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -365,17 +360,16 @@ class PromptCache:
         ]
 
     def _read_file(self, path: Path, arrays: Sequence[Any]) -> bool:
-        """Fill the arrays from a file and return whether its contents are valid; delete and report the file if they are not."""
-        with suppress(OSError):
-            with path.open("rb", buffering=0) as file:
-                head = file.read(len(FILE_MAGIC) + CHECKSUM_BYTES)
-                n = sum(file.readinto(array.data.cast("B")) for array in arrays)
-                is_complete = n == sum(array.nbytes for array in arrays) and not file.read(1)
-            if is_complete and head == FILE_MAGIC + checksum(arrays):
-                return True
-            path.unlink()
-        self._report_once("damaged", f"{path.name} in {self.folder} is damaged or not a prompt cache file; it is ignored")
-        return False
+        """Fill the arrays from a file and return whether its contents are valid; report the file if they are not."""
+        content = self._store.read(path.name)
+        if content is None or len(content) != sum(array.nbytes for array in arrays):
+            self._report_once("damaged", f"{path.name} in {self.folder} is damaged or not a prompt cache file; it is ignored")
+            return False
+        start = 0
+        for array in arrays:
+            array[...] = np.frombuffer(content, array.dtype, array.size, start).reshape(array.shape)
+            start += array.nbytes
+        return True
 
     def _run_writer(self) -> None:
         """Run queued write jobs forever, as the background thread; the first error is reported, and none ends the thread."""
@@ -390,37 +384,12 @@ class PromptCache:
                 self._queue.task_done()
 
     def _write_file(self, path: Path, arrays: Sequence[Any]) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(FILE_MAGIC + checksum(arrays))
-                for array in arrays:
-                    file.write(np.ascontiguousarray(array).data)
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-        self._bytes_since_eviction += sum(array.nbytes for array in arrays)
+        content = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+        self._store.write(path.name, content)
+        self._bytes_since_eviction += len(content)
         if self._bytes_since_eviction > self._max_bytes // 16 or path.suffix == TAIL_SUFFIX:
             self._bytes_since_eviction = 0
-            self._evict()
-
-    def _evict(self) -> None:
-        """Delete the least recently used prompt cache files until the others fit into max_bytes."""
-        files, latest = list[tuple[int, int, str]](), time.time_ns() + MAX_CLOCK_SKEW_NS
-        for entry in os.scandir(self.folder):
-            if FILE_NAME_PATTERN.fullmatch(entry.name):
-                with suppress(OSError):
-                    mtime = entry.stat().st_mtime_ns
-                    files.append((mtime if mtime <= latest else 0, entry.stat().st_size, entry.path))
-        excess = sum(size for _, size, _ in files) - self._max_bytes
-        for _, size, path in sorted(files):
-            if excess <= 0:
-                return
-            with suppress(OSError):
-                os.unlink(path)
-                excess -= size
+            self._store.evict(self._max_bytes)
 
     def report_failure(self, error: Exception) -> None:
         """Report an error that prevents writing prompts; only the first such error is reported."""
@@ -431,6 +400,10 @@ class PromptCache:
         if what not in self._reported:
             self._reported.add(what)
             self._report(line)
+
+
+def _checksum_buffers(parts: Iterable[bytes | memoryview]) -> bytes:
+    return checksum(np.frombuffer(part, np.uint8) for part in parts)
 
 
 def _touch(paths: Sequence[Path]) -> None:

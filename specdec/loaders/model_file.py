@@ -4,7 +4,6 @@ import codecs
 import json
 import os
 import re
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.argument_checks import CheckpointError, format_json_value, shorten, wrap_read_errors
+from specdec.runtime.disk_store import NewFile
 
 # Names of files in a Hugging Face folder
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
@@ -174,15 +174,9 @@ def write_text_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with NewFile(path, mode) as file:
+        file.write(text.encode())
+        file.publish()
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

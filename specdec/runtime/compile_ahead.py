@@ -52,7 +52,7 @@ def compile_ahead(kernels: Sequence[Kernel], slow_names: Sequence[str]) -> list[
     missing = [kernel for kernel in kernels if not kernel.is_compiled]
     code_cache.expect_functions([*COMMON_FUNCTIONS, *(kernel.name for kernel in missing)])
     n = min(get_available_threads() - 1, MAX_PROCESSES)
-    if len(missing) < MIN_MISSING_KERNELS or not code_cache.get_cache_dir():
+    if len(missing) < MIN_MISSING_KERNELS or not code_cache.is_kept():
         return []
     names = [kernel.name for kernel in reversed(missing)]
     processes = []
@@ -86,7 +86,7 @@ def run_jobs(jobs: Sequence[str]) -> None:
     gc.enable()
     code_cache.compile_locks.is_blocking = False
     for job in jobs:
-        with suppress(Exception):  # `AlreadyCompilingError`, or an error that the other process will report
+        with suppress(Exception):  # `BlockingIOError`, or an error that the other process will report
             target = resolve_name(f"specdec.{job}")
             _ = target.address if isinstance(target, Kernel) else target()
     os._exit(0)

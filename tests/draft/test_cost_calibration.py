@@ -1,6 +1,7 @@
 """Calibration files: the next process reads what was written, and nothing from a file that is damaged or of another model."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -9,20 +10,22 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft import cost_calibration
 from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
-from specdec.draft.cost_calibration import MAX_FILES, CalibrationFile, fingerprint_weights
+from specdec.draft.cost_calibration import MAX_STORED_BYTES, CalibrationFile, fingerprint_weights
 from specdec.draft.cost_curves import CostCurve, ExpertCosts
 from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model
 from specdec.model.model import Model
-from specdec.runtime.code_cache import write_cached
+from specdec.runtime.code_cache import CALIBRATION_SUFFIX
+from specdec.runtime.disk_store import DiskStore
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import tiny_model
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(cost_calibration, "get_cache_dir", lambda: str(tmp_path / "stamp"))
+    store = DiskStore(tmp_path / "stamp", CALIBRATION_SUFFIX)
+    monkeypatch.setattr(cost_calibration, "get_store", lambda: store)
     (tmp_path / "stamp").mkdir()
     return tmp_path / "stamp"
 
@@ -121,11 +124,12 @@ def test_a_file_with_impossible_numbers_is_ignored(folder, changes):
     """Put an unknown value into an intact file, as another version might."""
     CalibrationFile(make_models(), "").write(*make_measurements())
     [path] = folder.glob("*.known")
-    known = json.loads(path.read_bytes()[32:])
-    write_cached(str(path), json.dumps(known | WRONG[changes]).encode())
+    store = DiskStore(folder, CALIBRATION_SUFFIX)
+    known = json.loads(bytes(store.read(path.name) or b""))
+    store.write(path.name, json.dumps(known | WRONG[changes]).encode())
     assert CalibrationFile(make_models(), "").read() is None
     for content in (b"[]", b"{}", b"nonsense", b"[" * 10_000):
-        write_cached(str(path), content)
+        store.write(path.name, content)
         assert CalibrationFile(make_models(), "").read() is None
 
 
@@ -137,10 +141,12 @@ def test_number_of_files_and_rate_of_writes_are_limited(folder, monkeypatch):
     path.unlink()
     one.write(curve, acceptance)
     assert not [*folder.glob("*.known")]
-    for i in range(MAX_FILES + 5):
-        (folder / f"{i}.known").write_bytes(b"")
+    for i in range(5):
+        older = folder / f"{i:024}.known"
+        older.write_bytes(bytes(MAX_STORED_BYTES // 4))
+        os.utime(older, (i, i))
     CalibrationFile(make_models(), "").write(curve, acceptance)
-    assert path.exists() and len([*folder.glob("*.known")]) == MAX_FILES
+    assert path.exists() and [int(older.stem) for older in sorted(folder.glob("0*.known")) if older != path] == [2, 3, 4]
 
 
 def test_an_unwritable_folder_is_no_error(folder, monkeypatch):
@@ -159,9 +165,10 @@ def test_output_does_not_depend_on_stored_measurements_and_updates_them(folder, 
     monkeypatch.setattr("specdec.engine.autotuner.MIN_STEPS", 1)  # their number depends on measured times
     first = write()
     [path] = folder.glob("*.known")
-    known = json.loads(path.read_bytes()[32:])
+    store = DiskStore(folder, CALIBRATION_SUFFIX)
+    known = json.loads(bytes(store.read(path.name) or b""))
     for draft in (known["draft"][0] / 1000, 1e3):
-        write_cached(str(path), json.dumps(known | {"draft": [draft, 0.0, 0.0]}).encode())
+        store.write(path.name, json.dumps(known | {"draft": [draft, 0.0, 0.0]}).encode())
         assert write() == first
 
 

@@ -241,7 +241,7 @@ def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(folder, monkeyp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk_prompt_cache.Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     save_prompt(one, cache, tokens)
     save_prompt(one, cache, [*tokens, 1])
     assert not os.listdir(one.folder) and len(one.lines) == 1 and "No space left" in one.lines[0]
@@ -359,11 +359,12 @@ def test_eviction_deletes_only_own_files_and_handles_a_clock_that_was_set_back(f
     for file in foreign:
         file.write_bytes(b"x" * size)
         os.utime(file, (1, 1))
-    half = path / f"{'0' * 40}{BLOCK_SUFFIX}.1.2"
+    half = path / f"{'0' * 40}{BLOCK_SUFFIX}.{'a' * 16}"
     half.write_bytes(b"x" * size)
     for file in path.iterdir():
         if file not in foreign:
             os.utime(file, (time.time() + 10**7, time.time() + 10**7))
+    os.utime(half, (time.time() - 7200, time.time() - 7200))  # of a writer that was killed
     new = tokens[::-1]
     save_prompt(folder(n_bytes=int(1.2 * size)), cache, new)
     assert all(map(os.path.exists, foreign)) and not half.exists()
@@ -390,10 +391,11 @@ def test_a_folder_that_becomes_unusable_is_reported_once_and_harms_no_sequence(f
     one, cache = folder(), new_cache("qwen3")
     tokens = random_tokens(cache.model.config, 400)
     one.folder.rmdir()
+    one.folder.touch()
     for _ in range(2):
         save_prompt(one, cache, tokens)
     assert len(one.lines) == 1 and "cannot keep prompts in" in one.lines[0]
-    one.folder.mkdir()
+    one.folder.unlink()
     save_prompt(one, cache, tokens)
     assert one.restore(new_cache("qwen3"), tokens) >= 384, "it is there again"
     stat_of = os.stat
@@ -458,7 +460,7 @@ class Dies(Path(".").__class__):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().replace(other)
 
-folder.folder = Dies(folder.folder)
+folder._store.folder = Dies(folder.folder)
 prefill(cache, random_tokens(cache.model.config, 700))
 folder.save(cache, random_tokens(cache.model.config, 700))
 folder.flush()
@@ -476,6 +478,24 @@ def test_complete_files_survive_a_process_killed_while_writing(folder, n_whole):
     np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
     save_prompt(one, later, tokens)
     assert folder().restore(new_cache("qwen3"), tokens) == 699
+
+
+@pytest.mark.parametrize("suffix", [BLOCK_SUFFIX, TAIL_SUFFIX])
+def test_a_file_with_the_name_of_another_models_is_not_used(folder, tmp_path, suffix):
+    """Both hold the same tokens."""
+    one, other = new_cache("qwen3"), new_cache("qwen3")
+    vectors = {name: vector + 1 for name, vector in other.model.weights.vectors.items()}
+    other.model.weights = replace(other.model.weights, vectors=vectors)
+    tokens = random_tokens(one.model.config, 200)
+    stores = [folder(path=tmp_path / name) for name in ("one", "other")]
+    for store, cache in zip(stores, (one, other), strict=True):
+        save_prompt(store, cache, tokens)
+    mine, foreign = (next(store.folder.glob(f"*{suffix}")) for store in stores)
+    foreign.replace(mine)
+    later = new_cache("qwen3")
+    stores[0].restore(later, tokens)
+    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
+    assert "damaged" in stores[0].lines[0]
 
 
 def test_q8_caches_and_hidden_states_are_restored(folder):

@@ -3,14 +3,12 @@
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,8 @@ from specdec.layers.architecture import Weights
 from specdec.loaders import CheckpointWarning, load_checkpoint, model_loader, packed_weights
 from specdec.loaders.model_loader import Loader
 from specdec.loaders.packed_weights import PackedWeightsCache, open_packed_weights
+from specdec.runtime import disk_store
+from specdec.runtime.disk_store import NewFile
 from tests.tools.gguf_files import CONVERTED
 from tests.tools.hf_folders import FIXTURES
 
@@ -103,7 +103,7 @@ def test_formats_that_pack_a_model_alike_share_a_file(cache: PackedWeightsCache)
     """A format that needs bf16 weights changes nothing in a file that has none."""
     for weight_format in (None, quant.PACKED_BF16):
         load(FIXTURES / "llama", cache, weight_format)
-    assert len(cache.list_files()) == 1
+    assert len(cache.list_models()) == 1
 
 
 @pytest.mark.parametrize("is_faster", [False, True])
@@ -149,7 +149,7 @@ def test_other_formats_have_files_of_their_own(cache: PackedWeightsCache, model:
         assert not is_mapped(load(model, cache, weight_format))
     for weight_format in (None, quant.INT8, quant.INT4):
         assert_equal(load(model, cache, weight_format), load(model, None, weight_format))
-    assert len(cache.list_files()) == 3
+    assert len(cache.list_models()) == 3
 
 
 def damage(path: Path, rng: np.random.Generator) -> None:
@@ -226,15 +226,14 @@ def test_a_full_disk_is_reported_and_nothing_is_kept(
 ) -> None:
     n_writes = 0
 
-    def write(self: FileIO, data: Any) -> int:
+    def write(self: NewFile, data: bytes | memoryview) -> None:
         nonlocal n_writes
         n_writes += 1
         if n_writes > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return len(data)
 
-    monkeypatch.setattr(packed_weights, "FileIO", type("FullFile", (FileIO,), {"write": write}))
-    monkeypatch.setattr(packed_weights, "UNNAMED_FILE", packed_weights.UNNAMED_FILE if is_unnamed else 0)
+    monkeypatch.setattr(NewFile, "write", write)
+    monkeypatch.setattr(disk_store, "UNNAMED_FILE", disk_store.UNNAMED_FILE if is_unnamed else 0)
     assert get_warnings(model, cache) == [f"cannot keep the packed weights in {cache.folder}: No space left on device"]
     assert not [*cache.folder.iterdir()]
 
@@ -282,7 +281,7 @@ def test_the_least_recently_used_files_are_deleted_first(
                 os.utime(path, (1000 + seconds, 1000 + seconds))
     (cache.folder / "yolo.weights").write_bytes(bytes(100))
     load(model, cache, quant.INT8)  # which is now the last one used
-    used = sum(each.n_bytes for each in cache.list_files())
+    used = sum(each.n_bytes for each in cache.list_models())
     checkpoint = load_checkpoint(model)
     needed = packed_weights.get_architecture(checkpoint.config).estimate_bytes(checkpoint.config, checkpoint.tensors)
     usage = shutil.disk_usage(cache.folder)._replace(free=int((used + needed - 1) / packed_weights.MAX_FREE_SHARE) - used)
@@ -290,7 +289,7 @@ def test_the_least_recently_used_files_are_deleted_first(
     load(model, cache)
     kept = [is_mapped(load(model, cache, weight_format)) for weight_format in (quant.INT8, None)]
     assert kept == [True, True] and (cache.folder / "yolo.weights").exists()
-    assert len(cache.list_files()) == 2
+    assert len(cache.list_models()) == 2
 
 
 def test_weights_that_take_more_than_half_of_the_free_space_are_not_kept(
@@ -309,68 +308,40 @@ from pathlib import Path
 from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders.packed_weights import PackedWeightsCache
 packed_weights.MIN_AGE_S = -1.0
-if sys.argv[3:]:
-    packed_weights.UNNAMED_FILE = 0
 checkpoint = load_checkpoint(Path(sys.argv[1]))
-with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None):
+with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None) as writer:
+    assert writer._file
     print("writing", flush=True)
     time.sleep(600)
 """
 
 
-def test_the_file_of_a_killed_writer_is_deleted_and_that_of_a_living_one_is_not(cache: PackedWeightsCache, model: Path) -> None:
-    """A file has a name while it is written if the file system has no files without one."""
-    arguments = [sys.executable, "-c", WRITE_FOREVER, model, cache.folder, "named"]
-    writer = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        assert writer.stdout and writer.stdout.readline() == "writing\n"
-        (temporary,) = cache.folder.iterdir()
-        load(model, cache)
-        assert temporary.exists() and is_mapped(load(model, cache))
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        load(model, cache, quant.INT8)
-        assert not temporary.exists() and len(cache.list_files()) == 2
-    finally:
-        writer.kill()
-        writer.wait()
-        if writer.stdout:
-            writer.stdout.close()
-
-
-@pytest.mark.skipif(not packed_weights.UNNAMED_FILE, reason="this system has no files without a name")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_writer_leaves_nothing(number: signal.Signals, cache: PackedWeightsCache, model: Path) -> None:
+@pytest.mark.skipif(not disk_store.UNNAMED_FILE, reason="this system has no files without a name")
+def test_a_killed_writer_leaves_nothing(cache: PackedWeightsCache, model: Path) -> None:
     arguments = [sys.executable, "-c", WRITE_FOREVER, model, cache.folder]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as writer:
         assert writer.stdout and writer.stdout.readline() == "writing\n"
-        writer.send_signal(number)
+        writer.kill()
         assert writer.wait() != 0
     assert not [*cache.folder.iterdir()]
 
 
-EXIT_WHILE_WRITING = """
-import sys, threading
-from pathlib import Path
-from specdec.loaders import load_checkpoint, packed_weights
-from specdec.loaders.packed_weights import PackedWeightsCache
-packed_weights.MIN_AGE_S, packed_weights.UNNAMED_FILE = -1.0, 0
-def write():
-    with PackedWeightsCache(Path(sys.argv[2])).open_writer(load_checkpoint(Path(sys.argv[1])), [None], None):
-        opened.set()
-        threading.Event().wait()
-opened = threading.Event()
-threading.Thread(target=write, daemon=True).start()
-opened.wait()
-assert [*Path(sys.argv[2]).iterdir()]
-sys.exit(0)
-"""
-
-
-def test_a_process_that_ends_while_a_thread_packs_leaves_nothing(cache: PackedWeightsCache, model: Path) -> None:
-    """The command line loads in a thread, and a signal ends the main one."""
-    subprocess.run([sys.executable, "-c", EXIT_WHILE_WRITING, model, cache.folder], check=True)
-    assert not [*cache.folder.iterdir()]
+def test_files_with_the_key_of_another_model_are_not_used(cache: PackedWeightsCache, model: Path, tmp_path: Path) -> None:
+    """The names of two models' files are exchanged."""
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-64:] = bytes(64)
+    (other / "model.safetensors").write_bytes(data)
+    load(model, cache)
+    mine = get_files(cache)
+    load(other, cache)
+    others = [next(path for path in cache.folder.glob(f"*{file.suffix}") if path not in mine) for file in mine]
+    for one, another in zip(mine, others, strict=True):
+        one.rename(tmp_path / "third")
+        another.rename(one)
+        (tmp_path / "third").rename(another)
+    for path in (model, other):
+        assert_equal(load(path, cache), load(path, None))
 
 
 def test_two_writers_make_one_file(cache: PackedWeightsCache, model: Path) -> None:

@@ -77,7 +77,7 @@ def compiled_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runtime").mkdir(parents=True)
     sources = {
         f"runtime/{name}.py": (ROOT / "specdec" / "runtime" / f"{name}.py").read_text(encoding="utf-8").replace("specdec.", "p.")
-        for name in ("code_cache", "late_linking")
+        for name in ("code_cache", "disk_store", "numba_compat", "plain_numba")
     }
     source = sources["runtime/code_cache.py"]
     start, end = source.index("SOURCES = "), source.index("SOURCE_HASH = ")
@@ -254,7 +254,7 @@ def test_code_with_unregistered_runtime_symbols_is_not_cached(package: Path) -> 
     """LLVM would end a process that loads it."""
     (package / "high.py").write_text(PARALLEL, encoding="utf-8")
     clear_cache(package)
-    program = "import p.runtime.code_cache as cache; cache._get_runtime_symbols = dict\n" + CALL_PARALLEL
+    program = "import p.runtime.numba_compat as compat; compat._get_runtime_symbols = dict\n" + CALL_PARALLEL
     assert [run_program(package, program)[:4] for _ in range(2)] == ["10 0"] * 2
     assert list_code_files(package) == []
 
@@ -349,6 +349,16 @@ def test_everything_compiles_without_a_writable_folder(package: Path) -> None:
     no_folder = "from p.runtime import code_cache; code_cache._cache_dir.append(''); "
     assert [run_program(package, no_folder + CALL_HIGH), run_program(package, no_folder + CALL_HIGH)] == ["40 0", "40 0"]
     assert not list_code_files(package)
+
+
+def test_plain_numba_gives_the_same_results_and_keeps_nothing(package: Path) -> None:
+    """For a numba that is newer than the tested ones. The variable has the same effect."""
+    clear_cache(package)
+    newer = "import numba; numba.__version__ = '0.999.0'; "
+    assert [run_program(package, CALL_HIGH, SPECDEC_PLAIN_NUMBA="1"), run_program(package, newer + CALL_HIGH)] == ["40 0"] * 2
+    inside = "import sys; " + CALL_HIGH + "; print('p.runtime.numba_compat' in sys.modules)"
+    assert [run_program(package, newer + inside), run_program(package, inside)] == ["False", "True"]
+    assert list_code_files(package)  # of the last program
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="checks the cache folder of Linux")
