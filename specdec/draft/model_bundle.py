@@ -22,6 +22,7 @@ from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model_config import ASSISTANT, ModelConfig
 from specdec.quant.packed_matrix import convert
+from specdec.runtime.garbage_collection import pause_garbage_collection
 from specdec.sampling import Sampler
 from specdec.text.tokenizer_lookup import (
     SharedVocabulary,
@@ -344,6 +345,7 @@ class ModelBundle:
         return {name: n for name, n in shared.items() if n is not None and n < self.n_ids}
 
 
+@pause_garbage_collection()
 def load_bundle(
     target: str | os.PathLike[str] | Model,
     draft: DraftSpec | None,

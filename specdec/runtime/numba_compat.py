@@ -7,7 +7,6 @@ that kernels do not use. See docs/experiments/first-run.md. Machine code is kept
 """
 
 import functools
-import gc
 import pickle
 import sys
 import threading
@@ -40,6 +39,8 @@ from numba.core.untyped_passes import (
     TranslateByteCode,
 )
 from numba.np.numpy_support import from_dtype, map_layout
+
+from specdec.runtime.garbage_collection import pause_garbage_collection
 
 SERIALIZED_KIND = "specdec"  # numba's own kinds are "object" and "bitcode"
 NRT_PREFIX = "NRT_"  # of names in numba's runtime
@@ -237,15 +238,11 @@ def _shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
         results, errors = list[Any](), list[BaseException]()
 
         def run() -> None:
-            is_collecting = gc.isenabled()
-            gc.disable()  # it would take a tenth of the time, and finds little
             try:
-                results.append(work(*args))
+                with pause_garbage_collection():
+                    results.append(work(*args))
             except BaseException as error:
                 errors.append(error)
-            finally:
-                if is_collecting:
-                    gc.enable()
 
         thread = threading.Thread(target=run, name="specdec-compiling")
         thread.start()

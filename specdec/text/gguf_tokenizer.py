@@ -4,6 +4,7 @@ The meaning of the keys and their defaults are llama.cpp's (src/llama-vocab.cpp)
 by `Tokenizer`. For other BPE models a tokenizer.json with the split named by the key `pre` is made and loaded by `HFTokenizer`.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping
     tables = BPETables(values.get_vocab(), values.get_merges())
     data = json.dumps((_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values)).encode()
     try:
-        return HFTokenizer(path, values.get_token_id("bos_token_id"), values.get_eos_tokens(), data, tables, values.duplicates)
+        return HFTokenizer(path, values.get_token_id("bos_token_id"), values.eos_tokens, data, tables, values.duplicates)
     except TokenizerError:
         values.check_merges(tables)
         raise
@@ -83,7 +84,7 @@ def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> t
         TokenizerError: A key is not valid.
     """
     values = _TokenizerKeys(path, {"tokens": [""] * n_rows} | dict(keys))
-    return values.get_token_id("bos_token_id"), values.get_eos_tokens()
+    return values.get_token_id("bos_token_id"), values.eos_tokens
 
 
 class _TokenizerKeys:
@@ -176,8 +177,9 @@ class _TokenizerKeys:
         """Return the ids of all tokens with one of the given token types, such as CONTROL."""
         return [token for token, kind in enumerate(self.types) if kind in types]
 
-    def get_eos_tokens(self) -> dict[int, str]:
-        """Return the end-of-sequence tokens by id: those in EOS_KEYS, those with a name in EOS_NAMES, and the additional ones."""
+    @functools.cached_property
+    def eos_tokens(self) -> dict[int, str]:
+        """The end-of-sequence tokens by id: those in EOS_KEYS, those with a name in EOS_NAMES, and the additional ones."""
         named_ids = [token for token, name in enumerate(self.tokens) if name in EOS_NAMES and self.types[token] != UNUSED]
         names = {self.tokens[token] for token in named_ids}
         if any(names >= pair for pair in CHANNEL_EOS_PAIRS):
@@ -213,7 +215,7 @@ class _TokenizerKeys:
 def _make_sentencepiece_vocab(keys: _TokenizerKeys) -> SentencePieceVocab:
     bos = keys.get_token_id("bos_token_id")
     add_bos = keys.get_value("add_bos_token", bool, True) and bos is not None
-    eos_tokens = keys.get_eos_tokens()
+    eos_tokens = keys.eos_tokens
     unknown = keys.get_token_id("unknown_token_id") or 0
     byte_token_ids = {keys.tokens[token].upper(): token for token in keys.find_tokens_of_type(BYTE)}
     pieces = [token.replace(SPACE, " ").encode("utf-8", "surrogateescape") for token in keys.tokens]
@@ -285,7 +287,7 @@ def _make_tokenizer_json(
         ignore_merges: Whether a word that is a token becomes that token, whatever the merges are.
         parts: Other top-level fields, such as normalizer, pre_tokenizer and decoder.
     """
-    eos_tokens, rstrip_ids = keys.get_eos_tokens(), keys.get_rstrip_ids()
+    eos_tokens, rstrip_ids = keys.eos_tokens, keys.get_rstrip_ids()
     bos = keys.get_token_id("bos_token_id")
     return {
         "version": "1.0",

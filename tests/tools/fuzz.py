@@ -847,7 +847,7 @@ def make_cached_package():
         f"runtime/{name}.py": (made.ROOT / "specdec/runtime" / f"{name}.py")
         .read_text(encoding="utf-8")
         .replace("specdec.", "fuzzed.")
-        for name in ("code_cache", "disk_store", "numba_compat", "plain_numba")
+        for name in ("code_cache", "disk_store", "garbage_collection", "numba_compat", "plain_numba")
     }
     source = files["runtime/code_cache.py"]
     ours = re.sub(
