@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from importlib import import_module
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
-from specdec.argument_checks import check_ints, check_string, is_list, shorten
+from specdec.argument_checks import CheckpointWarning, check_ints, check_string, is_list, shorten
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE
 from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
@@ -204,10 +205,13 @@ class DraftResolver:
     def _load_head(self, source: Checkpoint) -> Model:
         """Load and return the draft head in a checkpoint, with as many positions as fit into memory.
 
+        Warns with CheckpointWarning if the head's file does not name the target's layers that it reads.
+
         Raises:
             CheckpointError: If the head is for another target.
         """
         check_compatibility(source, self.target.config)
+        self._warn_about_layers(source)
         config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
             config, weights = self._quantize_classifier(config, weights)
@@ -217,6 +221,14 @@ class DraftResolver:
         head_class = module.SharedKVHead if is_assistant else module.Head
         head: Model = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
         return self._fit_to_memory(head, weights.n_bytes)  # without the weights that it borrows from the target
+
+    def _warn_about_layers(self, source: Checkpoint) -> None:
+        """Name the target's layers that an EAGLE-3 head reads in a CheckpointWarning, unless its file names them."""
+        head = source.config.head
+        if head and not head.target_layers and source.config.architecture != ASSISTANT:
+            layers = ", ".join(map(str, head.get_target_layers(self.target.config.n_layers)))
+            line = f"{source.path} does not name the target's layers whose inputs it reads; the usual ones are used: {layers}"
+            warnings.warn(line, CheckpointWarning, stacklevel=2)
 
     def _quantize_classifier(self, config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
         """Return a head's configuration and weights, with a quantized copy of the target's classifier if that is float.

@@ -15,8 +15,9 @@ from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.draft.cost_calibration import measure
 from specdec.draft.draft_length import FixedLength
 from specdec.events import Statistics
+from specdec.head_config import HeadConfig
 from specdec.heads.head import Head
-from specdec.loaders import CheckpointError
+from specdec.loaders import CheckpointError, CheckpointWarning
 from specdec.loaders.model_loader import load_model
 from specdec.quant import INT8
 from specdec.sampling import Sampler
@@ -261,6 +262,15 @@ def test_unsupported_uses_of_a_head_are_refused(pair: Pair, tmp_path: Path) -> N
         with pytest.raises((ValueError, CheckpointError), match=" head") as caught:
             refused()
         assert "\n" not in str(caught.value)
+
+
+def test_a_head_whose_file_names_no_layers_says_which_it_reads(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeadConfig, "get_target_layers", lambda head, n_layers: (1, 2, n_layers))
+    n_layers = load_model(pair.target).config.n_layers
+    with pytest.warns(CheckpointWarning, match=f"head does not name the target's layers .*: 1, 2, {n_layers}$"):
+        SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair, target_layers=()), pair.tokenizer)
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "gguf"])
