@@ -264,7 +264,7 @@ def test_unsupported_uses_of_a_head_are_refused(pair: Pair, tmp_path: Path) -> N
         assert "\n" not in str(caught.value)
 
 
-def test_a_head_whose_file_names_no_layers_says_which_it_reads(
+def test_a_head_without_layer_ids_names_the_layers_that_it_reads(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HeadConfig, "get_target_layers", lambda head, n_layers: (1, 2, n_layers))
