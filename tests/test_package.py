@@ -432,3 +432,13 @@ def test_library_exposes_only_its_public_names() -> None:
     assert importlib.util.find_spec("specdec.kernels") is not None
     with pytest.raises(AttributeError, match="nonsense"):
         _ = specdec.nonsense
+
+
+def test_no_test_file_imports_another() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {node.module}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).rpartition(".")[2].startswith("test_")
+    ]
+    assert found == [], "move what they share to tests/tools or a conftest.py"
