@@ -35,7 +35,7 @@ from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
 from tests.tools.conversations import N_TOKENS, QUESTION, make_conversation, model  # noqa: F401
-from tests.tools.hf_folders import edit_config
+from tests.tools.hf_folders import FIXTURES, edit_config
 from tests.tools.package import ROOT
 
 
