@@ -212,25 +212,24 @@ def build_tree_paths(depths, paths, parents, n):
 
 @compiled
 def move_kv_slots(keys, values, key_scales, value_scales, path, seq_len):
-    """Move the KV cache entries of one path of a token tree to the slots that follow the sequence, in all layers.
+    """Move a layer's KV cache entries of one path of a token tree to the slots that follow the sequence.
 
-    path: Nodes from depth 0 on. keys, values (L, ...) and their scales (L, G, S), which may be empty.
+    path: Nodes from depth 0 on. keys, values (G, ...) and their scales (G, S), which may be empty.
     """
-    for layer in range(values.shape[0]):
-        for head in range(values.shape[1]):
-            for depth in range(path.size):
-                if path[depth] == depth:  # a tree that stores its likeliest path first mostly has nothing to move
-                    continue
-                (block, lane), (panel, row) = divmod(seq_len + depth, PANEL_ROWS), divmod(seq_len + path[depth], PANEL_ROWS)
-                if key_scales.size:
-                    key_scales[layer, head, seq_len + depth] = key_scales[layer, head, seq_len + path[depth]]
-                if value_scales.size:
-                    value_scales[layer, head, seq_len + depth] = value_scales[layer, head, seq_len + path[depth]]
-                for k in range(keys.shape[3]):
-                    keys[layer, head, block, k, lane] = keys[layer, head, panel, k, row]
-                for k in range(values.shape[2]):
-                    for r in range(PANEL_ROWS):  # assigning rows would add 3 s of compiling for numba's shape error messages
-                        values[layer, head, k, seq_len + depth, r] = values[layer, head, k, seq_len + path[depth], r]
+    for head in range(values.shape[0]):
+        for depth in range(path.size):
+            if path[depth] == depth:  # a tree that stores its likeliest path first mostly has nothing to move
+                continue
+            (block, lane), (panel, row) = divmod(seq_len + depth, PANEL_ROWS), divmod(seq_len + path[depth], PANEL_ROWS)
+            if key_scales.size:
+                key_scales[head, seq_len + depth] = key_scales[head, seq_len + path[depth]]
+            if value_scales.size:
+                value_scales[head, seq_len + depth] = value_scales[head, seq_len + path[depth]]
+            for k in range(keys.shape[2]):
+                keys[head, block, k, lane] = keys[head, panel, k, row]
+            for k in range(values.shape[1]):
+                for r in range(PANEL_ROWS):  # assigning rows would add 3 s of compiling for numba's shape error messages
+                    values[head, k, seq_len + depth, r] = values[head, k, seq_len + path[depth], r]
 
 
 @inlined

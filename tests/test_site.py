@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import specdec
-from tests.tools.package import ROOT
+from tests.test_package import ROOT
 
 REPO = "https://example.com/owner/specdec"
 

@@ -184,10 +184,10 @@ def test_kv_caches_hold_all_tokens_but_the_last_after_each_step(verify, sampling
         assert draft._tokens[: n - 1] == tokens[: n - 1]  # one less after a step with all tokens accepted
         fresh.forward(tokens[:-1], 0)
         panels = -(-n // 16)
-        keys = target._buffers.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
-        fresh_keys = fresh._buffers.keys[:, :, :panels].swapaxes(3, 4).reshape(3, 1, -1, 8)[:, :, :n]
-        np.testing.assert_array_equal(keys, fresh_keys)
-        np.testing.assert_array_equal(target._buffers.values[:, :, :, :n], fresh._buffers.values[:, :, :, :n])
+        for layer, fresh_layer in zip(target._buffers.layers, fresh._buffers.layers, strict=True):
+            keys, fresh_keys = (each.kv.keys[:, :panels].swapaxes(2, 3).reshape(1, -1, 8)[:, :n] for each in (layer, fresh_layer))
+            np.testing.assert_array_equal(keys, fresh_keys)
+            np.testing.assert_array_equal(layer.kv.values[:, :, :n], fresh_layer.kv.values[:, :, :n])
 
 
 def count_continuations(target, draft, sampling_of, verify, n_runs, length):

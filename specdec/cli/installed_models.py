@@ -251,7 +251,7 @@ def _read_entry(name: str, path: Path) -> CatalogEntry:
     except CheckpointError as error:
         return CatalogEntry(name, path, n_bytes, error=str(error))
     token_texts = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _read_token_texts(path)
-    matrix_bytes = get_architecture(checkpoint.config).count_matrix_bytes(checkpoint.config, checkpoint.tensors)
+    matrix_bytes = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).count_matrix_bytes()
     family, has_head = checkpoint.family, has_builtin_head(checkpoint)
     has_copy = not checkpoint.config.head and can_self_draft(checkpoint.config, checkpoint.tensors)
     return CatalogEntry(

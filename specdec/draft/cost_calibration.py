@@ -17,7 +17,7 @@ from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
 from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
 from specdec.draft.settings import FIXED_GAMMA
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.architecture import Weights
+from specdec.layers.weights import Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.runtime.code_cache import CALIBRATION_SUFFIX, get_store

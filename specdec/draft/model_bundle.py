@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from subprocess import Popen
 from typing import Any, Literal, TypeVar, cast
 
@@ -16,7 +15,7 @@ from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.precompile_models import compile_passes
 from specdec.draft.settings import AUTO, QuantizeOptions, parse_quantize
-from specdec.layers.architecture import Weights
+from specdec.layers.weights import Weights
 from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_builtin_head
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory_headroom, open_checkpoint
 from specdec.model.kv_cache import KVCache
@@ -215,11 +214,10 @@ class DraftResolver:
         config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
         if config.architecture == MTP:
             config, weights = self._quantize_classifier(config, weights)
+        from specdec.heads.shared_kv_head import make_head
+
         loader, n_positions = self.loader, min(self.target.n_positions, config.max_positions or self.target.n_positions)
-        is_assistant = config.architecture == ASSISTANT
-        module = import_module("specdec.heads.shared_kv_head" if is_assistant else "specdec.heads.head")
-        head_class = module.SharedKVHead if is_assistant else module.Head
-        head: Model = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        head = make_head(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
         return self._fit_to_memory(head, weights.n_bytes)  # without the weights that it borrows from the target
 
     def _warn_about_layers(self, source: Checkpoint) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from subprocess import Popen
 from typing import Any
 
-from specdec.layers.architecture import BufferSizes
+from specdec.layers.buffers import Allocator, BufferSizes
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.model import get_architecture
 from specdec.model.model import KVFormatName, get_kv_format
@@ -30,11 +30,12 @@ def compile_passes(
         The processes, which run in the background.
     """
     architecture = get_architecture(config)
-    outlines = [architecture.make_placeholder_weights(config, tensors, weight_format) for weight_format in weight_formats]
+    outlines = [architecture.plan_weights(config, tensors, weight_format).make_placeholders() for weight_format in weight_formats]
     kv = get_kv_format(outlines[0], kv)
     sizes = BufferSizes(KV_FORMATS[kv], PANEL_ROWS, 1)
     operations: dict[Kernel, None] = {}
     for outline in outlines:
-        program = architecture.program(config, outline, architecture.allocate_buffers(config, outline, sizes)).assemble({})
+        buffers = architecture.make_buffers(config, outline, sizes, Allocator(is_plan=True))
+        program = architecture.program(config, outline, buffers).assemble({})
         operations |= dict.fromkeys(op.kernel for phase in program for op in phase)
     return compile_ahead([*operations], [KV_FORMATS[kv].attention.name, "sampling.compile_draw"])

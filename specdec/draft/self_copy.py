@@ -73,10 +73,10 @@ def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any], requested: W
         tensors: The tensors in its file.
         requested: The copy's format, or None for int8 or int4.
     """
-    architecture = get_architecture(config)
-    most = MAX_COPY_RATIO * architecture.estimate_bytes(config, tensors)
+    plan = get_architecture(config).plan_weights(config, tensors)
+    most = MAX_COPY_RATIO * plan.estimate_bytes()
     formats = [requested] if requested else [quant.INT8, quant.INT4]
-    return any(architecture.estimate_bytes(config, tensors, each) <= most for each in formats)
+    return any(plan.estimate_bytes(each) <= most for each in formats)
 
 
 def estimate_acceptance(target: Model, draft: Model, tokens: list[int]) -> float:

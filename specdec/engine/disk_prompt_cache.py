@@ -33,7 +33,8 @@ import numpy as np
 
 from specdec.argument_checks import count_common_prefix
 from specdec.draft.lookup_tables import LookupMemory
-from specdec.layers.architecture import Buffers, Weights
+from specdec.layers.buffers import Buffers
+from specdec.layers.weights import Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
 from specdec.runtime.disk_store import DiskStore
@@ -218,7 +219,7 @@ class PromptCache:
             snapshots: The recurrent states that the model has kept.
         """
         n, capacity = count_common_prefix(held, tokens, len(tokens)), MAX_QUEUED_WRITES - 1 - self._queue.qsize()
-        block_bytes = sum(math.prod(shape) * array.itemsize for shape, array in _slice_block(cache, buffers, 0))
+        block_bytes = sum(math.prod(shape) * array.itemsize for shape, array in _slice_block(buffers, 0))
         # a prompt that exceeds the folder loses its end
         paths = paths[: min(n, 7 * self._max_bytes // 8 // block_bytes * BLOCK_TOKENS) // BLOCK_TOKENS]
         blocks = [i for i, path in enumerate(paths) if not os.path.exists(path)]
@@ -226,11 +227,11 @@ class PromptCache:
             # the model no longer holds all of this block, so neither it nor later ones can be used
             paths, blocks, is_prefilled = paths[: blocks[0]], [], False
         blocks = blocks[: max(capacity, 0)]
-        missing = [(paths[i], self._copy_block(cache, buffers, token_keys, i, BLOCK_TOKENS)) for i in blocks]
+        missing = [(paths[i], self._copy_block(buffers, token_keys, i, BLOCK_TOKENS)) for i in blocks]
         for end, snapshot in self._find_tails(cache, paths, n, snapshots) if is_prefilled else ():
             if len(missing) < capacity:
                 i = end // BLOCK_TOKENS
-                arrays = self._copy_block(cache, buffers, token_keys, i, end - i * BLOCK_TOKENS)
+                arrays = self._copy_block(buffers, token_keys, i, end - i * BLOCK_TOKENS)
                 missing.append(
                     (paths[i - 1].with_suffix(TAIL_SUFFIX), [np.array([end], np.int64), *arrays, *_get_state_arrays(snapshot)])
                 )
@@ -261,11 +262,11 @@ class PromptCache:
                 yield each.n_tokens, each
 
     @staticmethod
-    def _copy_block(cache: KVCache, buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
+    def _copy_block(buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
         """Return copies of the arrays of block i, token keys first, then keys and values; zeros follow its first n tokens."""
         arrays = [np.zeros(BLOCK_TOKENS, np.uint64)]
         arrays[0][:n] = token_keys[i * BLOCK_TOKENS : i * BLOCK_TOKENS + n]
-        for shape, source in _slice_block(cache, buffers, i):
+        for shape, source in _slice_block(buffers, i):
             array = np.zeros(shape, source.dtype)
             array[tuple(map(slice, source.shape))] = source
             arrays.append(array)
@@ -285,8 +286,8 @@ class PromptCache:
         """Return the fingerprint, computed once, of all that a model's keys and values depend on except tokens and table rows."""
         key = id(cache.model.weights), cache.model.kv, cache.hidden_layers
         if key not in self._fingerprints or self._fingerprints[key].weights() is not cache.model.weights:
-            digest = hashlib.sha256(f"{self._revision} {cache.model.kv} {cache.hidden_layers} {cache.model.config!r}".encode())
-            for name, m in cache.model.weights.matrices.items():
+            digest = hashlib.sha256(f"2 {self._revision} {cache.model.kv} {cache.hidden_layers} {cache.model.config!r}".encode())
+            for name, m in cache.model.weights.iter_matrices():
                 digest.update(
                     f"{name} {m.weight_format.name} {m.n} {m.group_size} {m.first_panel} {m.n_total_panels} "
                     f"{m.panels.shape}".encode()
@@ -303,11 +304,11 @@ class PromptCache:
         Raises:
             CheckpointError: If the file of a table has changed.
         """
-        if not cache.model.weights.tables:
+        if not (table := cache.model.weights.table):
             return tokens
         known = self._get_fingerprint(cache).token_keys
         for token in {*tokens} - known.keys():
-            rows = [np.array([token], np.int64), *(table.read_rows([token]) for table in cache.model.weights.tables.values())]
+            rows = [np.array([token], np.int64), table.read_rows([token])]
             known[token] = int.from_bytes(checksum(rows)[:8], "little")
         return [known[token] for token in tokens]
 
@@ -330,13 +331,13 @@ class PromptCache:
         first, snapshots = n_kept // BLOCK_TOKENS, Snapshots()
         n = first * BLOCK_TOKENS
         for i, path in enumerate(blocks[first:], first):
-            arrays = self._make_block_arrays(cache, buffers)
+            arrays = self._make_block_arrays(buffers)
             if not self._read_file(path, arrays) or arrays[0].tolist() != token_keys[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]:
                 break
-            _store_block(cache, buffers, i, arrays)
+            _store_block(buffers, i, arrays)
             n += BLOCK_TOKENS
         for i in range(n // BLOCK_TOKENS, max(first, 1) - 1, -1):
-            tail, arrays = blocks[i - 1].with_suffix(TAIL_SUFFIX), self._make_block_arrays(cache, buffers)
+            tail, arrays = blocks[i - 1].with_suffix(TAIL_SUFFIX), self._make_block_arrays(buffers)
             end, snapshot = np.zeros(1, np.int64), take_snapshot(buffers, 0) if cache.model.has_recurrent_state else None
             if os.path.exists(tail) and self._read_file(tail, [end, *arrays, *_get_state_arrays(snapshot)]):
                 start, tail_length = i * BLOCK_TOKENS, int(end[0]) - i * BLOCK_TOKENS
@@ -344,7 +345,7 @@ class PromptCache:
                     arrays[0].tolist(), token_keys[start:], min(max(tail_length, 0), BLOCK_TOKENS, len(token_keys) - 1 - start)
                 )
                 if start + n_common > n_kept and (not snapshot or n_common == tail_length):
-                    _store_block(cache, buffers, i, arrays)
+                    _store_block(buffers, i, arrays)
                     if snapshot:
                         snapshots.add(snapshot._replace(n_tokens=start + n_common))
                     return start + n_common, snapshots
@@ -353,10 +354,10 @@ class PromptCache:
         return (0 if cache.model.has_recurrent_state else n), snapshots
 
     @staticmethod
-    def _make_block_arrays(cache: KVCache, buffers: Buffers) -> list[Any]:
+    def _make_block_arrays(buffers: Buffers) -> list[Any]:
         return [
             np.zeros(BLOCK_TOKENS, np.uint64),
-            *(np.empty(shape, source.dtype) for shape, source in _slice_block(cache, buffers, 0)),
+            *(np.empty(shape, source.dtype) for shape, source in _slice_block(buffers, 0)),
         ]
 
     def _read_file(self, path: Path, arrays: Sequence[Any]) -> bool:
@@ -415,32 +416,17 @@ def _touch(paths: Sequence[Path]) -> None:
                 os.utime(each, ns=(now - i * MTIME_STEP_NS, now - i * MTIME_STEP_NS))
 
 
-def _get_growing_buffers(cache: KVCache) -> list[tuple[str, int, int]]:
-    """Find the buffers that belong to one sequence and grow with its length, such as keys and values.
-
-    Returns:
-        For each buffer its name, the axis that grows, and the number of positions per index on that axis.
-    """
-    found = []
-    one, two = (cache.model.get_buffer_specs(n, len(cache.hidden_layers)) for n in (BLOCK_TOKENS, 2 * BLOCK_TOKENS))
-    for name, buffer in sorted(one.items()):
-        axes = [i for i, (short, long) in enumerate(zip(buffer.shape, two[name].shape, strict=True)) if short != long]
-        if buffer.is_per_sequence and axes:
-            found.append((name, axes[0], BLOCK_TOKENS // buffer.shape[axes[0]]))
-    return found
+def _slice_block(buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yield, for each array that grows, the shape of a whole block and a view of block i, which may be shorter at the end."""
+    for each in buffers.growing:
+        shape = [*each.array.shape]
+        shape[each.positions_axis or 0] = BLOCK_TOKENS // each.positions_per_index
+        yield tuple(shape), each.select(i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS)
 
 
-def _slice_block(cache: KVCache, buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yield, for each growing buffer, the shape of a whole block and a view of block i, which may be shorter at the end."""
-    for name, axis, per_slot in _get_growing_buffers(cache):
-        array = getattr(buffers, name)
-        block = array[(*[slice(None)] * axis, slice(i * BLOCK_TOKENS // per_slot, (i + 1) * BLOCK_TOKENS // per_slot))]
-        yield (*array.shape[:axis], BLOCK_TOKENS // per_slot, *array.shape[axis + 1 :]), block
-
-
-def _store_block(cache: KVCache, buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
+def _store_block(buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
     """Copy the arrays of block i into the model's buffers; the first array holds token keys and is skipped."""
-    for (_, block), array in zip(_slice_block(cache, buffers, i), arrays[1:], strict=False):
+    for (_, block), array in zip(_slice_block(buffers, i), arrays[1:], strict=False):
         block[...] = array[tuple(map(slice, block.shape))]
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
-from specdec.draft.vocab_map import VocabMapper
-from specdec.heads.eagle3 import get_feature_shape, get_head_config
+from specdec.heads.eagle3 import HeadArchitecture, HeadBuffers, get_feature_shape, get_head_config
 from specdec.heads.mtp import TARGET_NORM
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.architecture import Buffers, Weights
-from specdec.layers.rope import TreeNode
+from specdec.layers.weights import Weights
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
+from specdec.model.vocab_mapper import VocabMapper
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
 from specdec.runtime.parallel_region import rebuild
@@ -62,7 +61,7 @@ class Head(Model):
         """Check the head against its target, and take the matrices that the head lacks from there."""
         if error := config.find_error() or _find_incompatibility(config, target.config):
             raise ValueError(error)
-        (architecture := get_architecture(config)).check(config, weights)
+        (architecture := get_architecture(config)).plan_weights(config, {}).check(weights)
         self._own_config_and_weights, self.target, self.target_ids = (config, weights.align()), target, target_ids
         head = get_head_config(config)
         if target_ids is not None and (
@@ -79,7 +78,7 @@ class Head(Model):
         if config.architecture == "mtp":
             vectors[TARGET_NORM] = target.weights.vectors["rms_final"]
         full = replace(config, head=replace(head, target_layers=self.target_layers, own_embedding=True, own_classifier=True))
-        kv = kv if architecture.make_features else target.kv  # a head without features reads the target's KV cache
+        kv = kv if isinstance(architecture, HeadArchitecture) else target.kv  # others read the target's KV cache
         super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,6 +126,7 @@ class HeadCache(KVCache):
     """
 
     can_slide = False
+    _buffers: HeadBuffers
 
     def __init__(self, head: Head, target_cache: KVCache) -> None:
         """Check the target's cache and create an empty cache for the head."""
@@ -135,7 +135,7 @@ class HeadCache(KVCache):
         self.head, self.target_cache = head, target_cache
         self._has_long_rope_pairs = False  # whether the cached pairs are of a long sequence (`KVCache.has_long_rope`)
         self._n_true_pairs = 0  # cached pairs, from the first on, that ran with hidden states of the target
-        self._feature_program: tuple[Buffers, Executor] | None = None  # computes features, in those buffers
+        self._feature_program: tuple[HeadBuffers, Executor] | None = None  # computes features, in those buffers
         super().__init__(head)
 
     def copy_from(self, other: KVCache, tokens: list[int]) -> None:
@@ -155,11 +155,11 @@ class HeadCache(KVCache):
         """Return how many tokens, at most `limit`, are cached and need not run again; the first (it has no pair) counts too."""
         return min(max(count_common_prefix(self._tokens, tokens, limit), 1), self._n_true_pairs + 1, limit)
 
-    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+    def run(self, tokens: list[int], n_logits: int, n_total: int = 0) -> Float32:
         """Return logits (n_logits, V) at the last tokens, after running the pairs that are not cached.
 
         Pairs for which the target holds hidden states run with these, once. Other pairs run only as far as logits need them. The
-        arguments are those of `KVCache.run`, but nodes and n_total are not used: a head proposes chains.
+        arguments are those of `KVCache.run`; without snapshots, the final length does not matter.
 
         Raises:
             ValueError: If n_logits exceeds the number of pairs, or pairs would have to run without hidden states.
@@ -214,9 +214,10 @@ class HeadCache(KVCache):
                     np.multiply(rows, target.config.residual_scale, out=self._buffers.taps[:, :n, :width])
         if n:
             if self._feature_program is None or self._feature_program[0] is not self._buffers:
-                make_features = self.model.architecture.make_features
-                assert make_features
-                self._feature_program = self._buffers, Executor(make_features(config, self.model.weights, self._buffers))
+                architecture = self.model.architecture
+                assert isinstance(architecture, HeadArchitecture)
+                program = architecture.make_features(config, self.model.weights, self._buffers)
+                self._feature_program = self._buffers, Executor(program)
             self._feature_program[1](n, first, 0, self.model.n_threads)
         return n
 

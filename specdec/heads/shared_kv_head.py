@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
-from specdec.heads.gemma4_assistant import get_target_caches, make_classifier_program
+from specdec.head_config import AssistantConfig
+from specdec.heads.gemma4_assistant import AssistantBuffers, Gemma4Assistant
 from specdec.heads.head import Head, HeadCache
-from specdec.layers.architecture import Buffers
-from specdec.layers.rope import TreeNode
+from specdec.layers.buffers import Buffers
+from specdec.layers.weights import Weights
 from specdec.model.kv_cache import KVCache
-from specdec.model_config import get_assistant_config
+from specdec.model.model import Model
+from specdec.model_config import ModelConfig, get_assistant_config, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import align_to_cache_line
 from specdec.runtime.op_program import Executor
@@ -41,6 +43,7 @@ class SharedKVHeadCache(HeadCache):
     own output. The programs are rebuilt when the target's buffers have grown.
     """
 
+    _buffers: AssistantBuffers  # type: ignore[assignment]
     _target_buffers: Buffers  # which the programs use
     _candidate_classifier: tuple[Any, Executor] | None  # panels of the classifier's candidate rows, and their program
     _last_pass: tuple[int, list[int]] | None  # where the draft tokens of the last pass begin, and the tokens up to its own
@@ -54,10 +57,10 @@ class SharedKVHeadCache(HeadCache):
         """Return 0, since a prefill has nothing to run for a head without a KV cache."""
         return 0
 
-    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+    def run(self, tokens: list[int], n_logits: int, n_total: int = 0) -> Float32:
         """Return logits (n_logits, V) at the last tokens, each from the target's or the head's state of the token before.
 
-        The arguments are those of `KVCache.run`, but nodes and n_total are not used: a head proposes chains.
+        The arguments are those of `KVCache.run`; without a KV cache, the final length does not matter.
 
         Raises:
             ValueError: If the target holds no hidden states of the sequence.
@@ -103,8 +106,9 @@ class SharedKVHeadCache(HeadCache):
             first: The number of tokens that the target holds; the token at this position is the last before draft tokens.
         """
         b, width = self._buffers, self.head.target.config.dim
-        state = b.outputs[0, :width] if position > first else self._target_buffers.hidden_states[first - 1]
-        b.pairs[0, 0, width : 2 * width] = state
+        target_states = self._target_buffers.hidden_states
+        assert target_states is not None
+        b.pairs[0, 0, width : 2 * width] = b.outputs[0, :width] if position > first else target_states[first - 1]
         b.tokens[:1] = self._check_tokens("tokens", tokens[position : position + 1])
         self._last_pass = None
         self._executor(1, first - 1, 1, self.model.n_threads)
@@ -133,10 +137,10 @@ class SharedKVHeadCache(HeadCache):
     def _build_for_target(self, target_buffers: Buffers) -> None:
         """Allocate the head's buffers with as many slots as the target's, and build the programs that use both."""
         model, target = self.model, self.head.target
-        caches = get_target_caches(model.config, target.config, target.weights, target_buffers)
-        buffers = model.grow_buffers(caches[0]["values"].shape[2], 0, None)
-        program = model.architecture.program(model.config, model.weights, Buffers(**vars(buffers) | {"taken": caches}))
-        executor, candidates = Executor(program.assemble({})), self._make_candidate_classifier(buffers)
+        buffers = require_type(model.grow_buffers(target_buffers.sizes.n_positions, 0, None), AssistantBuffers)
+        buffers.share_kv(model.config, target.config, target_buffers)
+        program = model.architecture.program(model.config, model.weights, buffers).assemble({})
+        executor, candidates = Executor(program), self._make_candidate_classifier(buffers)
         # the fields change together, after everything that may fail
         self._target_buffers, self._executor, self._buffers = target_buffers, executor, buffers
         self._candidate_classifier, self._last_pass = candidates, None
@@ -153,4 +157,12 @@ class SharedKVHeadCache(HeadCache):
         n = round_up(head.n_candidates, PANEL_ROWS) // PANEL_ROWS
         panels = align_to_cache_line(np.zeros((n, *classifier.panels.shape[1:]), classifier.panels.dtype))
         candidate = replace(classifier, panels=panels)
-        return panels, Executor(make_classifier_program(self.model.config, self.model.weights, buffers, candidate).assemble({}))
+        architecture = require_type(self.model.architecture, Gemma4Assistant)
+        program = architecture.classify_candidates(self.model.config, self.model.weights, buffers, candidate)
+        return panels, Executor(program)
+
+
+def make_head(config: ModelConfig, weights: Weights, target: Model, *options: Any) -> Head:
+    """Return a draft head of the class that its architecture needs; the options are those of `Head`."""
+    head_class = SharedKVHead if isinstance(config.head, AssistantConfig) else Head
+    return head_class(config, weights, target, *options)

@@ -263,12 +263,12 @@ def latent_attention_f32(run: ForwardContext, thread: int, p: LatentAttentionArg
 
 
 # For each dtype of the KV cache, the kernels that store and that read latent vectors
-STORE_LATENT = {
+STORE_LATENT: dict[type, Kernel] = {
     np.float32: store_latent_f32,
     np.uint16: store_latent_f32.specialize("store_latent_f16", values=Halves4),
     np.int8: store_latent_q8,
 }
-LATENT_ATTENTION = {
+LATENT_ATTENTION: dict[type, Kernel] = {
     np.float32: latent_attention_f32,
     np.uint16: latent_attention_f32.specialize("latent_attention_f16", values=Halves4),
     np.int8: latent_attention_f32.specialize("latent_attention_q8", values=Bytes4),

@@ -15,15 +15,16 @@ thread may have started late.
 Shapes: T tokens of this pass, E experts, k experts per token, D dim, F hidden dim, L layers, S shared hidden dim, R panel rows.
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, add_bias, rms_norm
 from specdec.layers.activations import add_parallel_branches, add_slot_bias, clamped_swiglu, gate_tokens
-from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
-from specdec.layers.block import NO_BIAS, Block, get_layer_scale, norm, norm_shapes, prepare_input
-from specdec.layers.mlp import MLP, NORM, activate, is_gated
+from specdec.layers.block import Block, norm_shapes
+from specdec.layers.buffers import pad
+from specdec.layers.mlp import MLP, activate, is_gated
+from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import ExpertsConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
 from specdec.runtime.code_cache import jitable
@@ -31,7 +32,7 @@ from specdec.runtime.elementary import exp, sigmoid
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Floats1, Floats2, ForwardContext, Ints1, Ints2, Op, Program, kernel
-from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, maximum, reduce_max, round_up, splat, store
+from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, maximum, reduce_max, splat, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 # How scores become weights: softmax of the chosen, also with a bias for the choice, softmax of all, sigmoid, SparseMixer
@@ -54,217 +55,171 @@ def get_scoring(e: ExpertsConfig) -> int:
     return SOFTMAX_OF_CHOSEN if e.norm_topk_prob else SOFTMAX_OF_ALL
 
 
-def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of a mixture-of-experts block's tensors in one layer, by name.
+class MoE(Block):
+    """Mixture of experts: x += weighted sum of w2 act(w13 rmsnorm(x)) over each token's experts + the shared expert."""
 
-    router (E, D); experts_w1, experts_w3 (E, F, D); experts_w2 (E, D, F). Without a gate, there is no experts_w3 or shared_w3.
-    router_bias (E,): added to the scores that choose experts.
-    router_b (E,), experts_b1, experts_b3 (E, F), experts_b2 (E, D): biases of the matmuls.
-    shared_w1, shared_w3 (S, D), shared_w2 (D, S), shared_gate (1, D): matrices of the shared expert.
-    """
-    e, dim = get_experts_config(config), config.dim
-    tensors: Shapes = {"router": (e.n_experts, dim), "experts_w2": (e.n_experts, dim, e.hidden_dim)}
-    first = (1, 3)[: 1 + is_gated(config)]
-    tensors |= {f"experts_w{n}": (e.n_experts, e.hidden_dim, dim) for n in first}
-    if e.has_selection_bias:
-        tensors["router_bias"] = (e.n_experts,)
-    if e.shared_hidden_dim:
-        tensors |= {f"shared_w{n}": (e.shared_hidden_dim, dim) for n in first} | {"shared_w2": (dim, e.shared_hidden_dim)}
-    if e.swiglu_limit:
-        tensors |= {"router_b": (e.n_experts,), "experts_b2": (e.n_experts, dim)}
-        tensors |= dict.fromkeys(("experts_b1", "experts_b3"), (e.n_experts, e.hidden_dim))
-    return norm_shapes(config, NORM) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
-
-
-def make_scratch(weights: Weights, sizes: BufferSizes, matrix: str) -> BufferSpec:
-    """Return the spec of the scratch for matmuls with the matrices whose names end in `matrix`.
-
-    The scratch holds each token's activations in the form that the weight format multiplies. The chunks of a thread share it, so
-    each matmul of a phase needs its own.
-    """
-    words = max((m.scratch_words for name, m in weights.matrices.items() if name.endswith(matrix)), default=1)
-    return BufferSpec((sizes.n_threads, MAX_BATCH_TOKENS, words), scope="token")
-
-
-def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the specs of a mixture-of-experts block's buffers, by name; a pass has T k slots (see `route`).
-
-    router (T, E padded).
-    router_probs (threads, E padded and groups padded), slot_tokens, token_slots, slot_weights (threads, T k), starts (threads,
-    E + 1): see `RoutingArgs`.
-    experts_read (L,): number of experts that the last pass has read in each layer.
-    slot_up (T k, 2 F padded, or F padded without a gate), slot_hidden (1, T k, F padded), slot_out (T k, D padded).
-    slot_scratch (threads, T k, words), gathered (threads, T, words or D padded).
-    shared_up (T, 2 S padded, or S padded), shared_hidden (1, T, S padded), shared_gates (T, R): of the shared expert.
-    gate_scratch, router_scratch: like scratch.
-    """
-    e, n_threads = get_experts_config(config), sizes.n_threads
-    n_slots, width, hidden = (
-        MAX_BATCH_TOKENS * e.n_experts_used,
-        round_up(e.n_experts, PANEL_ROWS),
-        round_up(e.hidden_dim, PANEL_ROWS),
-    )
-    n_parts = 1 + is_gated(config)
-    widest = max(round_up(config.dim, PANEL_ROWS), *(matrix.scratch_words for matrix in weights.matrices.values()))
-
-    shared = {
-        "shared_up": BufferSpec((MAX_BATCH_TOKENS, n_parts * round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
-        "shared_hidden": BufferSpec((1, MAX_BATCH_TOKENS, round_up(e.shared_hidden_dim, PANEL_ROWS)), scope="token"),
-        "shared_gates": BufferSpec((MAX_BATCH_TOKENS, PANEL_ROWS), scope="token"),
-        "gate_scratch": make_scratch(weights, sizes, ".shared_gate"),
-    }
-    return (shared if e.shared_hidden_dim else {}) | {
-        "router": BufferSpec((MAX_BATCH_TOKENS, width)),
-        "router_scratch": make_scratch(weights, sizes, ".router"),
-        "router_probs": BufferSpec((n_threads, width + round_up(e.n_groups, PANEL_ROWS))),
-        "slot_tokens": BufferSpec((n_threads, n_slots), np.int64),
-        "token_slots": BufferSpec((n_threads, n_slots), np.int64),
-        "slot_weights": BufferSpec((n_threads, n_slots)),
-        "starts": BufferSpec((n_threads, e.n_experts + 1), np.int64),
-        "experts_read": BufferSpec((config.n_layers,), np.int64),
-        "slot_up": BufferSpec((n_slots, n_parts * hidden)),
-        "slot_hidden": BufferSpec((1, n_slots, hidden)),
-        "slot_out": BufferSpec((n_slots, round_up(config.dim, PANEL_ROWS))),
-        "slot_scratch": BufferSpec((n_threads, n_slots, make_scratch(weights, sizes, ".experts_down").shape[-1])),
-        "gathered": BufferSpec((n_threads, MAX_BATCH_TOKENS, widest)),
+    norm_name = MLP.norm_name
+    fused: ClassVar[FusedNames] = {
+        "experts_up": FusedTensors(("experts_w1", "experts_w3"), interleaved=True),
+        "experts_down": FusedTensors(("experts_w2",)),
+        "shared_up": FusedTensors(("shared_w1", "shared_w3"), interleaved=True),
+        "shared_down": FusedTensors(("shared_w2",)),
+        "experts_b13": FusedTensors(("experts_b1", "experts_b3"), interleaved=True, is_table=True),
+        "experts_b2": FusedTensors(("experts_b2",), is_table=True),
     }
 
+    @classmethod
+    def shapes(cls, config: ModelConfig) -> Shapes:
+        """Return the shapes by name.
 
-def make_expert_ops(
-    config: ModelConfig, weights: Weights, b: Buffers, i: int, source: Float32, before: list[Op]
-) -> tuple[list[Op], list[Op], list[Op]]:
-    """Return the ops of the three phases of mixture of experts, as three lists.
+        router (E, D); experts_w1, experts_w3 (E, F, D); experts_w2 (E, D, F). Without a gate, there is no experts_w3 and no
+        shared_w3.
+        router_bias (E,): added to the scores that choose experts.
+        router_b (E,), experts_b1, experts_b3 (E, F), experts_b2 (E, D): biases of the matmuls.
+        shared_w1, shared_w3 (S, D), shared_w2 (D, S), shared_gate (1, D): matrices of the shared expert.
+        """
+        e, dim = get_experts_config(config), config.dim
+        tensors: Shapes = {"router": (e.n_experts, dim), "experts_w2": (e.n_experts, dim, e.hidden_dim)}
+        first = (1, 3)[: 1 + is_gated(config)]
+        tensors |= {f"experts_w{n}": (e.n_experts, e.hidden_dim, dim) for n in first}
+        if e.has_selection_bias:
+            tensors["router_bias"] = (e.n_experts,)
+        if e.shared_hidden_dim:
+            tensors |= {f"shared_w{n}": (e.shared_hidden_dim, dim) for n in first} | {"shared_w2": (dim, e.shared_hidden_dim)}
+        if e.swiglu_limit:
+            tensors |= {"router_b": (e.n_experts,), "experts_b2": (e.n_experts, dim)}
+            tensors |= dict.fromkeys(("experts_b1", "experts_b3"), (e.n_experts, e.hidden_dim))
+        return norm_shapes(config, cls.norm_name) | tensors | ({"shared_gate": (1, dim)} if e.shared_gate else {})
 
-    Phases: the router's matmul; routing, then the experts' first matrices; their second matrices, then the weighted sum by rank.
+    def ops(self) -> Program:
+        """Return the block's program."""
+        config, new, scratch = self.config, self.b.new, self.b.scratch
+        e, (source, before) = get_experts_config(config), self.prepare_input()
+        router_ops, expert_ops, sum_ops = self.make_expert_ops(source, source, before, self.b.x[0])
+        if e.shared_hidden_dim:
+            up, hidden = self.make_rows("shared_up", "shared_up"), new.rows("shared_hidden", pad(e.shared_hidden_dim), 1)
+            router_ops.append(self.matrix("shared_up").matmul(up, source, scratch, unit=1 + is_gated(config)))
+            router_ops.append(activate(config, hidden, up))
+            sum_ops.append(self.matrix("shared_down").matmul(self.b.x[0], hidden, scratch, accumulate=True))
+            if e.shared_gate:
+                gates = new.rows("shared_gates", PANEL_ROWS)
+                gate_scratch = self.make_scratch("gate_scratch", "shared_gate")
+                router_ops.append(self.matrix("shared_gate").matmul(gates, source, gate_scratch))
+                expert_ops.append(gate_tokens(hidden, gates))
+        return [[*before, *router_ops], expert_ops, sum_ops]
 
-    Args:
-        config: Config of the layer.
-        weights: Packed weights.
-        b: Buffers of the layer.
-        i: Index of the layer.
-        source: Buffer with the input of the experts.
-        before: Ops that compute source.
-    """
-    e, w, v, routed = get_experts_config(config), weights.matrices, weights.vectors, ExpertRouting(b.slot_tokens, b.starts)
-    scoring = get_scoring(e)
-    options = (
-        e.n_experts_used,
-        scoring,
-        int(e.norm_topk_prob),
-        {SIGMOID: e.sum_eps, SPARSEMIXER: e.sparsemixer_threshold}.get(scoring, 0.0),
-        e.routed_scaling_factor,
-        v.get(f"{i}.expert_scale", NO_BIAS),
-        e.n_groups,
-        e.n_groups_used,
-    )
-    bias, slots = v.get(f"{i}.router_bias", zeros(b.router.shape[1])), (b.slot_tokens, b.starts, b.token_slots, b.slot_weights)
-    routing = route(b.router, bias, b.router_probs, *slots, *options)
-    router_ops = [w[f"{i}.router"].matmul(b.router, b.routed if e.has_parallel_mlp else source, b.router_scratch)]
-    down_ops = [
-        w[f"{i}.experts_down"].expert_matmul(
-            b.slot_out, b.slot_hidden, b.slot_scratch, b.gathered, routed, per_token=e.n_experts_used
+    def make_expert_ops(
+        self, source: Float32, routed: Float32, before: list[Op], out: Float32
+    ) -> tuple[list[Op], list[Op], list[Op]]:
+        """Return the ops of the three phases of mixture of experts, as three lists.
+
+        Phases: the router's matmul; routing, then the experts' first matrices; their second matrices, then the weighted sum by
+        rank, which is added to out, or replaces it if the experts run parallel to an MLP.
+
+        A pass has T k slots. up (T k, 2 F padded, or F padded without a gate), hidden (1, T k, F padded) and slot_out (T k, D
+        padded) hold the slots' rows, scratch and gathered those of one expert in the form that the weight format multiplies.
+
+        Args:
+            source: Input of the experts.
+            routed: Input of the router.
+            before: Ops that compute source.
+            out: Output (T, D padded).
+        """
+        config, b, new, n_threads = self.config, self.b, self.b.new, self.b.n_threads
+        e, n_parts = get_experts_config(config), 1 + is_gated(config)
+        n_slots = MAX_BATCH_TOKENS * e.n_experts_used
+        widest = max(pad(config.dim), *(matrix.scratch_words for _, matrix in self.w.iter_matrices()))
+        up, slot_out = (
+            new.scratch("slot_up", n_slots, n_parts * pad(e.hidden_dim)),
+            new.scratch("slot_out", n_slots, pad(config.dim)),
         )
-    ]
-    activation = activate(config, b.slot_hidden, b.slot_up, e.n_experts_used)
-    if e.swiglu_limit:
-        activation = clamped_swiglu(b.slot_hidden, b.slot_up, v[f"{i}.experts_b13"], b.starts, e.swiglu_limit, e.swiglu_alpha)
-        router_ops.append(add_bias(b.router, v[f"{i}.router_b"], 1))
-        down_ops.append(add_slot_bias(b.slot_out, v[f"{i}.experts_b2"], b.starts))
-    out, n_read = b.experts_output[0] if e.has_parallel_mlp else b.x[0], b.experts_read[i : i + 1]
-    sum_op = add_experts(
-        out, b.slot_out, b.token_slots, b.slot_weights, b.starts, n_read, e.n_experts_used, int(not e.has_parallel_mlp)
-    )
-    up_op = w[f"{i}.experts_up"].expert_matmul(b.slot_up, source, b.scratch, b.gathered, routed, unit=1 + is_gated(config))
-    return router_ops, [*before, routing, up_op, activation], [routing, *down_ops, sum_op]
+        hidden = new.scratch("slot_hidden", 1, n_slots, pad(e.hidden_dim))
+        scratch = new.scratch("slot_scratch", n_threads, n_slots, self.matrix("experts_down").scratch_words)
+        gathered = new.scratch("gathered", n_threads, MAX_BATCH_TOKENS, widest)
+        routing = self._make_routing_args()
+        slots = ExpertRouting(routing.tokens, routing.starts)
+        up_op = self.matrix("experts_up").expert_matmul(up, source, b.scratch, gathered, slots, unit=n_parts)
+        down_op = self.matrix("experts_down").expert_matmul(
+            slot_out, hidden, scratch, gathered, slots, per_token=e.n_experts_used
+        )
+        router = self.matrix("router").matmul(routing.scores, routed, self.make_scratch("router_scratch", "router"))
+        router_ops, down_ops, activation = [router], [down_op], activate(config, hidden, up, e.n_experts_used)
+        if e.swiglu_limit:
+            activation = clamped_swiglu(hidden, up, self.vector("experts_b13"), slots.starts, e.swiglu_limit, e.swiglu_alpha)
+            router_ops.append(add_bias(routing.scores, self.vector("router_b"), 1))
+            down_ops.append(add_slot_bias(slot_out, self.vector("experts_b2"), slots.starts))
+        sum_op = add_experts(
+            out, slot_out, routing.slots, routing.weights, slots.starts, b.experts_read[self.i : self.i + 1], e.n_experts_used,
+            int(not e.has_parallel_mlp),
+        )  # fmt: skip
+        return router_ops, [*before, route(*routing), up_op, activation], [route(*routing), *down_ops, sum_op]
+
+    def _make_routing_args(self) -> "RoutingArgs":
+        new, n_threads, e = self.b.new, self.b.n_threads, get_experts_config(self.config)
+        n_slots, width, scoring = MAX_BATCH_TOKENS * e.n_experts_used, pad(e.n_experts), get_scoring(e)
+        bias = self.find_vector("router_bias")
+        return RoutingArgs(
+            scores=new.rows("router", width),
+            bias=bias if bias.size else zeros(width),
+            probs=new.scratch("router_probs", n_threads, width + pad(e.n_groups)),
+            tokens=new.scratch("slot_tokens", n_threads, n_slots, dtype=np.int64),
+            starts=new.scratch("starts", n_threads, e.n_experts + 1, dtype=np.int64),
+            slots=new.scratch("token_slots", n_threads, n_slots, dtype=np.int64),
+            weights=new.scratch("slot_weights", n_threads, n_slots),
+            n_experts_used=e.n_experts_used,
+            scoring=scoring,
+            norm_topk_prob=int(e.norm_topk_prob),
+            eps={SIGMOID: e.sum_eps, SPARSEMIXER: e.sparsemixer_threshold}.get(scoring, 0.0),
+            scale=e.routed_scaling_factor,
+            expert_scales=self.find_vector("expert_scale"),
+            n_groups=e.n_groups,
+            n_groups_used=e.n_groups_used,
+        )
 
 
-def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of x += weighted sum of w2 act(w13 rmsnorm(x)) over each token's experts + the shared expert."""
-    e, w, (source, before) = get_experts_config(config), weights.matrices, prepare_input(config, weights, b, f"{i}.{NORM}")
-    router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, source, before)
-    if e.shared_hidden_dim:
-        router_ops.append(w[f"{i}.shared_up"].matmul(b.shared_up, source, b.scratch, unit=1 + is_gated(config)))
-        router_ops.append(activate(config, b.shared_hidden, b.shared_up))
-        sum_ops.append(w[f"{i}.shared_down"].matmul(b.x[0], b.shared_hidden, b.scratch, accumulate=True))
-    if e.shared_gate:
-        router_ops.append(w[f"{i}.shared_gate"].matmul(b.shared_gates, source, b.gate_scratch))
-        expert_ops.append(gate_tokens(b.shared_hidden, b.shared_gates))
-    return [[*before, *router_ops], expert_ops, sum_ops]
-
-
-FUSED = {
-    "experts_up": FusedTensors(("experts_w1", "experts_w3"), interleaved=True), "experts_down": FusedTensors(("experts_w2",)),
-    "shared_up": FusedTensors(("shared_w1", "shared_w3"), interleaved=True), "shared_down": FusedTensors(("shared_w2",)),
-    "experts_b13": FusedTensors(("experts_b1", "experts_b3"), interleaved=True, is_table=True),
-    "experts_b2": FusedTensors(("experts_b2",), is_table=True),
-}  # fmt: skip
-MOE = Block(shapes, FUSED, program, buffers)
-
-
-# Experts parallel to an MLP (Gemma 4): both outputs are normed, added and normed again
-
-PARALLEL_NORMS = (
-    "rms_experts",
-    "rms_mlp_out",
-    "rms_experts_out",
-)  # of the experts' input, the MLP's output and the experts' output
-
-
-def parallel_shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of the tensors of an MLP and experts in parallel, by name.
-
-    router_scale (D,): factors of the router's input. expert_scale (E,): factors of the experts' weights.
-    """
-    e, dim = get_experts_config(config), config.dim
-    scales = {"router_scale": (dim,), "expert_scale": (e.n_experts,)} | dict.fromkeys(PARALLEL_NORMS, (dim,))
-    return MLP.shapes(config) | shapes(config) | scales
-
-
-def parallel_buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the specs of the buffers of an MLP and experts in parallel, by name, including `buffers`.
-
-    routed, experts_input (threads, T, D padded): input of the router and of the experts.
-    experts_output (1, T, D padded): weighted sum of the experts.
-    branch_sum (threads, T, D padded): sum of MLP and experts.
-    mlp_scratch: like scratch.
-    """
-    n_threads, padded = sizes.n_threads, round_up(config.dim, PANEL_ROWS)
-    spec = BufferSpec((n_threads, MAX_BATCH_TOKENS, padded), scope="token")
-    return buffers(config, weights, sizes) | {
-        "routed": spec,
-        "experts_input": spec,
-        "branch_sum": spec,
-        "experts_output": BufferSpec((1, MAX_BATCH_TOKENS, padded), scope="token"),
-        "mlp_scratch": make_scratch(weights, sizes, ".down"),
-    }
-
-
-def parallel_program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the program of an MLP and experts in parallel: x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))).
+class ParallelMoE(MoE):
+    """Experts parallel to an MLP (Gemma 4): x = factor (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x))))).
 
     Each norm has its own weights, also the norm of the router's input.
     """
-    w, v, dim, eps = weights.matrices, weights.vectors, config.dim, config.norm_eps
-    router_weight = v[f"{i}.router_scale"] * np.float32(1 / np.sqrt(np.float32(dim)))
-    before = [rms_norm(b.experts_input, b.x, v[f"{i}.rms_experts"], dim, eps, False, 0)]
-    router_ops, expert_ops, sum_ops = make_expert_ops(config, weights, b, i, b.experts_input, before)
-    norms = (v[f"{i}.{name}"] for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
-    factor = get_layer_scale(config, weights, i, is_last=not config.per_layer_inputs)
-    return [
-        [
-            norm(config, weights, b, f"{i}.{NORM}"),
-            w[f"{i}.up"].matmul(b.up, b.normed, b.scratch, unit=2),
-            activate(config, b.hidden, b.up),
-            rms_norm(b.routed, b.x, router_weight, dim, eps, False, 0),
-            *router_ops,
-        ],
-        [w[f"{i}.down"].matmul(b.branch[0], b.hidden, b.mlp_scratch), *expert_ops],
-        sum_ops,
-        [add_parallel_branches(b.x[0], b.branch, b.experts_output, b.branch_sum, *norms, dim, eps, factor)],
-    ]
 
+    fused: ClassVar[FusedNames] = {**MLP.fused, **MoE.fused}
 
-PARALLEL_MOE = Block(parallel_shapes, {**MLP.fused, **FUSED}, parallel_program, parallel_buffers)
+    @classmethod
+    def shapes(cls, config: ModelConfig) -> Shapes:
+        """Return the shapes of the tensors of an MLP and experts, by name.
+
+        router_scale (D,): factors of the router's input. expert_scale (E,): factors of the experts' weights.
+        """
+        e, dim = get_experts_config(config), config.dim
+        norms = dict.fromkeys(("rms_experts", "rms_mlp_out", "rms_experts_out"), (dim,))
+        scales = {"router_scale": (dim,), "expert_scale": (e.n_experts,)}
+        return MLP.shapes(config) | super().shapes(config) | scales | norms
+
+    def ops(self) -> Program:
+        """Return the block's program."""
+        config, b, new = self.config, self.b, self.b.new
+        dim, eps, width = config.dim, config.norm_eps, pad(config.dim)
+        routed, experts_input = new.rows("routed", width, b.n_threads), new.rows("experts_input", width, b.n_threads)
+        router_weight = self.vector("router_scale") * np.float32(1 / np.sqrt(np.float32(dim)))
+        before = [rms_norm(experts_input, b.x, self.vector("rms_experts"), dim, eps, False, 0)]
+        experts = new.rows("experts_output", width, 1)
+        router_ops, expert_ops, sum_ops = self.make_expert_ops(experts_input, routed, before, experts[0])
+        up, hidden = self.make_rows("up", "up"), new.rows("hidden", pad(config.hidden_dim), 1)
+        norms = (self.vector(name) for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
+        factor, branch_sum = self.get_layer_scale(not config.per_layer_inputs), new.rows("branch_sum", width, b.n_threads)
+        return [
+            [
+                self.norm(),
+                self.matrix("up").matmul(up, b.normed, b.scratch, unit=2),
+                activate(config, hidden, up),
+                rms_norm(routed, b.x, router_weight, dim, eps, False, 0),
+                *router_ops,
+            ],
+            [self.matrix("down").matmul(b.branch[0], hidden, self.make_scratch("mlp_scratch", "down")), *expert_ops],
+            sum_ops,
+            [add_parallel_branches(b.x[0], b.branch, experts, branch_sum, *norms, dim, eps, factor)],
+        ]
 
 
 # Kernels

@@ -7,31 +7,48 @@ Shapes: T tokens of this pass, L layers, D dim, P numbers per layer.
 """
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, head_norm
+from specdec.kernels import head_norm
 from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
-from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, FusedTensors, Shapes, Weights
-from specdec.layers.block import Block, add_residual, get_layer_scale
+from specdec.layers.block import Block
+from specdec.layers.buffers import Buffers, pad
+from specdec.layers.weights import FusedNames, FusedTensors, Shapes, Weights
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
 from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program
-from specdec.runtime.simd import round_up
+from specdec.runtime.simd import Float32
 
-NORM, GATE, PROJECTION, TOKEN_TABLE = "inputs", "inputs_gate", "inputs_back", "input_rows"
+GATE, PROJECTION, TOKEN_TABLE = "inputs_gate", "inputs_back", "input_rows"
+
+
+class PerLayerInputs(Block):
+    """Per-layer inputs: x = factor (x + norm(back (gelu(gate x) * inputs)))."""
+
+    norm_name = "inputs"
+    fused: ClassVar[FusedNames] = {f"{norm_name}_out": FusedTensors(("inputs_norm",))}
+
+    @classmethod
+    def shapes(cls, config: ModelConfig) -> Shapes:
+        """Return the shapes by name: the gate (P, D), the projection back (D, P), and the norm behind it (D,)."""
+        n, dim = get_inputs_config(config).dim, config.dim
+        return {GATE: (n, dim), PROJECTION: (dim, n), "inputs_norm": (dim,)}
+
+    def ops(self) -> Program:
+        """Return the block's program."""
+        n, b = get_inputs_config(self.config).dim, self.b
+        gates, gated = b.new.rows("input_gates", pad(n)), b.new.rows("gated_inputs", pad(n), 1)
+        gate = gate_per_layer_inputs(gated, gates, make_layer_inputs(self.config, b), self.i * n, n)
+        phase = [self.matrix(GATE).matmul(gates, b.x, b.scratch), gate]
+        return [phase, *self.add_residual(PROJECTION, gated, factor=self.get_layer_scale())]
 
 
 def get_inputs_config(config: ModelConfig) -> PerLayerInputsConfig:
     """Return config.per_layer_inputs, which must be set."""
     return require_type(config.per_layer_inputs, PerLayerInputsConfig)
-
-
-def shapes(config: ModelConfig) -> Shapes:
-    """Return the shapes of one layer's tensors: the gate (P, D), the projection back (D, P), and the norm behind it (D,)."""
-    n, dim = get_inputs_config(config).dim, config.dim
-    return {GATE: (n, dim), PROJECTION: (dim, n), "inputs_norm": (dim,)}
 
 
 def global_shapes(config: ModelConfig) -> Shapes:
@@ -44,23 +61,17 @@ def global_shapes(config: ModelConfig) -> Shapes:
     return {TOKEN_TABLE: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
 
 
-def buffers(config: ModelConfig, weights: Weights, sizes: BufferSizes) -> dict[str, BufferSpec]:
-    """Return the specs of the buffers of per-layer inputs, by name.
-
-    input_rows (T, L P): rows of the table.
-    layer_inputs (T, L P padded): output of the embedding's matmul, then the layers' inputs.
-    input_gates (T, P padded), gated_inputs (1, T, P padded): gates and gated inputs of one layer.
-    """
-    n, width = round_up(get_inputs_config(config).dim, PANEL_ROWS), config.n_layers * get_inputs_config(config).dim
-    return {
-        TOKEN_TABLE: BufferSpec((MAX_BATCH_TOKENS, width), scope="token"),
-        "layer_inputs": BufferSpec((MAX_BATCH_TOKENS, round_up(width, PANEL_ROWS)), scope="token"),
-        "input_gates": BufferSpec((MAX_BATCH_TOKENS, n), scope="token"),
-        "gated_inputs": BufferSpec((1, MAX_BATCH_TOKENS, n), scope="token"),
-    }
+def make_layer_inputs(config: ModelConfig, b: Buffers) -> Float32:
+    """Return the array (T, L P padded) of the embedding's matmul, then of the layers' inputs."""
+    return b.new.rows("layer_inputs", pad(config.n_layers * get_inputs_config(config).dim))
 
 
-def embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
+def make_token_rows(config: ModelConfig, b: Buffers) -> Float32:
+    """Return the array (T, L P) of the tokens' rows of the table."""
+    return b.new.rows("token_rows", config.n_layers * get_inputs_config(config).dim)
+
+
+def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
     """Return the program of inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2), for all layers at once.
 
     The norm is taken over each layer's share separately.
@@ -70,22 +81,11 @@ def embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Prog
     n_panels = count_panels(config.n_layers * n)
     unit = unit if n_panels % unit == 0 else n_panels
     row_scale, scale = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
+    inputs = make_layer_inputs(config, b)
     return [
         [
-            weights.matrices["inputs"].matmul(b.layer_inputs, b.x, b.scratch, unit=unit),
-            head_norm(b.layer_inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
-            combine_per_layer_inputs(b.layer_inputs, b.input_rows, unit, row_scale, scale),
+            weights.matrices["inputs"].matmul(inputs, b.x, b.scratch, unit=unit),
+            head_norm(inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
+            combine_per_layer_inputs(inputs, make_token_rows(config, b), unit, row_scale, scale),
         ]
     ]
-
-
-def program(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Program:
-    """Return the block's program in layer i: x = factor (x + norm(back (gelu(gate x) * inputs)))."""
-    w, n = weights.matrices, get_inputs_config(config).dim
-    gate = gate_per_layer_inputs(b.gated_inputs, b.input_gates, b.layer_inputs, i * n, n)
-    phase = [w[f"{i}.{GATE}"].matmul(b.input_gates, b.x, b.scratch), gate]
-    factor = get_layer_scale(config, weights, i)
-    return [phase, *add_residual(config, weights, b, w[f"{i}.{PROJECTION}"], b.gated_inputs, "", f"{i}.{NORM}", factor)]
-
-
-PER_LAYER_INPUTS = Block(shapes, {f"{NORM}_out": FusedTensors(("inputs_norm",))}, program, buffers)

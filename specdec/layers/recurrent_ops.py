@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
-from specdec.layers.architecture import BufferSpec
 from specdec.layers.block import BASE, TIP
+from specdec.layers.buffers import Allocator
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp_scalar, sigmoid, silu, softplus_scalar
 from specdec.runtime.matmul_tile import N_REGISTERS, PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Ints2, kernel
-from specdec.runtime.simd import LANES, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
+from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 RING_SLOTS = MAX_BATCH_TOKENS + 32  # of the updates of a state: the base advances by 32 tokens at a time
@@ -31,9 +31,9 @@ LAST_COLUMNS = SCAN_COLUMNS - LANES  # the second half of them, if there is one
 L2_NORM_EPS = 1e-6  # of the norms of queries and keys, in all families
 
 
-def make_ring_buffer(n_layers: int, width: int, n_channels: int) -> BufferSpec:
-    """Return the spec of a ring buffer (L, N, n_channels) for the inputs of n_layers convolutions of kernel size `width`."""
-    return BufferSpec((n_layers, MAX_BATCH_TOKENS + width - 1, n_channels), scope="sequence")
+def make_ring(new: Allocator, width: int, n_channels: int) -> Float32:
+    """Return a ring buffer (N, n_channels) for the inputs of a convolution of kernel size `width`, an array of a sequence."""
+    return new.sequence(MAX_BATCH_TOKENS + width - 1, n_channels)
 
 
 @inlined

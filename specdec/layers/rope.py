@@ -4,15 +4,16 @@ Shapes: S cached positions, K head dim.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from decimal import Context, Decimal, localcontext
 
 import numpy as np
 
 from specdec.kernels import fill_rope_tables
+from specdec.layers.buffers import Allocator, RopeTables
 from specdec.model_config import Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from specdec.runtime.elementary import log
-from specdec.runtime.simd import Float32, Float64
+from specdec.runtime.simd import LANES, Float32, Float64
 
 TreeNode = tuple[int, int]  # its token, and the index of its parent, or -1
 # Decimal arithmetic is the same on every machine; pow of a C library is not. A float64 keeps 17 of these digits.
@@ -76,24 +77,52 @@ def get_longrope_attention_factor(factor: float, original: int) -> float:
         return float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt()) if factor > 1 else 1.0
 
 
+def make_rope_tables(config: ModelConfig, n_positions: int, new: Allocator) -> RopeTables:
+    """Return RoPE tables of at least n_positions positions: those that all sequences share, or longer copies of them."""
+    key = config.rope, config.head_dim, config.rope_table_dim
+    return _extend(key, n_positions, config, new, lambda tables, start: fill_cos_sin(config, *tables, start))
+
+
+def make_query_rope_tables(config: ModelConfig, keys: RopeTables, new: Allocator) -> RopeTables:
+    """Return RoPE tables of queries for the positions of those of keys: times 1 + a log(1 + position // span).
+
+    a and span are the query_scale and query_span of the config.
+    """
+
+    def fill(tables: RopeTables, start: int) -> None:
+        positions = range(start, len(tables.cos))
+        scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in positions]
+        for table, key_table in zip(tables, keys, strict=True):
+            table[start:] = key_table[start:] * np.array(scales, np.float32)[:, None]
+
+    return _extend("queries", len(keys.cos), config, new, fill)
+
+
+def _extend(
+    key: Hashable, n_positions: int, config: ModelConfig, new: Allocator, fill: Callable[[RopeTables, int], None]
+) -> RopeTables:
+    """Return the shared tables of this key; if they are too short, replace them by ones whose new positions `fill` fills."""
+    old = new.shared.ropes.get(key)
+    n_old = len(old.cos) if old else 0
+    if old and n_old >= n_positions:
+        return old
+    shape = n_positions, config.rope_table_dim + LANES
+    tables = RopeTables(new.make(shape), new.make(shape))
+    if not new.is_plan:
+        for table, old_table in zip(tables, old or (), strict=False):
+            table[:n_old] = old_table
+        fill(tables, n_old)
+    new.shared.executors.clear()  # they use the shorter tables
+    new.shared.ropes[key] = tables
+    return tables
+
+
 def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0) -> None:
     """Fill the RoPE tables cos and signed sin (S, K + LANES) in place, from position start on.
 
     The tables are periodic in K, because a vector may begin at any row of a head.
     """
     fill_rope_tables(cos, sin, compute_positions_per_radian(config), start, config.rope_table_dim, config.rope.attention_factor)
-
-
-def fill_query_cos_sin(
-    config: ModelConfig, query_cos: Float32, query_sin: Float32, cos: Float32, sin: Float32, start: int
-) -> None:
-    """Fill the RoPE tables of queries, in place from position start on: those of keys times 1 + a log(1 + position // span).
-
-    a and span are the query_scale and query_span of the config.
-    """
-    scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in range(start, len(cos))]
-    column = np.array(scales, np.float32)[:, None]
-    query_cos[start:], query_sin[start:] = cos[start:] * column, sin[start:] * column
 
 
 def compute_depths(parents: Sequence[int]) -> list[int]:

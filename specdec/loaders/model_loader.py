@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from specdec import quant
 from specdec.argument_checks import CheckpointError, CheckpointWarning, check_choice, check_int, check_path
-from specdec.layers.architecture import VOCAB_MATRICES, PackedTensor, Weights, get_tensor
+from specdec.layers.weights import VOCAB_MATRICES, MatrixPlan, Weights, get_tensor
 from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import ADAPTER_CONFIG, MERGE_HINT
@@ -107,7 +107,7 @@ class Loader:
             self.progress(name, share)
 
         cache: PackedWeightsCache | None = None
-        if self.packed != AUTO or architecture.estimate_bytes(config, tensors, formats[0]) >= MIN_KEPT_BYTES:
+        if self.packed != AUTO or architecture.plan_weights(config, tensors).estimate_bytes(formats[0]) >= MIN_KEPT_BYTES:
             cache = import_module("specdec.loaders.packed_weights").open_packed_weights(self.packed)
         if cache and (stored := cache.load(checkpoint, formats, report)):
             return stored
@@ -140,19 +140,19 @@ class Loader:
 
 def list_matrix_formats(checkpoint: Checkpoint, weight_format: WeightFormat | None) -> tuple[str, ...]:
     """Return the name of the weight format that each matrix of a checkpoint gets if `weight_format` is requested."""
-    shards = get_architecture(checkpoint.config).make_shards(checkpoint.config, checkpoint.tensors, weight_format)
-    return tuple(shard.weight_format.name for shard in shards.values())
+    plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, weight_format)
+    return tuple(shard.weight_format.name for shards in plan.shards.values() for shard in shards)
 
 
-def find_packable(checkpoint: Checkpoint, without: Collection[str] = ()) -> list[PackedTensor]:
+def find_packable(checkpoint: Checkpoint, without: Collection[str] = ()) -> list[MatrixPlan]:
     """Return the distinct bf16 matrices that can be packed into 12 bits per weight, except those named in `without`."""
     config, tensors, architecture = checkpoint.config, checkpoint.tensors, get_architecture(checkpoint.config)
-    if all(shard.weight_format.name != "bf16" for shard in architecture.make_shards(config, tensors, None).values()):
+    stored = architecture.plan_weights(config, tensors).shards.values()
+    if all(shard.weight_format.name != "bf16" for shards in stored for shard in shards):
         return []
-    packed = quant.PACKED_BF16
-    shards = architecture.make_shards(config, tensors, packed).items()
-    found = (shard.tensor for name, shard in shards if shard.weight_format is packed and name not in without)
-    return [*dict.fromkeys(found)]
+    packed = architecture.plan_weights(config, tensors, quant.PACKED_BF16).shards
+    found = (shard for name, shards in packed.items() if name not in without for shard in shards)
+    return [*dict.fromkeys(shard.plan for shard in found if shard.weight_format is quant.PACKED_BF16)]
 
 
 def is_packing_candidate(checkpoint: Checkpoint) -> bool:

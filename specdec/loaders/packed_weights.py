@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.argument_checks import CheckpointWarning, check_path
-from specdec.layers.architecture import Weights
+from specdec.layers.weights import Weights
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.model_loader import list_matrix_formats
@@ -110,9 +110,8 @@ class PackedWeightsCache:
                 return None
             with suppress(OSError):
                 self.write_info(key, info | {"identity": identity})
-        weights = get_architecture(checkpoint.config).arrange(
-            checkpoint.config, checkpoint.tensors, formats[info["choice"]], arrays, info["formats"]
-        )
+        plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, formats[info["choice"]])
+        weights = plan.arrange(arrays, info["formats"])
         _populate(memory, progress)
         with suppress(OSError):
             os.utime(self.folder / f"{key}{INFO_SUFFIX}")
@@ -131,7 +130,7 @@ class PackedWeightsCache:
             weight_format: The one of them in which the weights are packed.
         """
         architecture = get_architecture(checkpoint.config)
-        n_bytes = architecture.estimate_bytes(checkpoint.config, checkpoint.tensors, weight_format)
+        n_bytes = architecture.plan_weights(checkpoint.config, checkpoint.tensors).estimate_bytes(weight_format)
         writer = PackedWeightsWriter(self, checkpoint, formats, weight_format)
         newest = max(_get_identity(path.stat())[-1] for path in _list_model_files(checkpoint.path))
         if time.time_ns() - newest > MIN_AGE_S * 1e9:

@@ -133,6 +133,8 @@ class TensorAssembler:
     def __init__(self, config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> None:
         """Store the arguments and compute the shapes of the architecture's tensors."""
         self.config, self.specs, self.source = config, specs, source
+        if config.head:
+            from specdec import heads  # noqa: F401, makes the architectures of heads known
         self.shapes = get_architecture(config).shapes(config)
 
     def assemble(self) -> dict[str, Any]:

@@ -1,32 +1,33 @@
-"""Models: the forward pass with its KV cache, and the architectures by name, each imported when a config names it."""
+"""Models: the forward pass with its KV cache, and the architectures by name."""
 
 import math
-from pkgutil import resolve_name
-from typing import cast
+from collections.abc import Callable
 
 from specdec.layers.architecture import Architecture
-from specdec.model_config import ASSISTANT, ModelConfig
+from specdec.model_config import ModelConfig
 
-ARCHITECTURES = {
-    "llama": "specdec.model.llama:LLAMA",
-    "gpt2": "specdec.model.gpt2:GPT2",
-    "eagle3": "specdec.heads.eagle3:EAGLE3",
-    "mtp": "specdec.heads.mtp:MTP",
-    ASSISTANT: "specdec.heads.gemma4_assistant:GEMMA4_ASSISTANT",
-}
-LLAMA_RECURRENT = "specdec.model.llama:LLAMA_RECURRENT"
+
+def _make_llama(config: ModelConfig) -> Architecture:
+    from specdec.model.llama import LLAMA, RECURRENT_LLAMA
+
+    return RECURRENT_LLAMA if any(layer.mixer for layer in config.layers) else LLAMA
+
+
+def _make_gpt2(config: ModelConfig) -> Architecture:
+    from specdec.model.gpt2 import GPT2
+
+    return GPT2
+
+
+# By name; each imports its module when a config names it. The architectures of draft heads are added when `heads` is imported.
+ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {"llama": _make_llama, "gpt2": _make_gpt2}
 
 
 def get_architecture(config: ModelConfig) -> Architecture:
-    """Return the `Architecture` that config.architecture names; raise ValueError if the name is unknown.
-
-    A "llama" with mixers gets the variant with a recurrent state.
-    """
-    name = config.architecture
-    if name not in ARCHITECTURES:
-        raise ValueError(f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    is_recurrent = name == "llama" and any(layer.mixer for layer in config.layers)
-    return cast(Architecture, resolve_name(LLAMA_RECURRENT if is_recurrent else ARCHITECTURES[name]))
+    """Return the `Architecture` that config.architecture names; raise ValueError if the name is unknown."""
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {config.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[config.architecture](config)
 
 
 def count_parameters(config: ModelConfig) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from specdec.argument_checks import check_int, check_ints, count_common_prefix, shorten
 from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
-from specdec.layers.architecture import Buffers
+from specdec.layers.buffers import Buffers
 from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
 from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots
 from specdec.runtime.matmul_tile import PANEL_ROWS
@@ -94,7 +94,7 @@ class KVCache:
         """
         tokens, n_logits = self.check_input(tokens, n_logits)
         with self.model.exclusive():
-            return self.run(tokens, [], n_logits, n_total)
+            return self.run(tokens, n_logits, n_total)
 
     def forward_tree(
         self, tokens: Sequence[int], nodes: Sequence[int], parents: Sequence[int], n_logits: int | None = None
@@ -135,7 +135,7 @@ class KVCache:
             raise ValueError(f"{n} tokens and a tree of depth {deepest} do not fit {n_positions} positions")
         n_logits = n_rows if n_logits is None else check_int("n_logits", n_logits, 0, n_rows)
         with self.model.exclusive():
-            return self.run(tokens, [*zip(nodes, parents, strict=True)], n_logits)
+            return self.run_tree(tokens, [*zip(nodes, parents, strict=True)], n_logits)
 
     def can_draft(self, tokens: list[int]) -> bool:
         """Return whether a draft model can predict the token that follows the given ones."""
@@ -163,8 +163,8 @@ class KVCache:
             n = count_common_prefix(self._tokens, tokens, len(tokens))
             if n == len(self._tokens) and (path := self._find_tree_path(tokens[n:])):
                 n = self._commit_path(path)
-            states: Float32 = self._buffers.hidden_states[first:n]
-            return states
+            assert self._buffers.hidden_states is not None
+            return self._buffers.hidden_states[first:n]
 
     def copy_from(self, other: "KVCache", tokens: list[int]) -> None:
         """Replace the contents by what another cache holds of a sequence, except its last token, which is yet to run.
@@ -187,8 +187,7 @@ class KVCache:
             self._reserve(n)
             self._switch_rope(other._has_long_rope)
             self._rewind(0)
-            sizes = model.get_buffer_sizes(round_up(n, PANEL_ROWS), len(self.hidden_layers))
-            model.architecture.copy_sequence(model.config, model.weights, sizes, other._buffers, self._buffers)
+            self._buffers.copy_sequence(other._buffers, round_up(n, PANEL_ROWS))
             self._tokens, self._min_rewind = cached, other._min_rewind
             self._snapshots[:] = other._snapshots
             self._truncate(n)
@@ -281,7 +280,11 @@ class KVCache:
 
     # Parts of a pass, which `Model` runs under its lock
 
-    def run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
+    def run(self, tokens: list[int], n_logits: int, n_total: int = 0) -> Float32:
+        """Run a pass over this sequence alone, and return its last n_logits logits; see `forward` for the arguments."""
+        return self.run_tree(tokens, [], n_logits, n_total)
+
+    def run_tree(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Run a pass over this sequence alone; return its logits, each computed with the RoPE factors for its sequence's length.
 
         Args:
@@ -369,7 +372,7 @@ class KVCache:
             # Of several passes, the last is full, so that it holds all n_logits tokens and all nodes.
             batch = new[: len(new) % MAX_BATCH_TOKENS or MAX_BATCH_TOKENS]
             del new[: len(batch)]
-            self.model.weights.load_tokens(batch, self._buffers, 0)
+            self._buffers.load_tokens(batch, self.model.weights.table, 0)
             self._advance(len(batch))
             self._executor(len(batch), len(self._tokens) + n_nodes, 0 if new else n_logits, n_threads, len(tokens))
             self._tokens += batch[: len(tokens) - len(self._tokens)] if nodes else batch
@@ -377,8 +380,7 @@ class KVCache:
             self._tree_nodes += nodes[n_nodes:]
         elif not n_logits:
             self._maybe_take_snapshot(n_total)
-        logits: Float32 = self._buffers.logits[:n_logits, : self.model.config.vocab_size]
-        return logits
+        return self._buffers.logits[:n_logits, : self.model.config.vocab_size]
 
     def _rewind(self, n: int) -> None:
         """Drop the nodes of the last tree and truncate the cached sequence to n tokens."""
@@ -440,11 +442,8 @@ class KVCache:
                 raise ValueError(f"path is {shorten(path)}; expected nodes of the last tree, each the parent of the next")
         tokens = [self._tree_nodes[node][0] for node in path]
         self._tree_nodes.clear()
-        if (move_path := self.model.architecture.move_path) and path != [*range(len(path))]:
-            n_cached, nodes = len(self._tokens), np.array(path)
-            move_path(self._buffers, nodes, n_cached)
-            if self.hidden_layers:
-                self._buffers.hidden_states[n_cached : n_cached + len(path)] = self._buffers.hidden_states[n_cached + nodes]
+        if path != [*range(len(path))]:
+            self._buffers.move_path(np.array(path), len(self._tokens))
         self._tokens += tokens
         return len(self._tokens)
 
@@ -467,7 +466,7 @@ class KVCache:
 
 def _check_hidden_layers(model: "Model", layers: Sequence[int]) -> tuple[int, ...]:
     """Return `hidden_layers` as a tuple of ints; raise ValueError or TypeError if they are not different layers of the model."""
-    last = model.config.n_layers + (model.architecture.final_norm is not None)
+    last = model.config.n_layers + model.architecture.keeps_final_norm
     layers = tuple(check_int(f"hidden_layers[{i}]", n, 0, last) for i, n in enumerate(check_ints("hidden_layers", layers)))
     if len({*layers}) < len(layers):
         raise ValueError(f"hidden_layers are {shorten(layers)}; expected each once")

@@ -3,6 +3,7 @@
 Shapes: N logits of a sequence, V vocab.
 """
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ from typing import Any, Literal, get_args
 
 from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.architecture import Buffers, BufferSizes, BufferSpec, SharedBuffers, Weights
 from specdec.layers.block import kv_bytes_per_position
+from specdec.layers.buffers import Allocator, Buffers, BufferSizes, SharedBuffers
 from specdec.layers.kv_formats import KV_FORMATS
+from specdec.layers.weights import Weights
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
@@ -88,23 +90,24 @@ class Model:
         if error := config.find_error():
             raise ValueError(error)
         self.architecture = get_architecture(config)
-        self.architecture.check(config, weights)
+        self.architecture.plan_weights(config, {}).check(weights)
         self.config, self.weights = config, weights.align()
         self.kv: KVFormatName = get_kv_format(weights, check_choice("kv", kv, get_args(KVFormatName)))
         self.max_threads = get_available_threads()
         self.n_threads = get_thread_choices()[0] if n_threads is None else n_threads
         self.max_threads = self.max_threads if n_threads is None else self.n_threads
         self.n_positions = config.seq_len if n_positions is None else check_int("n_positions", n_positions, 1)
-        if self.architecture.learned_positions:
+        if self.architecture.has_learned_positions:
             self.n_positions = min(self.n_positions, config.seq_len)
         if 0 < config.max_positions < self.n_positions:
             raise ValueError(
                 f"n_positions must be at most {config.max_positions}, got {self.n_positions}: beyond that, the model has other "
                 "RoPE angles, which are not supported"
             )
-        self.window_evictor = SlidingWindowEvictor(self.architecture, config, self.weights, KV_FORMATS[self.kv], self.n_positions)
+        self.window_evictor = SlidingWindowEvictor(self.architecture, config, KV_FORMATS[self.kv], self.n_positions)
         create_fork_safe_lock(self, "lock")
         self._shared_buffers = SharedBuffers()
+        self._last_buffers: Buffers | None = None  # of any sequence; their arrays of passes are those of all
         self._is_running = False
         self._n_passes = 0
 
@@ -136,7 +139,7 @@ class Model:
     @property
     def can_run_trees(self) -> bool:
         """Whether the model supports token trees (`forward_tree`)."""
-        return self.architecture.move_path is not None
+        return self.architecture.can_run_trees
 
     @property
     def n_threads(self) -> int:
@@ -155,9 +158,9 @@ class Model:
     @property
     def experts_read(self) -> tuple[float, int]:
         """Mean number of experts that an MoE layer read in the last pass, and its number for one token; 0, 0 without experts."""
-        if not self.config.experts or not self._shared_buffers.buffers:
+        if not self.config.experts or not self._last_buffers:
             return 0.0, 0
-        counts = [n for n in self._shared_buffers.buffers.experts_read.tolist() if n]
+        counts = [n for n in self._last_buffers.experts_read.tolist() if n]
         return sum(counts) / max(len(counts), 1), self.config.experts.n_experts_used
 
     def new_cache(self, hidden_layers: Sequence[int] = ()) -> KVCache:
@@ -214,7 +217,7 @@ class Model:
         if len(jobs) == 1 and jobs[0][0].model is self:
             cache, tokens, n_logits, n_total = jobs[0]
             with self.exclusive():
-                return [cache.run(tokens, [], n_logits, n_total)]
+                return [cache.run(tokens, n_logits, n_total)]
         caches = [cache for cache, *_ in jobs]
         if any(cache.model is not self or cache.hidden_layers != caches[0].hidden_layers for cache in caches):
             raise ValueError("the caches of a batch must belong to this model and have the same hidden_layers")
@@ -244,15 +247,15 @@ class Model:
         n_rows = sum(len(own) for own, (_, _, n_logits, _) in zip(new, jobs, strict=True) if n_logits)
         for (cache, tokens, n_logits, _), own in zip(jobs, new, strict=True):
             executor, start = cache.begin_batch(tokens, len(own))
-            assert self._shared_buffers.buffers
-            self.weights.load_tokens(own, self._shared_buffers.buffers, row)
+            assert self._last_buffers
+            self._last_buffers.load_tokens(own, self.weights.table, row)
             if own:
                 entries.append(BatchEntry(executor, len(own), start, n_logits))
             row += len(own)
         if entries:
             entries[0].executor.run_batch(entries, n_rows, self.n_threads)
-        assert self._shared_buffers.buffers
-        rows = self._shared_buffers.buffers.logits[:, : self.config.vocab_size]
+        assert self._last_buffers
+        rows = self._last_buffers.logits[:, : self.config.vocab_size]
         end, logits = n_rows - n, dict[int, Float32]()
         for (cache, _, n_logits, n_total), own in zip(jobs, new, strict=True):
             cache.end_batch(own, n_logits, n_total)
@@ -285,35 +288,18 @@ class Model:
         Raises:
             MemoryError: If there is not enough memory.
         """
-        buffers, sizes = self.grow_buffers(n_slots, len(hidden_layers), old), self.get_buffer_sizes(n_slots, len(hidden_layers))
-        executors = self.architecture.make_executors(
-            self.config, self.weights, buffers, sizes, self._shared_buffers, hidden_layers
-        )
-        return buffers, executors
+        buffers = self.grow_buffers(n_slots, len(hidden_layers), old)
+        return buffers, self.architecture.make_executors(self.config, self.weights, buffers, hidden_layers)
 
     def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
-        """Return buffers for a sequence of n_slots tokens, with the contents of `old`.
+        """Return buffers for a sequence of n_slots tokens, with the contents of `old`, the smaller buffers of the sequence."""
+        self._last_buffers = self._fill(Allocator(self._shared_buffers, old.new.own if old else ()), n_slots, n_hidden_layers)
+        return self._last_buffers
 
-        The model's caches share all buffers that are not per-sequence. These are replaced by larger ones if n_slots exceeds that
-        of all earlier calls.
-
-        Args:
-            n_slots: Number of positions that the buffers can hold.
-            n_hidden_layers: Number of layers whose hidden states are kept.
-            old: Smaller buffers of the same sequence; None for a new sequence.
-        """
-        buffers, self._shared_buffers = self.architecture.grow_buffers(
-            self.config, self.weights, self.get_buffer_sizes(n_slots, n_hidden_layers), old, self._shared_buffers
-        )
-        return buffers
-
-    def get_buffer_sizes(self, n_slots: int, n_hidden_layers: int) -> BufferSizes:
-        """Return the sizes of the buffers of a sequence of n_slots tokens with hidden states of n_hidden_layers layers."""
-        return BufferSizes(KV_FORMATS[self.kv], n_slots, self.max_threads, n_hidden_layers)
-
-    def get_buffer_specs(self, n_slots: int, n_hidden_layers: int) -> dict[str, BufferSpec]:
-        """Return the specs of all buffers, by name; see `get_buffer_sizes` for the arguments."""
-        return self.architecture.get_buffer_specs(self.config, self.weights, self.get_buffer_sizes(n_slots, n_hidden_layers))
+    def _fill(self, new: Allocator, n_slots: int, n_hidden_layers: int) -> Buffers:
+        """Return the buffers that an allocator makes for a sequence of n_slots tokens."""
+        sizes = BufferSizes(KV_FORMATS[self.kv], n_slots, self.max_threads, n_hidden_layers)
+        return self.architecture.make_buffers(self.config, self.weights, sizes, new)
 
     def get_sequence_bytes(self, n_positions: int, is_additional: bool = False, n_hidden_layers: int = 0) -> int:
         """Return the memory in bytes that a sequence of n_positions tokens needs in addition to the weights.
@@ -327,9 +313,18 @@ class Model:
             n_hidden_layers: Number of layers whose hidden states are kept.
         """
         n_slots = round_up(n_positions + MAX_BATCH_TOKENS, PANEL_ROWS)
-        specs = self.get_buffer_specs(n_slots, n_hidden_layers)
-        n_bytes = snapshot_bytes({name: spec.shape for name, spec in specs.items()}) - self.window_evictor.saved_bytes(n_slots)
-        return n_bytes + sum(spec.n_bytes for spec in specs.values() if spec.is_per_sequence or not is_additional)
+        plan = self._fill(Allocator(is_plan=True), n_slots, n_hidden_layers)
+        n_bytes = snapshot_bytes(plan.recurrent_states) - self.window_evictor.saved_bytes(n_slots)
+        n_bytes += sum(each.array.nbytes for each in plan.new.own)
+        return n_bytes if is_additional else n_bytes + plan.new.shared.n_bytes + self._block_bytes
+
+    @functools.cached_property
+    def _block_bytes(self) -> int:
+        """Size in bytes of the arrays of passes that the blocks make for themselves."""
+        plan = self._fill(Allocator(is_plan=True), PANEL_ROWS, 0)
+        n_before = plan.new.shared.n_bytes
+        self.architecture.program(self.config, self.weights, plan)
+        return plan.new.shared.n_bytes - n_before
 
     def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
         """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory.

@@ -9,19 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat
-from specdec.layers.architecture import Architecture, Buffers, Weights
-from specdec.layers.block import KV_BUFFERS, has_kv_cache, kv_bytes_per_position
+from specdec.layers.architecture import Architecture
+from specdec.layers.block import kv_bytes_per_position
+from specdec.layers.buffers import Buffers
 from specdec.model_config import ModelConfig
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import CAN_RELEASE_PAGES, release_pages
-from specdec.runtime.simd import Float32, ceil_div
+from specdec.runtime.simd import ceil_div
 
 MAX_REWIND_BYTES = 128 << 20  # kept beyond windows to truncate a sequence; hybrid models keep as much in snapshots
 MIN_REWIND_TOKENS = 512  # that can always be truncated: a proposal, and more than a pass
-NO_ARRAY: Float32 = np.zeros(0, np.float32)  # in the place of keys, which latent attention has not
 EVICTION_STEP_TOKENS = 512  # positions that are released at a time
 
 
@@ -44,16 +42,13 @@ class WindowedLayer(NamedTuple):
 class SlidingWindowEvictor:
     """An object that releases memory of the KV cache of windowed layers, for sequences of up to n_positions.
 
-    It releases nothing if the system cannot release pages or the architecture has no `split_by_layer`.
+    It releases nothing if the system cannot release pages or the architecture keeps all of them.
     """
 
-    def __init__(self, architecture: Architecture, config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> None:
+    def __init__(self, architecture: Architecture, config: ModelConfig, kv: KVFormat, n_positions: int) -> None:
         """Find the windowed layers, and how many tokens to keep so that a sequence can go back."""
-        self._split_by_layer = architecture.split_by_layer
-        self._config, self._weights = config, weights
-        self._layers = (
-            [*_find_windowed_layers(config, weights, kv, n_positions)] if self._split_by_layer and CAN_RELEASE_PAGES else []
-        )
+        can_release = architecture.releases_windows and CAN_RELEASE_PAGES
+        self._layers = [*_find_windowed_layers(config, kv, n_positions)] if can_release else []
         per_position = sum(layer.bytes_per_position for layer in self._layers)
         self._max_rewind_tokens = max(MAX_REWIND_BYTES // max(per_position, 1), MIN_REWIND_TOKENS)
 
@@ -86,22 +81,23 @@ class SlidingWindowEvictor:
 
     def _release(self, buffers: Buffers, get_range: Callable[[WindowedLayer], tuple[int, int]]) -> None:
         """Release the whole panels of keys and values of each windowed layer between the positions that get_range returns."""
-        by_layer = self._split_by_layer(self._config, self._weights, buffers) if self._split_by_layer and self._layers else []
         for layer in self._layers:
-            own = by_layer[layer.layer_index]
-            n_slots = own.values.shape[-2]
+            kv = buffers.layers[layer.layer_index].kv
+            assert kv
+            n_slots = kv.values.shape[2]
             first, last = (min(at, n_slots) // PANEL_ROWS * PANEL_ROWS for at in get_range(layer))
-            for name in KV_BUFFERS:
-                if first < last and (array := getattr(own, name, NO_ARRAY)).size:
-                    runs = array.reshape(-1, array[0].size // (array.shape[1] if name == "values" else 1))
+            for array in kv:
+                if first < last and array.size:
+                    n_runs = len(array) * (array.shape[1] if array is kv.values else 1)
+                    runs = array.reshape(n_runs, -1)
                     release_pages(runs, first * (runs.shape[1] // n_slots), last * (runs.shape[1] // n_slots))
 
 
-def _find_windowed_layers(config: ModelConfig, weights: Weights, kv: KVFormat, n_positions: int) -> Iterator[WindowedLayer]:
+def _find_windowed_layers(config: ModelConfig, kv: KVFormat, n_positions: int) -> Iterator[WindowedLayer]:
     """Yield a `WindowedLayer` for each layer with its own keys and values in which a token may not see all n_positions."""
     for i in range(config.n_layers):
         layer = config.layer_config(i)
-        if layer.attention_window < n_positions and has_kv_cache(config, weights, i):
+        if layer.attention_window < n_positions and layer.has_attention and layer.has_own_kv:
             n_runs = layer.n_kv_heads * (1 + ceil_div(layer.head_dim, PANEL_ROWS) + 2 * kv.is_scaled)
             if latent := layer.attention.latent:
                 n_runs = latent.cache_width // PANEL_ROWS + kv.is_scaled

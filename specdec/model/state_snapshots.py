@@ -1,11 +1,13 @@
 """Snapshots of the recurrent state at some lengths of a sequence, to truncate it further than the buffers allow."""
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.architecture import Buffers
 from specdec.layers.block import BASE, TIP
+from specdec.layers.buffers import Buffers, RecurrentState
 from specdec.runtime.simd import Float32
 
 MAX_SNAPSHOT_BYTES = 128 << 20  # of all snapshots of a sequence; two are kept in any case
@@ -20,8 +22,8 @@ class Snapshot(NamedTuple):
 
     Attributes:
         n_tokens: Length of the sequence.
-        inputs: Last inputs of the convolutions.
-        states: States of the delta nets or Mamba-2 layers, if there are any.
+        inputs: Last inputs of the convolutions, by layer.
+        states: States of the delta nets or Mamba-2 layers, if there are any, by layer.
     """
 
     n_tokens: int
@@ -55,7 +57,8 @@ class Snapshots(list[Snapshot]):
         """
         last = self[-1].n_tokens if self else 0
         is_worth_it = n >= last + SNAPSHOT_INTERVAL_TOKENS or (n > last and n == n_total - 1 - PROMPT_END_OFFSET_TOKENS)
-        if is_worth_it and not (hasattr(buffers, "states") and (buffers.lengths[..., TIP] != n).any()):
+        scans = [state.scan for state in buffers.recurrent_states if state.scan]
+        if is_worth_it and all((scan.lengths[:, TIP] == n).all() for scan in scans):
             self.add(take_snapshot(buffers, n))
 
     def add(self, snapshot: Snapshot) -> None:
@@ -74,29 +77,39 @@ class Snapshots(list[Snapshot]):
     def restore(self, buffers: Buffers, n: int) -> None:
         """Write the snapshot of n tokens, which must exist, to the buffers; they then hold no state of fewer tokens."""
         snapshot = next(each for each in self if each.n_tokens == n)
-        buffers.inputs[:, _find_ring_rows(buffers, n)] = snapshot.inputs
-        if snapshot.states is not None:
-            buffers.states[:, BASE] = buffers.states[:, TIP] = snapshot.states
-            buffers.lengths[...] = n
+        for i, state in enumerate(buffers.recurrent_states):
+            state.inputs[_find_ring_rows(state, n)] = snapshot.inputs[i]
+            if state.scan:
+                assert snapshot.states is not None
+                state.scan.states[BASE] = state.scan.states[TIP] = snapshot.states[i]
+                state.scan.lengths[...] = n
 
 
 def take_snapshot(buffers: Buffers, n: int) -> Snapshot:
     """Return a snapshot that copies the recurrent state after n tokens out of the buffers."""
-    states = buffers.states[:, TIP].copy() if hasattr(buffers, "states") else None
-    return Snapshot(n, buffers.inputs[:, _find_ring_rows(buffers, n)].copy(), states)
+    states = buffers.recurrent_states
+    scans = [state.scan.states[TIP] for state in states if state.scan]
+    inputs = np.stack([state.inputs[_find_ring_rows(state, n)] for state in states])
+    return Snapshot(n, inputs, np.stack(scans) if scans else None)
 
 
-def snapshot_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Return the maximum size in bytes of all snapshots of a sequence, given buffer shapes; 0 without a recurrent state."""
-    if "inputs" not in shapes:
+def snapshot_bytes(states: Sequence[RecurrentState]) -> int:
+    """Return the maximum size in bytes of all snapshots of a sequence with these recurrent states; 0 without any."""
+    n_bytes = 0
+    for inputs, scan in states:
+        n_bytes += _count_ring_rows(inputs) * inputs[0].nbytes
+        n_bytes += scan.states[TIP].nbytes if scan else 0
+    if not n_bytes:
         return 0
-    n_layers, n_rows, n_channels = shapes["inputs"]
-    n_bytes = 4 * n_layers * (n_rows - MAX_BATCH_TOKENS) * n_channels
-    n_bytes += 2 * math.prod(shapes.get("states", (0,)))  # one of the two states, 4 bytes per number
-    return n_bytes * min(max(MAX_SNAPSHOT_BYTES // max(n_bytes, 1), MIN_SNAPSHOTS), MAX_SNAPSHOTS)
+    return n_bytes * min(max(MAX_SNAPSHOT_BYTES // n_bytes, MIN_SNAPSHOTS), MAX_SNAPSHOTS)
 
 
-def _find_ring_rows(buffers: Buffers, n: int) -> list[int]:
-    """Return the indexes of the rows of the ring buffer `inputs` that a convolution at position n reads of earlier tokens."""
-    n_rows = buffers.inputs.shape[1]
-    return [position % n_rows for position in range(n - (n_rows - MAX_BATCH_TOKENS), n)]
+def _count_ring_rows(inputs: Float32) -> int:
+    """Return the number of earlier tokens' inputs that a convolution with this ring reads."""
+    return len(inputs) - MAX_BATCH_TOKENS
+
+
+def _find_ring_rows(state: RecurrentState, n: int) -> list[int]:
+    """Return the indexes of the rows of a ring of inputs that a convolution at position n reads of earlier tokens."""
+    n_rows = len(state.inputs)
+    return [position % n_rows for position in range(n - _count_ring_rows(state.inputs), n)]

@@ -15,11 +15,11 @@ from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
 from specdec.sampling import Sampling
+from tests.model.test_architectures import FAMILIES, LATENT
+from tests.model.test_architectures import random_tensors as family_tensors
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.decode import generate_tokens
-from tests.tools.family_models import FAMILIES, LATENT
-from tests.tools.family_models import random_tensors as family_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
 
@@ -115,10 +115,8 @@ def test_bytes_per_token_are_those_by_which_a_cache_grows(name):
     config = FAMILIES[name]
     for kv in ("f32", "f16", "q8"):
         model = Model(config, get_architecture(config).pack(config, family_tensors(config)), 1, kv=kv)
-        short, long = (model.get_buffer_specs(n, 0) for n in (64, 128))
-        cached = [each for each in short if each.startswith(("keys", "values", "key_scales", "value_scales"))]
-        grown = sum(long[each].n_bytes - short[each].n_bytes for each in cached)
-        assert grown == 64 * count_kv_bytes_per_token(config, kv) > 0
+        short, long = (sum(each.array.nbytes for each in model.grow_buffers(n, 0, None).growing) for n in (64, 128))
+        assert long - short == 64 * count_kv_bytes_per_token(config, kv) > 0
 
 
 def test_key_or_value_beyond_fp16_range_becomes_nan():
@@ -155,7 +153,7 @@ def test_auto_kv_follows_weights_and_f16_halves_the_cache():
     cached = 2 * 4 * config.n_layers * config.n_kv_heads * (config.head_dim + 32) // 2 * 4096  # values fill panels of 32
     assert cached / 2 <= f32.get_sequence_bytes(4096) - f16.get_sequence_bytes(4096) < cached / 2 * 1.05
     q8 = Model(config, f32.weights, 1, kv="q8")
-    n_bytes = [model.new_cache()._buffers.keys.nbytes for model in (f32, f16, q8)]
+    n_bytes = [model.new_cache()._buffers.layers[0].kv.keys.nbytes for model in (f32, f16, q8)]
     assert n_bytes[0] == 2 * n_bytes[1] == 4 * n_bytes[2]
     scales = 2 * 4 * config.n_layers * config.n_kv_heads * 4096
     assert cached / 4 - scales < f16.get_sequence_bytes(4096) - q8.get_sequence_bytes(4096) < cached / 4

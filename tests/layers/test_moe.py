@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec.layers.activations import swiglu
-from specdec.layers.block import NO_BIAS
+from specdec.layers.block import NO_VECTOR
 from specdec.layers.moe import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
 from specdec.quant import BF16, FP16, FP32, INT4, INT8
 from specdec.quant.gguf_repacking import WEIGHT_FORMATS as BLOCK_FORMATS
@@ -17,7 +17,7 @@ from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import round_up
-from tests.tools.block_tensors import RandomBlockTensor
+from tests.quant.test_groupwise import RandomBlockTensor
 from tests.tools.random_models import run_sequentially
 
 T, THREADS = 64, 2
@@ -37,7 +37,7 @@ class Router:
         self.starts, self.weights = np.zeros((n_threads, n_experts + 1), np.int64), zeros(n_threads, T * n_chosen)
         self.n_experts, self.n_chosen, self.n_threads = n_experts, n_chosen, n_threads
         arrays = self.scores, self.bias, self.probs, self.tokens, self.starts, self.slots, self.weights
-        self.op = route(*arrays, n_chosen, scoring, is_normed, 1e-6 if scoring == SIGMOID else 0.0, 1.5, NO_BIAS, 1, 1)
+        self.op = route(*arrays, n_chosen, scoring, is_normed, 1e-6 if scoring == SIGMOID else 0.0, 1.5, NO_VECTOR, 1, 1)
 
     def choose(self, scores):
         """Return the experts of each thread and token by rank (threads, T, k), and their weights."""

@@ -5,8 +5,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec.layers.block import N_REWINDABLE_STATES, NO_BIAS
-from specdec.layers.recurrent_ops import convolve, gated_convolution, make_ring_buffer
+from specdec.layers.block import N_REWINDABLE_STATES, NO_VECTOR
+from specdec.layers.buffers import Allocator
+from specdec.layers.recurrent_ops import convolve, gated_convolution, make_ring
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
@@ -20,8 +21,8 @@ class Model:
 
     def __init__(self, width, n_panels, gated, bias):
         self.n_channels, self.gated = n_panels * PANEL_ROWS, gated
-        self.weight, self.bias = random(width, self.n_channels, seed=1), random(self.n_channels, seed=2) if bias else NO_BIAS
-        self.inputs = zeros(*make_ring_buffer(1, width, self.n_channels).shape)[0]
+        self.weight, self.bias = random(width, self.n_channels, seed=1), random(self.n_channels, seed=2) if bias else NO_VECTOR
+        self.inputs = make_ring(Allocator(), width, self.n_channels)
         self.inputs[:] = np.nan  # left by another sequence
 
     def forward(self, x, pos, n_threads=1):

@@ -130,4 +130,4 @@ def test_batched_sequences_have_own_states_and_rewind_limits(name):
         for logits, single, job in zip(batched, alone, jobs, strict=True):
             np.testing.assert_array_equal(logits, single.forward(*job))
         for each, end, n in zip(caches, ends, n_logits, strict=True):
-            assert (each._buffers.lengths[..., TIP] == end - n + 1).all()
+            assert all((state.scan.lengths[:, TIP] == end - n + 1).all() for state in each._buffers.recurrent_states)

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specdec.layers.architecture import FusedTensors, PackedTensor, PackedVector, fuse_tensors
+from specdec.layers.weights import FusedTensors, MatrixPlan, VectorPlan, fuse_tensors
 from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
 from specdec.model.model import Model
 from specdec.quant import INT4
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
-from tests.tools.block_tensors import block_model
+from tests.loaders.test_gguf_checkpoint import block_model
 from tests.tools.gguf_files import gguf_bytes, random_blocks
 from tests.tools.random_models import fake_three_threads, run_sequentially, scatter_phases
 
@@ -94,11 +94,11 @@ def test_fuse_tensors_follows_shapes_and_fused_names():
         "experts": FusedTensors(("up", "gate"), interleaved=True),
     }
     assert fuse_tensors(own, fused, stored, 7) == {
-        "7.norm": PackedVector((("norm", 7),), (4,)),
-        "7.both": PackedTensor((("w1", 7), ("7.w2", None)), (6, 2), 4),
-        "7.biases": PackedVector((("b1", 7), ("b2", 7)), (6, 6), interleaved=True),
-        "7.taps": PackedVector((("taps", 7),), (4,), n_rows=3),
-        "7.experts": PackedTensor((("7.up", 0), ("7.up", 1)), (6, 6), 4),
+        "7.norm": VectorPlan((("norm", 7),), (4,)),
+        "7.both": MatrixPlan((("w1", 7), ("7.w2", None)), (6, 2), 4),
+        "7.biases": VectorPlan((("b1", 7), ("b2", 7)), (6, 6), interleaved=True),
+        "7.taps": VectorPlan((("taps", 7),), (4,), n_rows=3),
+        "7.experts": MatrixPlan((("7.up", 0), ("7.up", 1)), (6, 6), 4),
     }
-    assert fuse_tensors({"w1": (6, 4)}, {}, {"w1": (6, 4)}, 0) == {"0.w1": PackedTensor((("w1", None),), (6,), 4)}
-    assert fuse_tensors({"up": (6, 4)}, fused, {"up": (6, 4)}) == {"experts": PackedTensor((("up", None),), (6,), 4)}
+    assert fuse_tensors({"w1": (6, 4)}, {}, {"w1": (6, 4)}, 0) == {"0.w1": MatrixPlan((("w1", None),), (6,), 4)}
+    assert fuse_tensors({"up": (6, 4)}, fused, {"up": (6, 4)}) == {"experts": MatrixPlan((("up", None),), (6,), 4)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers import architecture
+from specdec.layers import architecture, buffers
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
@@ -202,7 +202,7 @@ def test_logits_survive_buffer_growth(name):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(architecture, "zeros"), (architecture, "lazy_zeros"), (architecture, "Executor")])
+@pytest.mark.parametrize(("module", "where"), [(buffers, "zeros"), (buffers, "lazy_zeros"), (architecture, "Executor")])
 def test_failed_growth_keeps_model_usable(monkeypatch, module, where, error):
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens = random_tokens(config, 300)

@@ -18,8 +18,8 @@ from specdec.model.model import KVFormatName, Model
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages
+from tests.model.test_architectures import FAMILIES, random_tensors
 from tests.tools.configs import replace_config
-from tests.tools.family_models import FAMILIES, random_tensors
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens, run_in_blocks
 
 NAMES = ("gemma", "gemma 2", "exaone 4", "gpt-oss", "mistral", "gemma 4", "gemma 4, experts", "gemma 4, values that are keys")
@@ -217,9 +217,7 @@ def test_nothing_is_evicted_for_small_sequences_or_other_architectures() -> None
     for name in ("gpt2", "lfm2", "qwen3"):
         config = replace(FAMILIES[name], seq_len=400)
         architecture = get_architecture(config)
-        own = SlidingWindowEvictor(
-            architecture, config, architecture.pack(config, random_tensors(config)), cache._buffers.kv, 400
-        )
+        own = SlidingWindowEvictor(architecture, config, cache._buffers.kv_format, 400)
         assert own.get_min_rewind(10**9) == 0 and own.saved_bytes(10**6) == 0
 
 
@@ -228,12 +226,11 @@ def test_evicting_a_layer_keeps_other_layers(no_slack: None) -> None:
     model = make_model("gemma")
     model.new_cache().forward(random_tokens(model.config, 1500), 0)
     buffers = model.new_cache()._buffers
-    arrays = {name: array for name, array in vars(buffers).items() if name.startswith(("keys", "values"))}
-    for array in arrays.values():
-        array[...] = 1.0
+    for layer in buffers.layers:
+        layer.kv.keys[...] = layer.kv.values[...] = 1.0
     model.window_evictor.evict_all(buffers)
-    for array in arrays.values():
-        assert (array[2] == 1).all() and [(array[i] == 0).any() for i in (0, 1, 3)] == [True] * 3
+    for arrays in ([layer.kv.keys for layer in buffers.layers], [layer.kv.values for layer in buffers.layers]):
+        assert (arrays[2] == 1).all() and [(arrays[i] == 0).any() for i in (0, 1, 3)] == [True] * 3
 
 
 def test_shared_pages_are_not_released() -> None:

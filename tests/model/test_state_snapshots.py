@@ -138,13 +138,7 @@ def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
 
 
 def test_sequence_bytes_include_snapshots(model):
-    plain = sum(
-        buffer.n_bytes
-        for buffer in get_architecture(model.config)
-        .get_buffer_specs(model.config, model.weights, model.get_buffer_sizes(1024, 0))
-        .values()
-        if buffer.is_per_sequence
-    )
+    plain = sum(each.array.nbytes for each in model.grow_buffers(1024, 0, None).new.own)
     cache = model.new_cache()
     read(cache, random_tokens(model.config, 2900))
     held = sum(each.n_bytes for each in cache._snapshots)

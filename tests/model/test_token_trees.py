@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers import architecture
+from specdec.layers import architecture, buffers
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
+from tests.model.test_architectures import FAMILIES, POISON, make_cache, random_tensors
 from tests.tools.configs import make_config, replace_config
-from tests.tools.family_models import FAMILIES, POISON, make_cache, random_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
@@ -26,7 +26,7 @@ ALL = (
     | CONFIGS
     | {"head_dim 2": make_config(14, 20, 2, 7, 1, 105, 400), "many heads": make_config(96, 40, 1, 24, 1, 105, 400)}
 )
-SHAPES = {name: config for name, config in ALL.items() if get_architecture(config).move_path}  # families that support trees
+SHAPES = {name: config for name, config in ALL.items() if get_architecture(config).can_run_trees}  # families that support trees
 
 
 def random_parents(n: int, seed: int) -> list[int]:
@@ -294,7 +294,7 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(architecture, "zeros"), (architecture, "Executor")])
+@pytest.mark.parametrize(("module", "where"), [(buffers, "zeros"), (architecture, "Executor")])
 def test_failed_growth_keeps_tree_usable(monkeypatch: pytest.MonkeyPatch, module, where: str, error) -> None:
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens, nodes, parents = random_tokens(config, 250), random_tokens(config, 20, 5), random_parents(20, 6)

@@ -1,14 +1,16 @@
 """A toy family in one file with what Llama does not need: four norms per layer, and a recurrent state."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from specdec import kernels
-from specdec.layers.architecture import Architecture, BufferSpec, ForwardProgram, fuse_tensors
-from specdec.model import ARCHITECTURES, llama
+from specdec.layers.buffers import Buffers, pad
+from specdec.layers.weights import fuse_tensors
+from specdec.model import ARCHITECTURES
 from specdec.model.kv_cache import INITIAL_CAPACITY
+from specdec.model.llama import Llama
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8
@@ -48,63 +50,68 @@ def add_normed(run: ForwardContext, thread: int, x: Floats2, normed: Floats3) ->
 STATE, ADD_NORMED = Kernel(run_state, cache=False), Kernel(add_normed, cache=False)
 
 
-def shapes(config):
-    return llama.shapes(config) | dict.fromkeys(LAYER_TENSORS, (config.n_layers, config.dim))
+@dataclass(kw_only=True)
+class ToyBuffers(Buffers):
+    states: list
 
 
-def packed_tensors(config):
-    stored, own = shapes(config), llama.packed_tensors(config)
-    for i in range(config.n_layers):
-        own |= fuse_tensors(dict.fromkeys(LAYER_TENSORS, (config.dim,)), {}, stored, i)
-    return own
+class Toy(Llama):
+    """x += gain * state; x += norm(wo attention(norm(x))); x += norm(w2 swiglu(w13 norm(x)))."""
+
+    can_run_trees = False
+    releases_windows = False
+    n_rewindable_states = N_STATES
+
+    def shapes(self, config):
+        return super().shapes(config) | dict.fromkeys(LAYER_TENSORS, (config.n_layers, config.dim))
+
+    def plans(self, config):
+        stored, own = self.shapes(config), super().plans(config)
+        for i in range(config.n_layers):
+            own |= fuse_tensors(dict.fromkeys(LAYER_TENSORS, (config.dim,)), {}, stored, i)
+        return own
+
+    def make_buffers(self, config, weights, sizes, new):
+        states = [new.sequence(N_STATES, pad(config.dim)) for _ in range(config.n_layers)]
+        return ToyBuffers(**vars(super().make_buffers(config, weights, sizes, new)), states=states)
+
+    def layers(self, config, weights, b):
+        w, v = weights.matrices, weights.vectors
+        heads, hidden = b.new.rows("heads", pad(config.dim), 1), b.new.rows("hidden", pad(config.hidden_dim), 1)
+
+        def norm(name, x=b.x):
+            return kernels.rms_norm(b.normed, x, v[name], config.dim, config.norm_eps, False, 0)
+
+        def add_branch(name):
+            return [norm(name, b.branch), ADD_NORMED(b.x[0], b.normed)]
+
+        def layer(i, own):
+            (_, *qkv), attention, _, (_, *mlp), _ = own  # norms and matmuls are Llama's; what follows differs
+            return [
+                [STATE(b.x[0], b.states[i], v[f"{i}.decay"], v[f"{i}.gain"])],
+                [norm(f"{i}.rms_att"), *qkv],
+                attention,
+                [w[f"{i}.wo"].matmul(b.branch[0], heads, b.scratch)],
+                add_branch(f"{i}.rms_att_out"),
+                [norm(f"{i}.rms_ffn"), *mlp],
+                [w[f"{i}.down"].matmul(b.branch[0], hidden, b.scratch)],
+                add_branch(f"{i}.rms_ffn_out"),
+            ]
+
+        return [layer(i, own) for i, own in enumerate(super().layers(config, weights, b))]
 
 
-def buffers(config, weights, sizes):
-    padded = weights.vectors["rms_final"].size
-    return llama.buffers(config, weights, sizes) | {
-        "states": BufferSpec((config.n_layers, N_STATES, padded), scope="sequence"),
-        "branch": BufferSpec((1, kernels.MAX_BATCH_TOKENS, padded), scope="token"),
-    }
-
-
-def program(config, weights, b):
-    """Return the program of x += gain * state; x += norm(wo attention(norm(x))); x += norm(w2 swiglu(w13 norm(x)))."""
-    w, v = weights.matrices, weights.vectors
-
-    def norm(name, x=b.x, logits_only=False):
-        return kernels.rms_norm(b.normed, x, v[name], config.dim, config.norm_eps, logits_only, 0)
-
-    def add_branch(name):
-        return [norm(name, b.branch), ADD_NORMED(b.x[0], b.normed)]
-
-    def layer(i):
-        (_, *qkv), attention, _, (_, *mlp), _ = llama_program.layers[i]  # norms and matmuls are Llama's; what follows differs
-        return [
-            [STATE(b.x[0], b.states[i], v[f"{i}.decay"], v[f"{i}.gain"])],
-            [norm(f"{i}.rms_att"), *qkv],
-            attention,
-            [w[f"{i}.wo"].matmul(b.branch[0], b.heads, b.scratch)],
-            add_branch(f"{i}.rms_att_out"),
-            [norm(f"{i}.rms_ffn"), *mlp],
-            [w[f"{i}.down"].matmul(b.branch[0], b.hidden, b.scratch)],
-            add_branch(f"{i}.rms_ffn_out"),
-        ]
-
-    llama_program = llama.program(config, weights, b)
-    return ForwardProgram(llama_program.embed, [layer(i) for i in range(config.n_layers)], llama_program.classify)
-
-
-TOY = Architecture(shapes, packed_tensors, buffers, program, llama.fill_position_tables, n_rewindable_states=N_STATES)
+TOY = Toy()
 
 
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "toy", f"{__name__}:TOY")
+    monkeypatch.setitem(ARCHITECTURES, "toy", lambda config: TOY)
 
 
 def make_tensors(config):
     rng = np.random.default_rng(0)
-    tensors = {name: rng.standard_normal(shape).astype(np.float32) / 5 for name, shape in shapes(config).items()}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) / 5 for name, shape in TOY.shapes(config).items()}
     tensors |= {name: 1 + tensor for name, tensor in tensors.items() if name.startswith("rms")}
     return tensors | {"decay": np.float32(0.9) - np.abs(tensors["decay"])}
 

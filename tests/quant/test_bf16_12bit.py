@@ -31,7 +31,7 @@ from specdec.runtime.memory import Arena, zeros
 from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
 from specdec.runtime.simd import ceil_div, round_up
 from specdec.runtime.work_stealing import get_chunk_range
-from tests.tools.half_precision import assert_same_bits, half_tensors, widen_exactly, widen_tensors
+from tests.quant.test_fp16_bf16 import assert_same_bits, half_tensors, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
 portable_tile, _ = make_tile(
@@ -191,7 +191,9 @@ def test_matrix_that_overflows_the_pool_stays_bf16_and_its_memory_is_reused(monk
     assert_same_bits(run_in_blocks(Model(CONFIG, weights, 1), tokens, 8), expected)
     kept = list[tuple[Any, str]]()
     LLAMA.pack(CONFIG, tensors, PACKED_BF16, keep=lambda *array: kept.append(array))
-    arranged = LLAMA.arrange(CONFIG, tensors, PACKED_BF16, [array.reshape(-1) for array, _ in kept], [name for _, name in kept])
+    arranged = LLAMA.plan_weights(CONFIG, tensors, PACKED_BF16).arrange(
+        [array.reshape(-1) for array, _ in kept], [name for _, name in kept]
+    )
     assert {name: matrix.weight_format for name, matrix in arranged.matrices.items()} == formats
     assert_same_bits(run_in_blocks(Model(CONFIG, arranged, 1), tokens, 8), expected)
 

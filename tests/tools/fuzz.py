@@ -184,7 +184,7 @@ def fuzz_checkpoint(rng):
         model = load_model(path, int8, n_threads=1)
         tokens, cache = [rng.randrange(model.vocab_size) for _ in range(min(n, model.n_positions))], model.new_cache()
         assert cache.forward(tokens, len(tokens)).shape == (len(tokens), model.vocab_size)
-        mapped = cache._buffers.keys.nbytes + cache._buffers.values.nbytes
+        mapped = sum(each.array.nbytes for each in cache._buffers.new.own)
         outcome = FINE
     except CheckpointError as error:
         outcome, mapped = check_one_line(error, str(path)), 0
@@ -319,9 +319,9 @@ def get_oracle_tensors(checkpoint, weights, kind):
     tensors = {
         name: [t[:] for t in tensor] if isinstance(tensor, list) else tensor[:] for name, tensor in checkpoint.tensors.items()
     }
-    for name, shard in LLAMA.make_shards(checkpoint.config, checkpoint.tensors, kind).items():
+    for name, (shard,) in LLAMA.plan_weights(checkpoint.config, checkpoint.tensors, kind).shards.items():
         matrix = weights.matrices[name]
-        for key, layer in shard.tensor.tensors:
+        for key, layer in shard.plan.tensors:
             tensor = checkpoint.tensors[key] if layer is None else checkpoint.tensors[key][layer]
             array = tensor[:]
             if not hasattr(tensor, "type"):

@@ -23,8 +23,8 @@ from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.events import Step
-from specdec.layers.architecture import Weights
 from specdec.layers.rope import fill_cos_sin
+from specdec.layers.weights import Weights
 from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
 from specdec.model.model import KVFormatName, Model
@@ -37,7 +37,7 @@ from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS
-from tests.tools.block_tensors import ROWS, N, RandomBlockTensor, run_matmul
+from tests.quant.test_groupwise import ROWS, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.decode import decode
 from tests.tools.hf_folders import CONFIGS, FIXTURES, read_all_tensors

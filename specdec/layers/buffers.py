@@ -1,0 +1,332 @@
+"""Buffers: the arrays that a forward program works in, those of passes and those of one sequence.
+
+Shapes: T tokens of this pass, S cached positions, D dim, L layers, V vocab, G KV heads, K head dim, R rows of a panel.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, move_kv_slots
+from specdec.quant.packed_matrix import LazyTable
+from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.memory import copy_nonzero_pages, lazy_zeros, zeros
+from specdec.runtime.op_program import Executor
+from specdec.runtime.simd import Float32, Int64, ceil_div, round_up
+
+Array = npt.NDArray[Any]  # of any dtype
+
+
+def pad(n: int) -> int:
+    """Return n rows, rounded up to whole panels."""
+    return int(round_up(n, PANEL_ROWS))
+
+
+class BufferSizes(NamedTuple):
+    """The quantities, in addition to config and weights, on which the shapes of a model's buffers depend.
+
+    Attributes:
+        kv: Format of the KV cache.
+        n_positions: Length of the longest sequence, rounded up to whole panels of positions.
+        n_threads: Number of threads of a pass.
+        n_hidden_layers: Number of layers whose hidden states are kept.
+    """
+
+    kv: KVFormat
+    n_positions: int
+    n_threads: int
+    n_hidden_layers: int = 0
+
+
+class SequenceArray(NamedTuple):
+    """An array of one sequence.
+
+    Attributes:
+        array: The array.
+        positions_axis: Axis that grows with the sequence; None: its size is fixed.
+        positions_per_index: Number of positions per index of that axis.
+        is_sparse: Only written pages become resident, since most sequences do not fill the array.
+    """
+
+    array: Array
+    positions_axis: int | None = None
+    positions_per_index: int = 1
+    is_sparse: bool = False
+
+    def select(self, first: int, end: int) -> Array:
+        """Return a view of positions first to end (exclusive), whole indexes of the axis; of all of an array of fixed size."""
+        if self.positions_axis is None:
+            return self.array
+        part = slice(first // self.positions_per_index, ceil_div(end, self.positions_per_index))
+        return self.array[(*[slice(None)] * self.positions_axis, part)]
+
+    def copy_to(self, other: Array) -> None:
+        """Copy the contents to the beginning of a larger array, or to one of the same shape."""
+        region = other[tuple(map(slice, self.array.shape))]
+        if self.is_sparse:
+            copy_nonzero_pages(region, self.array)
+        else:
+            region[...] = self.array
+
+
+class KVState(NamedTuple):
+    """Keys and values of one attention layer: keys (G, S / R, K, R), values (G, ceil(K / R), S, R), their scales (G, S or 0).
+
+    Latent attention has no keys: a row of values is the key, too.
+    """
+
+    keys: Float32
+    values: Float32
+    key_scales: Float32
+    value_scales: Float32
+
+
+class ScanState(NamedTuple):
+    """State of a delta net or a Mamba-2 layer: see `recurrent_ops.DeltaNetArgs` and `recurrent_ops.Mamba2Args`."""
+
+    states: Float32
+    lengths: Int64
+    keys: Float32
+    deltas: Float32
+    decays: Float32
+
+
+class RecurrentState(NamedTuple):
+    """State of a mixer: the ring of its convolution's inputs (N, channels), and the state of its scan, if it has one."""
+
+    inputs: Float32
+    scan: ScanState | None = None
+
+
+class RopeTables(NamedTuple):
+    """RoPE's tables cos and sin (S, K + LANES): entry j belongs to row j % K of a head; see `fill_rope_tables`."""
+
+    cos: Float32
+    sin: Float32
+
+
+@dataclass
+class LayerBuffers:
+    """The arrays of one layer that outlive a pass.
+
+    Attributes:
+        kv: The KV cache that the layer reads: its own, or that of another layer.
+        recurrent: State of the layer's mixer.
+        rope: RoPE tables.
+        query_rope: RoPE tables of queries, if they differ.
+    """
+
+    kv: KVState | None = None
+    recurrent: RecurrentState | None = None
+    rope: RopeTables | None = None
+    query_rope: RopeTables | None = None
+
+
+@dataclass
+class SharedBuffers:
+    """What all caches of a model share.
+
+    Attributes:
+        arrays: Arrays of passes, by name and shape.
+        ropes: RoPE tables, by what their angles depend on.
+        executors: Executors by (n_positions, hidden layers); the second of each list, if any, is for long RoPE factors.
+    """
+
+    arrays: dict[Hashable, Array] = field(default_factory=dict)
+    ropes: dict[Hashable, RopeTables] = field(default_factory=dict)
+    executors: dict[tuple[int, tuple[int, ...]], list[Executor]] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size in bytes of all arrays and RoPE tables."""
+        tables = (table for rope in self.ropes.values() for table in rope)
+        return sum(array.nbytes for array in (*self.arrays.values(), *tables))
+
+
+class Allocator:
+    """Makes the arrays of one sequence, and finds or makes the arrays of passes, which all layers and sequences share.
+
+    Args:
+        shared: The shared arrays.
+        old: The arrays of the same sequence before it grew, in the order in which this allocator makes them.
+        is_plan: Make arrays of the right shapes without memory, to count bytes or to list the kernels of a program.
+
+    Attributes:
+        shared: The shared arrays.
+        own: The arrays of the sequence so far.
+        is_plan: Whether the arrays have no memory.
+    """
+
+    def __init__(self, shared: SharedBuffers | None = None, old: Iterable[SequenceArray] = (), *, is_plan: bool = False) -> None:
+        """Make an allocator that has made no array yet."""
+        self.shared = shared or SharedBuffers()
+        self.own = list[SequenceArray]()
+        self.is_plan = is_plan
+        self._old = deque(old)  # dropped as they are replaced
+        self._token_bytes = dict[int, tuple[Array, int]]()
+
+    @property
+    def token_arrays(self) -> list[tuple[Array, int]]:
+        """The arrays with a row for each token of a pass, each with the bytes from one row to the next."""
+        return [*self._token_bytes.values()]
+
+    def rows(self, name: str, width: int, copies: int = 0, dtype: type = np.float32) -> Array:
+        """Return the array (T, width), or (copies, T, width), of passes: any pass may overwrite it.
+
+        Calls with the same name and sizes return the same array.
+        """
+        shape = (copies, MAX_BATCH_TOKENS, width) if copies else (MAX_BATCH_TOKENS, width)
+        array = self.scratch(name, *shape, dtype=dtype)
+        self._token_bytes[id(array)] = array, array.shape[-1] * array.itemsize
+        return array
+
+    def numbers(self, name: str) -> Int64:
+        """Return an array (T,) with an integer for each token of a pass."""
+        array = self.scratch(name, MAX_BATCH_TOKENS, dtype=np.int64)
+        self._token_bytes[id(array)] = array, array.itemsize
+        return array
+
+    def scratch(self, name: str, *shape: int, dtype: type = np.float32) -> Array:
+        """Return an array of passes of any other shape; see `rows`."""
+        if (name, shape) not in self.shared.arrays:
+            self.shared.arrays[name, shape] = self.make(shape, dtype)
+        return self.shared.arrays[name, shape]
+
+    def scores(self, *shape: int) -> Float32:
+        """Return scratch for attention scores (..., S), of this shape or with more positions."""
+        found = self.shared.arrays.get("scores")
+        if found is None or found.shape[-1] < shape[-1]:
+            self.shared.executors.clear()  # they use the smaller array
+            found = self.shared.arrays["scores"] = self.make(shape, np.float32)
+        return found
+
+    def sequence(
+        self,
+        *shape: int,
+        dtype: type = np.float32,
+        positions_axis: int | None = None,
+        positions_per_index: int = 1,
+        is_sparse: bool = False,
+    ) -> Array:
+        """Return an array that belongs to the sequence: the old one, or a larger one with its contents; see `SequenceArray`.
+
+        Raises:
+            MemoryError: If there is not enough memory.
+        """
+        old = self._old.popleft() if self._old else None
+        if old and old.array.shape == shape:
+            array = old.array
+        else:
+            array = self.make(shape, dtype, is_sparse)
+            if old:
+                old.copy_to(array)
+        self.own.append(SequenceArray(array, positions_axis, positions_per_index, is_sparse))
+        return array
+
+    def cache(self, *shape: int, dtype: type = np.float32, positions_axis: int | None = None, per_index: int = 1) -> Array:
+        """Return a sparse array of the sequence; see `sequence`."""
+        return self.sequence(*shape, dtype=dtype, positions_axis=positions_axis, positions_per_index=per_index, is_sparse=True)
+
+    def make(self, shape: Sequence[int], dtype: type = np.float32, is_sparse: bool = False) -> Array:
+        """Return a new array of zeros, or in a plan one without memory."""
+        if self.is_plan:
+            return np.broadcast_to(np.zeros((), dtype), shape)
+        if is_sparse:
+            return lazy_zeros(dtype, *shape)
+        return zeros(*shape) if dtype is np.float32 else np.zeros(shape, dtype)
+
+
+@dataclass
+class Buffers:
+    """The arrays that a forward program works in.
+
+    Attributes:
+        sizes: The sizes that the arrays are made for.
+        new: Makes further arrays of passes for the blocks.
+        tokens: Tokens of a pass (T,).
+        logits: (T, V padded).
+        x: Residual stream (1, T, D padded).
+        normed: (threads, T, D padded).
+        scratches: Activations in the form that a weight format needs, one array (threads, T, words) per shard of a matrix.
+        scores: Attention scores of one head (threads, MAX_TILE_TOKENS, S).
+        experts_read: Number of experts that the last pass has read in each layer (L,).
+        depths: Depths of the nodes of a tree (N,); after n tokens, a node's position is n + depth.
+        paths: (N, N): for each node, the nodes on the path to it by depth, ending with the node itself.
+        layers: What the layers keep between passes.
+        hidden_states: (S, layers D), of the cache's slots; only if hidden states are kept.
+        long_rope: RoPE tables of sequences with long factors, if there are any.
+        token_rows: Rows of the table that stays in its file, of the tokens of a pass, if there is one.
+    """
+
+    sizes: BufferSizes
+    new: Allocator
+    tokens: Int64
+    logits: Float32
+    x: Float32
+    normed: Float32
+    scratches: list[Float32]
+    scores: Float32
+    experts_read: Int64
+    depths: Int64
+    paths: Int64
+    layers: list[LayerBuffers]
+    hidden_states: Float32 | None = None
+    long_rope: RopeTables | None = None
+    token_rows: Float32 | None = None
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """Format of the KV cache."""
+        return self.sizes.kv
+
+    @property
+    def n_threads(self) -> int:
+        """Number of threads of a pass."""
+        return self.sizes.n_threads
+
+    @property
+    def scratch(self) -> Float32:
+        """Scratch of a matrix with one shard."""
+        return self.scratches[0]
+
+    @property
+    def branch(self) -> Float32:
+        """Output of a block before its norm (1, T, D padded)."""
+        return self.new.rows("branch", self.x.shape[2], 1)
+
+    @property
+    def recurrent_states(self) -> list[RecurrentState]:
+        """The states of all mixers, in the order of layers."""
+        return [layer.recurrent for layer in self.layers if layer.recurrent]
+
+    @property
+    def growing(self) -> list[SequenceArray]:
+        """The arrays of the sequence that grow with its length, such as keys and values."""
+        return [each for each in self.new.own if each.positions_axis is not None]
+
+    def load_tokens(self, tokens: Sequence[int], table: LazyTable | None, at: int) -> None:
+        """Write the tokens of a pass, and their rows of the table that stays in its file, from row `at` on."""
+        rows = slice(at, at + len(tokens))
+        self.tokens[rows] = tokens
+        if table:
+            assert self.token_rows is not None
+            self.token_rows[rows] = table.read_rows(tokens)
+
+    def copy_sequence(self, other: "Buffers", n: int) -> None:
+        """Copy the first n positions, whole panels, and all arrays of fixed size, of the sequence in other buffers."""
+        for to, source in zip(self.new.own, other.new.own, strict=True):
+            source._replace(array=source.select(0, n)).copy_to(to.array)
+
+    def move_path(self, path: Int64, n_tokens: int) -> None:
+        """Move what is cached of a tree's path to the slots behind the first n_tokens.
+
+        path: Indexes of the tree's nodes on the path, from the top down.
+        """
+        for kv in {id(layer.kv): layer.kv for layer in self.layers if layer.kv}.values():  # layers may share one
+            move_kv_slots(*kv, path, n_tokens)
+        if self.hidden_states is not None:
+            self.hidden_states[n_tokens : n_tokens + len(path)] = self.hidden_states[n_tokens + path]
