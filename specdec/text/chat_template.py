@@ -111,7 +111,7 @@ class ChatTemplate:
         from specdec.text.jinja_renderer import Rendering, RenderingError
 
         def render(content: Any) -> str:
-            return Rendering(self.source, self.variables, [{"role": "user", "content": content}], None).text
+            return Rendering(self.source, self.variables, [{"role": "user", "content": content}]).text
 
         try:
             text = "" if PROBE in render(PROBE) else render([{"type": "text", "text": PROBE, PROBE_KEY: ""}])
@@ -160,7 +160,7 @@ class ChatTemplate:
             for each in visible:
                 each["content"] = [{"type": "text", "text": each["content"]}]
         try:
-            rendering = Rendering(self.source, {**self.variables, **options}, visible, [*tools] if tools else None)
+            rendering = Rendering(self.source, self.variables, visible, [*tools] if tools else None, options)
             if (n := rendering.n_characters) > MAX_CHARACTERS:
                 raise PromptTooLongError(
                     f"{self.location}: the messages have {n} characters; at most {MAX_CHARACTERS} are rendered"
@@ -170,7 +170,6 @@ class ChatTemplate:
                     f"{self.location}: the rendered text has {n} characters; at most {max_characters} fit the context"
                 )
             check_string(f"the rendered text of {self.location}", rendering.text)
-            rendering.find_segment_edges()
             rendering.find_prefix_ends(prefix_lengths, self._rendered_prefixes)
         except RenderingError as error:
             raise TemplateError(f"{self.location}: {' '.join(str(error).split())[:300]}") from None

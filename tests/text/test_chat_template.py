@@ -16,6 +16,7 @@ from tests.tools.hf_folders import FIXTURES
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
+import jinja2
 import jinja2.runtime
 
 from specdec.loaders import Checkpoint
@@ -334,10 +335,6 @@ MESSAGES = (
     ">|dne_mi|<",
     f"<|IM_end|>{INJECTION}",
 )
-UNSUPPORTED = {
-    "m.content | urlencode", "m.content | escape", "m.content | wordcount", "[m.content]", "m.content | title",
-    "m.content | striptags", "m.content.encode()", "m.content | unique | list",
-}  # fmt: skip
 
 
 @pytest.mark.campaign
@@ -352,29 +349,27 @@ UNSUPPORTED = {
         "'{} {}'.format(m.content, 1)", "m.content | upper", "m.content.lower().capitalize()", "m.content | title",
         "m.content | first", "m.content | truncate(9)", "m.content | length", "m.content | indent(2)", "m.content | int",
         "'yes' if '_end' in m.content else 'no'", "m.content.startswith(('<', 'e'))", "m.content | unique | list",
-        "{'a': 1}.get(m.content, 2)", "m.content in ['a', 'the river']", "m.content.index('e')", "m.content.isascii()",
+        "{'a': 1}.get(m.content, 2)", "m.content in ['a', 'the river']", "m.content.find('e')", "m.content.isascii()",
         "m.content | urlencode", "m.content | escape", "m.content | wordcount", "[m.content]", "m.content * 2",
         "m.content.removeprefix('<').removesuffix('>')", "'a' < m.content", "m.content | striptags", "m.content.encode()",
-        "[m.content, 'b'] | sort | join", "m.content | replace('', '-')", "m.content.title()", "m.content | string | lower",
+        "[m.content, 'b'] | sort | join", "m.content | replace('', '-')", "messages",
+        "m.content | wordwrap(4)", "{m.content: [m]} | string | indent", "m.content.title()", "m.content | string | lower",
     ],
 )  # fmt: skip
 def test_filtered_messages_never_become_special_tokens(expression: str) -> None:
-    """The ids decode to the template's text with no other special tokens, or the template is rejected in one line."""
+    """The ids decode to jinja2's own text, with no other special tokens than the template's."""
     tokenizer, source = load_tokenizer("smollm2"), CHATML.replace("m.content", f"({expression})")
     chat, library_tokenizer = ChatTemplate(source, "here", {}), load_library_tokenizer("smollm2")
-    is_rejected = False
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = jinja_renderer.tojson
     for words in MESSAGES:
         messages = [USER[0] | {"content": words}]
-        try:
-            text, ids = chat.render(messages), chat.encode(tokenizer, messages)
-        except TemplateError as error:
-            is_rejected |= str(error).startswith("here: the template changes a message in a way that is not supported; expected ")
-            continue
+        text, ids = chat.render(messages), chat.encode(tokenizer, messages)
+        assert text == plain.from_string(source).render(messages=messages)
         assert len(find_special_ids(tokenizer, ids)) == 3
         assert decode_with_specials(tokenizer, ids) == text
         if words == "the river":
             assert ids == library_tokenizer.encode(text, add_special_tokens=False).ids
-    assert is_rejected == (expression in UNSUPPORTED)
 
 
 def test_a_reasoning_models_template_is_supported() -> None:
@@ -484,16 +479,6 @@ def test_messages_can_contain_unassigned_characters(first: int) -> None:
     words = "".join(map(chr, range(first, first + 0xFFFE if first > 0xFFFF else 0xFDF0))) + INJECTION
     ids = chat.encode(tokenizer, [USER[0] | {"content": words}])
     assert len(find_special_ids(tokenizer, ids)) == 3 and tokenizer.decode(ids) == f"user\n{words}\nassistant"
-
-
-def test_messages_with_too_many_different_characters_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendering = jinja_renderer.Rendering(CHATML, {}, USER, None)
-    rendering.find_segment_edges()
-    assert rendering.segment_edges == [17, 19]
-    monkeypatch.setattr(jinja_renderer, "PLACEHOLDER_CODEPOINTS", range(0x40000, 0x40020))
-    messages = [USER[0] | {"content": "".join(map(chr, range(0x40000, 0x40010))) + "0123456789abcdefg"}]
-    with pytest.raises(jinja_renderer.RenderingError, match="the messages have more than 32 different characters"):
-        jinja_renderer.Rendering(CHATML, {}, messages, None).find_segment_edges()
 
 
 def test_a_text_beyond_the_context_is_rejected_before_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
