@@ -1,5 +1,6 @@
 """Checks of caller-supplied values, errors of model files, and small helpers. Independent of other modules."""
 
+import codecs
 import json
 import math
 import operator
@@ -13,6 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 Choice = TypeVar("Choice")
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class CheckpointError(ValueError):
@@ -139,6 +141,15 @@ def wrap_read_errors(path: Path, error_type: type[ValueError], expected: str = "
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise error_type(f"cannot read {path}: {reason}") from None
+
+
+def decode_text(data: bytes) -> str:
+    """Decode a text that a person wrote: UTF-8 with or without a byte order mark, or UTF-16 with one, as of PowerShell.
+
+    Raises:
+        UnicodeDecodeError: The bytes are something else.
+    """
+    return data.decode("utf-16" if data.startswith(UTF16_MARKS) else "utf-8-sig")
 
 
 def shorten(value: object, to_string: Callable[[object], str] = str) -> str:

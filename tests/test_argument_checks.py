@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specdec import CheckpointError, Sampling, SpeculativeDecoder
-from specdec.argument_checks import count_common_prefix
+from specdec.argument_checks import count_common_prefix, decode_text
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +148,10 @@ def test_common_prefix_of_lists_that_another_thread_shortens():
     assert count_common_prefix([1, 2, 3], [1, 2], 3) == 2
     assert count_common_prefix([1, 2], [1, 2, 3], 9) == 2
     assert count_common_prefix([1, 2, 3], [1, 5, 3], 2) == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_texts_of_people_may_have_a_byte_order_mark(encoding):
+    assert decode_text("é 🙂\ufeff".encode(encoding)) == "é 🙂\ufeff"
+    with pytest.raises(UnicodeDecodeError):
+        decode_text("é".encode(encoding)[:-1])

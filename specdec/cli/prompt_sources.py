@@ -6,6 +6,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from specdec.argument_checks import UTF16_MARKS, decode_text
 from specdec.cli.output_errors import print_message
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -83,10 +84,10 @@ def read_text_input(file: str, advice: str = "use -i TEXT to give one") -> str:
         raise ValueError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_PROMPT_BYTES:
         raise ValueError(f"{source} has more than {MAX_PROMPT_BYTES >> 20} MiB; expected a shorter text")
-    if b"\0" in data:
+    if b"\0" in data and not data.startswith(UTF16_MARKS):
         raise ValueError(f"{source} is a binary file: it contains a zero byte; expected UTF-8 text")
     try:
-        return data.decode("utf-8-sig")
+        return decode_text(data)
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not valid UTF-8 at byte {error.start}; expected UTF-8 text") from None
 

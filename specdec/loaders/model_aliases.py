@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from specdec.argument_checks import CheckpointError
+from specdec.argument_checks import CheckpointError, decode_text
 from specdec.loaders.model_file import write_text_atomically
 
 MAX_FILE_BYTES = 100_000
@@ -64,7 +64,7 @@ def _read_lines() -> list[str]:
     path = get_alias_file()
     try:
         with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES).decode().splitlines()
+            return decode_text(file.read(MAX_FILE_BYTES)).splitlines()
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.argument_checks import CheckpointError, format_json_value, shorten, wrap_read_errors
+from specdec.argument_checks import (
+    UTF16_MARKS,
+    CheckpointError,
+    decode_text,
+    format_json_value,
+    shorten,
+    wrap_read_errors,
+)
 from specdec.runtime.disk_store import NewFile
 
 # Names of files in a Hugging Face folder
@@ -151,7 +158,7 @@ def parse_json_object(path: Path, data: bytes, part_name: str = "") -> dict[str,
     if data.startswith(LFS_POINTER):
         raise CheckpointError(f"{path} {IS_LFS_POINTER}")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
+        value = json.loads(decode_text(data), object_pairs_hook=_reject_duplicate_keys)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where} is not UTF-8 at byte {error.start}; expected a JSON object") from None
     except RecursionError:
@@ -289,7 +296,7 @@ def _decode_text(head: bytes) -> str:
     """Decode the first bytes of a file; return "" if they are not printable text, or are a Git LFS pointer or a web page."""
     if len(head) < MIN_TEXT_BYTES or head.startswith(LFS_POINTER) or WEB_PAGE.match(head):
         return ""
-    is_wide = head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    is_wide = head.startswith(UTF16_MARKS)
     try:
         text = codecs.getincrementaldecoder("utf-16" if is_wide else "utf-8-sig")().decode(
             head

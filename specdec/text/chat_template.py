@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from specdec.argument_checks import check_choice, check_path, check_string, shorten
+from specdec.argument_checks import check_choice, check_path, check_string, decode_text, shorten
 from specdec.loaders import Checkpoint, optional_dependencies, read_optional_json_object
 from specdec.loaders.llama2c import CHAT_TEMPLATES
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer, read_file_bytes
@@ -307,7 +307,7 @@ def load_chat_template(
 def _read_template(path: Path) -> str:
     data = read_file_bytes(path, "a chat template")
     try:
-        return data.decode()
+        return decode_text(data)
     except UnicodeDecodeError as error:
         raise TemplateError(f"{path} is not valid UTF-8 at byte {error.start}; expected a chat template") from None
 

@@ -234,6 +234,8 @@ def test_a_template_is_found_in_each_location(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("C")
     assert load_chat_template(None, tmp_path / "tokenizer.json", mine).render(USER) == "C"
+    mine.write_bytes(b"\xef\xbb\xbfD")
+    assert load_chat_template(None, tmp_path / "tokenizer.json", mine).render(USER) == "D"
     mine.write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="not valid UTF-8"):
         load_chat_template(None, tmp_path / "tokenizer.json", mine)
