@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,7 @@ TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 THINKING_OPTION = "enable_thinking"
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or a reasoning effort
 MAX_OPTION_CHARS = 64 << 10  # of all template options as JSON
-RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "documents", "add_generation_prompt"}  # set by the server
+RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "add_generation_prompt"}  # set by the server
 MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's number
 ParsedRequest = tuple[list[GenerationRequest], ResponseOptions]  # one request per output
 
@@ -81,7 +81,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     max_completion_tokens = fields.take_limit("max_completion_tokens")
     max_tokens = fields.take_limit("max_tokens")
     reasoning = ReasoningFields(fields, model, template)
-    template_options = _parse_template_options(fields, model, template, reasoning.is_enabled)
+    template_options = _parse_template_options(fields, template, reasoning.is_enabled)
     shared = GenerationFields(fields, model)
     with wrap_encoding_errors(model, "messages"):
         prompt = _encode_messages(model, template, messages, offered_tools, template_options)
@@ -220,7 +220,7 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> 
     return model.decoder.encode(prompt)
 
 
-def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTemplate, is_thinking: bool | None) -> Options:
+def _parse_template_options(fields: Fields, template: ChatTemplate, is_thinking: bool | None) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
     A template that takes `reasoning_effort` gets it. It also switches thinking off if it is "none" and otherwise on, unless that
@@ -229,8 +229,7 @@ def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTe
     Raises:
         APIError: A field is invalid.
     """
-    specials = getattr(model.decoder.tokenizer, "specials", {})
-    options = fields.take("chat_template_kwargs", partial(_check_template_options, specials=specials), dict[str, Any]())
+    options = fields.take("chat_template_kwargs", _check_template_options, dict[str, Any]())
     effort = fields.take("reasoning_effort", _check_word, "")
     takes_effort = template.takes_variable("reasoning_effort")
     if is_thinking is not None:
@@ -244,12 +243,12 @@ def _parse_template_options(fields: Fields, model: ServedModel, template: ChatTe
     return options
 
 
-def _check_template_options(name: str, value: Any, specials: Collection[str]) -> dict[str, Any]:
+def _check_template_options(name: str, value: Any) -> dict[str, Any]:
     """Return a copy of template options, whose values may have any JSON type.
 
     Raises:
         TypeError: The value is not an object.
-        ValueError: A name is reserved or not a word, or the options have too much text or contain a special token.
+        ValueError: A name is reserved or not a word, or the options have too much text.
     """
     for key in check_object(name, value):
         if not OPTION_PATTERN.fullmatch(key) or key in RESERVED_OPTIONS:
@@ -258,8 +257,6 @@ def _check_template_options(name: str, value: Any, specials: Collection[str]) ->
             )
     if len(text := json.dumps(value, ensure_ascii=False)) > MAX_OPTION_CHARS:
         raise ValueError(f"{name} has {len(text)} characters; at most {MAX_OPTION_CHARS} are allowed")
-    if special := next((each for each in specials if each in text), None):
-        raise ValueError(f"{name} contains the special token {special}")
     return dict(value)
 
 
@@ -400,7 +397,8 @@ def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
     if format_type == "json_object":
         schema = value.get("schema") or ANY_OBJECT_SCHEMA
     else:
-        schema = check_object(f"json_schema of {name}", value.get("json_schema")).get("schema")
+        is_direct = "json_schema" not in value and "schema" in value  # as llama.cpp takes it
+        schema = (value if is_direct else check_object(f"json_schema of {name}", value.get("json_schema"))).get("schema")
     serialize_schema(check_object(f"schema of {name}", schema))
     return schema
 

@@ -16,7 +16,8 @@ from specdec.events import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ResponseOptions, ServedModel
 from specdec.server.json_values import parse_json
-from specdec.server.tool_parsers.base import Delta, OutputParser
+from specdec.server.tool_parsers.base import Delta
+from specdec.server.tool_parsers.output_parser import OutputParser
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 
 # stop reasons that mean a truncated output

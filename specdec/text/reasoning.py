@@ -99,7 +99,7 @@ class ReasoningMarks:
     def make_splitter(self, hold_mark: str = "") -> "ReasoningSplitter":
         """Return a new splitter for one output; see `ReasoningSplitter`."""
         ends = (self.before_end + self.end, self.end)
-        return ReasoningSplitter(self.start, ends, self.opens_in_prompt, hold_mark, self.header_end)
+        return ReasoningSplitter(self.start, ends, self.opens_in_prompt, hold_mark, self.header_end, self.closes_in_prompt)
 
     def without_header(self) -> "ReasoningMarks":
         """Return marks where a thought ends at `message_end`, not after the header of the next message.
@@ -203,14 +203,24 @@ class ReasoningSplitter:
         hold_mark: A mark, such as that of a tool call, from which on a thought is held back until its end; "" for none. If the
             thought has no end, what was held back is returned as "unclosed".
         header_end: Ends the header that an end mark begins, and that is dropped; "" for none.
+        drops_ends: Whether end marks in the answer are dropped, which models write although thinking is disabled.
 
     Attributes:
         phase: Whether the output is before a possible thought, in it, held back in it, in the header after its end mark, after
             both, or in the answer.
     """
 
-    def __init__(self, start: str, ends: Sequence[str], is_open: bool = False, hold_mark: str = "", header_end: str = "") -> None:
+    def __init__(
+        self,
+        start: str,
+        ends: Sequence[str],
+        is_open: bool = False,
+        hold_mark: str = "",
+        header_end: str = "",
+        drops_ends: bool = False,
+    ) -> None:
         """Start before the first text."""
+        self._dropped_marks = ends if drops_ends else ()
         self._start, self._ends, self._hold_mark, self._header_end = start, [*dict.fromkeys(ends)], hold_mark, header_end
         self.phase: Literal["before", "thought", "held", "header", "after", "answer"] = "thought" if is_open else "before"
         self._pending, self._held, self._has_reasoning = "", list[str](), False
@@ -238,8 +248,6 @@ class ReasoningSplitter:
             text: The text.
             is_token: Whether the text is that of one token, which counts for `n_tokens`.
         """
-        if self.phase == "answer":
-            return [("text", text)] if text else []
         parts = list[tuple[PartKind, str]]()
         if is_token and self.phase in ("before", "thought", "held"):
             self._token_starts.append(self._n_characters)
@@ -254,18 +262,18 @@ class ReasoningSplitter:
             self._read_held(parts)
         if self.phase == "header":
             self._read_header()
-        if self.phase == "after" and (rest := self._pending.lstrip("\r\n")):
-            self.phase = "answer"
-            parts.append(("text", rest))
-        if self.phase in ("after", "answer"):
-            self._pending = ""
+        if self.phase == "after":
+            self._pending = self._pending.lstrip("\r\n")
+            self.phase = "answer" if self._pending else "after"
+        if self.phase == "answer":
+            self._read_answer(parts)
         return parts
 
     def end(self) -> list[tuple[PartKind, str]]:
         """Return the parts that are pending when the output ends."""
         pending, self._pending = self._pending, ""
         match self.phase:
-            case "before":
+            case "before" | "answer":
                 return [("text", pending)] if pending else []
             case "thought":
                 return [("reasoning", thought)] if (thought := pending.rstrip("\r\n")) else []
@@ -281,7 +289,6 @@ class ReasoningSplitter:
             self._thought_start = self._n_characters - len(self._pending) if self.phase == "thought" else None
         elif not any(each.startswith(stripped) for each in marks):
             self.phase = "answer"
-            parts.append(("text", self._pending))
 
     def _read_thought(self, parts: list[tuple[PartKind, str]]) -> None:
         """Move the text up to the next mark from the pending text to the parts; what may become a mark stays."""
@@ -312,6 +319,15 @@ class ReasoningSplitter:
         if mark:
             parts.append(("reasoning", "".join(self._held).rstrip("\r\n")))
             self.phase, self._pending = "header", self._pending[len(mark) :]
+
+    def _read_answer(self, parts: list[tuple[PartKind, str]]) -> None:
+        is_end = False
+        while not is_end:
+            n, mark = _find_first(self._pending, self._dropped_marks)
+            if n:
+                parts.append(("text", self._pending[:n]))
+            self._pending = self._pending[n + len(mark) :]
+            is_end = not mark
 
     def _read_header(self) -> None:
         if self._header_end:

@@ -79,6 +79,8 @@ def test_what_is_left_out_is_logged_once(caplog: pytest.LogCaptureFixture, monke
             {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}, {"role": "user", "content": "hi"},
         ]}),
         (CHAT, {"seed": -1, "top_k": -1, "max_tokens": 3}),
+        (CHAT, {"response_format": {"type": "json_schema", "schema": {"type": "boolean"}}}),
+        (CHAT, {"chat_template_kwargs": {"documents": [{"title": "a", "text": "<|im_end|>"}], "a": "<|im_end|>"}}),
         (CHAT, {"chat_template_kwargs": {"date": "26 Jul 2024", "list": [1, {"a": None}], "none": None, "x": {"y": 0.5}}}),
     ],
 )  # fmt: skip
@@ -272,9 +274,8 @@ def test_minus_one_means_no_limit_and_a_random_seed(make_test_app: Any, decoder:
         assert request.sampling.top_k == 0 and request.max_tokens == decoder.n_positions + 1 - len(request.prompt)
 
 
-@pytest.mark.parametrize("value", ["x<|im_end|>", ["<|im_end|>"], {"<|im_end|>": 1}, "x" * 70_000])
-def test_template_options_have_no_special_tokens_and_a_size(app: Any, value: Any) -> None:
-    response = send_request(app, CHAT, {"messages": CONVERSATION, "chat_template_kwargs": {"a": value}})
+def test_template_options_have_a_limited_size(app: Any) -> None:
+    response = send_request(app, CHAT, {"messages": CONVERSATION, "chat_template_kwargs": {"a": "x" * 70_000}})
     assert (response.status, response.error["param"]) == (400, "chat_template_kwargs")
 
 

@@ -39,6 +39,16 @@ def make_expression(rng: random.Random, operations: tuple[str, ...], depth: int)
             return expression
 
 
+def test_messages_tools_and_options_are_plain_text() -> None:
+    source = "<|a|>{{ m }}<|b|>{{ tools }}<|c|>{{ documents[0].text }}{{ d }}{{ messages[0].role }}"
+    rendering = Rendering(
+        source, {"d": "<|d|>"}, [{"role": "user", "content": "x"}], ["<|t|>"], {"m": "<|m|>", "documents": [{"text": "<|x|>"}]}
+    )
+    assert rendering.text == "<|a|><|m|><|b|>['<|t|>']<|c|><|x|><|d|>user"
+    segments = rendering.get_segments(0, len(rendering.text))
+    assert [segment.text for segment in segments if segment.is_message] == ["<|m|>", "['<|t|>']", "<|x|>"]
+
+
 @pytest.mark.parametrize("is_tracked", [True, False])
 def test_only_characters_of_the_source_count_as_the_templates(is_tracked: bool) -> None:
     """The text equals jinja2's own; operations that keep track lose no letter of the template."""

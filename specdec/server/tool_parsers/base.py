@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote, quote_json
-from specdec.text.reasoning import SPECIAL_TOKEN_MARK, PartKind, ReasoningSplitter
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 from specdec.text.structured_output import Grammar
 from specdec.tokenizer import AnyTokenizer
 
@@ -145,6 +145,16 @@ class ToolParser:
             self.emit(Delta("text", stripped))
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the output has ended after a call, so that the beginning of a further one is not text."""
+        return self.is_ended and self._has_called
+
+    def emit_unfinished(self, text: str) -> None:
+        """Emit text that is not a call, unless it is the beginning of a further call at the end of the output."""
+        if not self.is_cut:
+            self.emit_text(text)
+
+    @property
     def text_marks(self) -> tuple[str, ...]:
         """The marks that end the text which is being read."""
         return (self.open_mark,)
@@ -167,7 +177,7 @@ class ToolParser:
             pending = pending[start:]
             if pending in marks:
                 return pending
-        self.emit_text(pending)
+        self.emit_unfinished(pending)
         return ""
 
     def read_call(self) -> Reader:
@@ -256,60 +266,6 @@ class ToolParser:
         grammar.add_lines(f"OTHER: {ANY_TEXT} & ~/(?s:.*){re.escape(cls.open_mark)}(?s:.*)/")
         opening = grammar.add_rule("/(?s:.*)/", f"[suffix={quote(cls.open_mark)}]")
         return f"OTHER | {cls.write_calls(grammar, call, opening)}"
-
-
-class OutputParser:
-    """A parser of one output into a thought, text and tool calls.
-
-    A tool call in a thought is a part of it, unless the thought has no end.
-
-    Args:
-        splitter: Splits the thought from the answer; None if there is no thought, or `tool_parser` reads it.
-        tool_parser: Reads the tool calls of the answer; None if there are none.
-    """
-
-    def __init__(self, splitter: ReasoningSplitter | None, tool_parser: ToolParser | None) -> None:
-        """Create a parser before the first text."""
-        self._splitter, self._tool_parser = splitter, tool_parser
-        self._n_parsed_tokens = 0  # of a thought that `tool_parser` reads
-
-    @property
-    def n_reasoning_tokens(self) -> int:
-        """The number of tokens of the thought so far, without those of its marks."""
-        return self._splitter.n_tokens if self._splitter else self._n_parsed_tokens
-
-    def push(self, text: str, is_token: bool = True) -> list[Delta]:
-        """Take more of the output, and return the pieces that are now certain.
-
-        Args:
-            text: The text.
-            is_token: Whether the text is that of one token, which counts for `n_reasoning_tokens`.
-        """
-        if self._splitter:
-            return self._parse(self._splitter.push(text, is_token))
-        was_reasoning = self._tool_parser is not None and self._tool_parser.is_reasoning
-        deltas = self._parse([("text", text)])
-        self._n_parsed_tokens += bool(was_reasoning and self._tool_parser and self._tool_parser.is_reasoning and is_token)
-        return deltas
-
-    def end(self) -> list[Delta]:
-        """Return the pieces that are pending when the output ends."""
-        deltas = self._parse(self._splitter.end()) if self._splitter else []
-        deltas += self._tool_parser.end() if self._tool_parser else []
-        if self._splitter and self._splitter.is_reasoning:  # a thought without an end, which may have calls
-            return [replace(each, kind="reasoning") if each.kind == "text" else each for each in deltas]
-        return deltas
-
-    def _parse(self, parts: Sequence[tuple[PartKind, str]]) -> list[Delta]:
-        deltas = list[Delta]()
-        for kind, text in parts:
-            if self._splitter:
-                text = text.replace(SPECIAL_TOKEN_MARK, "")
-            if self._tool_parser and kind != "reasoning":
-                deltas += self._tool_parser.push(text)
-            elif text:
-                deltas.append(Delta("reasoning" if kind == "reasoning" else "text", text))
-        return deltas
 
 
 @lru_cache

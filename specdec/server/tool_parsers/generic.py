@@ -37,7 +37,7 @@ class GenericParser(ToolParser):
             while not (call.is_text or call.is_complete) and (char := (yield)):
                 self.emit(*call.push(char))
             if not call.is_call:
-                return self.emit_text(text + call.pending)
+                return self.emit_unfinished(text + call.pending)
             text, char = "", (yield from self._read_next())
         if char[-1:] == "]":
             char = (yield from self._read_next()).lstrip(WHITESPACE).removeprefix("}")

@@ -27,8 +27,9 @@ class GLMParser(Qwen3CoderParser):
         text = yield from self._read_until("<")
         name = text.removesuffix("<").strip()
         if name == text.strip() or name not in self.tools:
-            self.emit_text(self.open_mark)
-            self.unread(text)
+            if not self.is_cut:
+                self.emit_text(self.open_mark)
+                self.unread(text)
             return
         self.unread("<")
         self.emit(Delta("tool_call", "{", name))

@@ -10,7 +10,7 @@ from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 END_MARKS = ("<|end|>", "<|call|>", "<|return|>")
 RECIPIENT_PREFIX = "to=functions."
-MAX_HEADER_CHARS = 200  # of a message
+MAX_HEADER_CHARS = 1000  # of a message
 
 
 class HarmonyParser(ToolParser):

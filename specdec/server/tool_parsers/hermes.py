@@ -24,6 +24,6 @@ class HermesParser(ToolParser):
             if rest or call.is_text:
                 break
         if not call.is_call:
-            self.emit_text(self.open_mark + call.pending + rest)
+            self.emit_unfinished(self.open_mark + call.pending + rest)
         elif rest != self.close_mark and not self.is_ended:
             self.emit_text(rest)

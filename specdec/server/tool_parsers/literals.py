@@ -148,4 +148,4 @@ class LiteralCallParser(ToolParser):
         if calls and all(name in self.tools for name, _ in calls):
             self.emit(*(Delta("tool_call", json.dumps(arguments, ensure_ascii=False), name) for name, arguments in calls))
         else:
-            self.emit_text(self.open_mark + text)
+            self.emit_unfinished(self.open_mark + text)

@@ -9,7 +9,7 @@ from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
 from specdec.server.tool_parsers.json_calls import JsonCallParser
 
 ARGS = "[ARGS]"
-MAX_NAME_CHARS = 200  # of a tool's name with its marks
+MAX_NAME_CHARS = 1000  # of a tool's name with its marks
 
 
 class MistralListParser(ToolParser):
@@ -44,7 +44,7 @@ class MistralListParser(ToolParser):
             if char != ",":
                 text = char.strip("]")
                 break
-        if text.strip():
+        if text.strip() and not self.is_cut:
             self.emit(Delta("text", text))
 
     def _read_named_call(self, text: str) -> Reader:
@@ -57,7 +57,7 @@ class MistralListParser(ToolParser):
             if name not in self.tools and (len(text) > MAX_NAME_CHARS or char == "{"):
                 break
         if name not in self.tools:
-            return self.emit(Delta("text", text))
+            return None if self.is_cut else self.emit(Delta("text", text))
         self.emit(Delta("tool_call", "", name))
         scanner = JsonScanner()
         while (char := (yield)) and (not scanner.is_complete or char in WHITESPACE):

@@ -22,7 +22,12 @@ from specdec.server.tool_parsers.literals import CONSTANTS
 FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
 TAG_PATTERN = re.compile(r"\s*<(?:function|parameter)=([^>]*)>")
-MAX_TAG_CHARS = 200
+MAX_TAG_CHARS = 1000
+# by the Python type of a parsed value
+JSON_TYPES = {
+    str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}, list: {"array"},
+    dict: {"object"},
+}  # fmt: skip
 
 
 class Qwen3CoderParser(ToolParser):
@@ -44,8 +49,9 @@ class Qwen3CoderParser(ToolParser):
         tag = yield from self._read_tag(FUNCTION_OPEN)
         match = TAG_PATTERN.fullmatch(tag)
         if not match or match[1] not in self.tools:
-            self.emit_text(self.open_mark)
-            self.unread(tag)
+            if not self.is_cut:
+                self.emit_text(self.open_mark)
+                self.unread(tag)
             return
         self.emit(Delta("tool_call", "{", match[1]))
         schema, separator = self.tools[match[1]], ""
@@ -94,6 +100,9 @@ class Qwen3CoderParser(ToolParser):
             value = text if is_string else parse_json(text)
         except ValueError:
             value = CONSTANTS.get(text.strip(), text)
+        types = _get_value_types(schema, root)
+        if "string" in types and not types & JSON_TYPES[type(value)]:
+            value = text
         return json.dumps(value, ensure_ascii=False)
 
     @classmethod
@@ -137,6 +146,14 @@ class Qwen3CoderParser(ToolParser):
         grammar.check_supported_keys("a string", schema)
         # parsers end the value at the first close tag, even within a line
         return f"{prefix} {grammar.add_rule('/(?s:.*)/', f'[suffix={quote(cls.value_close)}]')}"
+
+
+def _get_value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a parameter may have by its schema and those of its `anyOf` and `oneOf`; empty for any."""
+    schema = resolve_ref(schema, root)
+    choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    types = [get_schema_types(each, root) for each in (schema, *choices) if isinstance(each, Mapping)]
+    return set[str]().union(*types)
 
 
 def _is_string(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:

@@ -10,9 +10,12 @@ import pytest
 
 from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
 from specdec.server.tool_parsers.base import Delta
+from specdec.server.tool_parsers.hermes import HermesParser
+from specdec.server.tool_parsers.output_parser import OutputParser
 from tests.tools.hf_folders import FIXTURES
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}}
+CITY["properties"]["note"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 TOOLS = {"weather": CITY, "get.time-1": {}}
 LARGEST = sys.float_info.max
 OSLO = {"city": 'O"s\nlo</x>', "days": 3}
@@ -72,6 +75,12 @@ CASES = [
     ("Hermes", f"<tool_call>{NAME_LAST_CALL}</tool_call>", [WEATHER_CALL]),
     ("Hermes", f"<tool_call>{CALL_WITHOUT_ARGUMENTS}</tool_call>", [("weather", {})]),
     ("Hermes", "<tool_call>{", ["<tool_call>{"]),
+    ("Hermes", f'{TAGGED_CALL}\n<tool_call>\n{{"name', [WEATHER_CALL]),
+    ("Hermes", f"{TAGGED_CALL}\n<tool_ca", [WEATHER_CALL]),
+    ("Hermes", TAGGED_CALL.replace('{"city": "Oslo"}', json.dumps('{"city": "Oslo"}')), [WEATHER_CALL]),
+    ("Hermes", TAGGED_CALL.replace('{"city": "Oslo"}', "null"), [("weather", {})]),
+    ("Hermes", TAGGED_CALL.replace("Oslo", "Os\nlo"), [("weather", {"city": "Os\nlo"})]),
+    ("Hermes", TAGGED_CALL.replace('"Oslo"', '["Oslo", 1,], '), [("weather", {"city": ["Oslo", 1]})]),
     ("Hermes", "<tool_call>" + "[" * 10**5, ["<tool_call>" + "[" * 10**5]),
     ("Hermes", " plain \n", [" plain \n"]),
     ("Hermes", "", []),
@@ -96,10 +105,14 @@ CASES = [
      "</tool_call>", [("weather", {"tags": ["</parameter>", '"</parameter>']})]),
     ("Qwen3Coder", '<tool_call><function=weather><parameter=tags>\n"it\n</parameter><parameter=days>NaN</parameter></function>',
      [("weather", {"tags": '"it', "days": "NaN"})]),
+    *[("Qwen3Coder", f"<tool_call><function=weather><parameter=note>{text}</parameter></function></tool_call>",
+       [("weather", {"note": value})]) for text, value in (("123", "123"), ("True", "True"), ("null", None), ("a b", "a b"))],
+    ("Qwen3Coder", f"{XML % 'Rom'}<tool_call>\n<func", [("weather", {"city": "Rom", "days": 3})]),
     ("Qwen3Coder", "<tool_call><function=weather><parameter=days>-1e999</parameter></function></tool_call>",
      [("weather", {"days": -LARGEST})]),
     ("GLM", f"Hm.\n{GLM % ('', '', '', '')}</tool_call>{GLM % (*4 * chr(10),)}\n</tool_call> Done.",
      ["Hm.", *2 * [("weather", {"city": "Oslo", "days": 3})], " Done."]),
+    ("GLM", "<tool_call>get.time-1</tool_call><tool_call>wea", [("get.time-1", {})]),
     ("GLM", "<tool_call>get.time-1</tool_call>", [("get.time-1", {})]),
     ("GLM", "<tool_call>rain</tool_call> x", ["<tool_call>rain</tool_call> x"]),
     ("GLM", "<tool_call>weather", ["<tool_call>weather"]),
@@ -115,11 +128,13 @@ CASES = [
     ("MistralList", f"[TOOL_CALLS] {LISTED} so", [("weather", OSLO), ("get.time-1", {}), " so"]),
     ("MistralList", '[TOOL_CALLS][{"name": "rain"}]', ['[TOOL_CALLS][{"name": "rain"}]']),
     ("MistralList", "[TOOL_CALLS", ["[TOOL_CALLS"]),
+    ("MistralList", '[TOOL_CALLS][{"name": "weather"}, {"name', [("weather", {})]),
     ("MistralList", "plain ", ["plain "]),
     ("Mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(OSLO)}[TOOL_CALLS]get.time-1[CALL_ID]123456789[ARGS]{{}}",
      [("weather", OSLO), ("get.time-1", {})]),
     ("Mistral", "[TOOL_CALLS]rain[ARGS]{}", ["[TOOL_CALLS]rain[ARGS]{}"]),
     ("Mistral", "[TOOL_CALLS]wea", ["[TOOL_CALLS]wea"]),
+    ("Mistral", "[TOOL_CALLS]get.time-1[ARGS]{}[TOOL_CALLS]wea", [("get.time-1", {})]),
     ("LFM2", """a <|tool_call_start|>[weather(city="O\\"s\\nlo</x>", days=3), get.time-1()]<|tool_call_end|> b""",
      ["a", ("weather", OSLO), ("get.time-1", {}), " b"]),
     ("LFM2", "<|tool_call_start|>[weather(tags=['it\\'s', None, True, false, {'a': -1.5e3}], city='don't')]<|tool_call_end|>",
@@ -144,6 +159,7 @@ CASES = [
     ("Harmony", '<|channel|>commentary to=functions.weather<|message|>{"city": "<|end|>\\"<|call|>"}<|end|><|start|>assistant'
      "<|channel|>final<|message|>Oslo.", [("weather", {"city": '<|end|>"<|call|>'}), "Oslo."]),
     ("Harmony", "<|channel|>fin", ["<|channel|>fin"]),
+    ("Harmony", f"<|channel|>commentary {'x' * 300} to=functions.weather<|message|>{{}}", [("weather", {})]),
     ("Harmony", "no channel", ["no channel"]),
 ]  # fmt: skip
 
@@ -161,13 +177,43 @@ def test_calls_are_found_for_any_chunk_size(case):
         assert simplify(parse(PARSERS[name], text, size)) == expected, size
 
 
+BARE_CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+BARE_CASES = [
+    (BARE_CALL, [WEATHER_CALL]),
+    (f" ```json\n{BARE_CALL}\n```\n", [WEATHER_CALL]),
+    (f"{{{BARE_CALL}}}", [WEATHER_CALL]),
+    (f"{BARE_CALL}\n{BARE_CALL}", [WEATHER_CALL, WEATHER_CALL]),
+    (f"[{BARE_CALL}, {NAME_LAST_CALL}]", [WEATHER_CALL, WEATHER_CALL]),
+    (BARE_CALL[:40], [("weather", '{"city"')]),
+    (f"{BARE_CALL}\n{BARE_CALL[:10]}", [WEATHER_CALL]),
+    *[(text, [text]) for text in (
+        f"{BARE_CALL} is a call.", f"So:\n{BARE_CALL}", BARE_CALL.replace("weather", "rain"), "```python\nx = {}\n```",
+        '{"name": "weather", "age": 3}', '{"name": "wea', "{}", "[1]", " ", "`" * 99,
+    )],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(BARE_CASES)))
+def test_an_answer_of_nothing_but_calls_needs_no_marks(case):
+    text, expected = BARE_CASES[case]
+    for size in (1, 3, 500):
+        parser = OutputParser(None, HermesParser(TOOLS))
+        deltas = [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])]
+        assert simplify(deltas + parser.end()) == expected, size
+
+
+def test_text_is_held_back_only_while_it_may_be_a_call():
+    for text in ('{"name": "rain', "{{ x", "```py\nx", "[1", '{"a', "So"):
+        assert "".join(each.text for each in OutputParser(None, HermesParser(TOOLS)).push(f'{text}"')), text
+
+
 @pytest.mark.parametrize(("template", "tag"), [("<tool_call>", "<tool_call>"), ("<|python_tag|>", "")])
 def test_arguments_and_text_are_emitted_as_early_as_possible(template, tag):
     parser = find_tool_parser(template)(TOOLS)
     assert not parser.push(tag + '{"name": "weather", "arguments": ')
     assert simplify(parser.push('{"city": "Os')) == [("weather", '{"city": "Os')]
     assert parser.push("l") == [Delta("tool_call", "l")]
-    for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", }', '{"name": "weather", "arguments": 1, nothing'):
+    for prefix in ('{"name": "rain"', '{"list"', '{"name": "weather", ,', '{"name": "weather", "arguments": 1, nothing'):
         parser = find_tool_parser(template)(TOOLS)
         assert simplify(parser.push(tag + prefix)) == [tag + prefix], prefix
         assert simplify(parser.push(" a")) in ([" a"], ["a"])
