@@ -12,6 +12,7 @@ from specdec.text.detokenizer import EventDetokenizer
 from specdec.text.reasoning import (
     HARMONY_MARKS,
     SPECIAL_TOKEN_MARK,
+    ReasoningMarks,
     ReasoningSplitter,
     TemplateMarks,
     find_reasoning_marks,
@@ -128,6 +129,19 @@ CASES = [
     ("</think>\n\nYes</think>", ("", "Yes</think>", "")),
     ("<think>a<cal", ("a<cal", "", "")), ("<think><call>", ("", "", "<call>")),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_an_end_mark_without_a_thought_is_dropped(size):
+    """A model writes it although thinking is disabled."""
+    for text, expected in (
+        ("</think>\n\nYes", "Yes"),
+        ("Hm.\n</think>\nYes</thin", "Hm.\n\nYes</thin"),
+        ("a</think></think>", "a"),
+    ):
+        splitter = ReasoningMarks("<think>", "</think>", closes_in_prompt=True).make_splitter()
+        parts = [part for at in range(0, len(text), size) for part in splitter.push(text[at : at + size])] + splitter.end()
+        assert {kind for kind, _ in parts} == {"text"} and "".join(part for _, part in parts) == expected
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
