@@ -59,6 +59,7 @@ class JsonCallParser(JsonScanner):
         return char if char in "}]" else comma + char
 
     def _push(self, char: str) -> list[Delta]:
+        """Take a character as `_mend` returned it; see `push`."""
         was_in_string, expected, depth = self.is_in_string, self.expected, len(self.stack)
         is_valid = self.accept(char)
         if self.is_call:
@@ -74,9 +75,9 @@ class JsonCallParser(JsonScanner):
             self._string_start = len(self._json) - 1
         elif depth == 1 and was_in_string and not self.is_in_string:
             self._read_string(json.loads(self._json[self._string_start :]), expected)
-        elif was_in_string:
-            return []
-        elif depth == 1 and self._key in ARGUMENT_KEYS and expected == "value" and char == "{" and self._name:
+        elif (
+            depth == 1 and char == "{" and not was_in_string and expected == "value" and self._key in ARGUMENT_KEYS and self._name
+        ):
             self.is_call, self._is_in_arguments, self.pending = True, True, ""
             return [Delta("tool_call", "{", self._name)]
         return []

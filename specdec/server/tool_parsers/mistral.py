@@ -57,7 +57,9 @@ class MistralListParser(ToolParser):
             if name not in self.tools and (len(text) > MAX_NAME_CHARS or char == "{"):
                 break
         if name not in self.tools:
-            return None if self.is_cut else self.emit(Delta("text", text))
+            if not self.is_cut:
+                self.emit(Delta("text", text))
+            return
         self.emit(Delta("tool_call", "", name))
         scanner = JsonScanner()
         while (char := (yield)) and (not scanner.is_complete or char in WHITESPACE):
