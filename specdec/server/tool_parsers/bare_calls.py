@@ -5,8 +5,9 @@ from collections.abc import Collection
 from specdec.server.json_values import WHITESPACE
 from specdec.server.tool_parsers.base import Delta
 from specdec.server.tool_parsers.json_calls import JsonCallParser
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 
-FILLER = WHITESPACE + "{}[],"  # before, between and after calls, with the marks of Markdown blocks: doubled braces, and lists
+FILLER = WHITESPACE + "{}[],"  # may be around calls, as the marks of Markdown blocks may: lists, and doubled braces
 
 
 class BareCallReader:
@@ -33,6 +34,8 @@ class BareCallReader:
         return all(map(self._accept, text))
 
     def _accept(self, char: str) -> bool:
+        if char == SPECIAL_TOKEN_MARK:
+            return False
         if self._call and self._call.can_continue_with(char):
             self.deltas += self._call.push(char)
             return not self._call.is_text

@@ -12,6 +12,7 @@ from specdec.server.tool_parsers import TOOL_PARSERS, find_tool_parser
 from specdec.server.tool_parsers.base import Delta
 from specdec.server.tool_parsers.hermes import HermesParser
 from specdec.server.tool_parsers.output_parser import OutputParser
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 from tests.tools.hf_folders import FIXTURES
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}}
@@ -200,6 +201,12 @@ def test_an_answer_of_nothing_but_calls_needs_no_marks(case):
         parser = OutputParser(None, HermesParser(TOOLS))
         deltas = [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])]
         assert simplify(deltas + parser.end()) == expected, size
+
+
+def test_an_answer_with_special_tokens_is_no_call_without_marks():
+    text = BARE_CALL.replace("Oslo", SPECIAL_TOKEN_MARK + "<tool_call>")
+    parser = OutputParser(None, HermesParser(TOOLS))
+    assert simplify(parser.push(text) + parser.end()) == [BARE_CALL.replace("Oslo", "<tool_call>")]
 
 
 def test_text_is_held_back_only_while_it_may_be_a_call():
