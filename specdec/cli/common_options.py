@@ -67,7 +67,8 @@ class Request:
     )  # fmt: skip
     quantize: str = models_option(
         "draft", "--quantize", metavar="WHAT",
-        help="Quantize to int8: draft, target, both or none; draft=int4 uses int4. The draft's bits never change the output.",
+        help="Quantize draft (int8 or int4 by its size), target (int8), both or none; draft=int4 chooses the bits. A draft's "
+        "bits never change the output.",
     )  # fmt: skip
     kv: str = models_option(
         AUTO, "--kv", metavar="auto|f32|f16|q8",

@@ -21,6 +21,7 @@ from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model_config import ASSISTANT, ModelConfig
+from specdec.quant import WeightFormat
 from specdec.quant.packed_matrix import convert
 from specdec.runtime.garbage_collection import pause_garbage_collection
 from specdec.sampling import Sampler
@@ -164,8 +165,7 @@ class DraftResolver:
         if is_draft_keyword(draft, SELF):
             from specdec.draft.self_copy import make_self_draft
 
-            requested = self.quantize_options.draft if self.quantize_options.is_draft_requested else None
-            copy = make_self_draft(self.target, requested, self.tokenizer.encode, self.loader)
+            copy = make_self_draft(self.target, self.quantize_options.draft, self.tokenizer.encode, self.loader)
             return DraftSource(self._fit_to_memory(copy, copy.weights.n_bytes), same_vocabulary)
         rows, name = self.target.config.vocab_size, f"the {parameter}"
         if isinstance(draft, Model) and not draft.can_draft_for(self.target):
@@ -179,7 +179,9 @@ class DraftResolver:
         if source.config.head:
             return DraftSource(self._load_head(source), same_vocabulary)
         vocabulary = resolve_shared_vocabulary(self.tokenizer, rows, self.gguf_metadata, name, source)
-        model = self.loader.load(source, self.quantize_options.draft, self.target.n_positions)
+        weight_format = self.quantize_options.choose_draft_format(source)
+        model = self.loader.load(source, weight_format, self.target.n_positions)
+        warn_of_no_effect(parameter, self.quantize_options.draft, source, model)
         model = self._fit_to_memory(model, model.weights.n_bytes)
         if vocabulary.target_ids:
             from specdec.draft.vocab_map import VocabMappedModel
@@ -211,9 +213,10 @@ class DraftResolver:
         """
         check_compatibility(source, self.target.config)
         self._warn_about_layers(source)
-        config, weights = source.config, self.loader.pack(source, self.quantize_options.draft)
-        if config.architecture == MTP:
-            config, weights = self._quantize_classifier(config, weights)
+        config, weight_format = source.config, self.quantize_options.choose_draft_format(source)
+        weights = self.loader.pack(source, weight_format)
+        if config.architecture == MTP and weight_format:
+            config, weights = self._quantize_classifier(config, weights, weight_format)
         from specdec.heads.shared_kv_head import make_head
 
         loader, n_positions = self.loader, min(self.target.n_positions, config.max_positions or self.target.n_positions)
@@ -228,13 +231,15 @@ class DraftResolver:
             line = f"{source.path} does not name the target's layers whose inputs it reads; the usual ones are used: {layers}"
             warnings.warn(line, CheckpointWarning, stacklevel=2)
 
-    def _quantize_classifier(self, config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
+    def _quantize_classifier(
+        self, config: ModelConfig, weights: Weights, weight_format: WeightFormat
+    ) -> tuple[ModelConfig, Weights]:
         """Return a head's configuration and weights, with a quantized copy of the target's classifier if that is float.
 
         The copy has the draft's weight format. The head's layer is small compared with the classifier, which takes most time.
         """
-        classifier, weight_format = self.target.weights.matrices["classifier"], self.quantize_options.draft
-        if not weight_format or not config.head or classifier.group_size:  # float matrices have no groups
+        classifier = self.target.weights.matrices["classifier"]
+        if not config.head or classifier.group_size:  # float matrices have no groups
             return config, weights
         copy = convert(classifier, weight_format.embedding_format or weight_format)
         own_config = replace(config, head=replace(config.head, own_classifier=True))
@@ -401,9 +406,12 @@ def load_bundle(
         check_draft_keyword(draft, checkpoint, quantize_options)
         is_named = draft is not None and not is_draft_keyword(draft, LOOKUP, AUTO, MTP)
         # most drafts have the architecture of their target, so their code is compiled too
-        likely = loader.list_weight_formats(checkpoint, quantize_options.target) + [quantize_options.draft] * is_named
+        likely = loader.list_weight_formats(checkpoint, quantize_options.target)
+        likely += [quantize_options.choose_draft_format(checkpoint)] * is_named
         compile_processes = compile_passes(checkpoint.config, checkpoint.tensors, likely, loader.kv)
-        target, checkpoint = loader.load(checkpoint, quantize_options.target), replace(checkpoint, tensors={})
+        target = loader.load(checkpoint, quantize_options.target)
+        warn_of_no_effect("target", quantize_options.target, checkpoint, target)
+        checkpoint = replace(checkpoint, tensors={})
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # drafts use the target's KV cache format
     resolver = DraftResolver(target, loaded_tokenizer, gguf_metadata, quantize_options, loader, checkpoint)
     draft_source = resolver.resolve("draft", draft)
@@ -432,8 +440,7 @@ def check_draft_keyword(draft: DraftSpec | None, target: Checkpoint, quantize_op
     if is_draft_keyword(draft, SELF) and not quantize_options.target:
         from specdec.draft.self_copy import can_self_draft
 
-        requested = quantize_options.draft if quantize_options.is_draft_requested else None
-        if not can_self_draft(target.config, target.tensors, requested):
+        if not can_self_draft(target.config, target.tensors, quantize_options.draft):
             raise ValueError(
                 f"{target.path} has few bits already, so a quantized copy ({SELF}) is not a faster draft; name another draft"
             )
@@ -449,6 +456,17 @@ def load_requested_head(target: Checkpoint) -> Checkpoint:
         expected = "expected one among its own tensors, or an assistant in its folder or next to it"
         raise ValueError(f"{target.path} has no built-in head ({MTP}); {expected}")
     return head
+
+
+def warn_of_no_effect(parameter: str, weight_format: WeightFormat | None, checkpoint: Checkpoint, model: Model) -> None:
+    """Warn with CheckpointWarning if a weight format was requested for a model, but all of its matrices kept their own."""
+    names = model.weights.format_names
+    if weight_format and weight_format.name not in names:
+        warnings.warn(
+            f"{checkpoint.path} stays {names}: {weight_format.name} would not make this {parameter} much smaller",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def is_draft_keyword(draft: object, *keywords: str) -> bool:

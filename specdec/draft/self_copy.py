@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec import quant
+from specdec.draft.settings import MAX_CACHED_BYTES
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import Loader
 from specdec.model import get_architecture
@@ -15,9 +16,9 @@ from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat
 from specdec.runtime.simd import Float32
 
-# A self-draft is int8 if that fits into a cache of MAX_CACHED_BYTES: int4 is hardly faster there, and accepted less often. Its
-# size may be at most MAX_COPY_RATIO of the target's. Of int8 copies 0.96 to 0.99 was accepted, so that is not estimated.
-MAX_CACHED_BYTES, MAX_COPY_RATIO, INT8_ACCEPTANCE = 32 << 20, 0.75, 0.95
+# The size of a self-draft may be at most MAX_COPY_RATIO of the target's. Of int8 copies 0.96 to 0.99 was accepted, so that is
+# not estimated.
+MAX_COPY_RATIO, INT8_ACCEPTANCE = 0.75, 0.95
 SAMPLE_TEXT = (
     "The house stood at the end of a narrow road, and nobody had lived in it for years. In the spring of 1912 a doctor "
     "bought it, because it was cheap and because he liked its garden. He had the roof mended first; then he asked a "

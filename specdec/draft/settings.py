@@ -7,6 +7,8 @@ from typing import Any, Literal, cast, get_args
 from specdec import quant
 from specdec.argument_checks import check_choice, check_int, shorten
 from specdec.draft.draft_length import MAX_GAMMA
+from specdec.loaders.checkpoint import Checkpoint
+from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.verification import VERIFIERS, VerifyMode
 
@@ -16,6 +18,9 @@ Gamma = int | Literal["auto"]
 TreeMode = Literal["auto", "on", "off"]
 FIXED_GAMMA = 4  # draft tokens per round if measured times must not influence the draft length
 
+# A draft is int8 if that fits into a cache of this size: int4 is hardly faster there, and accepted less often.
+MAX_CACHED_BYTES = 32 << 20
+MAX_DRAFT_SHARE = 0.85  # bytes of a quantized draft, relative to its file
 QUANTIZE_FORMATS = {"int8": "INT8", "int4": "INT4", "none": ""}  # names in `quant`
 
 
@@ -66,31 +71,41 @@ def settings_property(name: str) -> Any:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The weight formats to which float weights of the target and the draft are quantized on loading; None keeps them.
+    """The weight formats to which the weights of the target and the draft are quantized on loading; None keeps them.
 
     Attributes:
         target: The format of the target.
         draft: The format of the draft.
-        is_draft_requested: Whether the draft's format was given by name.
+        is_draft_auto: Whether the draft's size decides its format; `draft` is None then.
     """
 
     target: WeightFormat | None
     draft: WeightFormat | None
-    is_draft_requested: bool
+    is_draft_auto: bool
+
+    def choose_draft_format(self, checkpoint: Checkpoint) -> WeightFormat | None:
+        """Return the format of a draft that is not a copy of its target; None keeps that of its file.
+
+        By its size it is int8 if that fits into the caches of many CPUs, else int4, and neither if that saves too few bytes.
+        """
+        if not self.is_draft_auto:
+            return quant.DRAFT_INT4 if self.draft is quant.INT4 else self.draft
+        estimate = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).estimate_bytes
+        found = quant.INT8 if estimate(quant.INT8) <= MAX_CACHED_BYTES else quant.DRAFT_INT4
+        return found if estimate(found) <= MAX_DRAFT_SHARE * estimate() else None
 
 
 def parse_quantize(quantize: str) -> QuantizeOptions:
     """Parse a `quantize` argument such as "draft=int4,target=int8" into the weight formats of the target and the draft.
 
     Args:
-        quantize: "none", or parts separated by commas: "target", "draft" or "both", alone (int8) or with "=int8", "=int4" or
-            "=none".
+        quantize: "none", or parts separated by commas: "target" (int8), "draft" (by its size) or "both", alone or with "=int8",
+            "=int4" or "=none".
 
     Raises:
         ValueError: If the argument has another form.
     """
-    formats: dict[str, WeightFormat | None] = {"target": None, "draft": None}
-    is_requested = False
+    formats = {"target": "none", "draft": "none"}
     models = {"target": ("target",), "draft": ("draft",), "both": ("target", "draft")}
     parts = quantize.split(",") if isinstance(quantize, str) else [""]
     for part in parts if parts != ["none"] else []:
@@ -100,6 +115,6 @@ def parse_quantize(quantize: str) -> QuantizeOptions:
                 f"quantize is {shorten(quantize, repr)}; expected none, or draft, target or both, alone or as in "
                 "draft=int4,target=int8"
             )
-        formats |= dict.fromkeys(models[model], getattr(quant, QUANTIZE_FORMATS[name or "int8"], None))
-        is_requested = is_requested or (name != "" and model != "target")
-    return QuantizeOptions(formats["target"], formats["draft"], is_requested)
+        formats |= {each: name or ("int8" if each == "target" else AUTO) for each in models[model]}
+    target, draft = (getattr(quant, QUANTIZE_FORMATS.get(name, ""), None) for name in formats.values())
+    return QuantizeOptions(target, draft, formats["draft"] == AUTO)

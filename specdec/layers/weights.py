@@ -246,17 +246,19 @@ class WeightPlan:
             ts = [get_tensor(self.tensors, *source) for source in plan.tensors]
             wanted = self.weight_format and _choose_matrix_format(name, self.weight_format)
             types = [getattr(tensor, "type", "") for tensor in ts]
-            if plan.n_interleaved > 1 or len({*types}) == 1:
-                shards[name] = [Shard(plan, choose_weight_format(ts, wanted))]
+            runs = [slice(None)] if plan.n_interleaved > 1 else _find_runs(types)
+            formats = [choose_weight_format(ts[run], wanted) for run in runs]
+            if all(each is formats[0] for each in formats):
+                shards[name] = [Shard(plan, formats[0])]
                 continue
             shards[name] = [
                 Shard(
                     MatrixPlan(plan.tensors[run], plan.rows[run], plan.n),
-                    choose_weight_format(ts[run], wanted),
+                    weight_format,
                     sum(map(count_panels, plan.rows[: run.start])),
                     plan.n_panels,
                 )
-                for run in _find_runs(types)
+                for run, weight_format in zip(runs, formats, strict=True)
             ]
         return shards
 
@@ -273,12 +275,12 @@ class WeightPlan:
         """Return the bytes of each matrix, by name; a tied embedding counts as the classifier.
 
         Args:
-            weight_format: Count all matrices in this format instead of their own.
+            weight_format: The weight format to plan for; None: the plan's own.
         """
         sizes = dict[MatrixPlan, tuple[str, int]]()
-        for name, shards in self.shards.items():
-            for plan, own, *_ in shards:
-                used = (weight_format and _choose_matrix_format(name, weight_format)) or own
+        planned = replace(self, weight_format=weight_format) if weight_format else self
+        for name, shards in planned.shards.items():
+            for plan, used, *_ in shards:
                 sizes[plan] = name, 4 * _count_floats(plan.n_panels, plan.n, self._get_group(plan), used)
         n_bytes = dict[str, int]()
         for name, size in sizes.values():

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from specdec.quant.bf16_12bit import PACKED_BF16
     from specdec.quant.fp16_bf16 import BF16, FP16
     from specdec.quant.fp32 import FP32
-    from specdec.quant.int4 import INT4
+    from specdec.quant.int4 import DRAFT_INT4, INT4
     from specdec.quant.int8 import INT8
 
+MAX_REQUANTIZED_SHARE = 0.95  # bytes of a matrix in another format, relative to its GGUF block type, to convert it
+
 _MODULES = {
-    "BF16": "fp16_bf16", "FP16": "fp16_bf16", "FP32": "fp32", "INT4": "int4", "INT8": "int8", "PACKED_BF16": "bf16_12bit",
+    "BF16": "fp16_bf16", "FP16": "fp16_bf16", "DRAFT_INT4": "int4", "FP32": "fp32", "INT4": "int4", "INT8": "int8",
+    "PACKED_BF16": "bf16_12bit",
 }  # fmt: skip
 
 
@@ -32,14 +35,16 @@ def __getattr__(name: str) -> Any:
 def choose_weight_format(tensors: Sequence[Tensor], weight_format: WeightFormat | None = None) -> WeightFormat:
     """Return the weight format for tensors that become one matrix, given the format that the user wants (None: keep the file's).
 
-    Tensors whose weights share scales keep their format; others get `weight_format`, or keep theirs if it is None. Tensors of
-    several types get a format that holds them all: fp32, or a wider block type. A format with a fallback, such as PACKED_BF16,
-    applies to tensors that are stored in that fallback; others keep their format.
+    Float tensors get `weight_format`, or keep theirs if it is None. Tensors of GGUF block types get it if it takes at most
+    MAX_REQUANTIZED_SHARE of their bytes. Tensors of several types get a format that holds them all: fp32, or a wider block type.
+    A format with a fallback, such as PACKED_BF16, applies to tensors that are stored in that fallback; others keep their format.
     """
     types = {getattr(tensor, "type", "") for tensor in tensors}
     if types != {""}:
-        found = import_module("specdec.quant.gguf_repacking").find_common_format(types)
-        return cast(WeightFormat, found or _get_format("FP32"))
+        found = cast(WeightFormat, import_module("specdec.quant.gguf_repacking").find_common_format(types) or _get_format("FP32"))
+        n = tensors[0].shape[1]
+        is_smaller = weight_format and weight_format.get_panel_words(n) <= MAX_REQUANTIZED_SHARE * found.get_panel_words(n)
+        return weight_format if weight_format and is_smaller and not weight_format.fallback else found
     if any(getattr(tensor, "group", 0) for tensor in tensors):
         return _get_format("INT8")
     dtypes = {np.dtype(getattr(tensor, "dtype", np.float32)) for tensor in tensors}
@@ -55,4 +60,4 @@ def _get_format(name: str) -> WeightFormat:
     return cast(WeightFormat, __getattr__(name))
 
 
-__all__ = ["BF16", "FP16", "FP32", "INT4", "INT8", "PACKED_BF16", "WeightFormat", "choose_weight_format"]
+__all__ = ["BF16", "DRAFT_INT4", "FP16", "FP32", "INT4", "INT8", "PACKED_BF16", "WeightFormat", "choose_weight_format"]

@@ -108,7 +108,8 @@ def quantize_groups(run: ForwardContext, thread: int, words: Floats2, scales: Fl
 def quantize(rows: Float32) -> GroupedRows:
     """Return float32 rows (rows, n) quantized to int4; copies of the last weight fill up the last group."""
     n_groups = ceil_div(rows.shape[1], LAYOUT.group_size)
-    rows = np.pad(rows, ((0, 0), (0, n_groups * LAYOUT.group_size - rows.shape[1])), "edge")
+    if n_missing := n_groups * LAYOUT.group_size - rows.shape[1]:
+        rows = np.pad(rows, ((0, 0), (0, n_missing)), "edge")
     fitted = np.empty((2, len(rows), n_groups), np.float32)
     run_on_all_threads(fit_groups(fitted[0], fitted[1], rows))
     halves = np.clip(fitted, -MAX_FP16, MAX_FP16).astype(np.float16)
@@ -127,3 +128,5 @@ def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int
 
 # Embedding and classifier in int8: as a draft for SmolLM2, this copy reaches 87% acceptance, all int4 69%, int8 88%.
 INT4 = replace(WEIGHT_FORMATS["Q4_1"], name="int4", pack=pack, is_gguf_block=False, embedding_format=INT8)
+# As the draft of another model, Qwen2.5-Coder 0.5B is accepted as often with its classifier in int4 as in int8.
+DRAFT_INT4 = replace(INT4, embedding_format=None)

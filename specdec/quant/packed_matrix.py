@@ -3,6 +3,7 @@
 Shapes: rows and n columns; P panels of R = PANEL_ROWS rows.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -126,6 +127,10 @@ class WeightFormat:
     expert_format: "WeightFormat | None" = None
     fallback: "WeightFormat | None" = None
     column_multiple: int = 1
+
+    def get_panel_words(self, n: int) -> int:
+        """Return the 4-byte words of a panel of n columns that is packed from floats or GGUF blocks."""
+        return math.prod(self.get_panel_shape(n, self.get_group_size(n, 0)))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -300,16 +301,34 @@ def test_unpickled_int4_model_is_equal():
 
 def test_parse_quantize_returns_the_format_of_each_model():
     for text, formats in {
-        "none": (None, None),
-        "draft": (None, INT8),
-        "both": (INT8, INT8),
-        "draft=int4": (None, INT4),
-        "both=int4": (INT4, INT4),
-        "target=int8,draft=int4": (INT8, INT4),
-        "both=int8,draft=none": (INT8, None),
+        "none": (None, None, False),
+        "draft": (None, None, True),
+        "target": (INT8, None, False),
+        "both": (INT8, None, True),
+        "draft=int4": (None, INT4, False),
+        "both=int4": (INT4, INT4, False),
+        "target=int8,draft=int4": (INT8, INT4, False),
+        "both=int8,draft=none": (INT8, None, False),
     }.items():
         parsed = parse_quantize(text)
-        assert (parsed.target, parsed.draft) == formats
+        assert (parsed.target, parsed.draft, parsed.is_draft_auto) == formats
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested", "expected"),
+    [
+        ("Q8_0", INT4, "int4"),
+        ("Q6_K", INT4, "int4"),
+        ("Q5_0", INT4, "int4"),
+        ("Q4_K", INT4, "Q4_K"),
+        ("Q4_1", INT4, "Q4_1"),
+        ("Q8_0", INT8, "Q8_0"),
+        ("Q6_K", INT8, "Q6_K"),
+        ("Q8_0", None, "Q8_0"),
+    ],
+)
+def test_block_types_are_quantized_to_formats_of_fewer_bytes(stored, requested, expected):
+    assert choose_weight_format([SimpleNamespace(type=stored, shape=(ROWS, N))], requested).name == expected
 
 
 @pytest.mark.parametrize(

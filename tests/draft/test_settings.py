@@ -1,0 +1,37 @@
+"""The weight format of a draft, by its size and by request."""
+
+import pytest
+
+from specdec.argument_checks import CheckpointWarning
+from specdec.draft import settings
+from specdec.draft.model_bundle import warn_of_no_effect
+from specdec.draft.settings import parse_quantize
+from specdec.loaders.model_loader import load_model, open_checkpoint
+from specdec.loaders.model_paths import DEFAULT_DRAFT
+from specdec.quant import DRAFT_INT4, INT8
+
+
+@pytest.mark.parametrize(
+    ("quantize", "max_cached_bytes", "max_share", "expected"),
+    [
+        ("draft", 1 << 30, 0.85, INT8),
+        ("draft", 0, 0.85, DRAFT_INT4),
+        ("draft", 0, 0.01, None),
+        ("none", 0, 0.85, None),
+        ("draft=int8", 0, 0.85, INT8),
+        ("draft=int4", 1 << 30, 0.85, DRAFT_INT4),
+        ("target", 0, 0.85, None),
+    ],
+)
+def test_a_draft_is_int8_in_a_cache_and_int4_beyond_where_that_saves_bytes(
+    monkeypatch: pytest.MonkeyPatch, quantize: str, max_cached_bytes: int, max_share: float, expected: object
+) -> None:
+    monkeypatch.setattr(settings, "MAX_CACHED_BYTES", max_cached_bytes)
+    monkeypatch.setattr(settings, "MAX_DRAFT_SHARE", max_share)
+    assert parse_quantize(quantize).choose_draft_format(open_checkpoint("draft", DEFAULT_DRAFT)) is expected
+
+
+def test_a_requested_format_without_effect_is_reported() -> None:
+    checkpoint, model = open_checkpoint("draft", DEFAULT_DRAFT), load_model(DEFAULT_DRAFT)
+    with pytest.warns(CheckpointWarning, match="stays fp32: int8 would not make this draft much smaller"):
+        warn_of_no_effect("draft", INT8, checkpoint, model)
