@@ -10,7 +10,6 @@ MEAN_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 2.0  # the mean acceptance of an unknown dr
 SEQUENCE_WEIGHT = 4.0  # observations that the acceptance of earlier sequences counts for
 MAX_ACCEPTANCE = 0.99
 DECAY = 0.98  # factor by which each new observation reduces the weight of earlier ones
-MAX_EARLIER_ACCEPTED = 8.0  # accepted tokens of earlier sequences that count for a new one
 
 
 class Acceptance:
@@ -21,7 +20,6 @@ class Acceptance:
     Args:
         prior: Acceptance rate of each confidence bucket before any observation.
         mean: Acceptance rate over all tokens before any observation.
-        n_accepted: Tokens accepted in earlier sequences, which the property `n_accepted` includes.
         weight: How many observations the prior counts for.
         pool: Another estimate that gets every observation too.
     """
@@ -30,72 +28,47 @@ class Acceptance:
         self,
         prior: Sequence[float] = MARGIN_ACCEPTANCE,
         mean: float = MEAN_ACCEPTANCE,
-        n_accepted: float = 0.0,
         weight: float = PRIOR_WEIGHT,
         pool: "Acceptance | None" = None,
     ) -> None:
         """Start from the prior, without observations."""
-        self._prior, self._weight, self._pool = [*prior], weight, pool
-        self._accepted, self._seen = [0.0] * N_BUCKETS, [0.0] * N_BUCKETS
-        self._all_accepted = self._all_expected = self._all_seen = 0.0
-        self._mean_prior, self._mean_weight, self._n_earlier_accepted = mean, weight, n_accepted
-        self._probabilities: list[float] | None = [*prior]
+        self._prior, self._weight, self._pool = [*prior, mean], weight, pool
+        # of each bucket, and of all tokens; the last number is how many the prior expects to be accepted
+        self._seen, self._accepted, self._expected = [0.0] * (N_BUCKETS + 1), [0.0] * (N_BUCKETS + 1), 0.0
 
     @property
     def probabilities(self) -> list[float]:
         """The estimated acceptance probability of a draft token in each confidence bucket, a list of N_BUCKETS numbers."""
-        if self._probabilities is None:
-            weight = self._weight
-            scale = weight * (self._all_accepted + 1.0) / (self._all_expected + 1.0)
-            self._probabilities = [
-                min((accepted + scale * prior) / (seen + weight), MAX_ACCEPTANCE)
-                for accepted, seen, prior in zip(self._accepted, self._seen, self._prior, strict=True)
-            ]
-        return self._probabilities
+        scale = (self._accepted[N_BUCKETS] + 1.0) / (self._expected + 1.0)
+        return [min(self._estimate(bucket, scale), MAX_ACCEPTANCE) for bucket in range(N_BUCKETS)]
 
     @property
     def mean(self) -> float:
         """The estimated acceptance rate over all draft tokens, whatever their confidence."""
-        return (self._all_accepted + self._mean_weight * self._mean_prior) / (self._all_seen + self._mean_weight)
+        return self._estimate(N_BUCKETS, 1.0)
 
-    @property
-    def n_accepted(self) -> float:
-        """The number of accepted draft tokens, with older ones counting less, in this sequence and earlier ones."""
-        return self._all_accepted + self._n_earlier_accepted
+    def _estimate(self, bucket: int, scale: float) -> float:
+        prior = self._weight * scale * self._prior[bucket]
+        return (self._accepted[bucket] + prior) / (self._seen[bucket] + self._weight)
 
     def for_sequence(self) -> "Acceptance":
         """Return a new estimate for one sequence, which starts with the values of this one and also updates this one."""
-        return Acceptance(self.probabilities, self.mean, min(self.n_accepted, MAX_EARLIER_ACCEPTED), SEQUENCE_WEIGHT, self)
+        return Acceptance(self.probabilities, self.mean, SEQUENCE_WEIGHT, self)
 
-    def update(self, rounds: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Update the estimate, and its pool, with the results of verified drafts.
+    def update(self, buckets: Sequence[int], n_accepted: int) -> None:
+        """Update the estimate, and its pool, with the result of a verified draft.
 
         Args:
-            rounds: For each draft, the buckets of its verified tokens, and how many of these were accepted, from the first on.
+            buckets: The buckets of its verified tokens.
+            n_accepted: How many of these were accepted, from the first on.
         """
-        seen, accepted = [0] * N_BUCKETS, [0] * N_BUCKETS
-        for buckets, n_accepted in rounds:
-            for i, bucket in enumerate(buckets):
-                seen[bucket] += 1
-                accepted[bucket] += i < n_accepted
-        self._count(seen, accepted)
+        for i, bucket in enumerate(buckets):
+            for each in (bucket, N_BUCKETS):
+                self._seen[each] = DECAY * self._seen[each] + 1.0
+                self._accepted[each] = DECAY * self._accepted[each] + (i < n_accepted)
+            self._expected = DECAY * self._expected + self._prior[bucket]
         if self._pool:
-            self._pool._count(seen, accepted)
-
-    def _count(self, seen: list[int], accepted: list[int]) -> None:
-        """Add the numbers of verified and of accepted tokens of each bucket, after reducing the weight of earlier ones."""
-        for bucket, n in enumerate(seen):
-            if n:
-                decay = DECAY**n
-                self._seen[bucket] = decay * self._seen[bucket] + n
-                self._accepted[bucket] = decay * self._accepted[bucket] + accepted[bucket]
-        decay = DECAY ** sum(seen)
-        self._all_seen = decay * self._all_seen + sum(seen)
-        self._all_accepted = decay * self._all_accepted + sum(accepted)
-        expected = sum(n * prior for n, prior in zip(seen, self._prior, strict=True))
-        self._all_expected = decay * self._all_expected + expected
-        self._mean_weight *= decay
-        self._probabilities = None
+            self._pool.update(buckets, n_accepted)
 
 
 def get_bucket(confidence: float) -> int:

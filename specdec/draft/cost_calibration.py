@@ -10,10 +10,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
+from specdec.draft.acceptance import N_BUCKETS, Acceptance
 from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
 from specdec.draft.settings import FIXED_GAMMA
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -26,22 +26,19 @@ from specdec.runtime.simd import CPU_FEATURES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.tokenizer_lookup import SharedVocabulary
 
-# Passes over these numbers of tokens are timed in turns, for about FIRST_BUDGET_S if the result is stored, RECHECK_BUDGET_S if an
-# earlier process has stored one, and else MEASURE_BUDGET_S. For a slow target only the first two are timed, twice if one turn
-# takes less than SLOW_ROUND_S. The time of a pass rises by a step with every further tile.
+# Passes over these numbers of tokens are timed in turns. The time of a pass rises by a step with every further tile. For a slow
+# target, a turn has only the first two.
 MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, MAX_TILE_TOKENS + 1, 2, 4, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
-FIRST_BUDGET_S, MEASURE_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S = 0.2, 0.05, 0.01, 0.1
-MIN_JOBS = 4  # jobs that run within SLOW_ROUND_S even if the budget is less
-# Keys of other timed passes: over equal tokens; the draft's first token of a round, and the next one; one token of the target
-# after a draft, which has evicted a part of the weights from the caches
-EQUAL_TOKENS_KEY, FIRST_DRAFT_KEY, NEXT_DRAFT_KEY, AFTER_DRAFT_KEY = -1, -2, -3, -4
-MIN_EXPERT_DIFFERENCE = 0.25  # between two passes from which the cost of experts is computed, relative to those of one token
+FIRST_BUDGET_S, MEASURE_BUDGET_S, RECHECK_BUDGET_S = 0.2, 0.05, 0.01  # if the result is stored, if not, if an earlier one is
+# A slow target is measured in one turn of the first MAX_SLOW_MEASUREMENTS processes, so that later first tokens come sooner.
+SLOW_PASS_S, MAX_SLOW_MEASUREMENTS = 0.1, 3
+FIRST_DRAFT_KEY, NEXT_DRAFT_KEY = -1, -2  # of other timed passes: the draft's first token of a round, and the next one
 TOKEN_STRIDE = 7919  # a prime, so that token ids lie far apart
 
 MAX_STORED_BYTES = 500_000  # of about a hundred files
 SAVE_INTERVAL_S = 10.0
 SAMPLES_PER_ARRAY = 64  # numbers of a matrix that enter the fingerprint
-MAX_VALUE = 1e6  # of any number in a file
+MAX_VALUE, N_OTHERS = 1e6, 4 + N_BUCKETS  # of any number in a file, and how many of them follow the seconds of passes
 
 
 def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary, budget: float = MEASURE_BUDGET_S) -> CostCurve:
@@ -58,11 +55,10 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
     # locked in one order everywhere, so that no two threads wait for each other
-    caches = [target] if not draft else [draft, target]
-    models = [cache.model for cache in caches]
+    models = [cache.model for cache in ([draft, target] if draft else [target])]
     models = models if draft and draft.model.is_head else sorted(models, key=id)
 
-    def seconds(key: int, cache: KVCache, tokens: list[int]) -> float:
+    def time_pass(key: int, cache: KVCache, tokens: list[int]) -> float:
         with ExitStack() as locks:
             for each in models:
                 locks.enter_context(each.lock)
@@ -74,81 +70,51 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
                 for _ in range(FIXED_GAMMA):
                     draft.forward(tokens[:1], 1)
             begin = time.perf_counter()
-            logits = cache.forward(tokens, len(tokens) if cache is target else 1)
-            sampler.draw(probs, logits[0], TARGET_NOISE, len(tokens))  # each generated token takes a draw
+            for row in cache.forward(tokens, len(tokens) if cache is target else 1):
+                sampler.draw(probs, row, TARGET_NOISE, len(tokens))
             elapsed = time.perf_counter() - begin
             n_read[key] = cache.model.experts_read[0]
             return elapsed
 
     tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
-    passes: dict[int, tuple[KVCache, list[int]]] = {
-        n: (target, tokens[:n]) for n in MEASURED_TOKENS if n <= target.model.n_positions
-    }
-    needed: dict[int, tuple[KVCache, list[int]]] = {n: passes.pop(n) for n in MEASURED_TOKENS[:2] if n in passes}
-    if target.model.config.experts and MAX_TILE_TOKENS in needed:
-        needed[EQUAL_TOKENS_KEY] = target, tokens[:1] * MAX_TILE_TOKENS
+    jobs = {n: (target, tokens[:n]) for n in MEASURED_TOKENS[:2]}
     if draft:
         # As in a round, the draft's first token comes after a pass of the target, which has evicted the draft from the caches. A
         # head computes its first token from that pass, and the next from its own output.
         n_first, n_next = (2, 3) if draft.model.is_head else (1, 1)
-        needed |= {
-            FIRST_DRAFT_KEY: (draft, tokens[:n_first]),
-            NEXT_DRAFT_KEY: (draft, tokens[:n_next]),
-            AFTER_DRAFT_KEY: (target, tokens[:1]),
-        }
-    least = _measure_min_seconds(needed | passes, len(needed), budget, seconds)
-    token, first, after_draft = (least.pop(key, 0.0) for key in (NEXT_DRAFT_KEY, FIRST_DRAFT_KEY, AFTER_DRAFT_KEY))
-    experts = _fit_expert_costs(target.model, least, n_read)
-    curve = {
-        n: max(elapsed - experts.compute_extra_seconds(n_read[n]), MIN_SECONDS)
-        for n, elapsed in least.items()
-        if n != EQUAL_TOKENS_KEY
-    }
-    return CostCurve(curve, token, max(0.0, first - token), experts, max(0.0, after_draft - least.get(1, after_draft)))
-
-
-def _measure_min_seconds(
-    jobs: Mapping[int, tuple[KVCache, list[int]]],
-    n_needed: int,
-    budget: float,
-    seconds: Callable[[int, KVCache, list[int]], float],
-) -> dict[int, float]:
-    """Run the jobs in turns until the time is over, and return the minimum seconds of each job that ran, by key.
-
-    Args:
-        jobs: For each key, a cache and the tokens to run on it.
-        n_needed: The number of jobs, the first ones, that run in any case.
-        budget: Seconds to spend.
-        seconds: Runs a job and returns its time.
-    """
-    least: dict[int, float] = {}
-    begin = time.perf_counter()
+        jobs |= {FIRST_DRAFT_KEY: (draft, tokens[:n_first]), NEXT_DRAFT_KEY: (draft, tokens[:n_next])}
+    n_needed = len(jobs)  # that run in any case
+    jobs |= {n: (target, tokens[:n]) for n in MEASURED_TOKENS[2:]}
+    jobs = {key: job for key, job in jobs.items() if len(job[1]) <= target.model.n_positions}
+    least, end = dict[int, float](), time.perf_counter() + budget
     for turn in itertools.count(1):
         for i, (key, job) in enumerate(jobs.items()):
-            elapsed = time.perf_counter() - begin
-            if i < n_needed or elapsed < (budget if i >= MIN_JOBS else max(budget, SLOW_ROUND_S)):
-                least[key] = min(least.get(key, math.inf), seconds(key, *job))
-        if time.perf_counter() > begin + (budget if turn > 1 else SLOW_ROUND_S):
+            if i < n_needed or time.perf_counter() < end:
+                least[key] = min(least.get(key, math.inf), time_pass(key, *job))
+        is_first_of_two = turn == 1 and budget >= MEASURE_BUDGET_S and least[1] < SLOW_PASS_S
+        if time.perf_counter() > end and not is_first_of_two:
             break
-    return least
+    token, first = least.pop(NEXT_DRAFT_KEY, 0.0), least.pop(FIRST_DRAFT_KEY, 0.0)
+    experts = make_expert_costs(target.model, least[1])
+    curve = {n: max(elapsed - experts.compute_extra_seconds(n_read[n]), MIN_SECONDS) for n, elapsed in least.items()}
+    return CostCurve(curve, token, max(0.0, first - token), experts)
 
 
-def _fit_expert_costs(target: Model, least: Mapping[int, float], n_read: Mapping[int, float]) -> ExpertCosts:
-    """Compute the extra costs of a mixture of experts from passes over equal and over different tokens.
+def make_expert_costs(target: Model, plain_seconds: float) -> ExpertCosts:
+    """Return the extra costs of a mixture of experts, whose experts take the share of a token's time that they have of its bytes.
 
     Args:
         target: The target; a model without experts gives NO_EXPERTS.
-        least: The minimum seconds of each pass, by key.
-        n_read: The number of experts that a layer read in each pass, by key.
+        plain_seconds: The seconds of a pass over one token.
     """
-    if EQUAL_TOKENS_KEY not in least or not target.config.experts:
+    moe = target.config.experts
+    if not moe:
         return NO_EXPERTS
-    n, n_used = target.config.experts.n_experts, target.config.experts.n_experts_used
-    more, fewer = n_read[MAX_TILE_TOKENS] / n_used, n_read[EQUAL_TOKENS_KEY] / n_used
-    seconds = (least[MAX_TILE_TOKENS] - least[EQUAL_TOKENS_KEY]) / (more - fewer) if more > fewer + MIN_EXPERT_DIFFERENCE else 0.0
-    experts = ExpertCosts(n, n_used, min(max(seconds, 0.0), least[MAX_TILE_TOKENS] / more), 0.0)
-    experts.repeat_probability = experts.solve_repeat_probability(MAX_TILE_TOKENS, n_read[MAX_TILE_TOKENS])
-    return experts.copy()
+    sizes = {name: matrix.panels.nbytes for name, matrix in target.weights.matrices.items() if name != "embedding"}
+    n_all = sum(sizes.values())
+    n_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
+    n_read = n_experts * moe.n_experts_used / moe.n_experts
+    return ExpertCosts(moe.n_experts, moe.n_experts_used, plain_seconds * n_read / (n_all - n_experts + n_read))
 
 
 class CalibrationFile:
@@ -169,22 +135,15 @@ class CalibrationFile:
 
     def read(self) -> tuple[CostCurve, Acceptance] | None:
         """Return the stored costs and the draft's acceptance, or None if the file is missing or not valid."""
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            known = json.loads(bytes((self._store and self._store.read(self._name)) or b""))
-            passes, (token, start, n_accepted) = (
-                _parse_numbers(known["passes"], MAX_BATCH_TOKENS + 1),
-                _parse_numbers(known["draft"], 3),
-            )
-            [eviction] = _parse_numbers(known["eviction"], 1)
-            *by_bucket, mean = _parse_numbers(known["rates"], N_BUCKETS + 1)
-            experts = NO_EXPERTS
-            if moe := self._target.config.experts:
-                seconds, repeat_probability = _parse_numbers(known["experts"], 2)
-                repeat_probability = min(repeat_probability, 1.0)
-                experts = ExpertCosts(moe.n_experts, moe.n_experts_used, seconds, repeat_probability)
-            if min(passes[1:]) > 0 and (token > 0) == self._has_draft and max(*by_bucket, mean) <= 1:
-                curve = CostCurve(dict(enumerate(passes)), token, start, experts, eviction)
-                return curve, Acceptance(by_bucket, mean, n_accepted)
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            numbers = [float(each) for each in json.loads(bytes((self._store and self._store.read(self._name)) or b""))]
+            passes, rates = numbers[:-N_OTHERS], numbers[-N_BUCKETS:]
+            token, start, n_measurements, mean = numbers[-N_OTHERS:-N_BUCKETS]
+            is_valid = all(0 <= each < MAX_VALUE for each in numbers) and max(mean, *rates) <= 1 and min(passes[1:]) > 0
+            if is_valid and len(passes) == MAX_BATCH_TOKENS + 1 and (token > 0) == self._has_draft:
+                experts = make_expert_costs(self._target, passes[1])
+                curve = CostCurve(dict(enumerate(passes)), token, start, experts, int(n_measurements))
+                return curve, Acceptance(rates, mean)
         return None
 
     def write(self, curve: CostCurve, acceptance: Acceptance) -> None:
@@ -195,15 +154,10 @@ class CalibrationFile:
         if not self._store or time.monotonic() < self._last_saved + SAVE_INTERVAL_S:
             return
         self._last_saved = time.monotonic()
-        known = {
-            "passes": curve.pass_seconds,
-            "draft": [curve.draft_token, curve.draft_start, min(acceptance.n_accepted, MAX_EARLIER_ACCEPTED)],
-            "eviction": [curve.eviction],
-            "rates": [*acceptance.probabilities, acceptance.mean],
-            "experts": [curve.experts.seconds, curve.experts.repeat_probability] if self._target.config.experts else None,
-        }
+        numbers = [*curve.pass_seconds, curve.draft_token, curve.draft_start, curve.n_measurements]
+        numbers += [acceptance.mean, *acceptance.probabilities]
         with suppress(OSError):
-            self._store.write(self._name, json.dumps(known).encode())
+            self._store.write(self._name, json.dumps(numbers).encode())
             self._store.evict(MAX_STORED_BYTES)
 
 
@@ -218,16 +172,3 @@ def fingerprint_weights(weights: Weights) -> str:
         flat = array.reshape(-1)
         digest.update(f"{name} {array.shape}".encode() + flat[:: max(1, flat.size // SAMPLES_PER_ARRAY)].tobytes())
     return digest.hexdigest()
-
-
-def _parse_numbers(given: object, n: int) -> list[float]:
-    """Check that a value read from JSON is a list of n numbers from 0 to MAX_VALUE, and return them as floats.
-
-    Raises:
-        ValueError: If the value is no such list.
-        TypeError: If an element is not a number.
-    """
-    found = [float(each) for each in given] if isinstance(given, list) else []
-    if len(found) != n or not all(0 <= each < MAX_VALUE for each in found):
-        raise ValueError(f"expected {n} numbers from 0 to {MAX_VALUE}")
-    return found

@@ -6,8 +6,8 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS
 
-MAX_LOOKAHEAD_TOKENS = 32  # a speed that only a longer draft would reach is not attainable
 MIN_SECONDS = 1e-9
+TYPICAL_REPEAT_PROBABILITY = 0.35
 CATCH_UP_RATIO = 0.1  # time that a draft takes to read a missed token of the sequence, relative to drafting a token
 
 
@@ -23,13 +23,15 @@ class ExpertCosts:
         n_experts: E, experts of a layer.
         experts_per_token: k, experts that one token chooses.
         seconds: Time that reading the experts of one token takes in a pass.
-        repeat_probability: r, the probability above.
+        repeat_probability: r, the probability above; by default about that of the experts that Cohere (2026) counted.
 
     Attributes:
         extra_seconds: By number of tokens, the seconds that a pass takes longer than one over a single token.
     """
 
-    def __init__(self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float) -> None:
+    def __init__(
+        self, n_experts: int, experts_per_token: int, seconds: float, repeat_probability: float = TYPICAL_REPEAT_PROBABILITY
+    ) -> None:
         """Compute the extra seconds of all numbers of tokens from the arguments."""
         self.seconds, self.repeat_probability = seconds, repeat_probability
         self._n_experts, self._experts_per_token = n_experts, experts_per_token
@@ -71,7 +73,7 @@ class ExpertCosts:
             remaining *= ratio
 
 
-NO_EXPERTS = ExpertCosts(1, 1, 0.0, 0.0)
+NO_EXPERTS = ExpertCosts(1, 1, 0.0)
 
 
 class CostCurve:
@@ -83,7 +85,7 @@ class CostCurve:
         draft_token: Seconds of drafting one token; 0 if proposing costs nothing.
         draft_start: Seconds that the first drafted token of a round takes longer.
         experts: Extra costs of a mixture of experts.
-        eviction: Seconds that a pass over one token takes longer after a draft; passes over more are measured after one.
+        n_measurements: Number of measurements whose minimum the costs are.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class CostCurve:
         draft_token: float = 0.0,
         draft_start: float = 0.0,
         experts: ExpertCosts = NO_EXPERTS,
-        eviction: float = 0.0,
+        n_measurements: int = 1,
     ) -> None:
         """Interpolate the measured times, and make them rise with the number of tokens."""
         measured = sorted(pass_seconds)
@@ -100,35 +102,15 @@ class CostCurve:
         beyond = np.arange(measured[-1] + 1, MAX_BATCH_TOKENS + 1)
         curve[beyond] *= beyond / measured[-1]  # compute-bound
         self.pass_seconds: list[float] = np.minimum.accumulate(curve[::-1])[::-1].tolist()
-        self.draft_token, self.draft_start, self.experts, self.eviction = draft_token, draft_start, experts, eviction
+        self.draft_token, self.draft_start, self.experts = draft_token, draft_start, experts
+        self.n_measurements = n_measurements
 
     def merge(self, other: "CostCurve") -> "CostCurve":
         """Return a new curve with the minimum of two curves' costs, element by element; expert costs are those of `self`."""
         passes = {n: min(self.pass_seconds[n], other.pass_seconds[n]) for n in range(1, MAX_BATCH_TOKENS + 1)}
         token, start = min(self.draft_token, other.draft_token), min(self.draft_start, other.draft_start)
-        return CostCurve(passes, token, start, self.experts, min(self.eviction, other.eviction))
-
-    def scale(self, pass_ratio: float, draft_ratio: float) -> "CostCurve":
-        """Return a new curve with some costs multiplied by ratios.
-
-        Args:
-            pass_ratio: Factor for the time of passes over two or more tokens.
-            draft_ratio: Factor for the time of drafting.
-        """
-        passes = {1: self.pass_seconds[1]} | {n: pass_ratio * self.pass_seconds[n] for n in range(2, MAX_BATCH_TOKENS + 1)}
-        draft = draft_ratio * self.draft_token, draft_ratio * self.draft_start
-        return CostCurve(passes, *draft, self.experts, self.eviction)
+        return CostCurve(passes, token, start, self.experts, self.n_measurements + other.n_measurements)
 
     def draft_cost(self, n: int, n_missed: int = 0) -> float:
         """Return the seconds of drafting n tokens, 0 for none, after reading n_missed tokens of the sequence."""
         return self.draft_start + (n + CATCH_UP_RATIO * n_missed) * self.draft_token if n else 0.0
-
-    def is_profitable(self, acceptance: float) -> bool:
-        """Return whether some draft length is faster than no draft, if each token is accepted with probability `acceptance`."""
-        gain, power, plain = 1.0, 1.0, self.pass_seconds[1]
-        for n in range(1, MAX_LOOKAHEAD_TOKENS + 1):
-            power *= acceptance
-            gain += power
-            if gain * plain > self.pass_seconds[n + 1] + self.experts.extra_seconds[n + 1] + self.draft_cost(n):
-                return True
-        return False

@@ -2,113 +2,118 @@
 
 A round that drafts n tokens yields 1 + S_1 + ... + S_n tokens on average, where S_k is the probability that the first k are all
 accepted. It costs c(n + 1) + d(n): a pass of the target over n + 1 tokens, and the draft (Leviathan et al. 2023,
-arXiv:2211.17192, section 3.3). A longer draft is profitable while its expected tokens are worth more than its seconds at the
-speed that is possible without it. Three things are known about that:
-
-- `CostCurve`: c and d, from interleaved passes when the models are loaded (cost_calibration.py). Only ratios matter.
-- `Acceptance`: how often tokens of a given confidence were accepted, in this sequence and in earlier ones (acceptance.py).
-- Plain steps: now and then a step has no draft. Its time, compared with that of the drafted rounds around it, shows whether these
-  really cost what the curve says while other programs run. Measured times have no other influence.
+arXiv:2211.17192, section 3.3). So another token is drafted while S is worth more than its seconds at the current speed. c and d
+are measured when the models are loaded (`CostCurve`), and S is learnt from the drafter's confidence (`Acceptance`). Only ratios
+of costs matter, and other programs hardly change them. An `Insurance` stops drafting while measured rounds lose to steps without
+a draft.
 
 The module uses numbers only, no models.
 """
 
-import math
 from collections import deque
-from collections.abc import Sequence
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 from specdec.draft.acceptance import DECAY, Acceptance, get_bucket
-from specdec.draft.cost_curves import MAX_LOOKAHEAD_TOKENS, MIN_SECONDS, CostCurve
+from specdec.draft.cost_curves import CostCurve
 from specdec.kernels import MAX_BATCH_TOKENS
 
 MAX_GAMMA = MAX_BATCH_TOKENS - 1
-LOOKAHEAD_TOKENS = (1, 2, 4, 8, 16, MAX_LOOKAHEAD_TOKENS)  # how many more tokens are considered together, since c(n) has steps
+LOOKAHEAD_TOKENS = (1, 2, 4, 8, 16, 32)  # how many more tokens are considered together, since c(n) has steps
 TREE_TOKENS, MAX_TREE_COST = 8, 1.35  # proposals are chains where a pass over 8 tokens costs more than 1.35 of a plain one
-MAX_PENDING_PASSES, MAX_PENDING_S = 16, 0.01  # passes to process together, and the time after which they are processed anyway
-MIN_LOG_CHANGE = 0.1  # of the logarithm of a ratio, from which on it is published
+MAX_PENDING_ROUNDS, MAX_PENDING_S = 16, 0.01  # rounds to process together, since code between two passes runs with cold caches
+FIRST_WAIT, MAX_WAIT = 16, 64  # steps without a draft before another trial
+TRIAL_SHARE = 0.02  # of all time for trials
 
-# All of the following in plain steps, that is passes of the target without a draft.
-FREE_SEARCH_SHARE = 0.015  # of a step that looks for a proposal, whatever this has gained so far
-MAX_ROUND_COST = 8.0  # the longest drafted round
-PLAIN_SHARE, LATER_PLAIN_SHARE = 0.04, 0.01  # of drafted rounds' time for plain steps: until there are MIN_COMPARISONS, and later
-TRIAL_SHARE = 0.01  # share of plain steps' time for drafts that do not seem profitable
-INITIAL_BUDGET, MAX_BUDGET = 1.5, 12.0
-MAX_TRIAL_COST = 2.5  # the price of a trial at the start
-N_FREE_TRIALS = 2  # that need no budget, at the start
-MIN_COMPARISONS = 8
-MIN_COMPARED_ROUNDS = 3  # drafted rounds before a comparison with steps that have no draft because none was found
-MAX_PLAIN_STEPS = 8  # that are compared with them
-MIN_ACCEPTED = 2.0  # accepted tokens from which on the acceptance of a draft is known
-MAX_COMPARISONS = 5  # that are remembered
-MAX_ERROR_RATIO = 1.25  # of measured cost to the curve; beyond, the curve is changed
-MAX_MISSED_TOKENS = 8  # tokens of the sequence that a draft has missed, beyond which its time is not used
-SUDDEN_CHANGE_RATIO = 1.5  # a change of step times by this factor calls for a comparison at once
+N_COMPARED = 8  # drafted rounds, and steps without a draft, whose times are compared
+SLOW_RATIO = 1.25  # of a round's time to the expected one, beyond which every SLOW_INTERVAL-th step has no draft
+SLOW_INTERVAL = 8
+FREE_LOSS, LOSS_SHARE = 1.0, 0.005  # what other steps without a draft may lose, in such steps: at once, and of each round
+FIRST_STOP, MAX_STOP = 64, 512  # steps without a draft after rounds that lost
 
 
-class PassRecord(NamedTuple):
-    """One pass of the target over a batch, with its size, its measured times and the drafts before it.
+class Insurance:
+    """A watch on the times of drafted rounds, which stops drafting where they are longer than the cost curve says and so lose.
 
-    `n_generated` is the number of tokens that the pass added to its sequences.
+    Now and then a step has no draft, more often if rounds take longer than expected, to show whether such steps do so too.
+
+    Attributes:
+        wants_plain: Whether the next step is to have no draft.
     """
 
-    n_sequences: int
-    n_tokens: int
-    n_generated: int
-    seconds: float
-    n_experts_read: float  # experts that a layer read
-    drafts: list[tuple[int, int, float]]  # of models: tokens, tokens of the sequence that the draft had missed, seconds
-    is_trial: bool  # whether a draft was one that did not seem profitable
-    gap_seconds: float  # from the end of the last pass, with drafts; 0 if not measured
+    def __init__(self) -> None:
+        """Start without measured times."""
+        self.wants_plain = False
+        self._drafted, self._plain = deque[float](maxlen=2 * N_COMPARED), deque[float](maxlen=N_COMPARED)
+        self._n_rounds, self._steps_left, self._stop_steps = 0, 0, FIRST_STOP
+        self._loss_left = FREE_LOSS
+
+    def record(self, is_drafted: bool, ratio: float, speed_up: float) -> None:
+        """Add a step's measured time, and set `wants_plain`.
+
+        Args:
+            is_drafted: Whether the step had a draft.
+            ratio: The measured time, relative to the expected one.
+            speed_up: The expected speed of drafted rounds, relative to steps without a draft.
+        """
+        (self._drafted if is_drafted else self._plain).append(ratio)
+        if self._steps_left or not is_drafted:
+            self._steps_left = max(self._steps_left - 1, 0)
+            self.wants_plain = self._steps_left > 0
+            return
+        self._n_rounds += 1
+        self._loss_left += LOSS_SHARE
+        price = 1.0 - 1.0 / speed_up
+        self.wants_plain = self._loss_left > price
+        if self._n_rounds % SLOW_INTERVAL == 0 and len(self._drafted) >= N_COMPARED:
+            slowdown = _compute_low_quantile(self._drafted) / _compute_low_quantile(self._plain or [1.0])
+            self.wants_plain |= slowdown > SLOW_RATIO
+            if len(self._plain) == N_COMPARED and slowdown > max(speed_up, SLOW_RATIO):
+                self._drafted.clear()
+                self._steps_left, self._stop_steps = self._stop_steps, min(2 * self._stop_steps, MAX_STOP)
+        if self.wants_plain:
+            self._loss_left = max(self._loss_left - price, 0.0)
+
+
+def _compute_low_quantile(ratios: Collection[float]) -> float:
+    """Return the ratio that an eighth of the given ones do not exceed, since other programs only ever add time."""
+    return sorted(ratios)[len(ratios) // 8]
 
 
 class CostModel:
-    """An estimate of the current costs of a batch's target passes and drafts, which also schedules steps without a draft.
+    """The costs of a batch's target passes and drafts. All sequences of a batch wait for the same pass.
 
-    Steps without a draft (plain steps) show what a draft gains. All sequences of a batch wait for the same pass. `begin_pass` and
-    `end_pass` frame each pass. Several passes are processed together, since code that runs between two passes runs with cold
-    caches.
+    `begin_pass` and `end_pass` frame each pass.
 
     Args:
         curve: Costs as measured when the models were loaded.
-        earlier: The cost model of an earlier batch of the same models; its comparisons and budget are continued.
+        earlier: The cost model of an earlier batch of the same models, whose insurance is continued.
     """
 
     def __init__(self, curve: CostCurve, earlier: "CostModel | None" = None) -> None:
-        """Start with the costs of the curve, or with the ratios of an earlier model."""
+        """Start with the costs of the curve."""
         self.curve, self.experts = curve, curve.experts.copy()
-        self.pass_ratio = self.draft_ratio = 1.0  # drafted rounds' cost over the curve's, relative to plain steps
-        self.version = 0  # changes when the two ratios or the speed-up have moved
-        self._published_ratios = 1.0, 1.0, 1.0  # their values then
         self.n_sequences = self.n_tokens = 1  # of this pass: sequences, and tokens so far, one of each sequence among them
-        self.is_plain = False  # whether no sequence is to draft in this pass
-        self.n_comparisons = 0  # comparisons made
-        self.overhead = 0.0  # seconds of other work between two passes
-        self.speed_up = 1.0  # tokens of the last rounds, over those of plain steps in the same time; at least 1
+        self.overhead: float = earlier.overhead if earlier else 0.0  # seconds of other work between two passes
         self._max_tokens = MAX_BATCH_TOKENS
-        self._drafts, self._is_trial = list[tuple[int, int, float]](), False  # of this pass: tokens, missed tokens, seconds
-        self._pending_passes = list[PassRecord]()  # passes that are not processed yet
-        self._update_interval, self._pending_seconds = 1, 0.0  # how many of them to wait for, and their time
-        self._comparisons = deque[tuple[float, float]](maxlen=MAX_COMPARISONS)
-        self._drafted_ratios = list[tuple[float, float]]()  # ratios of drafted rounds since the last comparison: pass, draft
-        self._plain_ratios = deque[float](maxlen=MAX_PLAIN_STEPS)  # ratios of the last plain steps since the last comparison
-        self._has_trial = False  # whether a drafted round since the last comparison was a trial
-        self._drafted_level, self._plain_level = 0.0, 0.0  # ratios at the last comparison
-        self._budget, self._spacing, self._n_trials = INITIAL_BUDGET, 1, 0
-        self._round_cost, self._rounds_until_plain = 1.0, -1  # of a drafted round, in plain steps; until the next plain step
-        self._tokens_gained = self._cost_spent = 1.0  # tokens of the last rounds and their cost, both per sequence
-        if earlier:
-            self.pass_ratio, self.draft_ratio, self.speed_up = earlier.pass_ratio, earlier.draft_ratio, earlier.speed_up
-            self._tokens_gained, self._cost_spent, self.overhead = earlier.speed_up, 1.0, earlier.overhead
-            self._comparisons.extend(earlier._comparisons)
-            self._budget, self._n_trials = min(earlier._budget, INITIAL_BUDGET), earlier._n_trials
-            self._drafted_level, self._plain_level = earlier._drafted_level, earlier._plain_level
+        self._insurance: Insurance = earlier._insurance if earlier else Insurance()
+        self._draft_seconds = self._draft_cost = 0.0  # of this pass: measured and expected
+        self._tokens_gained: float = earlier._tokens_gained if earlier else 1.0  # tokens of the last rounds, per sequence
+        self._cost_spent: float = earlier._cost_spent if earlier else 1.0  # their expected cost in steps without a draft
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no sequence is to draft in this pass."""
+        return self._insurance.wants_plain
 
     @property
     def plain_cost(self) -> float:
         """The seconds of a target pass over one token of each sequence of the batch, without drafts."""
-        return self.curve.pass_seconds[self.n_sequences] + self.experts.extra_seconds[self.n_sequences]
+        return self.pass_cost(self.n_sequences)
+
+    @property
+    def speed_up(self) -> float:
+        """The tokens of the last rounds, relative to those of steps without a draft in the same time; at least 1."""
+        return max(self._tokens_gained / self._cost_spent, 1.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -129,17 +134,12 @@ class CostModel:
     def pass_cost(self, n_tokens: int) -> float:
         """Return the expected seconds of a target pass over n_tokens tokens of the whole batch."""
         n = min(n_tokens, MAX_BATCH_TOKENS)
-        cost = self.curve.pass_seconds[n] + self.experts.extra_seconds[n]
-        return max(cost * self.pass_ratio, self.plain_cost) if n > self.n_sequences else cost
-
-    def draft_cost(self, n: int, n_missed: int = 0) -> float:
-        """Return the expected seconds of drafting n tokens with a model that first reads n_missed tokens of the sequence."""
-        return self.curve.draft_cost(n, n_missed) * self.draft_ratio
+        return self.curve.pass_seconds[n] + self.experts.extra_seconds[n]
 
     def begin_pass(self, n_sequences: int = 1, max_tokens: int = MAX_BATCH_TOKENS) -> None:
         """Reset the counts for a new pass over n_sequences sequences and up to max_tokens tokens, including drafts."""
         self.n_sequences, self.n_tokens, self._max_tokens = max(n_sequences, 1), n_sequences, max_tokens
-        self._drafts, self._is_trial = [], False
+        self._draft_seconds = self._draft_cost = 0.0
 
     def add_tokens(self, n: int) -> None:
         """Add n tokens that a sequence has drafted to the number of tokens of this pass."""
@@ -147,184 +147,35 @@ class CostModel:
 
     def add_draft(self, n: int, n_missed: int, seconds: float) -> None:
         """Record the seconds that a draft model took to read n_missed tokens of a sequence and draft n tokens for this pass."""
-        self._drafts.append((n, n_missed, seconds))
+        self._draft_seconds += seconds
+        self._draft_cost += self.curve.draft_cost(n, n_missed)
 
     def end_pass(
         self, n_tokens: int, n_generated: int, seconds: float, gap_seconds: float = 0.0, n_experts_read: float = 0.0
     ) -> None:
-        """Record the measurements of a finished pass, and update the cost estimates from all recorded passes when it is time.
+        """Record the measurements of a finished pass.
 
         Args:
             n_tokens: Tokens that the pass ran, drafts included.
             n_generated: Tokens that the pass added to the sequences.
             seconds: Time of the pass.
-            gap_seconds: Time from the end of the last pass, if that came right before.
+            gap_seconds: Time from the end of the last pass, with the drafts, if that came right before.
             n_experts_read: Experts that a layer read in the pass.
         """
-        self._pending_passes.append(
-            PassRecord(
-                self.n_sequences, n_tokens, n_generated, seconds, n_experts_read, self._drafts, self._is_trial, gap_seconds
-            )
-        )
-        self._pending_seconds += seconds
-        self._rounds_until_plain -= 1
-        if len(self._pending_passes) >= self._update_interval or self._pending_seconds > MAX_PENDING_S or self.is_plain:
-            self._learn()
-        elif self._rounds_until_plain == 0 and n_tokens > self.n_sequences:
-            self.is_plain = True
-
-    def _learn(self) -> None:
-        """Update the cost estimates from the pending passes, and set `is_plain`: whether the next pass runs without drafts."""
-        for each in self._pending_passes:
-            if each.n_tokens > each.n_sequences:
-                self._record_drafted(each)
-            else:
-                self._record_plain(each)
-        self._pending_passes.clear()
-        self._update_interval, self._pending_seconds = min(2 * self._update_interval, MAX_PENDING_PASSES), 0.0
-        self.speed_up = max(self._tokens_gained / self._cost_spent, 1.0)
-        now = self.pass_ratio, self.draft_ratio, self.speed_up
-        if max(abs(math.log(a / b)) for a, b in zip(now, self._published_ratios, strict=True)) > MIN_LOG_CHANGE:
-            self.version, self._published_ratios = self.version + 1, now
-        self._rounds_until_plain = self._compute_rounds_to_wait()
-        has_changed = self._has_changed([max(ratios) for ratios in self._drafted_ratios[-3:]], self._drafted_level)
-        self.is_plain = bool(self._drafted_ratios) and (self._rounds_until_plain == 0 or has_changed)
-
-    def _compute_rounds_to_wait(self) -> int:
-        """Return the number of rounds with a draft until the budget allows a step without one."""
-        missing, a_round = self._plain_price - self._budget, self._plain_share * self._round_cost
-        return max(self._spacing - len(self._drafted_ratios), math.ceil(missing / a_round) if missing > 0 else 0, 0)
-
-    @property
-    def _plain_share(self) -> float:
-        """The fraction of the time of drafted rounds that may be spent on steps without a draft."""
-        return PLAIN_SHARE if self.n_comparisons < MIN_COMPARISONS else LATER_PLAIN_SHARE
-
-    def _record_drafted(self, record: PassRecord) -> None:
-        """Add a pass with drafts to the ratios of measured to expected cost, to the speed-up and to the budget."""
-        plain = self.curve.pass_seconds[record.n_sequences] + self.experts.extra_seconds[record.n_sequences]
-        expected = self.curve.pass_seconds[record.n_tokens] + self.experts.compute_extra_seconds(record.n_experts_read)
-        pass_ratio = draft_ratio = record.seconds / expected
-        expected_draft = draft_seconds = 0.0
-        most_missed = 0
-        for n, n_missed, seconds in record.drafts:
-            expected_draft += self.curve.draft_cost(n, n_missed)
-            draft_seconds += seconds
-            most_missed = max(most_missed, n_missed)
-        if expected_draft and most_missed <= MAX_MISSED_TOKENS:
-            draft_ratio = draft_seconds / expected_draft
-        self._drafted_ratios.append((pass_ratio, draft_ratio))
-        self._has_trial |= record.is_trial
-        cost = max(expected * self.pass_ratio, plain) + expected_draft * self.draft_ratio + self.overhead
-        cost /= plain + self.overhead
-        self._tokens_gained = DECAY * self._tokens_gained + record.n_generated / record.n_sequences
-        self._cost_spent = DECAY * self._cost_spent + cost
-        self._round_cost += 0.1 * (cost - self._round_cost)
-        self._budget = min(self._budget + (0.0 if record.is_trial else self._plain_share * cost), MAX_BUDGET)
-        self.experts.update(record.n_tokens, record.n_experts_read)
-
-    def _record_plain(self, record: PassRecord) -> None:
-        """Add a pass without drafts to the budget and the overhead, and compare it to the drafted rounds before it, if any."""
-        if self.is_plain:
-            self._budget -= self._plain_price
-            self._spacing += 1
+        is_drafted = n_tokens > self.n_sequences
+        if is_drafted:
+            cost = self.curve.pass_seconds[n_tokens] + self.experts.compute_extra_seconds(n_experts_read) + self._draft_cost
+            self.experts.update(n_tokens, n_experts_read)
         else:
-            self._tokens_gained, self._cost_spent = DECAY * self._tokens_gained + 1.0, DECAY * self._cost_spent + 1.0
-        self._budget = min(self._budget + TRIAL_SHARE, MAX_BUDGET)
-        plain = self.curve.pass_seconds[record.n_sequences] + self.experts.extra_seconds[record.n_sequences]
-        ratio = max(record.seconds / (plain + self.curve.eviction * bool(self._drafted_ratios)), MIN_SECONDS)
-        self._plain_ratios.append(ratio)
-        if record.gap_seconds:
-            self._update_overhead(record.gap_seconds / ratio)
-        is_due = self.is_plain or self._has_trial or len(self._drafted_ratios) >= MIN_COMPARED_ROUNDS
-        if self._drafted_ratios and is_due:
-            self._compare()
-
-    def _update_overhead(self, seconds: float) -> None:
-        """Move the estimated time between two passes a step towards a measurement, which may contain unrelated work."""
-        self.overhead += 0.1 * (min(max(seconds, 0.0), 2 * self.overhead + self.curve.pass_seconds[1]) - self.overhead)
-
-    def _compare(self) -> None:
-        """Update pass_ratio and draft_ratio by comparing the drafted rounds and the plain steps since the last comparison.
-
-        Other programs only ever add time, so the lower quartiles are compared if there are enough of both, and else the medians.
-        """
-        n = min(len(self._drafted_ratios), len(self._plain_ratios))
-        compute_typical = _compute_lower_quartile if n >= MIN_COMPARED_ROUNDS else median
-        passes, drafts = (compute_typical(ratios) for ratios in zip(*self._drafted_ratios, strict=True))
-        plain = compute_typical(self._plain_ratios)
-        self._comparisons.append((passes / plain, drafts / plain))
-        before = self.pass_ratio, self.draft_ratio
-        self.pass_ratio, self.draft_ratio = (_compute_cautious_median(ratios) for ratios in zip(*self._comparisons, strict=True))
-        if max(abs(math.log(a / b)) for a, b in zip(before, (self.pass_ratio, self.draft_ratio), strict=True)) > math.log(
-            MAX_ERROR_RATIO
-        ):
-            self._update_interval = 1  # react to the next passes at once
-        self._drafted_level, self._plain_level = max(passes, drafts), plain
-        self._drafted_ratios.clear()
-        self._plain_ratios.clear()
-        self._has_trial = False
-        self.n_comparisons += 1
-
-    @property
-    def _plain_price(self) -> float:
-        """The cost of a step without a draft: the time it loses compared with drafting, in units of one such step."""
-        return 1.0 - 1.0 / self.speed_up
-
-    @staticmethod
-    def _has_changed(ratios: Sequence[float], level: float) -> bool:
-        """Return whether the last three steps are all slower, or all faster, than at the last comparison by SUDDEN_CHANGE_RATIO.
-
-        Args:
-            ratios: Times of steps relative to the curve's, the latest last.
-            level: This ratio at the last comparison; 0 if there was none.
-        """
-        last = [*ratios][-3:]
-        return (
-            level > 0.0
-            and len(last) == 3
-            and (min(last) > SUDDEN_CHANGE_RATIO * level or max(last) < level / SUDDEN_CHANGE_RATIO)
-        )
-
-    def get_corrected_curve(self) -> CostCurve:
-        """Return the cost curve as measured, or scaled by the current ratios if MIN_COMPARISONS have shown that it is wrong."""
-        is_off = any(abs(math.log(ratio)) > math.log(MAX_ERROR_RATIO) for ratio in (self.pass_ratio, self.draft_ratio))
-        return (
-            self.curve.scale(self.pass_ratio, self.draft_ratio)
-            if is_off and self.n_comparisons >= MIN_COMPARISONS
-            else self.curve
-        )
-
-    def try_draft(self, seconds: float, share: float = TRIAL_SHARE) -> bool:
-        """Return whether to try a draft that does not seem profitable; if so, charge its cost to the budget and mark the pass.
-
-        Args:
-            seconds: The extra cost of the draft.
-            share: The share of all time that such drafts may take.
-        """
-        price = seconds / self.plain_cost * TRIAL_SHARE / share
-        is_free = price <= MAX_TRIAL_COST and (
-            self._n_trials < N_FREE_TRIALS or self._has_changed(self._plain_ratios, self._plain_level)
-        )
-        if self._is_trial or (not is_free and price > self._budget - INITIAL_BUDGET):
-            return False
-        self._budget -= price * (self._n_trials >= N_FREE_TRIALS)
-        self._n_trials += 1
-        self._is_trial = True
-        self._plain_ratios.clear()
-        return True
-
-
-def _compute_lower_quartile(ratios: Sequence[float]) -> float:
-    """Return the ratio that a quarter of the given ones do not exceed; of fewer than four, the smallest."""
-    return sorted(ratios)[len(ratios) // 4]
-
-
-def _compute_cautious_median(ratios: Sequence[float]) -> float:
-    """Return the median of the ratios and an added 1.0; of two middle values the one nearer to 1, so one ratio has no effect."""
-    ordered = sorted([1.0, *ratios])
-    middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return min(middle, key=lambda ratio: abs(math.log(max(ratio, MIN_SECONDS))))
+            cost = self.plain_cost
+        if gap_seconds:
+            other = min(max(gap_seconds - self._draft_seconds, 0.0), 2 * self.overhead + self.plain_cost)
+            self.overhead += 0.1 * (other - self.overhead)
+        if is_drafted or not self.is_plain:
+            relative_cost = (cost + self.overhead) / (self.plain_cost + self.overhead)
+            self._tokens_gained = DECAY * self._tokens_gained + n_generated / self.n_sequences
+            self._cost_spent = DECAY * self._cost_spent + relative_cost
+        self._insurance.record(is_drafted, (seconds + self._draft_seconds) / cost, self.speed_up)
 
 
 class DraftLengthPolicy:
@@ -343,38 +194,29 @@ class DraftLengthPolicy:
         self._is_free = is_free
         self._buckets = list[int]()
         self._survival, self._is_trial = 1.0, False
-        self._probabilities, self._thresholds = acceptance.probabilities, dict[tuple[int, int], float]()
-        self._n_sequences = 1  # of the batch for which thresholds are known
+        self._probabilities, self._mean = acceptance.probabilities, acceptance.mean
+        self._token_prices = dict[tuple[int, int], float]()
         # rounds that are not processed yet: buckets of verified tokens, number of accepted ones
         self._pending_rounds = list[tuple[list[int], int]]()
-        self._version, self._n_missed, self._trial_share = -1, 0, TRIAL_SHARE
         self._update_interval, self._pending_seconds = 1, 0.0
-        self._max_draft_tokens = 0  # rises with the number of accepted tokens
-        # For proposals that are looked up: whether this round does so, seconds that it takes, and tokens that it gains
-        self._is_searching, self._search_seconds, self._search_gain = False, 0.0, 1.0
+        self._n_missed, self._wait = 0, FIRST_WAIT  # steps since the last draft, and how many to wait for a trial
 
     def start(self, token_budget: int) -> bool:
         """Begin a round in which up to `token_budget` tokens fit: set `max_tokens` and `can_branch`; return whether to draft."""
         costs = self.costs
-        is_due = len(self._pending_rounds) >= self._update_interval or self._pending_seconds > MAX_PENDING_S
-        if is_due or self._version != costs.version or self._n_sequences != costs.n_sequences:
+        if len(self._pending_rounds) >= self._update_interval or self._pending_seconds > MAX_PENDING_S:
             self._learn()
         self._buckets = []
-        self._survival, self._is_trial, self._is_searching = 1.0, False, False
-        self.max_tokens = token_budget = min(token_budget, costs.token_budget, self._max_draft_tokens)
-        self.can_branch = costs.can_branch
-        if costs.is_plain or token_budget < 1:
+        self._survival, self._is_trial = 1.0, False
+        self.max_tokens, self.can_branch = min(token_budget, costs.token_budget), costs.can_branch
+        if costs.is_plain or self.max_tokens < 1:
             self.max_tokens = 0
             return False
-        if self._is_free:
-            is_profitable = self._search_seconds * costs.tokens_per_second <= max(self._search_gain, FREE_SEARCH_SHARE)
-            self._is_searching = is_profitable or costs.try_draft(self._search_seconds)
-            return self._is_searching
-        if self._get_threshold(0) <= 1.0:
+        if self._is_free or self._is_profitable(0):
             return True
         self.max_tokens = 1
-        catch_up = costs.draft_cost(1, self._n_missed) - costs.draft_cost(1)
-        self._is_trial = costs.try_draft(self._get_cost(1) - self._get_cost(0) + catch_up, self._trial_share)
+        catch_up = costs.curve.draft_cost(1, self._n_missed) - costs.curve.draft_cost(1)
+        self._is_trial = self._is_trial_due(self._get_cost(1) - self._get_cost(0) + catch_up)
         return self._is_trial
 
     def should_continue(self, confidence: float) -> bool:
@@ -387,12 +229,12 @@ class DraftLengthPolicy:
         self._buckets.append(bucket)
         self._survival *= self._probabilities[bucket]
         n = len(self._buckets)
-        return n < self.max_tokens and (self._survival > self._get_threshold(n) or self._is_trial)
+        return n < self.max_tokens and self._is_profitable(n)
 
     def choose(self, confidences: Sequence[float], parents: Sequence[int] | None = None) -> int:
         """Return how many of the tokens with the given confidences, the first ones, to propose: the number with the best profit.
 
-        For a drafter that has found them at no cost. If none is profitable, this is 1 for a trial that the budget allows, else 0.
+        For a drafter that has found them at no cost. If none is profitable, this is 1 for a trial that is due, else 0.
 
         Args:
             confidences: The confidence of each token.
@@ -410,7 +252,8 @@ class DraftLengthPolicy:
             if profit > best:
                 best, n_best = profit, n
         if self._buckets and not n_best:
-            n_best = int(costs.try_draft(costs.pass_cost(costs.n_tokens + 1) - base, self._trial_share))
+            self._is_trial = self._is_trial_due(costs.pass_cost(costs.n_tokens + 1) - base)
+            n_best = int(self._is_trial)
         del self._buckets[n_best:]
         return n_best
 
@@ -423,69 +266,58 @@ class DraftLengthPolicy:
         verified_nodes: tuple[list[int], list[int]] | None = None,
     ) -> None:
         """Learn from a finished round: record its accepted tokens and its times in seconds; see `LengthPolicy.update`."""
-        costs = self.costs
         self._pending_seconds += pass_seconds
-        if self._is_searching:
-            before = self._search_seconds or draft_seconds
-            self._search_seconds = before + 0.1 * (min(draft_seconds, 2 * before) - before)  # longer only if the core was lost
-            gain = n_accepted - costs.tokens_per_second * (costs.pass_cost(costs.n_sequences + n_drafted) - costs.plain_cost)
-            self._search_gain += 0.1 * (gain - self._search_gain)
-        if n_drafted:
-            if verified_nodes:
-                accepted, rejected = ([self._buckets[node] for node in nodes] for nodes in verified_nodes)
-                self._pending_rounds += [(accepted, n_accepted), (rejected, 0)]
-            else:
-                self._pending_rounds.append((self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted))
-            if not self._is_free:
-                costs.add_draft(n_drafted, self._n_missed, draft_seconds)
-        self._n_missed = 0 if n_drafted else self._n_missed + 1
+        if not n_drafted:
+            self._n_missed += 1
+            return
+        if verified_nodes:
+            accepted, rejected = ([self._buckets[node] for node in nodes] for nodes in verified_nodes)
+            self._pending_rounds += [(accepted, n_accepted), (rejected, 0)]
+        else:
+            self._pending_rounds.append((self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted))
+        if self._is_trial:
+            self._wait = 0 if n_accepted else min(max(2 * self._wait, FIRST_WAIT), MAX_WAIT)
+        if not self._is_free:
+            self.costs.add_draft(n_drafted, self._n_missed, draft_seconds)
+        self._n_missed = 0
+
+    def _learn(self) -> None:
+        """Update the acceptance probabilities from the pending rounds."""
+        for buckets, n_accepted in self._pending_rounds:
+            self.acceptance.update(buckets, n_accepted)
+        self._pending_rounds.clear()
+        self._update_interval, self._pending_seconds = min(2 * self._update_interval, MAX_PENDING_ROUNDS), 0.0
+        self._probabilities, self._mean = self.acceptance.probabilities, self.acceptance.mean
+        self._token_prices.clear()
+
+    def _is_trial_due(self, seconds: float) -> bool:
+        """Return whether to try a draft that does not seem profitable and costs these extra seconds."""
+        return self._n_missed >= self._wait * max(1.0, seconds / (TRIAL_SHARE * FIRST_WAIT * self.costs.plain_cost))
 
     def _get_cost(self, n: int) -> float:
         """Return the expected seconds of this pass if this sequence adds n draft tokens to it, with the time to draft them."""
         costs = self.costs
-        return costs.pass_cost(costs.n_tokens + n) + (0.0 if self._is_free else costs.draft_cost(n))
+        return costs.pass_cost(costs.n_tokens + n) + (0.0 if self._is_free else costs.curve.draft_cost(n))
 
-    def _learn(self) -> None:
-        """Update the acceptance probabilities from the pending rounds, and recompute the maximum draft length."""
-        if self._pending_rounds:
-            self.acceptance.update(self._pending_rounds)
-            self._pending_rounds.clear()
-        self._update_interval, self._pending_seconds = min(2 * self._update_interval, MAX_PENDING_PASSES), 0.0
-        self._probabilities, self._version, self._n_sequences = (
-            self.acceptance.probabilities,
-            self.costs.version,
-            self.costs.n_sequences,
-        )
-        # if only comparisons speak against drafting, other programs may have disturbed them
-        is_useful = self.acceptance.n_accepted >= MIN_ACCEPTED and self.costs.curve.is_profitable(self.acceptance.mean)
-        self._trial_share = PLAIN_SHARE if is_useful else TRIAL_SHARE
-        self._thresholds.clear()
-        # until some tokens are accepted, a round may cost little
-        limit = self._get_cost(0) + min(1.0 + self.acceptance.n_accepted, MAX_ROUND_COST) * self.costs.plain_cost
-        low, high = 1, max(self.costs.token_budget, 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._get_cost(middle) <= limit else (low, middle - 1)
-        self._max_draft_tokens = low
-
-    def _get_threshold(self, n: int) -> float:
-        """Return the minimum probability that n drafted tokens are all accepted at which drafting another one is profitable."""
+    def _is_profitable(self, n: int) -> bool:
+        """Return whether drafting more than n tokens is profitable, if the n are accepted with the probability `_survival`."""
         key = self.costs.n_tokens, n
-        if key not in self._thresholds:
-            self._thresholds[key] = self._compute_threshold(n)
-        return self._thresholds[key]
+        if key not in self._token_prices:
+            self._token_prices[key] = self._compute_token_price(n)
+        return self._survival > self.costs.tokens_per_second * self._token_prices[key]
 
-    def _compute_threshold(self, n: int) -> float:
-        rate, base, least = self.acceptance.mean, self._get_cost(n), math.inf
+    def _compute_token_price(self, n: int) -> float:
+        """Return the least seconds per accepted token of drafting more than n tokens, if the n are accepted."""
+        base, least = self._get_cost(n), float("inf")
         gain, power, n_counted = 0.0, 1.0, 0
         for more in LOOKAHEAD_TOKENS:
             if self.costs.n_tokens + n + more > MAX_BATCH_TOKENS:
                 break
             while n_counted < more:
-                n_counted, power = n_counted + 1, power * rate
+                n_counted, power = n_counted + 1, power * self._mean
                 gain += power
             least = min(least, (self._get_cost(n + more) - base) / gain)
-        return self.costs.tokens_per_second * least
+        return least
 
 
 class FixedLength:
@@ -511,12 +343,5 @@ class FixedLength:
         """Return the number of given confidences: all tokens that the drafter has found are proposed."""
         return len(confidences)
 
-    def update(
-        self,
-        n_drafted: int,
-        n_accepted: int,
-        pass_seconds: float,
-        draft_seconds: float,
-        verified_nodes: tuple[list[int], list[int]] | None = None,
-    ) -> None:
+    def update(self, *_: object, **__: object) -> None:
         """Do nothing: the draft length does not depend on earlier rounds."""

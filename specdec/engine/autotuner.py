@@ -3,7 +3,14 @@
 from collections.abc import Callable
 
 from specdec.draft.acceptance import Acceptance
-from specdec.draft.cost_calibration import FIRST_BUDGET_S, RECHECK_BUDGET_S, SLOW_ROUND_S, CalibrationFile, measure
+from specdec.draft.cost_calibration import (
+    FIRST_BUDGET_S,
+    MAX_SLOW_MEASUREMENTS,
+    RECHECK_BUDGET_S,
+    SLOW_PASS_S,
+    CalibrationFile,
+    measure,
+)
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
 from specdec.draft.model_bundle import LOOKUP, ModelBundle
@@ -129,10 +136,9 @@ class Autotuner:
         """
         if n_steps < MIN_STEPS:
             return
-        self._curve = costs.get_corrected_curve()
-        self._costs = costs if self._curve is costs.curve else None
+        self._curve, self._costs = costs.curve, costs
         if self._calibration_file:
-            self._calibration_file.write(self._curve, self.acceptance)
+            self._calibration_file.write(costs.curve, self.acceptance)
 
     def measure(self, time_generation: Callable[[int], float], step_seconds: float) -> None:
         """Choose and set the number of threads, then find the costs of passes and drafts.
@@ -166,19 +172,16 @@ class Autotuner:
     def _calibrate(self) -> None:
         """Read the costs and the acceptance that earlier processes have stored, measure the costs again, and keep the lower ones.
 
-        The minimum is right since other programs only ever add time. The measurement is skipped for a slow target, so that its
-        first token comes sooner, if the stored costs show that drafts pay, or if drafts are looked up and the costs are possible.
+        The minimum is right since other programs only ever add time. A slow target is measured a few times.
         """
         draft, seconds = self.bundle.draft, FIRST_BUDGET_S
         models = [self.bundle.target, *([draft.model] if draft.model else [])]
         self._calibration_file = CalibrationFile(models, "" if draft.model else LOOKUP)
         if stored := self._calibration_file.read():
             self._curve, self.acceptance = stored
-            seconds = RECHECK_BUDGET_S
-            passes = self._curve.pass_seconds
-            is_possible = not draft.model and passes[MAX_TILE_TOKENS] < MAX_TILE_TOKENS * passes[1]
-            if passes[1] > SLOW_ROUND_S and (is_possible or self._curve.is_profitable(self.acceptance.mean)):
+            if self._curve.pass_seconds[1] > SLOW_PASS_S and self._curve.n_measurements >= MAX_SLOW_MEASUREMENTS:
                 return
+            seconds = RECHECK_BUDGET_S
         caches = self.bundle.new_caches()
         measured = measure(caches.target, caches.draft, draft.vocabulary, seconds)
         self._curve = self._curve.merge(measured) if self._curve else measured

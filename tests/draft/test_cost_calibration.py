@@ -9,9 +9,15 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.draft import cost_calibration
-from specdec.draft.acceptance import MAX_EARLIER_ACCEPTED, N_BUCKETS, Acceptance
-from specdec.draft.cost_calibration import MAX_STORED_BYTES, CalibrationFile, fingerprint_weights
-from specdec.draft.cost_curves import CostCurve, ExpertCosts
+from specdec.draft.acceptance import N_BUCKETS, Acceptance
+from specdec.draft.cost_calibration import (
+    MAX_SLOW_MEASUREMENTS,
+    MAX_STORED_BYTES,
+    CalibrationFile,
+    fingerprint_weights,
+    make_expert_costs,
+)
+from specdec.draft.cost_curves import CostCurve
 from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model
@@ -37,8 +43,8 @@ def make_models(kind=0):
 def make_measurements():
     acceptance = Acceptance()
     for i in range(40):
-        acceptance.update([([i % 5] * 3, i % 3)])
-    return CostCurve({1: 1.0, 8: 2.0}, 0.1, 0.05), acceptance
+        acceptance.update([i % 5] * 3, i % 3)
+    return CostCurve({1: 1.0, 8: 2.0}, 0.1, 0.05, n_measurements=3), acceptance
 
 
 def test_stored_costs_and_acceptance_are_read_again(folder):
@@ -46,23 +52,20 @@ def test_stored_costs_and_acceptance_are_read_again(folder):
     CalibrationFile(make_models(), "").write(curve, acceptance)
     known, reread = CalibrationFile(make_models(), "").read()
     assert np.allclose(known.pass_seconds, curve.pass_seconds)
-    assert (known.draft_token, known.draft_start) == (curve.draft_token, curve.draft_start)
+    assert (known.draft_token, known.draft_start, known.n_measurements) == (0.1, 0.05, 3)
     assert np.allclose(reread.probabilities, acceptance.probabilities)
-    assert reread.mean == pytest.approx(acceptance.mean) and reread.n_accepted == MAX_EARLIER_ACCEPTED
+    assert reread.mean == pytest.approx(acceptance.mean)
 
 
-def test_expert_costs_are_stored(folder):
+def test_experts_take_the_share_of_time_that_they_have_of_the_bytes_of_a_token():
     target = load_model(FIXTURES / "qwen3_moe")
-    experts = target.config.experts
-    curve = CostCurve({1: 1.0, 64: 3.0}, 0.0, 0.0, ExpertCosts(experts.n_experts, experts.n_experts_used, 0.25, 0.5))
-    CalibrationFile([target], "lookup").write(curve, Acceptance())
-    known, _ = CalibrationFile([target], "lookup").read()
-    assert (known.experts.seconds, known.experts.repeat_probability) == (0.25, 0.5) and known.pass_seconds == pytest.approx(
-        curve.pass_seconds
-    )
-    target.new_cache().forward([1, 2, 3], 1)
-    n_read, n_used = target.experts_read
-    assert known.experts.compute_extra_seconds(n_read) == 0.25 * (n_read / n_used - 1)
+    moe = target.config.experts
+    sizes = {name: matrix.panels.nbytes for name, matrix in target.weights.matrices.items() if name != "embedding"}
+    used = {name: size * (moe.n_experts_used / moe.n_experts if "experts" in name else 1) for name, size in sizes.items()}
+    share = sum(size for name, size in used.items() if "experts" in name) / sum(used.values())
+    costs = make_expert_costs(target, 2.0)
+    assert costs.compute_extra_seconds(2 * moe.n_experts_used) == pytest.approx(2.0 * share)
+    assert make_expert_costs(tiny_model(0), 2.0).extra_seconds[64] == 0.0
 
 
 def test_other_weights_threads_and_drafts_use_other_files(folder, monkeypatch):
@@ -104,31 +107,31 @@ def test_a_damaged_file_is_ignored(folder):
         assert CalibrationFile(make_models(), "").read() is None
 
 
+# A number of the file by its index, and an impossible value
 WRONG = {
-    "passes of no time": {"passes": [0.0] * (MAX_BATCH_TOKENS + 1)},
-    "too few passes": {"passes": [1.0] * MAX_BATCH_TOKENS},
-    "a word": {"passes": ["one"] * (MAX_BATCH_TOKENS + 1)},
-    "no number": {"passes": [float("nan")] * (MAX_BATCH_TOKENS + 1)},
-    "without end": {"draft": [float("inf"), 0.0, 1.0]},
-    "below nothing": {"draft": [-1.0, 0.0, 1.0]},
-    "a model that drafts for nothing": {"draft": [0.0, 0.0, 1.0]},
-    "more accepted than were seen": {"rates": [2.0] * (N_BUCKETS + 1)},
-    "too few rates": {"rates": [0.5] * N_BUCKETS},
-    "a number": {"rates": 1.0},
-    "nothing": {"rates": None},
+    "a pass of no time": (3, 0.0),
+    "a word": (3, "one"),
+    "no number": (3, float("nan")),
+    "without end": (MAX_BATCH_TOKENS + 1, float("inf")),
+    "below nothing": (MAX_BATCH_TOKENS + 1, -1.0),
+    "a model that drafts for nothing": (MAX_BATCH_TOKENS + 1, 0.0),
+    "more accepted than were seen": (-1, 2.0),
+    "a list": (-N_BUCKETS - 1, [1.0]),
 }
 
 
-@pytest.mark.parametrize("changes", WRONG)
-def test_a_file_with_impossible_numbers_is_ignored(folder, changes):
+@pytest.mark.parametrize("change", WRONG)
+def test_a_file_with_impossible_numbers_is_ignored(folder, change):
     """Put an unknown value into an intact file, as another version might."""
     CalibrationFile(make_models(), "").write(*make_measurements())
     [path] = folder.glob("*.known")
     store = DiskStore(folder, CALIBRATION_SUFFIX)
-    known = json.loads(bytes(store.read(path.name) or b""))
-    store.write(path.name, json.dumps(known | WRONG[changes]).encode())
+    numbers = json.loads(bytes(store.read(path.name) or b""))
+    index, value = WRONG[change]
+    numbers[index] = value
+    store.write(path.name, json.dumps(numbers).encode())
     assert CalibrationFile(make_models(), "").read() is None
-    for content in (b"[]", b"{}", b"nonsense", b"[" * 10_000):
+    for content in (b"[]", b"{}", b"null", b"nonsense", b"[" * 10_000):
         store.write(path.name, content)
         assert CalibrationFile(make_models(), "").read() is None
 
@@ -166,9 +169,10 @@ def test_output_does_not_depend_on_stored_measurements_and_updates_them(folder, 
     first = write()
     [path] = folder.glob("*.known")
     store = DiskStore(folder, CALIBRATION_SUFFIX)
-    known = json.loads(bytes(store.read(path.name) or b""))
-    for draft in (known["draft"][0] / 1000, 1e3):
-        store.write(path.name, json.dumps(known | {"draft": [draft, 0.0, 0.0]}).encode())
+    numbers = json.loads(bytes(store.read(path.name) or b""))
+    for draft in (numbers[MAX_BATCH_TOKENS + 1] / 1000, 1e3):
+        numbers[MAX_BATCH_TOKENS + 1] = draft
+        store.write(path.name, json.dumps(numbers).encode())
         assert write() == first
 
 
@@ -183,12 +187,10 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
     assert decoder.autotuner._curve.draft_token < 1
 
 
-@pytest.mark.parametrize(("seconds_of_8", "is_measured"), [(2e3, False), (9e3, True)])
-def test_a_slow_target_begins_with_stored_costs_of_lookup_if_they_are_possible(folder, pair, seconds_of_8, is_measured):
-    """A pass over 8 tokens never costs more than 8 passes."""
+@pytest.mark.parametrize("n_measurements", [MAX_SLOW_MEASUREMENTS - 1, MAX_SLOW_MEASUREMENTS])
+def test_a_slow_target_begins_with_stored_costs_after_a_few_measurements(folder, pair, n_measurements):
     decoder = SpeculativeDecoder(pair.target, "lookup", pair.tokenizer, n_threads=1)
-    useless = Acceptance()
-    useless.update([([5], 0)] * 200)
-    CalibrationFile([decoder.target], "lookup").write(CostCurve({1: 1e3, 8: seconds_of_8}), useless)
+    curve = CostCurve({1: 1e3, 8: 2e3}, n_measurements=n_measurements)
+    CalibrationFile([decoder.target], "lookup").write(curve, Acceptance())
     decoder.warm_up()
-    assert (decoder.autotuner._curve.pass_seconds[1] < 1e3) == is_measured
+    assert (decoder.autotuner._curve.pass_seconds[1] < 1e3) == (n_measurements < MAX_SLOW_MEASUREMENTS)
