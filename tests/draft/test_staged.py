@@ -11,15 +11,7 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, Acceptance
 from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import (
-    INITIAL_BUDGET,
-    MAX_TRIAL_COST,
-    N_FREE_TRIALS,
-    TRIAL_SHARE,
-    CostModel,
-    DraftLengthPolicy,
-    FixedLength,
-)
+from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.lookup import LookupDrafter, SuffixAutomaton
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.staged import StagedDrafter
@@ -159,20 +151,15 @@ class Clock:
     now = 0.0
 
 
-@pytest.mark.parametrize(("seconds", "pays"), [(0.01, True), (0.9, False)])
-def test_an_unprofitable_second_level_is_not_used_but_tried_again(monkeypatch, seconds, pays):
+def test_a_second_level_that_is_sometimes_right_saves_passes(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("specdec.draft.staged.time.perf_counter", lambda: clock.now)
-    costs, second_level = CostModel(CostCurve(LARGE)), SometimesRightDrafter(clock, seconds)
+    costs, second_level = CostModel(CostCurve(LARGE)), SometimesRightDrafter(clock, 0.01)
     policy = DraftLengthPolicy(costs, Acceptance(LOOKUP_ACCEPTANCE), is_free=True)
     drafter = StagedDrafter([LoopingModel(clock)], second_level, costs, policy, Sampler(12, Sampling(0.0)), lambda _: 0, {})
     assert take_proposals(drafter, 200) == [3 + n % 7 for n in range(1000)]
-    if pays:
-        assert second_level.n_calls > 500
-        assert clock.now < 750
-    else:
-        assert 10 < second_level.n_calls < 100
-        assert clock.now < 1000 * (1 + TRIAL_SHARE) + INITIAL_BUDGET + N_FREE_TRIALS * MAX_TRIAL_COST
+    assert second_level.n_calls > 500
+    assert clock.now < 750
 
 
 def test_the_automaton_matches_a_tail_without_taking_it_in():
