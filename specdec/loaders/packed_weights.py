@@ -134,7 +134,10 @@ class PackedWeightsCache:
         writer = PackedWeightsWriter(self, checkpoint, formats, weight_format)
         newest = max(_get_identity(path.stat())[-1] for path in _list_model_files(checkpoint.path))
         if time.time_ns() - newest > MIN_AGE_S * 1e9:
-            writer.create_file(n_bytes)
+            try:
+                writer.file = self._create_file(writer.key, n_bytes)
+            except OSError as error:
+                writer.fail(error)
         return writer
 
     def list_models(self) -> list[PackedModel]:
@@ -149,7 +152,7 @@ class PackedWeightsCache:
         """Delete a file of packed weights, ignoring errors; processes that map it keep its pages."""
         self._store.delete(packed.path.stem)
 
-    def create_file(self, key: str, n_bytes: int) -> NewFile | None:
+    def _create_file(self, key: str, n_bytes: int) -> NewFile | None:
         """Create the file of weights of a key, after deleting the least recently used ones until n_bytes more may be written.
 
         Returns None, with a warning and without deleting any, if n_bytes exceed even the limit of an empty cache.
@@ -183,6 +186,10 @@ class PackedWeightsWriter:
     """A context in which `add` keeps packed arrays in a file, which appears when the context ends without an exception.
 
     An error of the disk is reported, and nothing is kept.
+
+    Attributes:
+        key: Key of the weights in the cache.
+        file: The file; None if nothing is kept.
     """
 
     def __init__(
@@ -194,29 +201,22 @@ class PackedWeightsWriter:
     ) -> None:
         """Create a writer; see `PackedWeightsCache.open_writer` for the arguments."""
         self._cache, self._checkpoint, self._formats, self._weight_format = cache, checkpoint, formats, weight_format
-        self._key = _make_key(checkpoint, formats)
-        self._file: NewFile | None = None
+        self.key = _make_key(checkpoint, formats)
+        self.file: NewFile | None = None
         self._sizes, self._array_formats, self._checksums = list[int](), list[str](), list[bytes]()
-
-    def create_file(self, n_bytes: int) -> None:
-        """Create a file for n_bytes; without room for them, or after an error of the disk, warn and keep nothing."""
-        try:
-            self._file = self._cache.create_file(self._key, n_bytes)
-        except OSError as error:
-            self._fail(error)
 
     def add(self, array: Float32, format_name: str = "") -> None:
         """Write the next array: the panels of a matrix with the name of their weight format, or a vector.
 
         Does nothing if there is no file. After an error of the disk, warns and drops the file.
         """
-        if not self._file:
+        if not self.file:
             return
         try:
-            self._file.write(array.reshape(-1).view(np.uint8).data)
-            self._file.write(bytes(_pad_to_cache_line(array.nbytes) - array.nbytes))
+            self.file.write(array.reshape(-1).view(np.uint8).data)
+            self.file.write(bytes(_pad_to_cache_line(array.nbytes) - array.nbytes))
         except OSError as error:
-            self._fail(error)
+            self.fail(error)
             return
         self._sizes.append(array.nbytes)
         self._array_formats.append(format_name)
@@ -230,13 +230,13 @@ class PackedWeightsWriter:
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Publish the file, or delete it after an exception or if the model's files have changed."""
-        if not self._file:
+        if not self.file:
             return
         try:
-            if error_type is None and self._key == _make_key(self._checkpoint, self._formats):
-                self._publish(self._file)
+            if error_type is None and self.key == _make_key(self._checkpoint, self._formats):
+                self._publish(self.file)
         except OSError as disk_error:
-            self._fail(disk_error)
+            self.fail(disk_error)
         finally:
             self._close()
 
@@ -252,21 +252,21 @@ class PackedWeightsWriter:
             "checksum": _combine(self._checksums),
             "identity": _get_identity(file.stat()),
         }
-        self._cache.write_info(self._key, info)
+        self._cache.write_info(self.key, info)
         _warn(
             f"kept the packed weights ({sum(self._sizes) / 1e9:.1f} GB) in {self._cache.folder} for a quicker start; "
             "--weight-cache off keeps none"
         )
 
-    def _fail(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> None:
         """Drop the file, and warn that the packed weights cannot be kept."""
         self._close()
         _warn(f"cannot keep the packed weights in {self._cache.folder}: {error.strerror or error}")
 
     def _close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
+        if self.file:
+            self.file.close()
+            self.file = None
 
 
 def open_packed_weights(packed: str | os.PathLike[str]) -> PackedWeightsCache | None:

@@ -56,6 +56,7 @@ def test_packed_weights_are_listed_and_removed(
     assert [Path(each["model"]).name for each in from_json(run("models", "--json"))["packed"]] == ["one.bin", "two.bin"]
     assert run("models", "rm", "-y", "one.bin")[0] == 0
     assert [Path(each["model"]).name for each in from_json(run("models", "--json"))["packed"]] == ["two.bin"]
+    assert run("-m", "models/two.bin", *options, "--quantize", "target", "--weight-cache", "on")[0] == 0
     assert run("models", "clean", "two.bin")[0] == 2
     assert run("models", "clean")[1].startswith("removed the packed weights of 1 model (")
     assert "packed" not in run("models")[1] and not [*(tmp_path / "packed").iterdir()]

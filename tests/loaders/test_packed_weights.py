@@ -313,7 +313,7 @@ from specdec.loaders.packed_weights import PackedWeightsCache
 packed_weights.MIN_AGE_S = -1.0
 checkpoint = load_checkpoint(Path(sys.argv[1]))
 with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None) as writer:
-    assert writer._file
+    assert writer.file
     print("writing", flush=True)
     time.sleep(600)
 """
