@@ -70,20 +70,21 @@ def compute_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
 class NewFile:
     """A file that is being written: it gets its name by `publish`, and leaves nothing when the context ends without that.
 
-    On Linux it has no name before, so it vanishes even if its process is killed. Elsewhere it has a temporary name, and
-    `DiskStore.list_entries` deletes it later.
+    Before, it has a temporary name, and `DiskStore.list_entries` deletes it later if its process is killed. On Linux a large file
+    has no name, so it vanishes with its process.
     """
 
-    def __init__(self, path: Path, mode: int) -> None:
+    def __init__(self, path: Path, mode: int, is_large: bool = False) -> None:
         """Create the file in an existing folder; raise OSError if that is not possible.
 
         Args:
             path: Path that `publish` gives it.
             mode: Permissions before the umask.
+            is_large: Whether what a killed process leaves is worth the care.
         """
         self._path = path
         self._temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-        unnamed_file = _open_unnamed(path.parent, mode)
+        unnamed_file = _open_unnamed(path.parent, mode) if is_large else None
         self._has_name = unnamed_file is None
         self._file = unnamed_file or FileIO(os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "w")
 
@@ -181,15 +182,15 @@ class DiskStore:
 
     def write(self, name: str, content: bytes | memoryview) -> None:
         """Write a file with its checksum, in place of an older one at once; raise OSError if that is not possible."""
-        with self.create(name) as file:
+        with self.create(name, is_large=False) as file:
             file.write(MAGIC + self._checksum([name.encode(), content]))
             file.write(content)
             file.publish()
 
-    def create(self, name: str) -> NewFile:
+    def create(self, name: str, is_large: bool = True) -> NewFile:
         """Create a file that the caller writes, with a checksum of its own; raise OSError if that is not possible."""
         self.folder.mkdir(mode=self._folder_mode, parents=True, exist_ok=True)
-        return NewFile(self.folder / name, self._file_mode)
+        return NewFile(self.folder / name, self._file_mode, is_large)
 
     def list_entries(self) -> list[StoreEntry]:
         """Return the entries, the least recently used one first, after deleting what killed writers have left."""

@@ -21,13 +21,6 @@ def store(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "store", ".a", ".b")
 
 
-@pytest.fixture(params=["unnamed", "named"], autouse=True)
-def unnamed_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test also as on a system without unnamed files."""
-    if request.param == "named":
-        monkeypatch.setattr(disk_store, "UNNAMED_FILE", 0)
-
-
 @pytest.mark.parametrize("content", [b"", b"x", bytes(range(256)) * 1000])
 def test_content_is_read_as_it_was_written(store: DiskStore, content: bytes) -> None:
     for _ in range(2):
@@ -47,6 +40,19 @@ def test_damaged_or_renamed_file_counts_as_missing_and_is_deleted(store: DiskSto
     for name in (NAMES[1], f"{'0' * 40}.b"):
         (store.folder / name).write_bytes(sound)
         assert store.read(name) is None and not (store.folder / name).exists()
+
+
+@pytest.mark.parametrize("is_unnamed", [False, True])
+def test_large_file_appears_when_it_is_published(store: DiskStore, monkeypatch: pytest.MonkeyPatch, is_unnamed: bool) -> None:
+    """Also on a system without unnamed files."""
+    monkeypatch.setattr(disk_store, "UNNAMED_FILE", disk_store.UNNAMED_FILE if is_unnamed else 0)
+    for is_published in (False, True):
+        with store.create(NAMES[0]) as file:
+            file.write(b"x" * 100)
+            assert len([*store.folder.iterdir()]) == (not is_unnamed or not disk_store.UNNAMED_FILE)
+            if is_published:
+                file.publish()
+        assert [path.read_bytes() for path in store.folder.iterdir()] == [b"x" * 100] * is_published
 
 
 def test_failed_write_leaves_the_older_file(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
