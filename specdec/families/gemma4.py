@@ -209,8 +209,8 @@ def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> Mo
         window=metadata.get_int(gguf.SLIDING_WINDOW_KEY),
         **ATTENTION_FIELDS,
     )
-    local_head_dim = metadata.get_int("attention.key_length_swa", sizes["head_dim"])
-    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+    local_head_dim = metadata.get_int(gguf.WINDOW_HEAD_KEYS[0], sizes["head_dim"])
+    for key in gguf.WINDOW_HEAD_KEYS[1:]:
         if metadata.get_int(key, local_head_dim) != local_head_dim:
             raise metadata.make_error(key, f"{local_head_dim}, a head's length")
     if n_shared is None:
@@ -281,7 +281,7 @@ FAMILY = (
     replace(HF_FAMILY, name=f"{UNIFIED}_text", defaults=UNIFIED_DEFAULTS, multimodal_types={UNIFIED: True}),
     GGUFFamily(
         "gemma4", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS,),
-        supported_keys=(gguf.SLIDING_WINDOW_KEY, LOGIT_SOFTCAP_KEY, gguf.EXPERT_COUNT_KEY),
+        supported_keys=(gguf.SLIDING_WINDOW_KEY, LOGIT_SOFTCAP_KEY, gguf.EXPERT_COUNT_KEY, *gguf.WINDOW_HEAD_KEYS),
         per_layer_keys=GGUF_PER_LAYER_KEYS, list_unused=list_unused_gguf,
     ),
 )  # fmt: skip

@@ -129,7 +129,8 @@ GGUF_TENSORS = gemma4.GGUF_TENSORS | {
 }
 FAMILY = (
     GGUFFamily(
-        "gemma4-assistant", parse_gguf_config, GGUF_TENSORS, supported_keys=(gguf.SLIDING_WINDOW_KEY, gguf.NEXTN_LAYERS_KEY),
+        "gemma4-assistant", parse_gguf_config, GGUF_TENSORS,
+        supported_keys=(gguf.SLIDING_WINDOW_KEY, gguf.NEXTN_LAYERS_KEY, *gguf.WINDOW_HEAD_KEYS),
         per_layer_keys=gemma4.GGUF_PER_LAYER_KEYS,
         is_head=True, list_unused=gemma4.list_unused_gguf,
     ),

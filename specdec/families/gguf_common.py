@@ -32,6 +32,8 @@ SLIDING_WINDOW_KEY, EXPERT_COUNT_KEY, QUERY_SCALE_KEY = "attention.sliding_windo
 RMS_EPS_KEY = "attention.layer_norm_rms_epsilon"
 GATING_FUNC_KEY, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR_KEY, NEXTN_LAYERS_KEY = "rope.scaling.attn_factor", "nextn_predict_layers"
+# Sizes of the heads of layers with a sliding window
+WINDOW_HEAD_KEYS = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
 # Keys after the architecture's name that change the arithmetic, and their values that change nothing.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     key: neutral
@@ -44,6 +46,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
         ((0, None), "attention.clamp_kqv attention.max_alibi_bias rope.scaling.alpha"),
         ((1, 0, None), f"{ATTENTION_FACTOR_KEY} logit_scale residual_scale embedding_scale"),
         ((1, None), "rope.scaling.yarn_ext_factor"),
+        ((None,), " ".join(WINDOW_HEAD_KEYS)),
         ((0, 1, None), "expert_group_count"),
         ((False, None), "use_parallel_residual norm_output"),
         ((True, None), "attention.causal"),

@@ -237,6 +237,7 @@ def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
         ("freq_base_swa", {"gemma3.rope.freq_base_swa": 0.5}),
+        ("key_length_swa", {"gemma3.attention.key_length_swa": 4}),
         ("scaling.type", {"gemma3.rope.scaling.type": "yarn"}),
         ("final_logit_softcapping", {"gemma3.final_logit_softcapping": 30.0}),
     ):
