@@ -7,37 +7,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from specdec.draft.draft_length import FixedLength
-from specdec.runtime.memory import zeros
 from specdec.sampling import Sampler, Sampling, compute_block_acceptance, draw_residual
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, BlockVerifier, Draft
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, FakeCache, decode, get_cache, get_tokens, make_model_drafter, verify_proposal
+from tests.tools.decode import END_MARKS, get_cache, make_model_drafter, verify_proposal
 from tests.tools.random_models import make_started_policy, tiny_model
-
-PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
-
-
-class Table(FakeCache):
-    """A model of a few tokens, and its cache, in which the next token depends only on the last one."""
-
-    def __init__(self, probs):
-        self.probs = np.array(probs)
-        self.vocab_size = len(self.probs)
-
-    def forward(self, tokens, n_logits=1):
-        return np.log(self.probs[tokens[len(tokens) - n_logits :]]).astype(np.float32)
+from tests.tools.verification_tables import PLAIN, Table, generate_with_seeds, row
 
 
 def random_table(rng, size=3, flatness=0.7):
     return Table(rng.dirichlet(np.full(size, flatness), size) + 1e-6)
-
-
-def row(values):
-    out = zeros(1, 16)
-    out[0, : len(values)] = values
-    return out
 
 
 def compute_lengths_and_next(p, q, proposals):
@@ -84,15 +64,6 @@ def test_the_sum_over_all_proposals_and_draws_is_the_targets_distribution(n):
             chain = [target[a][b] for a, b in itertools.pairwise((0, *sequence))]
             mass = sum(generated[sequence[:k]] * math.prod(chain[k:]) for k in range(1, n + 2))
             assert mass == pytest.approx(math.prod(chain), abs=2e-6)
-
-
-def generate_with_seeds(target, draft, verify, n_runs, n_tokens, gamma, prompt):
-    """Yield the output for each of n_runs seeds."""
-    for seed in range(n_runs):
-        sampling = Sampling(*PLAIN, seed)
-        verifier = VERIFIERS[verify](len(target.probs), sampling)
-        drafter = make_model_drafter(draft, verifier, sampling, eos_tokens={})
-        yield tuple(get_tokens(decode(target, drafter, verifier, prompt, n_tokens, FixedLength(gamma), {})))
 
 
 @pytest.mark.campaign

@@ -1,49 +1,22 @@
 """The documentation: links resolve, the options page matches the program, and the README stays short."""
 
-import functools
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
-from tests.test_package import MAY_IMPORT, ROOT
+from tests.tools.documentation import find_broken_links
+from tests.tools.package import MODULES, ROOT, get_folder
 
 README_BYTES = 8_000
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "models/README.md"]
 EXPERIMENTS = ROOT / "docs/experiments"
-FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def relative_names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
-
-
-@functools.cache
-def get_anchors(text: str) -> list[str]:
-    """Return the anchors of a document's headings as on GitHub: lower case, no punctuation, duplicates numbered."""
-    found, seen = list[str](), Counter[str]()
-    for heading in re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE):
-        words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
-        found.append(f"{words}-{seen[words]}" if seen[words] else words)
-        seen[words] += 1
-    return found
-
-
-def find_broken_links(document: Path) -> list[str]:
-    """Return the links of a document to missing files and headings of this repository."""
-    text, broken = document.read_text(encoding="utf-8"), list[str]()
-    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text)):
-        if re.match(r"[a-z]+:", link):
-            continue
-        name, _, anchor = unquote(link).partition("#")
-        path = (document.parent / name).resolve() if name else document
-        if not path.exists() or (anchor and anchor not in get_anchors(path.read_text(encoding="utf-8"))):
-            broken.append(link)
-    return broken
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative_names(DOCUMENTS))
@@ -73,7 +46,8 @@ def test_every_experiment_is_in_the_index_with_its_title() -> None:
 
 def test_architecture_has_row_for_every_folder() -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    paths = [f"`{name}/`" if (ROOT / "specdec" / name).is_dir() else f"`{name}.py`" for name in MAY_IMPORT if name != "specdec"]
+    folders = {get_folder(module) for module in MODULES} - {"specdec"}
+    paths = [f"`{name}/`" if (ROOT / "specdec" / name).is_dir() else f"`{name}.py`" for name in folders]
     assert [path for path in paths if path not in page] == []
 
 

@@ -17,10 +17,10 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from tests.fakes.terminal import TIMEOUT_S, run_process, wait_until
-from tests.test_docs import find_broken_links
-from tests.test_end_to_end import make_folder
-from tests.test_package import ROOT
+from tests.tools.documentation import find_broken_links
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.model_folders import make_folder
+from tests.tools.package import ROOT
 
 EXAMPLES = ROOT / "examples"
 MAX_LINES = 50

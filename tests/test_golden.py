@@ -18,8 +18,8 @@ from specdec.quant import bf16_12bit, fp16_bf16, fp32, int8
 from specdec.runtime import elementary
 from specdec.runtime.code_cache import get_cache_dir, get_store
 from specdec.runtime.op_program import Kernel
-from tests.test_package import MODULES, get_folder
 from tests.tools.golden import CASES, TABLE, Case, compute_function_hashes, compute_row, find_changed_rows, main, pack_weights
+from tests.tools.package import MODULES, get_folder
 
 GOLDEN = json.loads(TABLE.read_text())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_package import ROOT
+from tests.tools.package import ROOT
 
 # Private words of earlier versions. Each stood for one of the terms of docs/glossary.md.
 RETIRED_WORDS = {

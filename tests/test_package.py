@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.package import MODULES, PACKAGE, ROOT, get_folder
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
 DISTRIBUTION = "specdec-cpu"
-PACKAGE = ROOT / "specdec"
 MAX_FILE_LINES = 700
 # Folders and files of the package from top to bottom, and the others that each imports: only those below it
 MAY_IMPORT = {
@@ -96,18 +96,6 @@ OUTSIDE = {
 }
 
 
-def modules() -> dict[str, Path]:
-    """Return the files of the package by module name without "specdec."; a folder's __init__ has the folder's name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
-        found[name or "specdec"] = path
-    return found
-
-
-MODULES = modules()
-
-
 @functools.cache
 def parse_module(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
@@ -160,10 +148,6 @@ def imports(module: str) -> tuple[set[str], set[str]]:
     if "specdec" in outside:
         inside.add("specdec")
     return inside, outside - set(sys.stdlib_module_names) - {"specdec"}
-
-
-def get_folder(module: str) -> str:
-    return module.split(".")[0]
 
 
 def test_every_module_is_in_known_folder() -> None:
@@ -468,3 +452,13 @@ def test_library_exposes_only_its_public_names() -> None:
     assert importlib.util.find_spec("specdec.kernels") is not None
     with pytest.raises(AttributeError, match="nonsense"):
         _ = specdec.nonsense
+
+
+def test_no_test_file_imports_another() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {node.module}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).rpartition(".")[2].startswith("test_")
+    ]
+    assert found == [], "move what they share to tests/tools or a conftest.py"

@@ -15,10 +15,9 @@ from specdec import Prompt, Proposal, Sampling, SpeculativeDecoder, Step, Templa
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.text.detokenizer import EventDetokenizer, StopStringFilter
 from specdec.tokenizer import FIRST_BYTE
-from tests.test_end_to_end import make_folder
-from tests.test_type_checking import documented_examples
 from tests.tools.decode import add_text
-from tests.tools.hf_folders import FIXTURES
+from tests.tools.documentation import documented_examples
+from tests.tools.thoughts import talking  # noqa: F401
 
 PROMPT = "Once upon a time"
 
@@ -32,14 +31,6 @@ def decoder():
 def byte_decoder(pair):
     """Return a decoder that generates bytes of broken and unbroken characters."""
     return SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, gamma=3, n_threads=1)
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory):
-    path = make_folder(tmp_path_factory.mktemp("talk") / "talker", positions=320)
-    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    return SpeculativeDecoder(path, n_threads=1)
 
 
 def get_texts(events):

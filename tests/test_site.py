@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import specdec
-from tests.test_package import ROOT
+from tests.tools.package import ROOT
 
 REPO = "https://example.com/owner/specdec"
 

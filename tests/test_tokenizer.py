@@ -17,21 +17,9 @@ from tests.tools.checkpoint_files import (
     tokenizer_bytes,
     write_tokenizer,
 )
+from tests.tools.tokenizer_files import TEXTS
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the real tokenizers of ../shared")
-TEXTS = [
-    "Once upon a time",
-    "the then other in the end",
-    " ",
-    "  two spaces lead",
-    "a\nb\n\nc\n",
-    "tab\tand\r\n",
-    "é日🙂 mé日日 café",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 ñandú Ωμέγα 漢字 𝄞",
-    "[bold]x[/bold] [brackets] [/red]",
-    "\x00\x1b[31m\x7f",
-    "<s></s><unk><0x41>",
-]
 
 
 def naive_encode(pieces: list[bytes], scores: list[float], text: str) -> list[int]:

@@ -8,15 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.test_package import ROOT, modules
-
-
-def documented_examples() -> str:
-    """Return the Python examples of the documentation."""
-    pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/library.md"))
-    blocks = re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
-    return "\n".join(blocks)
+from tests.tools.documentation import documented_examples
+from tests.tools.package import ROOT, modules
 
 
 @pytest.mark.skipif(

@@ -24,7 +24,7 @@ from tests.conftest import Pair
 from tests.fakes.terminal import PROMPT, Screen, ShellJob, make_arguments
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.decode import add_text
-from tests.ui.test_panel import Clock, Keys, has_grown
+from tests.tools.panel_keys import Clock, Keys, has_grown
 
 SIZES = [(20, 8), (40, 12), (71, 20), (72, 8), (80, 24), (120, 40), (200, 60)]
 

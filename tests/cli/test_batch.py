@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from specdec.loaders import optional_dependencies
-from tests.cli.test_cli import Run, assert_rejected, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
+from tests.tools.command_runs import Run, assert_rejected, run  # noqa: F401  (a fixture)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 from rich.cells import cell_len
 
 import specdec
-from specdec.cli import bootstrap
 from specdec.cli.bench import BenchRequest
 from specdec.cli.common_options import Request
 from specdec.cli.generate import TextRequest
@@ -27,7 +26,6 @@ from specdec.loaders import load_checkpoint, model_paths
 from specdec.model_config import ModelConfig
 from specdec.runtime.cpu_topology import get_thread_choices
 from specdec.tokenizer import Tokenizer
-from specdec.ui import signals
 from tests.conftest import Pair
 from tests.fakes.terminal import (
     COMMAND,
@@ -52,6 +50,7 @@ from tests.tools.checkpoint_files import (
     write_int8_checkpoint,
     write_tokenizer,
 )
+from tests.tools.command_runs import Run, assert_rejected, from_json, run  # noqa: F401
 
 JSON_FIELDS = {
     "text", "tokens", "n_prompt", "n_generated", "n_drafted", "n_accepted", "n_nodes", "acceptance_rate", "target_passes",
@@ -59,62 +58,6 @@ JSON_FIELDS = {
     "tokens_per_second", "acceptance_by_position", "speed_up", "stop_reason", "seed", "settings", "experts_alone",
     "experts_per_token",
 }  # fmt: skip
-
-Run = Callable[..., tuple[int, str, str]]
-# Notes that appear on slow machines, and for models so small that an int8 target has fewer bytes than its draft.
-A_NOTE = re.compile(r"specdec: ((loading|reading|writing)\b.*\d+%|the (draft|stage) is not smaller than )")
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Return a function that runs the command line in this process with an empty models/: exit code, stdout, stderr.
-
-    Signal handlers stay pytest's. Stderr is without lines about compiling, which depend on the machine's speed.
-    """
-    monkeypatch.setattr(signals.SignalHandler, "install", lambda _: None)
-    models = tmp_path / "models"
-    models.mkdir()
-    monkeypatch.setattr(model_paths, "BUNDLED_MODELS_DIR", models)
-    monkeypatch.setattr(model_paths, "DEFAULT_TARGET", models / "target.bin")
-    monkeypatch.setattr(model_paths, "DEFAULT_DRAFT", models / "draft.bin")
-    monkeypatch.setattr(model_paths, "DEFAULT_TOKENIZER", models / "tok300.bin")
-
-    def once(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["specdec", *map(str, arguments)])
-        with pytest.raises(SystemExit) as done:
-            bootstrap.main()
-        out, err = capsys.readouterr()
-        assert isinstance(done.value.code, int)
-        lines = [line for line in err.splitlines(keepends=True) if not line.startswith("specdec: compiling kernels: ")]
-        return done.value.code, out, "".join(lines)
-
-    return once
-
-
-def assert_rejected(result: tuple[int, str, str], *words: object) -> str:
-    """Assert exit code 2, empty stdout, and one line on stderr with all of these words and no traceback; return the line.
-
-    Lines of progress, which appear while a slow machine loads a model, do not count.
-    """
-    code, out, err = result
-    err = "".join(line for line in err.splitlines(keepends=True) if not re.fullmatch(r"specdec: .*: *\d+%.*\n", line))
-    assert (code, out) == (2, ""), err
-    assert err.endswith("\n")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err
-    assert "Error" not in err
-    for word in words:
-        assert str(word) in err
-    return err
-
-
-def from_json(result: tuple[int, str, str]) -> dict[str, Any]:
-    code, out, err = result
-    assert code == 0 and [line for line in err.splitlines() if not A_NOTE.match(line)] == []
-    value = json.loads(out)
-    assert isinstance(value, dict)
-    return value
 
 
 # Damaged files

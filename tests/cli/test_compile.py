@@ -9,9 +9,9 @@ import pytest
 
 from specdec.cli import compile as compile_command
 from specdec.runtime import code_cache
-from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
 
 LIST_COMPILED = """
 from specdec.cli.bootstrap import main

@@ -17,8 +17,8 @@ from specdec.ui.panel import LivePanel
 from specdec.ui.plain_views import ModelLabels, PlainView, sanitize
 from specdec.ui.terminal_window import Window
 from tests.conftest import Pair
-from tests.test_end_to_end import make_folder
-from tests.text.test_reasoning import SOURCES
+from tests.tools.model_folders import make_folder
+from tests.tools.thoughts import SOURCES
 
 PROMPT = "Is it a robin? "
 

@@ -22,11 +22,11 @@ from specdec.loaders.model_aliases import set_alias
 from specdec.loaders.model_loader import Loader, load_model, open_checkpoint
 from specdec.ui import progress
 from specdec.ui.text_layout import cell_width
-from tests.cli.test_cli import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.fakes.hub import FakeHub
 from tests.fakes.terminal import PROMPT
-from tests.loaders.test_gguf_checkpoint import block_model
+from tests.tools.block_tensors import block_model
+from tests.tools.command_runs import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.tools.gguf_files import CONFIGS, RawTensor, gguf_bytes, make_model_keys, make_model_tensors, random_blocks
 from tests.tools.hf_folders import FIXTURES
 

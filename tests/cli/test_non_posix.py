@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from specdec.runtime import code_cache
-from tests.cli.test_cli import Run, assert_rejected, run  # noqa: F401
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.command_runs import Run, assert_rejected, run  # noqa: F401
 
 TEXT = "Once upon a time, there was a little girl named Lily."
 RUNS = {

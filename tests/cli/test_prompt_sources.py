@@ -25,9 +25,9 @@ from specdec.model_config import ModelConfig
 from specdec.runtime import code_cache
 from specdec.tokenizer import Tokenizer
 from specdec.ui.progress import show_status
-from tests.cli.test_cli import A_NOTE, Run, assert_rejected, from_json, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
 from tests.fakes.terminal import COMMAND, PROMPT, TIMEOUT_S, make_arguments, make_endless_arguments, run_in_terminal
+from tests.tools.command_runs import A_NOTE, Run, assert_rejected, from_json, run  # noqa: F401  (a fixture)
 from tests.tools.configs import replace_config
 from tests.tools.gguf_files import CONFIGS, CONVERTED, gguf_bytes, make_model_keys, make_model_tensors
 from tests.tools.head_files import write_folder

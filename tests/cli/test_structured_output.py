@@ -11,10 +11,10 @@ from specdec import Step
 from specdec.loaders import optional_dependencies
 from specdec.sampling import Sampling
 from specdec.text.conversation import ChatSettings, Conversation
-from tests.cli.test_cli import Run, assert_rejected, from_json, run
 from tests.conftest import Pair
 from tests.fakes.terminal import PROMPT, make_arguments
-from tests.test_public_api import talking
+from tests.tools.command_runs import Run, assert_rejected, from_json, run
+from tests.tools.thoughts import talking
 
 __all__ = ["run", "talking"]  # fixtures
 needs_guidance = pytest.mark.skipif(

@@ -17,10 +17,10 @@ from specdec.draft.lookup_tables import LookupMemory
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS
-from tests.test_block_verification import Table
 from tests.tools import reference
 from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_steps, get_tokens
 from tests.tools.random_models import make_started_policy, tiny_model
+from tests.tools.verification_tables import Table
 
 
 def find_longest_suffix(tokens):

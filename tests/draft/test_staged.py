@@ -18,11 +18,11 @@ from specdec.draft.staged import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS, Draft
-from tests.tools.decode import END_MARKS, FakeCache, collect, decode, generate_tokens, make_model_drafter
+from tests.tools.decode import END_MARKS, FakeCache, generate_tokens, make_model_drafter
 from tests.tools.random_models import make_started_policy, tiny_model
+from tests.tools.staged_runs import LARGE, get_counts, run_staged, run_unstaged
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
-LARGE = {1: 1.0, 8: 1.05, 16: 1.5, 64: 3.0}  # a pass over eight tokens takes little longer than one over one token
 
 
 class RandomDrafter:
@@ -38,33 +38,6 @@ class RandomDrafter:
     def propose(self, tokens, policy, tail=()):
         self.n_calls += 1
         return Draft([next(self.guesses) for _ in range(min(policy.max_tokens, next(self.n)))])
-
-
-def run_staged(
-    draft, make_second_level, sampling, verify="coupled", gamma=4, target=None, prompt=(BOS, 7, 9), n=60, models=(), max_guesses=9
-):
-    """Return the tokens and counts of a target with a staged draft; `make_second_level` takes the verifier.
-
-    The second level has the last of `models`, or no model.
-    """
-    verifier = VERIFIERS[verify](target.vocab_size, sampling)
-    sampler = Sampler(target.vocab_size, sampling, draft.vocab_size)
-    caches = [model.new_cache() for model in (draft, *models)]
-    second_level = make_second_level(verifier, *caches[1:])
-    drafter = StagedDrafter(
-        caches, second_level, CostModel(CostCurve(LARGE)), FixedLength(max_guesses), sampler, verifier.get_draft_stream, END_MARKS
-    )
-    tokens, statistics = collect(decode(target.new_cache(), drafter, verifier, prompt, n, FixedLength(gamma)))
-    return tokens, get_counts(statistics)
-
-
-def get_counts(statistics):
-    return statistics.accepted_histogram, statistics.drafted_histogram, statistics.stop_reason
-
-
-def run_unstaged(target, draft, sampling, verify, gamma, prompt=(BOS, 7, 9)):
-    tokens, statistics = generate_tokens(target, draft, sampling, gamma, verify, prompt)
-    return tokens, get_counts(statistics)
 
 
 @pytest.mark.campaign

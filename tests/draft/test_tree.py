@@ -14,21 +14,14 @@ from specdec.events import Proposal, Statistics
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.sampling import N_CANDIDATES, Sampler, Sampling, draw_gumbel_top_k
 from specdec.tokenizer import BOS, EOS
-from specdec.verification import VERIFIERS, CoupledVerifier, Draft
-from tests.test_block_verification import Table, row
+from specdec.verification import CoupledVerifier, Draft
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, decode, generate_tokens, get_cache, get_tokens, verify_proposal
+from tests.tools.decode import END_MARKS, generate_tokens, get_tokens, verify_proposal
 from tests.tools.random_models import tiny_model
+from tests.tools.staged_runs import events_of
+from tests.tools.verification_tables import Table, row
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
-
-
-def events_of(target, draft, sampling, gamma, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, eos_tokens=END_MARKS):
-    target, draft = get_cache(target), get_cache(draft)
-    verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
-    sampler = Sampler(target.model.vocab_size, sampling, draft.model.vocab_size)
-    drafter = TreeDrafter(draft, sampler, verifier.get_draft_stream, eos_tokens)
-    return list(decode(target, drafter, verifier, list(prompt), max_tokens, FixedLength(gamma), eos_tokens))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -15,6 +15,7 @@ from specdec.speculative import DecodingState
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
+from tests.tools.constraints import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
 from tests.tools.decode import END_MARKS, collect, decode, get_steps, get_tokens, make_model_drafter
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import (
@@ -30,15 +31,8 @@ from tests.tools.regular_languages import (
     union,
 )
 
-# ids 0 to 2 and rows from 100 on are empty; some tokens are equal, some contain others
-WORDS = ["", "", "", "a", "b", "c", "ab", "bc", "abc", "aa", "b", "cab", "x", "xy", "y", "xyz", "z", " ", "a ", "", "c", "abcabc"]
-VOCABULARY = [*(word.encode() for word in WORDS), *(bytes([65 + i % 26]) * (i % 3) for i in range(78)), *[b""] * 20]
-FREE = concatenate(
-    repeat(union(literal("ab"), literal("c"), concatenate(byte_class("xyz"), literal(" ")))), union(literal("abc"), literal("x"))
-)
 FORCING = concatenate(literal("abxyc"), concatenate(repeat(concatenate(byte_class("abc"), literal("xyz a"))), literal("yy")))
 LANGUAGES = {"free": FREE, "forcing": FORCING, "any": repeat(byte_class("abcxyz "))}
-PROMPT = [1, 7, 9]
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, 0, 0.9, 2), Sampling(1.3, 6, 1.0, 3)]
 
 
@@ -67,20 +61,6 @@ def generate_masked(target, language, sampling, max_tokens, eos_tokens=END_MARKS
         tokens.append(token)
         language = derive_all(language, VOCABULARY[token])
     return tokens[len(PROMPT) :], next(iter(eos_tokens.values()), "eos") if language == EMPTY_STRING else "max_tokens"
-
-
-class ArbitraryDrafter:
-    """Proposes consecutive tokens of the vocabulary, allowed or not, in a length that depends on the sequence."""
-
-    def prepare(self, tokens):
-        pass
-
-    def observe(self, logits, rows, n_tokens):
-        pass
-
-    def propose(self, tokens, policy):
-        n = 1 + sum(tokens) % policy.max_tokens
-        return Draft([(3 + sum(tokens) + i * len(tokens)) % 105 for i in range(n)])
 
 
 def make_drafters(target, draft, sampling, verify="coupled"):

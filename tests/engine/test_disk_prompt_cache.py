@@ -1,7 +1,6 @@
 """The prompt cache on disk: sequences continue with the same bits after a restore, and bad files are ignored."""
 
 import errno
-import functools
 import gc
 import os
 import random
@@ -18,31 +17,17 @@ import pytest
 
 from specdec.engine import disk_prompt_cache
 from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
-from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.loaders import load_checkpoint
-from specdec.model import get_architecture, sliding_window_eviction
+from specdec.model import sliding_window_eviction
 from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.quant.packed_matrix import LazyTable
 from tests.tools.configs import replace_config
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.prompt_caches import load_weights, new_cache, prefill
 from tests.tools.random_models import random_tokens
 
 NAMES = ("qwen3", "gemma3", "gemma4", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "granite_h", "nemotron_h", "falcon_h1", "gpt2")
 THERE = [name for name in NAMES if (FIXTURES / name / "config.json").exists()]
-
-
-@functools.cache
-def load_weights(name, kind=None):
-    checkpoint = load_checkpoint(FIXTURES / name)
-    n = checkpoint.config.seq_len if get_architecture(checkpoint.config).has_learned_positions else 2000
-    config = replace(checkpoint.config, seq_len=n)
-    return config, get_architecture(config).pack(config, checkpoint.tensors, kind)
-
-
-def new_cache(name, kv="f16", kind=None, n_threads=1):
-    """Return a KV cache of a new cache."""
-    return Model(*load_weights(name, kind), n_threads, kv=kv).new_cache()
 
 
 @pytest.fixture
@@ -57,13 +42,6 @@ def folder(tmp_path):
     yield make_cache
     for each in caches:
         each.flush()
-
-
-def prefill(cache, tokens):
-    """Prefill a prompt in chunks, as the scheduler does."""
-    while n_left := cache.count_prefill_tokens(tokens):
-        n = min(cache.count_tokens_to_snapshot(tokens), MAX_BATCH_TOKENS)
-        cache.forward(tokens[: len(tokens) - 1 - n_left + n], 0, len(tokens))
 
 
 def save_prompt(folder, cache, tokens):
@@ -264,7 +242,8 @@ def test_the_least_recently_used_files_are_evicted(folder):
 
 PROCESS = """
 import sys
-from tests.engine.test_disk_prompt_cache import new_cache, prefill, random_tokens
+from tests.tools.prompt_caches import new_cache, prefill
+from tests.tools.random_models import random_tokens
 from specdec.engine.disk_prompt_cache import PromptCache
 cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 for i in range(12):
@@ -422,7 +401,8 @@ def test_the_writer_thread_survives_errors(folder, monkeypatch):
 
 FULL = """
 import resource, sys
-from tests.engine.test_disk_prompt_cache import new_cache, prefill, random_tokens
+from tests.tools.prompt_caches import new_cache, prefill
+from tests.tools.random_models import random_tokens
 from specdec.engine.disk_prompt_cache import PromptCache
 cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
@@ -447,7 +427,8 @@ def test_a_write_cut_short_by_the_system_leaves_no_file(folder):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.engine.test_disk_prompt_cache import new_cache, prefill, random_tokens
+from tests.tools.prompt_caches import new_cache, prefill
+from tests.tools.random_models import random_tokens
 from specdec.engine.disk_prompt_cache import PromptCache
 cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
 n_left = int(sys.argv[2])

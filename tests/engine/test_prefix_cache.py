@@ -3,7 +3,6 @@
 import threading
 from collections import defaultdict
 
-import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
@@ -20,44 +19,15 @@ from specdec.tokenizer import BOS, Tokenizer
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens
 from tests.tools.hf_folders import CONFIGS, FIXTURES
+from tests.tools.prompt_caches import GREEDY, RNG, CountingCache, random_tokens
 
-GREEDY, RNG = Sampling(0.0), np.random.default_rng(0)
 PREFIX = [BOS, *RNG.integers(3, 64, 12).tolist()]
-
-
-def random_tokens(n):
-    return RNG.integers(3, 64, n).tolist()
 
 
 @pytest.fixture(scope="module")
 def endless(pair):
     """Return a decoder whose outputs end only at their maximum length."""
     return SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
-
-
-class CountingCache(PrefixCache):
-    """A prefix cache with memory for n slots of 256 tokens, which counts the slots it makes."""
-
-    def __init__(self, decoder, n_slots):
-        self.size, self.n_made = decoder.bundle.get_sequence_bytes(256), 0
-        super().__init__(decoder.bundle, 16, max_bytes=n_slots * self.size)
-
-    def _get_free_slot(self, *arguments):
-        idle = [*self._idle]
-        slot = super()._get_free_slot(*arguments)
-        self.n_made += slot not in idle
-        return slot
-
-    @property
-    def n_bytes(self):
-        return sum(self._bundle.get_sequence_bytes(slot.capacity) for slot in (*self._idle, *self._in_use))
-
-    def prefill(self, prompt, n_more):
-        """Return a slot that has run a prompt, with n_more tokens reserved; None without memory."""
-        slot = self.acquire(prompt, len(prompt) + n_more)
-        if slot:
-            slot.caches.target.forward(prompt)
-        return slot
 
 
 def test_a_shared_prefix_is_copied_and_each_conversation_keeps_its_slot(endless):

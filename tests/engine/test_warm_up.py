@@ -14,8 +14,8 @@ from specdec.draft.settings import SpeculativeSettings
 from specdec.engine import autotuner, warm_up
 from specdec.engine.scheduler import Scheduler
 from tests.conftest import Pair
-from tests.heads.test_head_decoding import head_folder
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.random_heads import head_folder
 
 # A process per case, forked before anything is compiled or loaded. With the times set here all drafts are profitable.
 LATE = """

@@ -24,12 +24,12 @@ from specdec.sampling import Sampler
 from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS
-from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import Pair
 from tests.tools import reference
+from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
 from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_tokens, make_model_drafter
-from tests.tools.head_files import DIALECTS, write_folder, write_gguf
-from tests.tools.random_heads import make_head, new_head_cache, random_head
+from tests.tools.head_files import DIALECTS, write_gguf
+from tests.tools.random_heads import head_folder, make_head, new_head_cache, random_head
 from tests.tools.random_models import make_started_policy, tiny_model
 
 SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
@@ -176,13 +176,6 @@ def test_a_head_with_some_of_the_ids_keeps_the_targets_distribution(verify, n_ru
 
 
 # Decoders
-
-
-def head_folder(path: Path, pair: Pair, dialect: str = "speculators", **numbers) -> Path:
-    config, tensors, ids = random_head(
-        load_model(pair.target).config, **{"draft_vocab_size": 80, "target_layers": (1, 2, 3)} | numbers
-    )
-    return write_folder(path, config, tensors, ids, dialect)
 
 
 def generate(decoder, sampling=SAMPLINGS[1], n=60):

@@ -15,11 +15,11 @@ from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
 from specdec.sampling import Sampling
-from tests.model.test_architectures import FAMILIES, LATENT
-from tests.model.test_architectures import random_tensors as family_tensors
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.decode import generate_tokens
+from tests.tools.family_models import FAMILIES, LATENT
+from tests.tools.family_models import random_tensors as family_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
 

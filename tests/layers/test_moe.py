@@ -17,7 +17,7 @@ from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import round_up
-from tests.quant.test_groupwise import RandomBlockTensor
+from tests.tools.block_tensors import RandomBlockTensor
 from tests.tools.random_models import run_sequentially
 
 T, THREADS = 64, 2

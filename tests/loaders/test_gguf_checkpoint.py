@@ -25,6 +25,7 @@ from specdec.model_config import Llama3RopeScaling
 from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
+from tests.tools.block_tensors import block_model
 from tests.tools.configs import replace_config
 from tests.tools.gguf_files import (
     BLOCK_SIZES,
@@ -49,7 +50,7 @@ from tests.tools.gguf_files import (
 from tests.tools.hf_folders import (
     CONFIGS,
     FIXTURES,
-    get_error_message,
+    assert_rejected,
     make_gemma3_layers,
     override_full_layers,
     read_all_tensors,
@@ -257,46 +258,6 @@ def test_a_classifier_equal_to_the_embedding_is_shared(tmp_path: Path) -> None:
 
 # Blocks
 
-WIDE = {"embedding_length": 256, "feed_forward_length": 512, "attention.key_length": 64, "attention.value_length": 64}
-
-
-def block_model(a: str, rng: np.random.Generator) -> tuple[Keys, dict[str, Any]]:
-    """Return a model of width 256 with matrices of every quantized type."""
-    keys = make_model_keys({"llama": "llama_tied", "qwen2": "qwen2", "gpt2": "gpt2"}[a])
-    keys |= {f"{a}.{key}": value for key, value in WIDE.items() if a != "gpt2" or "length" in key}
-    keys[f"{a}.attention.head_count"] = 4
-    keys.pop(f"{a}.vocab_size", None)
-    shapes = {
-        "token_embd": (40, 256),
-        "blk.{}.attn_output": (256, 256),
-        "blk.{}.ffn_up": (512, 256),
-        "blk.{}.ffn_down": (256, 512),
-    }
-    vectors = {"output_norm.weight": 256, "blk.{}.attn_norm.weight": 256, "blk.{}.ffn_norm.weight": 256}
-    if a == "gpt2":
-        shapes |= {"blk.{}.attn_qkv": (768, 256)}
-        vectors |= {name.replace("weight", "bias"): n for name, n in vectors.items()}
-        vectors |= {"blk.{}.attn_qkv.bias": 768, "blk.{}.attn_output.bias": 256, "blk.{}.ffn_up.bias": 512}
-        vectors["blk.{}.ffn_down.bias"] = 256
-    else:
-        shapes |= {
-            "blk.{}.attn_q": (256, 256),
-            "blk.{}.attn_k": (128, 256),
-            "blk.{}.attn_v": (128, 256),
-            "blk.{}.ffn_gate": (512, 256),
-        }
-    if a == "qwen2":
-        vectors |= {"blk.{}.attn_q.bias": 256, "blk.{}.attn_k.bias": 128, "blk.{}.attn_v.bias": 128}
-    type_names = list(BLOCK_SIZES)
-    tensors: dict[str, Any] = {"position_embd.weight": rng.standard_normal((64, 256)).astype(np.float32)} if a == "gpt2" else {}
-    for name in [each.format(i) for each in shapes for i in range(2 if "{}" in each else 1)]:
-        shape = next(shape for each, shape in shapes.items() if name in (each.format(0), each.format(1)))
-        tensors[f"{name}.weight"] = random_blocks(rng, type_names[len(tensors) % len(type_names)], *shape)
-    for name in [each.format(i) for each in vectors for i in range(2 if "{}" in each else 1)]:
-        n = next(n for each, n in vectors.items() if name in (each.format(0), each.format(1)))
-        tensors[name] = (1 + 0.1 * rng.standard_normal(n)).astype(np.float32)
-    return keys, tensors
-
 
 def dequantize_all(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the same tensors, dequantized."""
@@ -377,7 +338,7 @@ def test_an_incomplete_split_is_rejected_with_the_shard(tmp_path: Path) -> None:
     shards = make_split_files(keys, tensors, 3)
     first = write_parts(tmp_path, shards)
     second = first.with_name("model-00002-of-00003.gguf")
-    get_error_message(second, "later shard", "model-00001-of-00003.gguf")
+    assert_rejected(second, "later shard", "model-00001-of-00003.gguf")
     second.write_bytes(shards[2])
     assert "split.no is 2; expected 1" in get_refusal(first)
     second.write_bytes(make_split_files(keys, tensors | {"output_norm.weight": tensors["output_norm.weight"]}, 2)[1])

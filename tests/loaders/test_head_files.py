@@ -23,7 +23,7 @@ from tests.tools.fuzz_common import FINE
 from tests.tools.fuzz_common import REFUSED as REFUSED_IN_ONE_LINE
 from tests.tools.gguf_files import RawTensor
 from tests.tools.head_files import DIALECTS, write_folder, write_gguf
-from tests.tools.hf_folders import CONFIGS, DELETED, edit_config, edit_tensors, get_error_message, read_all_tensors
+from tests.tools.hf_folders import CONFIGS, DELETED, assert_rejected, edit_config, edit_tensors, read_all_tensors
 
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 HEAD = make_config(
@@ -178,7 +178,7 @@ def test_missing_keys_have_the_defaults_of_the_dialect(tmp_path: Path) -> None:
     edit_config(write_valid_head(tmp_path, HEADS["of all ids"], "eagle"), draft_vocab_size=DELETED)
     head = load_checkpoint(tmp_path).config.head
     assert head and head.draft_vocab_size == 72
-    get_error_message(edit_config(write_valid_head(tmp_path), draft_vocab_size=DELETED), "32000")
+    assert_rejected(edit_config(write_valid_head(tmp_path), draft_vocab_size=DELETED), "32000")
     layer = head_files.make_config_values(HEADS["like qwen3"], "speculators")["transformer_layer_config"]
     del layer["model_type"]
     edit_config(write_valid_head(tmp_path, HEADS["like qwen3"]), transformer_layer_config=layer)
@@ -331,13 +331,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 def test_an_invalid_head_is_rejected_in_one_line(tmp_path: Path, name: str) -> None:
     damage, words = REFUSED[name]
     damage(write_valid_head(tmp_path / "head"))
-    get_error_message(tmp_path / "head", *words)
+    assert_rejected(tmp_path / "head", *words)
 
 
 def test_a_head_tied_to_its_own_embedding_is_rejected(tmp_path: Path) -> None:
     config = replace(HEAD, head=replace(HEAD.head, draft_vocab_size=72, own_embedding=True, own_classifier=False))
     edit_config(write_valid_head(tmp_path, config, "eagle"), tie_word_embeddings=True)
-    get_error_message(tmp_path, "tie_word_embeddings is true; expected false")
+    assert_rejected(tmp_path, "tie_word_embeddings is true; expected false")
 
 
 REFUSED_GGUF: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], tuple[str, ...]]] = {
@@ -368,7 +368,7 @@ REFUSED_GGUF: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], t
 @pytest.mark.parametrize("name", REFUSED_GGUF)
 def test_an_invalid_gguf_head_is_rejected_in_one_line(tmp_path: Path, name: str) -> None:
     change, words = REFUSED_GGUF[name]
-    get_error_message(write_valid_gguf(tmp_path / "head.gguf", change), *words)
+    assert_rejected(write_valid_gguf(tmp_path / "head.gguf", change), *words)
 
 
 def test_integer_weights_are_rejected(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_integer_weights_are_rejected(tmp_path: Path) -> None:
     rows = tensors["blk.0.ffn_up.weight"].shape
     tensors["blk.0.ffn_up.weight"] = RawTensor("I64", rows, bytes(8 * rows[0] * rows[1]))
     (tmp_path / "model.gguf").write_bytes(gguf_files.gguf_bytes(keys, tensors))
-    get_error_message(tmp_path / "model.gguf", '"blk.0.ffn_up.weight" is of type I64; expected F32, F16, BF16')
+    assert_rejected(tmp_path / "model.gguf", '"blk.0.ffn_up.weight" is of type I64; expected F32, F16, BF16')
 
 
 @pytest.mark.campaign

@@ -30,9 +30,9 @@ from tests.tools.hf_folders import (
     INDEX,
     MXFP4_FIXTURE,
     WEIGHTS,
+    assert_rejected,
     copy_fixture,
     edit_tensors,
-    get_error_message,
     join_safetensors,
     make_gemma3_layers,
     override_full_layers,
@@ -468,7 +468,7 @@ def test_damaged_mxfp4_blocks_are_rejected_by_name(tmp_path: Path) -> None:
 
     def assert_rejected(change: Callable[[dict[str, tuple[str, Any]]], Any], *words: str) -> None:
         folder = copy_fixture(tmp_path / str(len([*tmp_path.iterdir()])), MXFP4_FIXTURE)
-        get_error_message(edit_tensors(folder, change), *words)
+        assert_rejected(edit_tensors(folder, change), *words)
 
     assert_rejected(lambda t: t.pop(f"{name}_scales"), "has no tensor", "gate_up_proj_scales")
     assert_rejected(lambda t: t.update({f"{name}_scales": ("I8", t[f"{name}_scales"][1])}), '"I8"', "expected U8")
@@ -477,7 +477,7 @@ def test_damaged_mxfp4_blocks_are_rejected_by_name(tmp_path: Path) -> None:
     assert_rejected(
         lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1] | 255)}), "scales below 2^-24 or above 2^15"
     )
-    get_error_message(copy_fixture(tmp_path / "odd", MXFP4_FIXTURE, hidden_size=65), "")
+    assert_rejected(copy_fixture(tmp_path / "odd", MXFP4_FIXTURE, hidden_size=65), "")
 
 
 @pytest.mark.parametrize(("name", "changes"), FEATURES, ids=str)
@@ -558,37 +558,37 @@ def test_a_folder_in_another_format_is_reported_with_advice(tmp_path: Path, name
     (folder / WEIGHTS).rename(folder / name)
     if not has_config:
         (folder / "config.json").unlink()
-    get_error_message(folder, OTHERS[name])
+    assert_rejected(folder, OTHERS[name])
 
 
 def test_misnamed_weights_and_a_folder_of_models_are_reported_with_advice(tmp_path: Path) -> None:
     folder = copy_fixture(tmp_path / "some" / "model")
-    get_error_message(tmp_path / "some", "name one of the models in it: /model")
+    assert_rejected(tmp_path / "some", "name one of the models in it: /model")
     (folder / WEIGHTS).rename(folder / "mine.safetensors")
-    get_error_message(folder, f"rename its mine.safetensors to {WEIGHTS}")
+    assert_rejected(folder, f"rename its mine.safetensors to {WEIGHTS}")
     (folder / "config.json").unlink()
-    get_error_message(folder, "download config.json and tokenizer.json to it, from the same repository as mine.safetensors")
+    assert_rejected(folder, "download config.json and tokenizer.json to it, from the same repository as mine.safetensors")
 
 
 def test_a_config_that_is_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
     folder = copy_fixture(tmp_path / "model")
     (folder / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
-    get_error_message(folder, "config.json is a Git LFS pointer")
+    assert_rejected(folder, "config.json is a Git LFS pointer")
 
 
 def test_the_error_about_a_folder_without_a_model_says_what_it_contains(tmp_path: Path) -> None:
-    get_error_message(make_empty_files(tmp_path / "empty"), "config.json", "Hugging Face")
-    get_error_message(make_empty_files(tmp_path / "gguf", "model-Q8_0.gguf"), "config.json", "GGUF")
-    get_error_message(make_empty_files(tmp_path / "adapter", "adapter_config.json", "adapter_model.safetensors"), "adapter")
-    get_error_message(make_empty_files(tmp_path / "weights", WEIGHTS), "config.json")
+    assert_rejected(make_empty_files(tmp_path / "empty"), "config.json", "Hugging Face")
+    assert_rejected(make_empty_files(tmp_path / "gguf", "model-Q8_0.gguf"), "config.json", "GGUF")
+    assert_rejected(make_empty_files(tmp_path / "adapter", "adapter_config.json", "adapter_model.safetensors"), "adapter")
+    assert_rejected(make_empty_files(tmp_path / "weights", WEIGHTS), "config.json")
     folder = copy_fixture(tmp_path / "torch")
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    get_error_message(folder, WEIGHTS, "save_pretrained")
+    assert_rejected(folder, WEIGHTS, "save_pretrained")
     (folder / "pytorch_model.bin").unlink()
-    get_error_message(folder, WEIGHTS, INDEX)
+    assert_rejected(folder, WEIGHTS, INDEX)
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
-    get_error_message(folder, "config.json", "directory")
+    assert_rejected(folder, "config.json", "directory")
 
 
 def test_an_adapter_next_to_a_model_causes_a_warning(tmp_path: Path) -> None:
@@ -611,7 +611,7 @@ def test_a_broken_link_is_reported_by_name(tmp_path: Path, name: str) -> None:
     folder = copy_fixture(tmp_path / "model")
     (folder / name).unlink()
     (folder / name).symlink_to("../../blobs/0123")
-    get_error_message(folder, name, "link")
+    assert_rejected(folder, name, "link")
 
 
 def read_weight_map(folder: Path) -> dict[str, Any]:
@@ -627,7 +627,7 @@ def test_a_missing_shard_is_reported_by_name(tmp_path: Path) -> None:
     folder = copy_fixture(tmp_path / "model", "mistral")
     shard = sorted(folder.glob("*.safetensors"))[2]
     shard.unlink()
-    get_error_message(folder, shard.name, "missing", INDEX)
+    assert_rejected(folder, shard.name, "missing", INDEX)
 
 
 OUTSIDE = ["../b/model.safetensors", "/etc/passwd", "..", "a/../../b", "C:\\b", "..\\b"]
@@ -638,7 +638,7 @@ NO_NAMES = ["", "a\0b", "a\nb", "\ud800", "x" * 5000, 5, None, ["a"], {}]
 def test_an_index_that_points_out_of_the_folder_is_rejected(tmp_path: Path, name: Any) -> None:
     folder = copy_fixture(tmp_path / "model", "mistral")
     copy_fixture(tmp_path / "b")
-    get_error_message(
+    assert_rejected(
         write_weight_map(folder, read_weight_map(folder) | {"lm_head.weight": name}), INDEX, "expected a file next to it"
     )
 
@@ -659,11 +659,11 @@ def test_an_index_that_disagrees_with_its_shards_is_rejected(tmp_path: Path) -> 
     weight_map = read_weight_map(folder)
     head, norm = "lm_head.weight", "model.norm.weight"
     other = next(name for name in weight_map.values() if name != weight_map[head])
-    get_error_message(write_weight_map(folder, weight_map | {head: other}), other, head)
-    get_error_message(write_weight_map(folder, weight_map | {"nonsense": other}), other, "nonsense")
-    get_error_message(write_weight_map(folder, {key: name for key, name in weight_map.items() if key != norm}), norm)
+    assert_rejected(write_weight_map(folder, weight_map | {head: other}), other, head)
+    assert_rejected(write_weight_map(folder, weight_map | {"nonsense": other}), other, "nonsense")
+    assert_rejected(write_weight_map(folder, {key: name for key, name in weight_map.items() if key != norm}), norm)
     for nothing in ({}, [], None, 5):
-        get_error_message(write_weight_map(folder, nothing), "weight_map")
+        assert_rejected(write_weight_map(folder, nothing), "weight_map")
 
 
 def test_a_single_file_takes_precedence_over_an_index(tmp_path: Path) -> None:
@@ -697,13 +697,13 @@ def test_a_missing_tensor_is_reported_by_name(tmp_path: Path) -> None:
         ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight")
     ):
         folder = edit_tensors(copy_fixture(tmp_path / str(i)), lambda tensors, name=name: tensors.pop(name))
-        get_error_message(folder, name.removeprefix("model."))
+        assert_rejected(folder, name.removeprefix("model."))
 
 
 def test_an_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
     one = ("F32", np.ones((4, 4), np.float32))
     for i, name in enumerate(("score.weight", "model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.extra", "a\nb")):
-        get_error_message(edit_tensors(copy_fixture(tmp_path / str(i)), set_tensors(**{name: one})), json.dumps(name)[1:-1])
+        assert_rejected(edit_tensors(copy_fixture(tmp_path / str(i)), set_tensors(**{name: one})), json.dumps(name)[1:-1])
 
 
 def test_buffers_of_older_versions_are_ignored(tmp_path: Path) -> None:
@@ -730,7 +730,7 @@ def test_a_tensor_under_two_names_is_rejected(tmp_path: Path) -> None:
     folder = edit_tensors(
         copy_fixture(tmp_path / "a"), lambda tensors: tensors.update({"norm.weight": tensors["model.norm.weight"]})
     )
-    get_error_message(folder, "norm.weight", "twice, under two names")
+    assert_rejected(folder, "norm.weight", "twice, under two names")
 
 
 def test_tied_tensors_may_both_be_stored(tmp_path: Path) -> None:
@@ -750,13 +750,13 @@ def test_a_wrong_shape_or_dtype_is_rejected_by_name(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     for i, array in enumerate((np.ones((37, 20)), np.ones(20 * 37), np.ones((20, 37, 1)), np.float32(1))):
         folder = edit_tensors(copy_fixture(tmp_path / str(i)), set_tensors(**{name: ("F32", np.asarray(array, np.float32))}))
-        get_error_message(folder, name, "(20, 37)", WEIGHTS)
+        assert_rejected(folder, name, "(20, 37)", WEIGHTS)
     for dtype, array in (
         ("F64", np.ones((20, 37))),
         ("I8", np.ones((20, 37), np.int8)),
         ("F8_E4M3", np.ones((20, 37), np.uint8)),
     ):
-        get_error_message(edit_tensors(copy_fixture(tmp_path / dtype), set_tensors(**{name: (dtype, array)})), name, dtype)
+        assert_rejected(edit_tensors(copy_fixture(tmp_path / dtype), set_tensors(**{name: (dtype, array)})), name, dtype)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_biases", "qwen3", "gpt2", "gpt2_base"])
@@ -766,7 +766,7 @@ def test_non_finite_weights_are_rejected_in_every_tensor(tmp_path: Path, name: s
             continue
         damaged = array.copy()
         damaged.flat[array.size // 2] = 0x7FC0 if dtype == "BF16" else np.nan
-        get_error_message(edit_tensors(copy_fixture(tmp_path / str(i), name), set_tensors(**{key: (dtype, damaged)})), key, "NaN")
+        assert_rejected(edit_tensors(copy_fixture(tmp_path / str(i), name), set_tensors(**{key: (dtype, damaged)})), key, "NaN")
 
 
 def test_a_damaged_shard_is_rejected_by_name(tmp_path: Path) -> None:
@@ -774,7 +774,7 @@ def test_a_damaged_shard_is_rejected_by_name(tmp_path: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[1]
     header, data = split_safetensors(shard.read_bytes())
     shard.write_bytes(join_safetensors(header, data[:-2]))
-    get_error_message(folder, shard.name, "truncated")
+    assert_rejected(folder, shard.name, "truncated")
 
 
 # Memory

@@ -17,10 +17,10 @@ from tests.tools.hf_folders import (
     CONFIGS,
     DELETED,
     INDEX,
+    assert_rejected,
     copy_fixture,
     edit_config,
     edit_tensors,
-    get_error_message,
     make_gemma3_layers,
     override_full_layers,
     wrap_multimodal,
@@ -107,7 +107,7 @@ def test_the_window_of_qwen_applies_only_to_its_sliding_window_layers(tmp_path: 
     for i, (changes, window) in enumerate(cases):
         folder = copy_fixture(tmp_path / str(i), "qwen2_window", **changes)
         if window is None:
-            get_error_message(folder, "layer")
+            assert_rejected(folder, "layer")
         else:
             config = load_checkpoint(folder).config
             is_mixed = changes.get("max_window_layers") == 1 or changes.get("layer_types") == [full[0], sliding[0]]
@@ -144,7 +144,7 @@ def test_longrope_has_short_and_long_factors_for_a_part_of_each_head(tmp_path: P
             ({"attention_bias": True}, "attention_bias"),
         ]
     ):
-        get_error_message(copy_fixture(tmp_path / f"bad{i}", "phi3", **changes), word)
+        assert_rejected(copy_fixture(tmp_path / f"bad{i}", "phi3", **changes), word)
 
 
 def test_both_layouts_of_gemma_3_keys_give_the_same_config(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_attention_layers_and_rotary_dim_of_qwen35(tmp_path: Path) -> None:
         ]
     ):
         assert load_config(tmp_path / str(i), "qwen35", **changes) == config, changes
-    get_error_message(
+    assert_rejected(
         copy_fixture(tmp_path / "interval", "qwen35", layer_types=DELETED, full_attention_interval=2), "layers.1.self_attn"
     )
 
@@ -228,10 +228,10 @@ def test_top_level_keys_override_text_config(tmp_path: Path) -> None:
     assert checkpoint.config == CONFIGS["llama_tied"]
     assert list(checkpoint.eos_tokens) == [9]
     assert list(load_checkpoint(edit_config(folder, eos_token_id=None)).eos_tokens) == [7]
-    get_error_message(edit_config(folder, tie_word_embeddings=False), "lm_head")
-    get_error_message(edit_config(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
+    assert_rejected(edit_config(folder, tie_word_embeddings=False), "lm_head")
+    assert_rejected(edit_config(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
     for i, text in enumerate((None, [], {})):
-        get_error_message(
+        assert_rejected(
             edit_config(copy_fixture(tmp_path / str(i)), model_type="mistral3", text_config=text),
             ("text_config", "model_type")[i // 2],
         )
@@ -275,7 +275,7 @@ def test_all_yarn_keys_of_transformers_are_supported(tmp_path: Path) -> None:
     ):
         folder = copy_fixture(tmp_path / str(i), "ministral3", rope_parameters=changes)
         if config is None:
-            get_error_message(folder, "rope_type")
+            assert_rejected(folder, "rope_type")
         else:
             assert load_checkpoint(folder).config == config, changes
     plain = load_config(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
@@ -661,7 +661,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("name", "changes", "word"), BAD_CONFIGS, ids=lambda value: None if isinstance(value, str) else str(value)[:60]
 )
 def test_an_unsupported_config_is_rejected_by_key(tmp_path: Path, name: str, changes: dict[str, Any], word: str) -> None:
-    get_error_message(copy_fixture(tmp_path / "model", name, **changes), word)
+    assert_rejected(copy_fixture(tmp_path / "model", name, **changes), word)
 
 
 def test_the_error_about_an_unknown_family_lists_all_families(tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ BAD_JSON: dict[str, tuple[bytes, str]] = {
 def test_a_file_that_is_not_a_json_object_is_rejected(tmp_path: Path, file: str, damage: str) -> None:
     folder = copy_fixture(tmp_path / "model", "mistral")
     (folder / file).write_bytes(BAD_JSON[damage][0])
-    get_error_message(folder, file, BAD_JSON[damage][1])
+    assert_rejected(folder, file, BAD_JSON[damage][1])
 
 
 def test_a_huge_config_is_rejected_without_reading_it(tmp_path: Path) -> None:
@@ -709,7 +709,7 @@ def test_a_huge_config_is_rejected_without_reading_it(tmp_path: Path) -> None:
         file.truncate(2**40)
     tracemalloc.start()
     try:
-        get_error_message(folder, "config.json", str(2**40))
+        assert_rejected(folder, "config.json", str(2**40))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

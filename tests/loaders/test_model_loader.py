@@ -15,7 +15,7 @@ from specdec.quant.packed_matrix import WeightFormat, convert, pack_matrix
 from specdec.runtime.matmul_tile import LINE_BYTES, LINE_WORDS, PANEL_ROWS
 from specdec.runtime.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
 from specdec.runtime.op_program import run_on_all_threads
-from tests.quant.test_groupwise import RandomBlockTensor
+from tests.tools.block_tensors import RandomBlockTensor
 from tests.tools.random_models import THREAD_COUNTS
 
 

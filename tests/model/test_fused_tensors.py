@@ -13,7 +13,7 @@ from specdec.model.model import Model
 from specdec.quant import INT4
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
-from tests.loaders.test_gguf_checkpoint import block_model
+from tests.tools.block_tensors import block_model
 from tests.tools.gguf_files import gguf_bytes, random_blocks
 from tests.tools.random_models import fake_three_threads, run_sequentially, scatter_phases
 

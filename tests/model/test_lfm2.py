@@ -18,9 +18,9 @@ from specdec.model_config import LayerConfig
 from specdec.quant import FP32, INT8
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS, Draft
-from tests.model.test_architectures import random_tensors
 from tests.tools.configs import make_config, replace_config
 from tests.tools.decode import decode, generate_tokens, get_tokens
+from tests.tools.family_models import random_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, interrupt_after, random_model, random_tokens
 
 CONFIG = make_config(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=((0, 1, 3), ShortConvConfig(4, True)))

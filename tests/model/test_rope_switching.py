@@ -14,8 +14,8 @@ from specdec.model.model import Model, get_token_headroom
 from specdec.quant import FP32, INT8
 from specdec.tokenizer import Tokenizer
 from specdec.ui.plain_views import PlainView
-from tests.model.test_architectures import FAMILIES, random_tensors
 from tests.tools.configs import replace_config
+from tests.tools.family_models import FAMILIES, random_tensors
 from tests.tools.random_heads import make_head
 from tests.tools.random_models import random_tokens
 

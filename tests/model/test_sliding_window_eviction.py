@@ -18,8 +18,8 @@ from specdec.model.model import KVFormatName, Model
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages
-from tests.model.test_architectures import FAMILIES, random_tensors
 from tests.tools.configs import replace_config
+from tests.tools.family_models import FAMILIES, random_tensors
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens, run_in_blocks
 
 NAMES = ("gemma", "gemma 2", "exaone 4", "gpt-oss", "mistral", "gemma 4", "gemma 4, experts", "gemma 4, values that are keys")

@@ -16,8 +16,8 @@ from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
-from tests.model.test_architectures import FAMILIES, POISON, make_cache, random_tensors
 from tests.tools.configs import make_config, replace_config
+from tests.tools.family_models import FAMILIES, POISON, make_cache, random_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions

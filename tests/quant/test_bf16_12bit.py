@@ -31,7 +31,7 @@ from specdec.runtime.memory import Arena, zeros
 from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
 from specdec.runtime.simd import ceil_div, round_up
 from specdec.runtime.work_stealing import get_chunk_range
-from tests.quant.test_fp16_bf16 import assert_same_bits, half_tensors, widen_exactly, widen_tensors
+from tests.tools.half_precision import assert_same_bits, half_tensors, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
 portable_tile, _ = make_tile(

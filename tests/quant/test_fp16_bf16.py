@@ -12,7 +12,6 @@ import pytest
 
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
-from specdec.model_config import ModelConfig
 from specdec.quant import BF16, FP16, FP32, INT8, WeightFormat, choose_weight_format
 from specdec.quant.fp32 import get_float_activations
 from specdec.quant.matmul_kernels import make_matmul
@@ -22,6 +21,7 @@ from specdec.runtime.memory import all_finite, zeros
 from specdec.runtime.op_program import Kernel
 from specdec.runtime.simd import LANES, PORTABLE_FP16_STORAGE, load_bf16, load_fp16, make_load, round_up, store
 from tests.tools.checkpoint_files import ROOT, random_tensors
+from tests.tools.half_precision import assert_same_bits, half_tensors, to_half, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
@@ -39,28 +39,6 @@ def load_all(bf16, fp16, portable_fp16, bits):
         store(bf16, i, load_bf16(bits, i))
         store(fp16, i, load_fp16(bits, i))
         store(portable_fp16, i, load_portable_fp16(bits, i))
-
-
-def to_half(numbers: np.ndarray, name: str) -> Floats:
-    """Convert float32 numbers to 16 bits; bf16 rounds towards zero."""
-    return (numbers.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else numbers.astype(np.float16)
-
-
-def half_tensors(config: ModelConfig, format_name: str) -> dict[str, Floats]:
-    return {name: to_half(tensor, format_name) for name, tensor in random_tensors(config, 0).items()}
-
-
-def widen_tensors(tensors: dict[str, Floats]) -> dict[str, np.ndarray]:
-    """Convert to float32 by numpy."""
-    return {name: widen_exactly(tensor) for name, tensor in tensors.items()}
-
-
-def widen_exactly(rows: Floats) -> np.ndarray:
-    return (rows.astype(np.uint32) << 16).view(np.float32) if rows.dtype == np.uint16 else rows.astype(np.float32)
-
-
-def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
-    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
 def test_every_16_bit_float_widens_exactly() -> None:

@@ -15,7 +15,7 @@ from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import FP32, INT4, INT8, choose_weight_format
-from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.groupwise import get_bit_fields, make_group_tile, pack_codes, unpack_codes
 from specdec.quant.int4 import quantize
 from specdec.quant.int8 import DOT4_NAME, get_quantized_activations
@@ -24,12 +24,11 @@ from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor, Kernel
-from tests.quant.test_int8 import RUNS_HERE
 from tests.tools import reference
+from tests.tools.block_tensors import ROWS, RUNS_HERE, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, round_to_float32, run_in_blocks
 
-N, ROWS = 512, 70
 MIXES = {
     ("Q4_K", "Q6_K", "Q5_K"): "mixed K",
     ("Q4_0", "Q5_0", "Q8_0"): "Q8_0",
@@ -44,42 +43,10 @@ MIXES = {
 }
 
 
-class RandomBlockTensor:
-    """A tensor of random GGUF blocks: random codes, and scales of up to 0.01, some of them tiny or 0."""
-
-    def __init__(self, type_: str, rows: int, n: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.type, self.shape = type_, (rows, n)
-        size = BLOCK_TYPES[type_].n_bytes
-        raw = rng.integers(0, 256, (rows, n // BLOCK_TYPES[type_].layout.block_columns, size), np.uint8)
-        scales = (rng.random((*raw.shape[:2], 2)) * 0.01).astype(np.float16)
-        scales[0, 0], scales[1, 0], scales[2, 0] = 0, 6e-8, -0.01
-        at = slice(size - 2, size) if type_ in ("Q6_K", "Q3_K") else slice(0, 4 if BLOCK_TYPES[type_].layout.has_minima else 2)
-        at = slice(size - 4, size) if type_ == "Q2_K" else at
-        raw[:, :, at] = scales.view(np.uint8)[:, :, : at.stop - at.start]
-        if type_ == "MXFP4":
-            raw[:, :, 0] = rng.integers(104, 124, raw.shape[:2])
-            raw[0, 0] = 0
-        self.raw = raw.reshape(rows, -1)
-
-    def read_blocks(self, first: int, last: int) -> np.ndarray:
-        return self.raw[first:last]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return dequantize(self.type, self.raw[rows])
-
-
 def make_tensor(type_: str, seed: int) -> np.ndarray | RandomBlockTensor:
     if type_:
         return RandomBlockTensor(type_, ROWS, N, seed)
     return np.random.default_rng(seed).standard_normal((ROWS, N)).astype(np.float32)
-
-
-def run_matmul(matrix, x, n_tokens, n_threads=1):
-    out = zeros(len(x), matrix.n_rows)
-    scratch = zeros(n_threads, len(x), matrix.scratch_words)
-    Executor([[matrix.matmul(out, x[None], scratch)]])(n_tokens, 0, 0, n_threads)
-    return out[:n_tokens]
 
 
 def activations(n_tokens: int, n: int = N) -> np.ndarray:

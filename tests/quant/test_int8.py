@@ -38,6 +38,7 @@ from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Kernel
 from specdec.runtime.simd import CPU_FEATURES, round_up
 from tests.tools import reference
+from tests.tools.block_tensors import FEATURES, RUNS_HERE
 from tests.tools.checkpoint_files import ROOT, SHARED, quantized_tensors, random_tensors, write_checkpoint, write_int8_checkpoint
 from tests.tools.random_models import (
     CONFIGS,
@@ -99,17 +100,6 @@ def test_activations_are_quantized_like_runq(n, group_size):
 def make_format(instruction_set: str) -> WeightFormat:
     """Return int8 with the matmul of that instruction set, even if the CPU would choose another."""
     return replace(INT8, matmul=Kernel(make_matmul(*make_dot4_tile(instruction_set), get_quantized_activations), cache=False))
-
-
-FEATURES = CPU_FEATURES.split(",")
-RUNS_HERE = {
-    "portable": True,
-    "avx512vnni": "+avx512vnni" in FEATURES,
-    "avxvnni": "+avxvnni" in FEATURES or {"+avx512vnni", "+avx512vl"} <= set(FEATURES),
-    "avx2": "+avx2" in FEATURES,
-    "sdot": "+dotprod" in FEATURES,
-    "neon": "+neon" in FEATURES,
-}
 
 
 @pytest.mark.campaign

@@ -11,19 +11,18 @@ import pytest
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
 from specdec.model import get_architecture
-from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.runtime import op_program as programs
-from specdec.runtime.op_program import CACHE_LINE_WORDS, N_OPS_WORD, TOKEN_BYTES_WORD, Executor, ForwardContext, Ints1, Kernel
+from specdec.runtime.op_program import CACHE_LINE_WORDS, Executor, ForwardContext, Ints1, Kernel
 from specdec.runtime.simd import atomic_add, atomic_load
 from specdec.runtime.work_stealing import NOT_FOUND, choose_victim, find_busiest_thread, get_chunk_range, take_chunk
 from tests.tools import hf_folders
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.hf_folders import FIXTURES, load_expected
+from tests.tools.phases import MAX_WORK, split_phases
 from tests.tools.random_models import fake_three_threads, run_sequentially, scatter_phases
 
-MAX_WORK = 1 << 40  # bytes that give the maximum number of chunks
 MAX_SPINS = 1 << 31  # a few seconds, after which a waiting thread gives up
 UNITS = 500
 
@@ -126,12 +125,6 @@ NAMES = [
 ]
 
 
-def split_phases(cache: KVCache, work: int = MAX_WORK) -> None:
-    """Split every phase of a cache's program into the maximum number of chunks."""
-    ops = cache._executor._ops
-    ops[ops[:, N_OPS_WORD] > 0, TOKEN_BYTES_WORD] = work
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_missing_threads_are_not_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one of three threads runs, or one after another: TBB may run tasks in this way, and limits may leave fewer threads."""
@@ -181,7 +174,8 @@ def test_logits_are_the_same_on_more_threads_than_there_are_cores() -> None:
     program = """
         import tests  # noqa: F401
         from specdec.loaders.model_loader import load_model
-        from tests.runtime.test_work_stealing import FIXTURES, load_expected, split_phases
+        from tests.tools.hf_folders import FIXTURES, load_expected
+        from tests.tools.phases import split_phases
         for name in ("llama", "qwen35_moe"):
             tokens = load_expected(name).tokens
             bits = set()

@@ -14,7 +14,7 @@ from tests.tools.hf_folders import FIXTURES
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
     from tests.fakes.server import TOOL_TEMPLATE_PREFIX
-    from tests.test_end_to_end import make_folder
+    from tests.tools.model_folders import make_folder
 
     path = make_folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
     source = (FIXTURES / "chat" / "smollm2.jinja").read_text()

@@ -21,10 +21,10 @@ from specdec.server.tool_parsers import HermesParser
 from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, make_state, step
-from tests.server.test_anthropic_and_responses import TokenScheduler
-from tests.test_end_to_end import make_folder
-from tests.text.test_reasoning import SOURCES
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.model_folders import make_folder
+from tests.tools.server_requests import TokenScheduler
+from tests.tools.thoughts import SOURCES
 
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specdec import Prompt, Step
-from specdec.engine.request import validate_request
+from specdec import Prompt
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
 from specdec.server.access_control import AuthMiddleware
@@ -26,10 +25,10 @@ from specdec.server.tool_parsers import find_tool_parser
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_state, step
-from tests.server.tool_parsers.test_formats import TAGGED_CALL
+from tests.tools.server_requests import COUNT, MESSAGES, RESPONSES, TokenScheduler, random_json
+from tests.tools.tool_calls import TAGGED_CALL
 
 EMBEDDINGS = "/v1/embeddings"
-MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
 BODIES = {
     MESSAGES: {"messages": CONVERSATION, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
     RESPONSES: {"input": "Where did the robin go?", "max_output_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5},
@@ -196,23 +195,6 @@ def test_a_call_stopped_before_its_arguments_is_not_complete(make_test_app, deco
             "choices"
         ]
         assert choice["finish_reason"] == finish and choice["message"]["tool_calls"]
-
-
-class TokenScheduler(FakeScheduler):
-    """A scheduler whose outputs are the given tokens, `size` per step."""
-
-    def __init__(self, decoder, tokens, size):
-        super().__init__()
-        self.decoder, self.pieces = decoder, [tokens[i : i + size] for i in range(0, len(tokens), size)]
-
-    def submit(self, requests, callbacks, client):
-        for request, on_event in zip(requests, callbacks, strict=True):
-            detokenizer = validate_request(request, self.decoder.bundle).make_detokenizer(self.decoder.tokenizer)
-            steps = [Step(tokens, [], 0, 0.0, 0.0) for tokens in self.pieces]
-            on_event(detokenizer.add_prompt_text(Prompt([1], 0.0)))
-            for event in (*steps, Step([], [], 0, 0.0, 0.0, "eos")):
-                on_event(detokenizer.add_text(event))
-        return [self for _ in requests]
 
 
 SPECIAL_TOKEN_CASES = [  # special tokens are enclosed in ^
@@ -470,29 +452,6 @@ def test_random_bodies_cause_no_internal_errors(app, path, n_bodies):
                 response.body
             )
     assert {200, 400} <= statuses
-
-
-WORDS = [
-    "auto", "required", "any", "tool", "none", "text", "json_object", "json_schema", "user", "assistant", "function", "weather",
-    "", "input_text", "tool_use", "tool_result", "thinking", "message", "function_call", "function_call_output", "reasoning",
-    "{}",    "\u00e9\U0001f600", "enabled", "high",
-]  # fmt: skip
-KEYS = [
-    "type", "name", "role", "content", "text", "function", "format", "schema", "parameters", "input_schema", "arguments",
-    "call_id", "id", "tool_use_id", "input", "output", "effort", "properties", "5", "summary", "strict",
-    "json_schema", "description",
-]  # fmt: skip
-
-
-def random_json(rng, depth):
-    value_type = rng.randrange(8 if depth < 4 else 5)
-    if value_type < 2:
-        return rng.choice(WORDS)
-    if value_type < 5:
-        return rng.choice([None, True, False, 0, 1, -1, 0.5, 1e300, 2**70])
-    if value_type < 6:
-        return [random_json(rng, depth + 1) for _ in range(rng.randrange(3))]
-    return {rng.choice(KEYS): random_json(rng, depth + 1) for _ in range(rng.randrange(4))}
 
 
 def test_anthropic_clients_send_the_key_in_x_api_key(make_test_app, decoder, scheduler):

@@ -13,7 +13,7 @@ from specdec.server.batch import BatchLine, BatchRunner, parse_line, parse_lines
 from specdec.server.generation_fields import ServedModel
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL
-from tests.server.test_anthropic_and_responses import random_json
+from tests.tools.server_requests import random_json
 
 EMBEDDINGS = "/v1/embeddings"
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"], "additionalProperties": False}

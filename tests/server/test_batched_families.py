@@ -11,8 +11,8 @@ from specdec.model.model import Model
 from specdec.quant import INT8, PACKED_BF16
 from specdec.server.engine_thread import EngineThread
 from specdec.tokenizer import BOS, Tokenizer
-from tests.server.test_engine_thread import Output, assert_same, submit
 from tests.tools.checkpoint_files import write_tokenizer
+from tests.tools.engine_threads import Output, assert_same, submit
 from tests.tools.hf_folders import CONFIGS, FIXTURES, read_folder_tensors
 
 FAMILIES = list(CONFIGS)

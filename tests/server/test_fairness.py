@@ -40,9 +40,9 @@ from specdec.server.fair_grammar_builds import BuilderBusyError, ConstraintBuild
 from specdec.server.field_validation import APIError
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
-from tests.engine.test_prefix_cache import CountingCache, random_tokens
-from tests.server.test_engine_thread import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
-from tests.server.test_listener import hello, listener, send_get
+from tests.tools.engine_threads import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
+from tests.tools.listeners import hello, listener, send_get
+from tests.tools.prompt_caches import CountingCache, random_tokens
 
 ROOT = Path(__file__).parents[2]
 GET_REQUEST = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"

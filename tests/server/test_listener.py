@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +18,16 @@ from specdec import SpeculativeDecoder
 from specdec.cli import serve
 from specdec.cli.serve import ServeRequest
 from specdec.server import listener as listener_module
-from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ServedModel
 from specdec.server.generation_response import ServerState
-from specdec.server.listener import Listener, bind_socket
+from specdec.server.listener import bind_socket
 from specdec.server.model_manager import ModelInstance, make_single_model_manager
 from tests.conftest import Pair
 from tests.fakes.terminal import TIMEOUT_S, run_process
-
-
-@contextlib.contextmanager
-def listener(app: Any, log: list[str], grace: float = 0.0) -> Iterator[tuple[str, int]]:
-    """Serve an app in this process and yield its address."""
-    with bind_socket("127.0.0.1", 0) as sock:
-        address = sock.getsockname()
-        sock.listen()
-        server = Listener(AuthMiddleware(app, (), {"localhost"}, log.append), sock, grace, log.append)
-        server.start()
-        try:
-            yield address
-        finally:
-            server.stop_listening()
-            server.join()
-
-
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"hi"})
-
-
-def send_get(address: tuple[str, int], path: str = "/x") -> bytes:
-    connection = http.client.HTTPConnection(*address, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("GET", path)
-        return connection.getresponse().read()
+from tests.tools.listeners import hello, listener, send_get
 
 
 def test_a_connection_without_complete_headers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

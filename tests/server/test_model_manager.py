@@ -17,7 +17,7 @@ from specdec.server.generation_response import ResponseStreamer, ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS
-from tests.server.test_engine_thread import endless  # noqa: F401
+from tests.tools.engine_threads import endless  # noqa: F401
 
 MESSAGES = "/v1/messages"
 BODY = {"prompt": "Once", "max_tokens": 8, "temperature": 0.7, "seed": 3}

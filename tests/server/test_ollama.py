@@ -15,9 +15,9 @@ from specdec.server.generation_fields import ServedModel
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, step
-from tests.server.test_anthropic_and_responses import random_json
-from tests.server.tool_parsers.test_formats import TAGGED_CALL
 from tests.tools.gguf_files import gguf_bytes, make_model_keys, make_model_tensors
+from tests.tools.server_requests import random_json
+from tests.tools.tool_calls import TAGGED_CALL
 
 OPTIONS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "num_predict": 12}
 CHAT_BODY = {"model": "talker:latest", "messages": CONVERSATION, "options": OPTIONS}

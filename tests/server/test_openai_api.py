@@ -30,7 +30,7 @@ from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_state, step
-from tests.server.tool_parsers.test_formats import TAGGED_CALL
+from tests.tools.tool_calls import TAGGED_CALL
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.9, seed=5)
 

@@ -11,15 +11,13 @@ from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
-from specdec.server.infill import INFILL_MARKS
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_state
-from tests.server.test_anthropic_and_responses import MESSAGES, RESPONSES, TokenScheduler
-from tests.test_end_to_end import make_folder
-from tests.text.test_reasoning import SOURCES
+from tests.tools.model_folders import make_folder
+from tests.tools.server_requests import MESSAGES, RESPONSES, TokenScheduler
+from tests.tools.thoughts import SOURCES, TOOLS, thinker  # noqa: F401
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
-TOOLS = "{% if tools %}<tool_call>{% endif %}"
 BODY = {"messages": CONVERSATION, "max_tokens": 200, "temperature": 1.0, "seed": 3}
 SCHEMA = {"type": "array", "items": {"enum": [7, 70]}, "maxItems": 3}
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -127,25 +125,6 @@ def test_special_tokens_are_marks_and_their_text_is_not(make_test_app, decoder, 
         make_test_app(TokenScheduler(decoder, tokens, size)), CHAT, body | {"reasoning_format": "none", "stop": []}
     )
     assert raw.json["choices"][0]["message"]["content"].startswith("[THINK]a [/THINK] b stop[/THINK]")
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory):
-    """Return the app of a random model that opens its thoughts itself or in the prompt, by the template, and its template."""
-    path = make_folder(tmp_path_factory.mktemp("thinking") / "talker", positions=320, padding=40)
-    vocabulary = json.loads((path / "tokenizer.json").read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    vocabulary["added_tokens"] += [
-        {"id": 400 + i, "content": name, **flags} for i, name in enumerate(("<think>", "</think>", *INFILL_MARKS[0]))
-    ]
-    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
-    scheduler = EngineThread(decoder, 4, 32, 10**8)
-    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    yield AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder.chat_template
-    scheduler.close(0.0)
 
 
 def ask(thinker, name, **fields):

@@ -10,7 +10,7 @@ import pytest
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS
-from tests.server.test_reasoning import SOURCES, TOOLS, thinker  # noqa: F401  (a fixture)
+from tests.tools.thoughts import SOURCES, TOOLS, thinker  # noqa: F401  (a fixture)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 3}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "The weather of a city.", "parameters": SCHEMA}

@@ -11,9 +11,9 @@ from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
 from specdec.loaders.model_loader import load_model
 from specdec.server.engine_thread import EngineThread
-from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
 from tests.conftest import VOCAB, Pair
-from tests.server.test_engine_thread import Output, submit
+from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
+from tests.tools.engine_threads import Output, submit
 from tests.tools.random_heads import make_head
 from tests.tools.random_models import random_tokens
 

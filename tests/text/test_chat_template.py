@@ -24,7 +24,7 @@ from specdec.loaders.llama2c import CHAT_TEMPLATES
 from specdec.text import jinja_renderer
 from specdec.text.chat_template import ChatTemplate, PromptTooLongError, TemplateError, load_chat_template
 from specdec.text.hf_tokenizer import HFTokenizer
-from tests.text.test_hf_tokenizer import load_library_tokenizer
+from tests.tools.tokenizer_files import load_library_tokenizer
 
 CHATS = FIXTURES / "chat"
 CASES = json.loads((CHATS / "rendered.json").read_text(encoding="utf-8"))

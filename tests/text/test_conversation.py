@@ -34,29 +34,9 @@ from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession, format_statis
 from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
-from tests.test_end_to_end import make_folder
-from tests.test_package import ROOT
+from tests.tools.conversations import N_TOKENS, QUESTION, make_conversation, model  # noqa: F401
 from tests.tools.hf_folders import FIXTURES, edit_config
-
-QUESTION = "Where did the robin go?"
-N_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_folder(tmp_path_factory.mktemp("chat") / "chat-model", positions=320)
-    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    return path
-
-
-@pytest.fixture
-def make_conversation(model: Path) -> Callable[..., Conversation]:
-    def make(draft: str | None = None, system: str = "Sing.", **settings: Any) -> Conversation:
-        decoder = SpeculativeDecoder(model, draft, n_threads=1, gamma=4)
-        return Conversation(decoder, system, ChatSettings(**{"max_tokens": N_TOKENS, "seed": 5} | settings), "chat-model")
-
-    return make
+from tests.tools.package import ROOT
 
 
 @pytest.fixture

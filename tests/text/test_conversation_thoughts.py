@@ -23,7 +23,7 @@ from specdec.ui.panel import LivePanel
 from specdec.ui.plain_views import ModelLabels, sanitize
 from specdec.ui.terminal_window import STYLES, Window
 from tests.fakes.terminal import Screen
-from tests.text.test_conversation import QUESTION, make_conversation, model  # noqa: F401  (fixtures)
+from tests.tools.conversations import QUESTION, make_conversation, model  # noqa: F401  (fixtures)
 
 THINKER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

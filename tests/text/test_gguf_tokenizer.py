@@ -16,13 +16,13 @@ from specdec.loaders.model_loader import load_model
 from specdec.text.gguf_tokenizer import load_gguf_tokenizer
 from specdec.text.tokenizer_lookup import compare_vocabularies, resolve_tokenizer
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, RenderedSegment, Tokenizer, TokenizerError
-from tests.cli.test_cli import Run, run  # noqa: F401  (a fixture)
+from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
 from tests.tools.fuzz_common import check_one_line
 from tests.tools.gguf_files import TOKENIZERS, Keys, gguf_bytes, make_model_with_tokenizer, make_tokenizer_keys
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.hf_tokenizer import HFTokenizer
-from tests.test_end_to_end import SAMPLINGS, generate_tokens, make_folder
+from tests.tools.model_folders import SAMPLINGS, generate_tokens, make_folder
 
 BYTE_LEVEL = ["gpt2", "smollm2", "qwen2", "qwen35", "llama3", "phi4", "tekken", "lfm2"]
 TEXTS = [

@@ -14,10 +14,9 @@ import pytest
 from specdec.text.hf_tokenizer import HFTokenizer
 from specdec.text.tokenizer_lookup import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids, load_tokenizer
 from specdec.tokenizer import RenderedSegment, StreamingDetokenizer, Tokenizer, TokenizerError
-from tests.test_tokenizer import TEXTS
 from tests.tools.checkpoint_files import ROOT, write_tokenizer
+from tests.tools.tokenizer_files import TEXTS, get_path, load_library_tokenizer
 
-FOLDER = ROOT / "tests" / "fixtures" / "tokenizers"
 KINDS = ("gpt2", "smollm2", "qwen2", "qwen35", "llama3", "phi4", "tekken", "lfm2", "llama2", "mistral", "metaspace", "gemma3")
 SPECIAL_NAMES = [
     "<|endoftext|>",
@@ -43,20 +42,6 @@ is_missing = importlib.util.find_spec("tokenizers") is None
 STRIP_FLAGS = ("single_word", "lstrip", "rstrip")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 needs_library = pytest.mark.skipif(is_missing, reason='needs the package tokenizers: pip install ".[test]"')
-
-
-def get_path(kind: str) -> Path:
-    return FOLDER / f"{kind}.json"
-
-
-def load_library_tokenizer(kind: str) -> Any:
-    """Load the library's own tokenizer, without truncation and padding."""
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(get_path(kind)))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def write_changed(tmp_path: Path, kind: str, **parts: Any) -> Path:

@@ -10,54 +10,18 @@ from specdec.events import Prompt, Step
 from specdec.text.chat_template import ChatTemplate
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.text.reasoning import (
-    HARMONY_MARKS,
     SPECIAL_TOKEN_MARK,
     ReasoningMarks,
     ReasoningSplitter,
-    TemplateMarks,
     find_reasoning_marks,
     find_template_marks,
 )
 from specdec.tokenizer import SentencePieceVocab, Tokenizer
+from tests.tools.thoughts import SOURCES, THINK
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "chat"
-THINK = TemplateMarks("<think>", "</think>")
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{BODY}<|im_end|>\n{% endfor %}"
-START = "{% if add_generation_prompt %}<|im_start|>assistant\n{END}{% endif %}"
-OFF = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 
 
-def make_source(body="{{ m.content }}", end=""):
-    return TURNS.replace("{BODY}", body) + START.replace("{END}", end)
-
-
-THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-SPLIT = "{% set c = m.content.split('</think>')[-1] %}{{ c }}"
-SOURCES = {
-    "Qwen3": (make_source(THOUGHT, OFF), THINK),
-    "GLM 4": (make_source("<think>{{ m.reasoning_content or '' }}</think>\n{{ m.content }}"), THINK),
-    "R1": (make_source(SPLIT, "<think>\n"), THINK),
-    "SmolLM3": (make_source(end="{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"), THINK),
-    "Ministral": (
-        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{% if m.reasoning_content %}"
-        "[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}</s>{% endif %}{% endfor %}",
-        TemplateMarks("[THINK]", "[/THINK]"),
-    ),
-    "Seed-OSS": (
-        make_source("{% if m.reasoning_content %}\n<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}"),
-        TemplateMarks("<seed:think>", "</seed:think>"),
-    ),
-    "Gemma 4": (
-        make_source(
-            "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}\n<channel|>{% endif %}{{ m.content }}"
-        ),
-        TemplateMarks("<|channel>thought", "<channel|>"),
-    ),
-    "gpt-oss": (make_source("<|channel|>final<|message|>{{ m.content }}{{ m.thinking }}"), HARMONY_MARKS),
-    "no thoughts": (make_source(), None),
-    "raises": (make_source("{% if m.reasoning_content %}{{ raise_exception('no') }}{% endif %}{# </think> #}"), THINK),
-    "reasoning without marks": (make_source("{{ m.reasoning_content }}{{ m.content }}"), None),
-}
 FIXTURE_MARKS = {"qwen35": THINK, "lfm2": THINK} | dict.fromkeys(("gemma3", "llama2", "llama3", "phi4", "qwen2", "smollm2"))
 
 

@@ -12,7 +12,7 @@ from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.reasoning import ReasoningMarks
 from specdec.text.reasoning_constraint import MAX_HEADER_TOKENS, MAX_SPACES, ReasoningConstraint
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
-from tests.engine.test_constrained_decoding import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
+from tests.tools.constraints import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
 from tests.tools.decode import END_MARKS, collect, decode, make_model_drafter
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import EMPTY_STRING, LanguageConstraint, byte_class, derive_all, get_allowed, literal, repeat

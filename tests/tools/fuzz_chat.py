@@ -18,9 +18,9 @@ from specdec.text.chat_template import ChatTemplate, TemplateError
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.chat import ChatSession
 from specdec.ui.plain_views import ModelLabels
-from tests.test_end_to_end import make_folder
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.model_folders import make_folder
 
 POSITIONS = 320
 NAMES = ("smollm2", "qwen2", "llama3", "llama2")

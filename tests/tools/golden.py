@@ -37,7 +37,7 @@ from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS
-from tests.quant.test_groupwise import ROWS, N, RandomBlockTensor, run_matmul
+from tests.tools.block_tensors import ROWS, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.decode import decode
 from tests.tools.hf_folders import CONFIGS, FIXTURES, read_all_tensors

@@ -519,7 +519,7 @@ def read_all_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: np.stack([t[:] for t in ts]) if isinstance(ts, list) else ts[:] for name, ts in tensors.items()}
 
 
-def get_error_message(folder: Path, *words: str) -> str:
+def assert_rejected(folder: Path, *words: str) -> str:
     """Return the error message, after checking that it is one line and names the folder and the words."""
     with pytest.raises(CheckpointError) as caught:
         read_all_tensors(load_checkpoint(folder))

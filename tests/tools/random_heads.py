@@ -1,5 +1,6 @@
 """Draft heads for the tests: random weights for a target, and a head with them."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,13 +8,16 @@ import numpy as np
 from specdec.head_config import HeadConfig
 from specdec.heads.eagle3 import EAGLE3
 from specdec.heads.head import Head, HeadCache
+from specdec.loaders.model_loader import load_model
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, WeightFormat
 from specdec.runtime.simd import Int64
+from tests.conftest import Pair
 from tests.tools import reference
 from tests.tools.configs import make_config
+from tests.tools.head_files import write_folder
 
 
 def random_head(
@@ -90,3 +94,10 @@ def compute_oracle_logits(config: ModelConfig, tensors: dict[str, Any], states: 
         x = x + t["w2"] @ (gate / (1 + np.exp(-gate)) * up) + t.get("b2", 0)
         logits.append(t["wcls"] @ reference.rms_norm(x, t["rms_final"], eps))
     return np.array(logits)
+
+
+def head_folder(path: Path, pair: Pair, dialect: str = "speculators", **numbers) -> Path:
+    config, tensors, ids = random_head(
+        load_model(pair.target).config, **{"draft_vocab_size": 80, "target_layers": (1, 2, 3)} | numbers
+    )
+    return write_folder(path, config, tensors, ids, dialect)

@@ -33,36 +33,12 @@ from specdec.ui.terminal_window import STYLES, STYLES_NO_COLOR, Window, fit_item
 from specdec.ui.text_layout import Row, StyledText, row_width
 from tests.fakes.terminal import Screen
 from tests.tools.decode import add_text
+from tests.tools.panel_keys import Clock, Keys, has_grown
 
 SIZES = [(40, 10), (60, 12), (80, 24), (120, 40)]
 OTHER_SIZES = [(20, 8), (63, 10), (64, 10), (80, 8), (200, 60)]
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 MAX_TOKENS = 200
-
-
-class Clock:
-    """A clock that advances only when the test sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-class Keys(Keyboard):
-    """A keyboard that the test types on."""
-
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.typed: list[bytes] = []
-
-    def read_keys(self) -> list[bytes]:
-        typed, self.typed = self.typed, []
-        return typed
 
 
 class Stage:
@@ -377,12 +353,6 @@ def get_text_rows(picture: str) -> list[str]:
     while text_rows and not text_rows[-1]:
         text_rows.pop()
     return text_rows
-
-
-def has_grown(before: list[str], after: list[str]) -> bool:
-    """Return whether the rows are the earlier ones with something at the end."""
-    n = len(before) - 1
-    return n < 0 or (len(after) > n and before[:n] == after[:n] and after[n].startswith(before[n]))
 
 
 def test_resizing_leaves_nothing_behind(tokenizer: Tokenizer) -> None:

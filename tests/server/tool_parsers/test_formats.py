@@ -4,7 +4,6 @@ import json
 import random
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -14,42 +13,10 @@ from specdec.server.tool_parsers.hermes import HermesParser
 from specdec.server.tool_parsers.output_parser import OutputParser
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.tool_calls import TAGGED_CALL, TOOLS, join_deltas, parse, simplify
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}}
-CITY["properties"]["note"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-TOOLS = {"weather": CITY, "get.time-1": {}}
 LARGEST = sys.float_info.max
 OSLO = {"city": 'O"s\nlo</x>', "days": 3}
-
-
-def join_deltas(deltas):
-    """Return the deltas with each that continues the one before it merged with it."""
-    joined = []
-    for delta in deltas:
-        if joined and delta.continues(joined[-1]):
-            joined[-1] = replace(joined[-1], text=joined[-1].text + delta.text)
-        else:
-            joined.append(delta)
-    return joined
-
-
-def simplify(deltas):
-    """Return texts as strings, and calls as the name and the arguments, parsed if they are complete."""
-    simplified = []
-    for delta in join_deltas(deltas):
-        if delta.name is None:
-            simplified.append(delta.text if delta.kind == "text" else delta)
-            continue
-        try:
-            simplified.append((delta.name, json.loads(delta.text)))
-        except ValueError:
-            simplified.append((delta.name, delta.text))
-    return simplified
-
-
-def parse(parser_class, text, size, tools=TOOLS):
-    parser = parser_class(tools)
-    return [each for at in range(0, len(text), size) for each in parser.push(text[at : at + size])] + parser.end()
 
 
 GLM = (
@@ -59,7 +26,6 @@ DAYS = "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n" + DAYS
 PARSERS = {parser.__name__.removesuffix("Parser"): parser for parser in TOOL_PARSERS}
 LISTED = json.dumps([{"name": "weather", "arguments": OSLO}, {"name": "get.time-1", "arguments": {}, "id": "123456789"}])
-TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 WEATHER_CALL = ("weather", {"city": "Oslo"})
 NAME_LAST_CALL, CALL_WITHOUT_ARGUMENTS = '{"arguments": {"city": "Oslo"}, "name": "weather"}', '{"name": "weather"}'
 CASES = [

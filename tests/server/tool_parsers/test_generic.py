@@ -11,7 +11,7 @@ from specdec.server.tool_parsers import find_tool_parser
 from specdec.server.tool_parsers.generic import GenericParser, describe_tools
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, FakeScheduler, step
-from tests.server.tool_parsers.test_formats import parse, simplify
+from tests.tools.tool_calls import parse, simplify
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"], "additionalProperties": False}
 FUNCTIONS = {"weather": CITY, "clock": {"type": "object", "properties": {}, "additionalProperties": False}}

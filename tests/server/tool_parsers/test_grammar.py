@@ -16,8 +16,8 @@ from specdec.server.tool_parsers.generic import GenericParser
 from specdec.server.tool_parsers.harmony import HarmonyParser
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, make_state
-from tests.test_end_to_end import make_folder
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.model_folders import make_folder
 
 pytestmark = pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
 CITY = {

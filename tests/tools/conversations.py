@@ -1,0 +1,34 @@
+"""Conversations with a small model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.text.conversation import ChatSettings, Conversation
+from tests.tools.hf_folders import FIXTURES
+from tests.tools.model_folders import make_folder
+
+QUESTION = "Where did the robin go?"
+
+
+N_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_folder(tmp_path_factory.mktemp("chat") / "chat-model", positions=320)
+    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    return path
+
+
+@pytest.fixture
+def make_conversation(model: Path) -> Callable[..., Conversation]:
+    def make(draft: str | None = None, system: str = "Sing.", **settings: Any) -> Conversation:
+        decoder = SpeculativeDecoder(model, draft, n_threads=1, gamma=4)
+        return Conversation(decoder, system, ChatSettings(**{"max_tokens": N_TOKENS, "seed": 5} | settings), "chat-model")
+
+    return make

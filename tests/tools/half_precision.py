@@ -1,0 +1,29 @@
+"""Random tensors in half precision, and exact conversions."""
+
+import numpy as np
+
+from specdec.model_config import ModelConfig
+from specdec.quant.packed_matrix import Floats
+from tests.tools.checkpoint_files import random_tensors
+
+
+def to_half(numbers: np.ndarray, name: str) -> Floats:
+    """Convert float32 numbers to 16 bits; bf16 rounds towards zero."""
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else numbers.astype(np.float16)
+
+
+def half_tensors(config: ModelConfig, format_name: str) -> dict[str, Floats]:
+    return {name: to_half(tensor, format_name) for name, tensor in random_tensors(config, 0).items()}
+
+
+def widen_tensors(tensors: dict[str, Floats]) -> dict[str, np.ndarray]:
+    """Convert to float32 by numpy."""
+    return {name: widen_exactly(tensor) for name, tensor in tensors.items()}
+
+
+def widen_exactly(rows: Floats) -> np.ndarray:
+    return (rows.astype(np.uint32) << 16).view(np.float32) if rows.dtype == np.uint16 else rows.astype(np.float32)
+
+
+def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))

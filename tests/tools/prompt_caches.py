@@ -1,0 +1,66 @@
+"""KV caches of small models, for tests of the prompt caches."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+
+from specdec import Sampling
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.loaders import load_checkpoint
+from specdec.model import get_architecture
+from specdec.model.model import Model
+from tests.tools.hf_folders import FIXTURES
+
+
+@functools.cache
+def load_weights(name, kind=None):
+    checkpoint = load_checkpoint(FIXTURES / name)
+    n = checkpoint.config.seq_len if get_architecture(checkpoint.config).has_learned_positions else 2000
+    config = replace(checkpoint.config, seq_len=n)
+    return config, get_architecture(config).pack(config, checkpoint.tensors, kind)
+
+
+def new_cache(name, kv="f16", kind=None, n_threads=1):
+    """Return a KV cache of a new cache."""
+    return Model(*load_weights(name, kind), n_threads, kv=kv).new_cache()
+
+
+def prefill(cache, tokens):
+    """Prefill a prompt in chunks, as the scheduler does."""
+    while n_left := cache.count_prefill_tokens(tokens):
+        n = min(cache.count_tokens_to_snapshot(tokens), MAX_BATCH_TOKENS)
+        cache.forward(tokens[: len(tokens) - 1 - n_left + n], 0, len(tokens))
+
+
+class CountingCache(PrefixCache):
+    """A prefix cache with memory for n slots of 256 tokens, which counts the slots it makes."""
+
+    def __init__(self, decoder, n_slots):
+        self.size, self.n_made = decoder.bundle.get_sequence_bytes(256), 0
+        super().__init__(decoder.bundle, 16, max_bytes=n_slots * self.size)
+
+    def _get_free_slot(self, *arguments):
+        idle = [*self._idle]
+        slot = super()._get_free_slot(*arguments)
+        self.n_made += slot not in idle
+        return slot
+
+    @property
+    def n_bytes(self):
+        return sum(self._bundle.get_sequence_bytes(slot.capacity) for slot in (*self._idle, *self._in_use))
+
+    def prefill(self, prompt, n_more):
+        """Return a slot that has run a prompt, with n_more tokens reserved; None without memory."""
+        slot = self.acquire(prompt, len(prompt) + n_more)
+        if slot:
+            slot.caches.target.forward(prompt)
+        return slot
+
+
+GREEDY, RNG = Sampling(0.0), np.random.default_rng(0)
+
+
+def random_tokens(n):
+    return RNG.integers(3, 64, n).tolist()

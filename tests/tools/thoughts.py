@@ -1,0 +1,94 @@
+"""Sources of chat templates with thoughts."""
+
+import json
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.server.access_control import AuthMiddleware
+from specdec.server.app import Endpoints
+from specdec.server.engine_thread import EngineThread
+from specdec.server.generation_fields import ServedModel
+from specdec.server.infill import INFILL_MARKS
+from specdec.text.reasoning import HARMONY_MARKS, TemplateMarks
+from tests.fakes.server import make_state
+from tests.tools.hf_folders import FIXTURES
+from tests.tools.model_folders import make_folder
+
+THINK = TemplateMarks("<think>", "</think>")
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{BODY}<|im_end|>\n{% endfor %}"
+
+
+START = "{% if add_generation_prompt %}<|im_start|>assistant\n{END}{% endif %}"
+
+
+OFF = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+def make_source(body="{{ m.content }}", end=""):
+    return TURNS.replace("{BODY}", body) + START.replace("{END}", end)
+
+
+THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+
+
+SPLIT = "{% set c = m.content.split('</think>')[-1] %}{{ c }}"
+
+
+SOURCES = {
+    "Qwen3": (make_source(THOUGHT, OFF), THINK),
+    "GLM 4": (make_source("<think>{{ m.reasoning_content or '' }}</think>\n{{ m.content }}"), THINK),
+    "R1": (make_source(SPLIT, "<think>\n"), THINK),
+    "SmolLM3": (make_source(end="{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"), THINK),
+    "Ministral": (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{% if m.reasoning_content %}"
+        "[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}</s>{% endif %}{% endfor %}",
+        TemplateMarks("[THINK]", "[/THINK]"),
+    ),
+    "Seed-OSS": (
+        make_source("{% if m.reasoning_content %}\n<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}"),
+        TemplateMarks("<seed:think>", "</seed:think>"),
+    ),
+    "Gemma 4": (
+        make_source(
+            "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}\n<channel|>{% endif %}{{ m.content }}"
+        ),
+        TemplateMarks("<|channel>thought", "<channel|>"),
+    ),
+    "gpt-oss": (make_source("<|channel|>final<|message|>{{ m.content }}{{ m.thinking }}"), HARMONY_MARKS),
+    "no thoughts": (make_source(), None),
+    "raises": (make_source("{% if m.reasoning_content %}{{ raise_exception('no') }}{% endif %}{# </think> #}"), THINK),
+    "reasoning without marks": (make_source("{{ m.reasoning_content }}{{ m.content }}"), None),
+}
+
+
+TOOLS = "{% if tools %}<tool_call>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """Return the app of a random model that opens its thoughts itself or in the prompt, by the template, and its template."""
+    path = make_folder(tmp_path_factory.mktemp("thinking") / "talker", positions=320, padding=40)
+    vocabulary = json.loads((path / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    vocabulary["added_tokens"] += [
+        {"id": 400 + i, "content": name, **flags} for i, name in enumerate(("<think>", "</think>", *INFILL_MARKS[0]))
+    ]
+    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
+    scheduler = EngineThread(decoder, 4, 32, 10**8)
+    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
+    yield AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder.chat_template
+    scheduler.close(0.0)
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    path = make_folder(tmp_path_factory.mktemp("talk") / "talker", positions=320)
+    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    return SpeculativeDecoder(path, n_threads=1)
