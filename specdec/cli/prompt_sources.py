@@ -52,7 +52,7 @@ def _read_parts(text: str | None, file: str) -> list[str]:
     """Return the parts of a prompt that are not empty: a given text, the text of a file, and that of stdin if it is piped."""
     has_text, has_file = text not in (None, STDIN), file not in ("", STDIN)
     parts = [text if text and has_text else "", _remove_line_break(read_text_input(file)) if has_file else ""]
-    if STDIN in (text, file) or _is_piped(not has_text and not has_file):
+    if STDIN in (text, file) or is_piped(not has_text and not has_file):
         is_added = has_text or has_file
         source = read_text_input("", "it is added to the prompt; < /dev/null leaves it out") if is_added else read_text_input("")
         parts.append(_remove_line_break(source))
@@ -92,7 +92,7 @@ def read_text_input(file: str, advice: str = "use -i TEXT to give one") -> str:
         raise ValueError(f"{source} is not valid UTF-8 at byte {error.start}; expected UTF-8 text") from None
 
 
-def _is_piped(can_be_socket: bool) -> bool:
+def is_piped(can_be_socket: bool) -> bool:
     """Return whether stdin is a pipe or a file; a socket, as other programs give to their child processes, may stay silent."""
     with suppress(OSError):
         mode = os.fstat(0).st_mode

@@ -166,9 +166,9 @@ class StatusLine:
         text = message.render(width, self._is_utf) if isinstance(message, ProgressBar) else message
         text = truncate(sanitize(text).replace("\n", " ").replace("\t", " "), width, "…" if self._is_utf else ".")
         row = truncate(f"{self._spinner[self._n_ticks % len(self._spinner)]} {text}", self._max_width, "")
-        if self._is_animated and not self._width:  # what was typed before the echo was muted
-            self._write("\x1b[K")
-        self._write(row + " " * min(self._width - cell_width(row), self._max_width - cell_width(row)))
+        # the first row covers what was typed before the echo was muted
+        covered = min(self._width, self._max_width) if self._width else self._max_width
+        self._write(row + " " * (covered - cell_width(row)))
         self._width = max(self._width, cell_width(row))
 
     def _write(self, row: str) -> None:

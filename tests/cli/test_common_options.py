@@ -1,9 +1,7 @@
 """Requests of command lines, without a model: values, limits, ineffective options, and options of parameters."""
 
 import dataclasses
-import io
 import re
-import sys
 from inspect import get_annotations
 from typing import Any, get_args
 
@@ -67,7 +65,7 @@ def test_request_has_values_of_command_line() -> None:
 
 def test_dash_in_chat_reads_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.cli.prompt_sources.read_text_input", lambda file, *_: {"": "what a pipe says"}[file])
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr("specdec.cli.prompt_sources.is_piped", lambda *_: True)
     for words in ([], ["-"], ["-i", "-"], ["-f", "-"]):
         request = make_request("chat", "-m", "x.bin", *words).resolve()
         assert (request.prompt, request.word, request.model) == ("what a pipe says", None, "x.bin")

@@ -172,7 +172,7 @@ def test_compilation_is_shown_and_previous_message_returns(
     caches = [compiled_function(name) for name in ("quant.int8.matmul", "quant.int8.quantize_activations", "kernels.mix")]
     codegen = SimpleNamespace(codegen=lambda: None)
     monkeypatch.setattr(code_cache.MachineCodeCache, "_load", lambda *_: None)
-    monkeypatch.setattr(code_cache.MachineCodeCache, "_path", lambda *_: "path")
+    monkeypatch.setattr(code_cache.MachineCodeCache, "_get_file_name", lambda *_: "name")
     monkeypatch.setattr(code_cache.compile_locks, "acquire", lambda _: False)
     with show_status("timing"):
         caches[0].load_overload(None, codegen)

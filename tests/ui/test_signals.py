@@ -327,7 +327,7 @@ def test_keys_pause_step_and_end_without_echo(pair: Pair) -> None:
 
 
 def test_piped_input_is_not_read_as_keys(pair: Pair) -> None:
-    command = ["/bin/sh", "-c", 'yes q | "$0" "$@"', *COMMAND]
+    command = ["/bin/sh", "-c", 'echo q | "$0" "$@"', *COMMAND]
     with ShellJob(make_arguments(pair, "-n", 60, "--pace", 100), command=command) as job:
         code, screen = end(job)
     assert code == 0
