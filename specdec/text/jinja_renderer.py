@@ -152,7 +152,7 @@ def get_mask(text: str) -> bytes:
 
 
 def track(text: str) -> TrackedStr:
-    """Return a string of which all characters come from the template's source."""
+    """Return a string whose characters all come from the template's source."""
     return TrackedStr(text, b"\1" * len(text))
 
 
