@@ -1,13 +1,35 @@
 """ModelRunner: one forward pass of the target over a batch of sequences, and the verification of their drafts."""
 
-from collections.abc import Sequence as GenericSequence
+from dataclasses import dataclass, field
 
 from specdec.engine.sequence import Sequence
+from specdec.events import Event, PrefillProgress
 from specdec.model.model import BatchInput, Model
 from specdec.speculative import Verified
 
 PrefillChunk = tuple[Sequence, int]  # a sequence and the number of tokens to run
 Results = dict[Sequence, Verified | Exception]
+SequenceEvent = tuple[Sequence, Event | PrefillProgress | Exception]
+
+
+@dataclass
+class Batch:
+    """What one forward pass runs, and what has happened so far.
+
+    Attributes:
+        chunks: The sequences to prefill, each with its number of tokens.
+        decoding: The sequences that decode. A sequence with a token tree is alone, without chunks.
+        events: Events and errors of sequences, in order.
+    """
+
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    decoding: list[Sequence] = field(default_factory=list)
+    events: list[SequenceEvent] = field(default_factory=list)
+
+    def add_event(self, sequence: Sequence, event: Event | PrefillProgress | Exception | None) -> None:
+        """Add an event of a sequence, unless there is none."""
+        if event is not None:
+            self.events.append((sequence, event))
 
 
 class ModelRunner:
@@ -21,34 +43,28 @@ class ModelRunner:
         """Set the model that all passes run."""
         self._target = target
 
-    def run(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
+    def run(self, batch: Batch) -> Results:
         """Run one forward pass over a batch, and verify the drafts of the decoding sequences.
 
         If the pass fails, each sequence runs in a pass of its own, so that only the one that causes the error fails.
-
-        Args:
-            chunks: The sequences to prefill, each with its number of tokens.
-            decode_batch: The sequences that decode. A sequence with a token tree must be alone, without chunks.
 
         Returns:
             The verified tokens of each decoding sequence, and the error of each sequence that failed. A sequence that was
             prefilled without an error has no entry.
         """
         try:
-            return self._run_and_verify(chunks, decode_batch)
+            return self._run_and_verify(batch)
         except Exception as error:
-            if len(chunks) + len(decode_batch) == 1:
-                return dict.fromkeys((*(sequence for sequence, _ in chunks), *decode_batch), error)
+            if len(batch.chunks) + len(batch.decoding) == 1:
+                return dict.fromkeys((*(sequence for sequence, _ in batch.chunks), *batch.decoding), error)
         results: Results = {}
-        for chunk in chunks:
-            results |= self.run([chunk], [])
-        for sequence in decode_batch:
-            results |= self.run([], [sequence])
+        for part in (*(Batch([chunk]) for chunk in batch.chunks), *(Batch(decoding=[each]) for each in batch.decoding)):
+            results |= self.run(part)
         return results
 
-    def _run_and_verify(self, chunks: GenericSequence[PrefillChunk], decode_batch: GenericSequence[Sequence]) -> Results:
+    def _run_and_verify(self, batch: Batch) -> Results:
         """Run one pass and verify; run it again if a pass in a signal handler has overwritten its logits. Raises its error."""
-        target = self._target
+        target, chunks, decode_batch = self._target, batch.chunks, batch.decoding
         with target.lock:
             while True:
                 n_passes = target.n_passes

@@ -1,4 +1,4 @@
-"""Scheduler: continuous batching. Each step runs one forward pass over several sequences and yields what happened to each.
+"""Scheduler: continuous batching. Each step plans a batch, runs one forward pass over it, and commits what it verified.
 
 A pass takes the last token of each decoding sequence and its draft tokens. The rest of its capacity goes to prefill chunks.
 The logits at a position depend on that sequence's tokens alone, so each output equals the one without a batch. The command line
@@ -7,7 +7,7 @@ and the library run a scheduler with one sequence, the server one with many (eng
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 from specdec.draft.draft_length import CostModel
 from specdec.draft.settings import SpeculativeSettings
@@ -15,18 +15,18 @@ from specdec.engine.autotuner import Autotuner
 from specdec.engine.decoding_setup import make_decoding_state
 from specdec.engine.fair_share import FairShare
 from specdec.engine.metrics import Metrics
-from specdec.engine.model_runner import ModelRunner, PrefillChunk, Results
+from specdec.engine.model_runner import Batch, ModelRunner, PrefillChunk, Results, SequenceEvent
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Event, PrefillProgress, Step
 from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.speculative import Verified
 
 MAX_ADDED_PREFILL_S = 0.1  # that prefill chunks may add to a pass which decoding sequences wait for
 MIN_PREFILL_CHUNK_TOKENS = 8
 MIN_THROUGHPUT_SHARE = 0.97  # of the highest throughput; more sequences at once would only take memory
 
 INTERRUPTED = "interrupted"  # the stop reason of aborted sequences
-SequenceEvent = tuple[Sequence, Event | PrefillProgress | Exception]
 
 
 class Scheduler:
@@ -85,58 +85,67 @@ class Scheduler:
         self.add(sequence)
         try:
             while not sequence.is_finished:
-                for _, event in self.step():
-                    if isinstance(event, Exception):
-                        raise event
-                    yield event
+                batch = self.schedule()
+                yield from _get_events(batch.events)  # a view shows a proposal before the pass that verifies it
+                yield from _get_events(self.run(batch))
         finally:
             sequence.cancel()
             self.reap()
             if self._costs and self._settings.is_adaptive:
                 self._autotuner.save_costs(self._costs, sequence.n_steps)
 
-    def step(self) -> Iterator[SequenceEvent]:
-        """Remove cancelled sequences, admit waiting ones, and run at most one forward pass; yield all events and errors.
+    def step(self) -> list[SequenceEvent]:
+        """Plan a batch and run it; return all events and errors, in order."""
+        batch = self.schedule()
+        return batch.events + self.run(batch)
 
-        The work is done as the iterator is consumed. No pass runs if no sequence is ready for one.
-        """
+    def schedule(self) -> Batch:
+        """Remove cancelled sequences, admit waiting ones, let them propose drafts, and return what the next pass runs."""
+        batch = Batch()
         self.reap()
         if self.waiting:
-            yield from self._admit()
+            self._admit(batch)
         ready: list[Sequence] = []
         prefilling: list[Sequence] = []  # together at most max_running
         for sequence in self._shares.interleave(self.running):
             if len(prefilling) + len(ready) == self.max_running:
                 break
-            if sequence.status is SequenceStatus.PREFILL and (yield from self._prepare(sequence)):
+            if sequence.status is SequenceStatus.PREFILL and self._prepare(sequence, batch):
                 prefilling.append(sequence)
-            if sequence.status is SequenceStatus.DECODE:
+            if sequence.status in (SequenceStatus.DECODE, SequenceStatus.VERIFY):
                 ready.append(sequence)
-        decode_batch: list[Sequence] = []
         if not self._is_prefill_turn:
             max_tokens = MAX_BATCH_TOKENS - (MIN_PREFILL_CHUNK_TOKENS if prefilling else 0)
-            decode_batch = yield from self._propose(ready, max_tokens)
-        chunks: list[PrefillChunk] = []
+            self._propose(ready, max_tokens, batch)
         if prefilling:
-            prefilling = self._shares.hold_back(prefilling, decode_batch)
-            if not (decode_batch and decode_batch[0].has_tree):  # a tree runs alone
-                chunks = self._select_prefill_chunks(prefilling, decode_batch)
-        self._is_prefill_turn = bool(prefilling) and not chunks
-        if decode_batch or chunks:
-            yield from self._run(chunks, decode_batch)
+            prefilling = self._shares.hold_back(prefilling, batch.decoding)
+            if not (batch.decoding and batch.decoding[0].has_tree):  # a tree runs alone
+                batch.chunks = self._select_prefill_chunks(prefilling, batch.decoding)
+        self._is_prefill_turn = bool(prefilling) and not batch.chunks
+        return batch
 
-    def abort(self) -> Iterator[SequenceEvent]:
-        """End all sequences; yield the prompt of each, if not sent yet, and a last step with the reason "interrupted"."""
+    def run(self, batch: Batch) -> list[SequenceEvent]:
+        """Run a forward pass over a batch, and return the steps, errors and progress that result; an empty one runs no pass."""
+        if not (batch.chunks or batch.decoding):
+            return []
+        start = time.perf_counter()
+        results = self._runner.run(batch)
+        return self._commit(batch, results, start, time.perf_counter() - start)
+
+    def abort(self) -> list[SequenceEvent]:
+        """End all sequences; return the prompt of each, if not sent yet, and a last step with the reason "interrupted"."""
         self.reap()
+        events = list[SequenceEvent]()
         for sequence in [*self.running, *self.waiting]:
             if not sequence.has_sent_prompt:
-                yield sequence, sequence.make_prompt_event()
-            yield sequence, sequence.finish_step(Step([], [], 0, 0.0, 0.0, INTERRUPTED))
+                events.append((sequence, sequence.make_prompt_event()))
+            events.append((sequence, sequence.finish_step(Step([], [], 0, 0.0, 0.0, INTERRUPTED))))
             if sequence in self.running:
                 self._remove(sequence)
             else:
                 self.waiting.remove(sequence)
                 self._finish(sequence)
+        return events
 
     def fail_all(self, error: Exception) -> list[Sequence]:
         """End all running sequences by an error, drop their slots, and return them; waiting sequences keep waiting."""
@@ -157,8 +166,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._finish(sequence)
 
-    def _admit(self) -> Iterator[SequenceEvent]:
-        """Start waiting sequences, client by client, while there are slots and memory for KV caches; yield the first progress."""
+    def _admit(self, batch: Batch) -> None:
+        """Start waiting sequences, client by client, while there are slots and memory for KV caches; report their progress."""
         while sequence := self._shares.get_next(self.waiting, self.running):
             request, slot = sequence.request, None
             try:
@@ -175,7 +184,7 @@ class Scheduler:
                 if slot:
                     self._prefix_cache.drop(slot)
                 self.waiting.remove(sequence)
-                yield sequence, self._fail(sequence, error)
+                batch.add_event(sequence, self._fail(sequence, error))
                 continue
             except BaseException:  # an interrupt
                 if slot:
@@ -184,18 +193,15 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._shares.start(sequence.client.name, self.running)
             self.running.append(sequence)
-            if progress := sequence.prefill_progress:
-                yield sequence, progress
+            batch.add_event(sequence, sequence.prefill_progress)
 
-    def _prepare(self, sequence: Sequence) -> Generator[SequenceEvent, None, bool]:
+    def _prepare(self, sequence: Sequence, batch: Batch) -> bool:
         """Return whether the target has prompt tokens of a sequence to run in this pass; if not, advance its prefill otherwise.
 
         A sequence that waits for another one to prefill their common prefix does nothing. When the target is done, each call runs
         one chunk of a draft model, and the call after the last chunk starts the decoding. A sequence that may not generate any
-        token ends then.
-
-        Yields:
-            The progress of the draft models, the `Prompt` event when the decoding starts, or the error of the sequence.
+        token ends then. The batch gets the progress of the draft models, the `Prompt` event when the decoding starts, or the
+        error of the sequence.
         """
         try:
             if sequence.update_prefix_wait(self.running):
@@ -203,12 +209,11 @@ class Scheduler:
             if sequence.n_prefill_tokens:
                 return True
             if sequence.state.drafter and sequence.prefill_draft_models():
-                if progress := sequence.prefill_progress:
-                    yield sequence, progress
+                batch.add_event(sequence, sequence.prefill_progress)
                 return False
             event = sequence.start_decoding()
         except Exception as error:
-            yield sequence, self._fail(sequence, error)
+            batch.add_event(sequence, self._fail(sequence, error))
             return False
         if event:
             request = sequence.request
@@ -216,11 +221,11 @@ class Scheduler:
             self.metrics.record_prompt(len(request.prompt), sequence.n_cached)
             if sequence.state.is_finished:
                 self._remove(sequence)
-            yield sequence, event
+            batch.add_event(sequence, event)
         return False
 
-    def _propose(self, ready: list[Sequence], max_tokens: int) -> Generator[SequenceEvent, None, list[Sequence]]:
-        """Let the ready sequences propose drafts, and return the sequences that fit into the next pass.
+    def _propose(self, ready: list[Sequence], max_tokens: int, batch: Batch) -> None:
+        """Let the ready sequences propose drafts, and add the sequences that fit into the next pass to the batch.
 
         A sequence adds its last token and its draft tokens to the pass. Sequences left over from the last pass keep their
         drafts and come first. The first sequence always fits. A sequence with a tree runs alone.
@@ -228,33 +233,29 @@ class Scheduler:
         Args:
             ready: The sequences that can decode.
             max_tokens: Maximum number of tokens in the pass.
-
-        Yields:
-            Each new `Proposal` that has tokens, and the error of each sequence that failed to propose.
+            batch: The batch, which also gets each new `Proposal` that has tokens, and the errors.
         """
         if self._costs:
             self._costs.begin_pass(len(ready), max_tokens)
-        decode_batch: list[Sequence] = []
         n_tokens = 0
         for sequence in sorted(ready, key=lambda sequence: not sequence.has_proposed) if len(ready) > 1 else ready:
             if not sequence.has_proposed:
                 try:
                     sequence.propose()
                 except Exception as error:
-                    yield sequence, self._fail(sequence, error)
+                    batch.add_event(sequence, self._fail(sequence, error))
                     continue
                 if sequence.state.draft.tokens:
-                    yield sequence, sequence.make_proposal_event()
+                    batch.add_event(sequence, sequence.make_proposal_event())
             n = 1 + len(sequence.state.draft.tokens)
             if n_tokens and (n_tokens + n > max_tokens or sequence.has_tree):
                 continue
-            decode_batch.append(sequence)
+            batch.decoding.append(sequence)
             n_tokens += n
             if self._costs:
                 self._costs.add_tokens(n - 1)
             if sequence.has_tree:
                 break
-        return decode_batch
 
     def _select_prefill_chunks(self, prefilling: list[Sequence], decode_batch: list[Sequence]) -> list[PrefillChunk]:
         """Return the sequences to prefill in the next pass, each with the number of tokens of its chunk.
@@ -284,75 +285,81 @@ class Scheduler:
                 budget -= n
         return chunks
 
-    def _run(self, chunks: list[PrefillChunk], decode_batch: list[Sequence]) -> Iterator[SequenceEvent]:
-        """Run a forward pass of prefill chunks and a decode batch; yield the steps, errors and progress that result."""
-        start = time.perf_counter()
-        results = self._runner.run(chunks, decode_batch)
-        seconds = time.perf_counter() - start
+    def _commit(self, batch: Batch, results: Results, start: float, seconds: float) -> list[SequenceEvent]:
+        """Add the verified tokens of a pass to its sequences, record its costs, and return the steps, errors and progress.
+
+        Args:
+            batch: What the pass has run.
+            results: The result of each decoding sequence, and the error of each sequence that failed.
+            start: When the pass began.
+            seconds: Time of the pass.
+        """
+        done = Batch()
         self.metrics.record_pass()
-        counts = [*chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in decode_batch)]
+        counts = [*batch.chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in batch.decoding)]
         self._shares.charge(counts, seconds)
         if len(self.running) > 1:
             has_run = {sequence for sequence, _ in counts}
             self.running = sorted(self.running, key=has_run.__contains__)  # a new list, since other threads read the old one
-        for sequence, _ in chunks:
+        for sequence, _ in batch.chunks:
             if isinstance(error := results.get(sequence), Exception):
-                yield sequence, self._fail(sequence, error)
+                done.add_event(sequence, self._fail(sequence, error))
             else:
                 self._prefix_cache.save_to_disk(sequence.slot, sequence.request.prompt, False)
-                if progress := sequence.prefill_progress:
-                    yield sequence, progress
-        if decode_batch:
-            yield from self._commit(decode_batch, results, start, seconds, has_chunks=bool(chunks))
-        else:
+                done.add_event(sequence, sequence.prefill_progress)
+        steps = self._commit_steps(batch.decoding, results, seconds, done)
+        if batch.decoding and not batch.chunks and len(steps) == len(batch.decoding):
+            self._record_costs(sum(n for _, n in counts), results, steps, start, seconds)
+        elif not batch.decoding:
             self._autotuner.prefill_limit.update(seconds)
         self._last_pass_end = time.perf_counter()
+        return done.events
 
-    def _commit(
-        self, decode_batch: list[Sequence], results: Results, start: float, seconds: float, has_chunks: bool
-    ) -> Iterator[SequenceEvent]:
-        """Add the verified tokens of a pass to its sequences, record its costs, and yield the steps and errors.
+    def _commit_steps(self, decoding: list[Sequence], results: Results, seconds: float, done: Batch) -> list[Step]:
+        """Add the verified tokens of a pass to its sequences, and return the steps of those that did not fail.
 
         Finished sequences are removed. A sequence that has grown into other RoPE factors starts a prefill of all its tokens.
 
         Args:
-            decode_batch: The sequences that decoded in the pass.
+            decoding: The sequences that decoded in the pass.
             results: The result of each.
-            start: When the pass began.
             seconds: Time of the pass.
-            has_chunks: Whether prefill chunks ran in the same pass, so that its time shows nothing about drafts.
+            done: Gets the steps, errors and progress.
         """
-        n_tokens, n_generated, experts = 0, 0, self._bundle.target.experts_read
-        events: list[SequenceEvent] = []
-        n_verified = 0
-        for sequence in decode_batch:
+        steps, experts = list[Step](), self._bundle.target.experts_read
+        for sequence in decoding:
             verified = results[sequence]
             if isinstance(verified, Exception):
-                events.append((sequence, self._fail(sequence, verified)))
+                done.add_event(sequence, self._fail(sequence, verified))
                 continue
-            n_verified += 1
-            n_tokens += 1 + len(sequence.state.draft.tokens)
-            n_generated += len(verified.tokens)
             had_output = sequence.first_token_seconds is not None
-            step = sequence.finish_step(sequence.state.commit(verified, seconds, experts))
-            self.metrics.record_step(step)
+            steps.append(sequence.finish_step(sequence.state.commit(verified, seconds, experts)))
+            self.metrics.record_step(steps[-1])
             if not had_output and sequence.first_token_seconds is not None:
                 self.metrics.time_to_first_token.observe(sequence.first_token_seconds)
-            events.append((sequence, step))
+            done.add_event(sequence, steps[-1])
             if sequence.is_finished:
                 self._remove(sequence)
-            elif self._recompute_lengths and self._has_crossed_length(sequence, len(step.tokens)):
+            elif self._recompute_lengths and self._has_crossed_length(sequence, len(steps[-1].tokens)):
                 sequence.begin_prefill()
-                if progress := sequence.prefill_progress:
-                    events.append((sequence, progress))
-        if not has_chunks and n_verified == len(decode_batch):
-            self._autotuner.record_step(
-                n_tokens, sum(step.draft_seconds for _, step in events if isinstance(step, Step)) + seconds
-            )
-            if self._costs and n_verified == self._costs.n_sequences:
-                gap = start - self._last_pass_end if self._last_pass_end else 0.0
-                self._costs.end_pass(n_tokens, n_generated, seconds, gap, experts[0])
-        yield from events
+                done.add_event(sequence, sequence.prefill_progress)
+        return steps
+
+    def _record_costs(self, n_tokens: int, results: Results, steps: list[Step], start: float, seconds: float) -> None:
+        """Record the costs of a pass without prefill chunks, whose time shows what drafts cost.
+
+        Args:
+            n_tokens: Tokens that the pass has run.
+            results: Its verified tokens.
+            steps: Its steps.
+            start: When it began.
+            seconds: Its time.
+        """
+        self._autotuner.record_step(n_tokens, sum(step.draft_seconds for step in steps) + seconds)
+        if self._costs and len(steps) == self._costs.n_sequences:
+            gap = start - self._last_pass_end if self._last_pass_end else 0.0
+            n_generated = sum(len(each.tokens) for each in results.values() if isinstance(each, Verified))
+            self._costs.end_pass(n_tokens, n_generated, seconds, gap, steps[0].experts[0])
 
     def _has_crossed_length(self, sequence: Sequence, n_new: int) -> bool:
         """Return whether the last n_new tokens took a sequence past a length at which its RoPE factors change."""
@@ -385,6 +392,14 @@ class Scheduler:
         self.metrics.record_failure()
         sequence.finish()
         return error
+
+
+def _get_events(events: list[SequenceEvent]) -> Iterator[Event | PrefillProgress]:
+    """Yield events without their sequences; raise the first error among them."""
+    for _, event in events:
+        if isinstance(event, Exception):
+            raise event
+        yield event
 
 
 def find_batch_size(costs: CostModel | None) -> int:

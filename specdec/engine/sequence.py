@@ -21,7 +21,8 @@ class SequenceStatus(Enum):
 
     WAITING = "waiting"  # for a slot
     PREFILL = "prefill"  # the prompt runs, or the whole sequence again
-    DECODE = "decode"
+    DECODE = "decode"  # the next draft is to be proposed
+    VERIFY = "verify"  # a draft, possibly an empty one, waits for its pass
     FINISHED = "finished"
 
 
@@ -47,7 +48,6 @@ class Sequence:
         submit_time: When the request arrived, as `time.perf_counter`.
         start_time: When the sequence got its slot.
         n_cached: Prompt tokens found in a KV cache, which need not run.
-        has_proposed: Whether the sequence has a draft, possibly an empty one, that has not been verified yet.
         prefix_donor: Another sequence that is prefilling a prefix of both prompts. This sequence waits for it and then copies the
             KV cache of the prefix. None if there is no such sequence.
         n_shared_prefix: Tokens of the prefix that both prompts share.
@@ -65,7 +65,7 @@ class Sequence:
         self.status, self.is_cancelled = SequenceStatus.WAITING, False
         self.submit_time = self.start_time = time.perf_counter()
         self.n_cached = self.n_shared_prefix = self.n_steps = 0
-        self.has_proposed = self.has_sent_prompt = False
+        self.has_sent_prompt = False
         self.prefix_donor: Sequence | None = None
         self.first_token_seconds: float | None = None
         self._detokenizer = detokenizer
@@ -77,6 +77,11 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether the sequence has ended."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def has_proposed(self) -> bool:
+        """Whether the sequence has a draft, possibly an empty one, that has not been verified yet."""
+        return self.status is SequenceStatus.VERIFY
 
     @property
     def cache(self) -> KVCache:
@@ -128,7 +133,7 @@ class Sequence:
     def propose(self) -> None:
         """Make the draft for the next pass."""
         self.state.propose()
-        self.has_proposed = True
+        self.status = SequenceStatus.VERIFY
 
     def make_proposal_event(self) -> Proposal:
         """Return the `Proposal` event of the current draft."""
@@ -139,7 +144,7 @@ class Sequence:
 
         The time of a repeated prefill is added to the next step's. The first step with tokens sets `first_token_seconds`.
         """
-        self.has_proposed = False
+        self.status = SequenceStatus.DECODE
         self.n_steps += 1
         if self._extra_seconds:
             step, self._extra_seconds = replace(step, seconds=step.seconds + self._extra_seconds), 0.0

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from specdec.engine.metrics import Metrics
+from specdec.engine.model_runner import Batch
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest, validate_request
 from specdec.engine.scheduler import Scheduler
@@ -221,7 +222,10 @@ class EngineThread:
             while self._incoming:
                 scheduler.add(self._incoming.popleft())
         try:
-            for sequence, event in scheduler.abort() if self._is_aborted else scheduler.step():
+            batch = Batch(events=scheduler.abort()) if self._is_aborted else scheduler.schedule()
+            for sequence, event in batch.events:
+                self._handles[sequence].send(event)
+            for sequence, event in scheduler.run(batch):
                 self._handles[sequence].send(event)
         except Exception as error:  # clients must not wait for a sequence that cannot continue
             for sequence in scheduler.fail_all(error):

@@ -1,0 +1,63 @@
+"""The scheduler: planning a batch, running it and committing its tokens are separate calls that return what they did."""
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import GenerationRequest
+from specdec.engine.sequence import Sequence, SequenceStatus
+from specdec.events import Proposal, Step
+from specdec.tokenizer import BOS
+from tests.tools.decode import get_tokens
+from tests.tools.prompt_caches import GREEDY
+
+PROMPTS = ([BOS, 5, 6], [BOS, 7, 8, 9])
+
+
+@pytest.fixture(scope="module")
+def decoder(pair):
+    return SpeculativeDecoder(pair.endless, pair.draft, pair.tokenizer, n_threads=1, gamma=3, quantize="none")
+
+
+@pytest.fixture
+def scheduler(decoder):
+    decoder.warm_up()
+    return decoder.make_scheduler(PrefixCache(decoder.bundle, 4), 2)
+
+
+def add(scheduler, decoder, prompt):
+    request = GenerationRequest(prompt, 12, GREEDY)
+    scheduler.add(sequence := Sequence(request, request.make_detokenizer(decoder.tokenizer)))
+    return sequence
+
+
+def test_a_planned_batch_proposes_and_its_run_commits(scheduler, decoder):
+    sequence = add(scheduler, decoder, PROMPTS[0])
+    while not (batch := scheduler.schedule()).decoding:
+        scheduler.run(batch)
+    assert batch.decoding == [sequence] and sequence.status is SequenceStatus.VERIFY
+    assert isinstance(batch.events[-1][1], Proposal) and sequence.tokens == PROMPTS[0]
+    ((_, step),) = scheduler.run(batch)
+    assert isinstance(step, Step) and sequence.tokens == [*PROMPTS[0], *step.tokens]
+    assert sequence.status is SequenceStatus.DECODE
+
+
+def test_a_batch_that_never_runs_keeps_its_drafts_and_changes_no_output(scheduler, decoder):
+    sequences = [add(scheduler, decoder, prompt) for prompt in PROMPTS]
+    events, n_proposals = {sequence: [] for sequence in sequences}, 0
+    while scheduler.waiting or scheduler.running:
+        abandoned = scheduler.schedule()
+        batch = scheduler.schedule()
+        n_proposals += sum(isinstance(event, Proposal) for _, event in abandoned.events)
+        assert not any(isinstance(event, Proposal) for _, event in batch.events if abandoned.decoding)
+        for sequence, event in scheduler.run(batch):
+            events[sequence].append(event)
+    assert n_proposals
+    for sequence in sequences:
+        steps = [event for event in events[sequence] if isinstance(event, Step)]
+        assert get_tokens(steps) == get_tokens(decoder.stream(sequence.request.prompt, 12, GREEDY))
+
+
+def test_an_empty_batch_runs_no_pass(scheduler, decoder):
+    n_passes = decoder.target.n_passes
+    assert scheduler.run(scheduler.schedule()) == [] and decoder.target.n_passes == n_passes
