@@ -23,7 +23,7 @@ import numba
 from specdec.runtime.disk_store import DiskStore, ProcessLocks
 
 NEWEST_NUMBA = (0, 68)  # tested; pyproject.toml has the same ceiling
-# With another numba, or if the variable SPECDEC_PLAIN_NUMBA is set, functions are compiled without touching numba's inside.
+# With a newer numba, or if the variable SPECDEC_PLAIN_NUMBA is set, functions are compiled without touching numba's inside.
 IS_PLAIN = bool(os.environ.get("SPECDEC_PLAIN_NUMBA")) or tuple(map(int, numba.__version__.split(".")[:2])) > NEWEST_NUMBA
 if TYPE_CHECKING or not IS_PLAIN:
     from specdec.runtime import numba_compat
