@@ -10,6 +10,7 @@ MAX_FAIRNESS_GAP_S = 1.0  # lead in pass time over another client, beyond which 
 DELAY_S_PER_TOKEN = 0.1  # that an expected token may be overtaken for: a sequence of 500 by short ones of the next 50 s
 PROMPT_TOKENS_PER_TOKEN = 8  # that run in the time of one generated token
 MAX_EXPECTED_TOKENS = 2048  # of a sequence, however high its limit is
+SHORT_RATIO = 4  # of the work of the shortest running sequence to that of one that needs no free slot
 
 
 class FairShare:
@@ -52,7 +53,8 @@ class FairShare:
         """Return the next waiting sequence of the client with the fewest running ones, or None if it has to wait.
 
         Among the sequences of such clients, short ones overtake long ones that have not waited much longer. It has to wait while
-        `max_running` sequences run. If the client has less than its share of them, twice as many may run.
+        `max_running` sequences run. If the client has less than its share of them, or the sequence is much shorter than all that
+        run, twice as many may run.
         """
         if not waiting:
             return None
@@ -60,7 +62,8 @@ class FairShare:
         first = min(waiting, key=lambda sequence: (n_running[sequence.client.name], _get_deadline(sequence)))
         n_clients = len({sequence.client.name for sequence in waiting} | n_running.keys())
         has_less = n_running[first.client.name] < max(self._max_running // n_clients, 1)
-        return first if len(running) < self._max_running * (2 if has_less else 1) else None
+        is_short = self._max_running > 1 and SHORT_RATIO * _count_work(first) <= min(map(_count_work, running), default=0.0)
+        return first if len(running) < self._max_running * (2 if has_less or is_short else 1) else None
 
     @staticmethod
     def interleave(running: list[Sequence]) -> list[Sequence]:
@@ -90,6 +93,10 @@ class FairShare:
 
 def _get_deadline(sequence: Sequence) -> float:
     """Return the time after which no newer sequence overtakes a waiting one; the longer its expected work, the later it is."""
+    return sequence.submit_time + DELAY_S_PER_TOKEN * _count_work(sequence)
+
+
+def _count_work(sequence: Sequence) -> float:
+    """Return the expected work of a sequence in generated tokens."""
     request = sequence.request
-    n_expected = len(request.prompt) / PROMPT_TOKENS_PER_TOKEN + request.max_tokens
-    return sequence.submit_time + DELAY_S_PER_TOKEN * min(n_expected, MAX_EXPECTED_TOKENS)
+    return min(len(request.prompt) / PROMPT_TOKENS_PER_TOKEN + request.max_tokens, MAX_EXPECTED_TOKENS)

@@ -38,3 +38,11 @@ def test_a_client_with_fewer_running_sequences_is_next_however_long_its_own_are(
     shares, running = FairShare(4), [make_sequence(5, client="a")]
     short, long = make_sequence(5, client="a"), make_sequence(5000, 1.0, client="b")
     assert shares.get_next(deque([short, long]), running) is long
+
+
+def test_one_much_shorter_sequence_needs_no_free_slot() -> None:
+    shares, running = FairShare(2), [make_sequence(400), make_sequence(500)]
+    short, long = make_sequence(50, 9.0), make_sequence(200)
+    assert shares.get_next(deque([long]), running) is None
+    assert shares.get_next(deque([long, short]), running) is short
+    assert shares.get_next(deque([make_sequence(50)]), [*running, short]) is None
