@@ -14,7 +14,7 @@ from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, s
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.metrics import Metrics
 from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import GenerationKwargs, GenerationRequest, Stop, validate_request, with_kwargs_signature
+from specdec.engine.request import GenerationKwargs, GenerationRequest, Stop, validate_request
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.warm_up import WarmUp
@@ -23,7 +23,7 @@ from specdec.loaders.model_loader import Loader, PackMode, ProgressCallback, com
 from specdec.model.model import KVFormatName, Model
 from specdec.protocols import Constraint
 from specdec.runtime.parallel_region import create_fork_safe_lock, rebuild
-from specdec.sampling import Sampling, override_sampling
+from specdec.sampling import Sampling, SamplingOverrides, override_sampling
 from specdec.text.detokenizer import Generation
 from specdec.tokenizer import NO_TOKENS, AnyTokenizer
 from specdec.verification import VerifyMode
@@ -181,13 +181,15 @@ class SpeculativeDecoder:
         """
         return self.bundle.encode(prompt)
 
-    @with_kwargs_signature
     def stream(
         self,
         prompt: PromptInput = "",
         max_tokens: int = 256,
         sampling: Sampling = DEFAULT_SAMPLING,
-        **kwargs: "Unpack[GenerationKwargs]",
+        *,
+        stop: Stop = (),
+        constraint: Constraint | None = None,
+        **overrides: "Unpack[SamplingOverrides]",
     ) -> Iterator[Event]:
         """Generate a completion of a prompt and yield its events: the `Prompt`, then `Step`s, each after its `Proposal` if any.
 
@@ -202,15 +204,16 @@ class SpeculativeDecoder:
             prompt: A string, or token ids (see `encode`).
             max_tokens: The maximum number of tokens after the prompt.
             sampling: The sampling parameters.
-            **kwargs: `constraint`: what the output must match (`json_schema`, `json_object`, `regex`), by default none; `stop`:
-                strings before which the output ends; all other keywords replace fields of `sampling`.
+            stop: Strings before which the output ends.
+            constraint: What the output must match, made by `json_schema`, `json_object` or `regex`; by default anything.
+            **overrides: Values that replace fields of `sampling`; see `generate`.
 
         Raises:
             ValueError: If a value is not valid, the prompt exceeds seq_len, the sequence exceeds the memory, or the target's
                 logits are not finite.
             TypeError: If a value has the wrong type.
         """
-        events = self._stream(prompt, max_tokens, sampling, **kwargs)
+        events = self._stream(prompt, max_tokens, sampling, stop, constraint, **overrides)
         return (event for event in events if not isinstance(event, PrefillProgress))
 
     def _stream(
@@ -219,12 +222,13 @@ class SpeculativeDecoder:
         max_tokens: int,
         sampling: Sampling,
         stop: Stop = (),
+        constraint: Constraint | None = None,
         include_draft_text: bool = False,
         reasoning_marks: "ReasoningMarks | None" = None,
-        **kwargs: Any,
+        **overrides: "Unpack[SamplingOverrides]",
     ) -> Iterator[Event | PrefillProgress]:
         """Check a request, warm up, and return the iterator over the events of its sequence in a scheduler of its own."""
-        constraint, sampling = kwargs.pop("constraint", None), override_sampling(sampling, **kwargs)
+        sampling = override_sampling(sampling, **overrides)
         request = GenerationRequest(
             self.encode(prompt), max_tokens, sampling, stop, constraint=constraint,
             visible_tokens=reasoning_marks.visible_tokens if reasoning_marks else NO_TOKENS,
@@ -238,7 +242,6 @@ class SpeculativeDecoder:
         """Return a new `Scheduler` with the current settings; the decoder must be warmed up. See there for the arguments."""
         return Scheduler(self.autotuner, self._settings, prefix_cache, max_running, metrics)
 
-    @with_kwargs_signature
     def generate(
         self,
         prompt: PromptInput = "",
@@ -324,7 +327,6 @@ class SpeculativeDecoder:
         check_roles(messages)
         return self.chat_template.encode(self.tokenizer, messages, self.n_positions, tools, options or {})
 
-    @with_kwargs_signature
     def chat(
         self,
         messages: "GenericSequence[Message]",
@@ -339,7 +341,6 @@ class SpeculativeDecoder:
         events = self.stream(self.encode_chat(messages), max_tokens, sampling, **kwargs)
         return (replace(event, text="") if isinstance(event, Prompt) else event for event in events)
 
-    @with_kwargs_signature
     def answer(
         self,
         messages: "GenericSequence[Message]",
@@ -353,7 +354,6 @@ class SpeculativeDecoder:
         """
         return self._collect(lambda: self.chat(messages, max_tokens, sampling, **kwargs))
 
-    @with_kwargs_signature
     def read_and_stream(
         self,
         prompt: PromptInput,

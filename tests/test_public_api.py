@@ -56,7 +56,7 @@ def test_help_shows_the_package_and_its_public_names():
     help_text = pydoc.plain(pydoc.render_doc(specdec))
     assert "llama2.c" not in help_text.split("PACKAGE CONTENTS")[0]
     assert "Everything else in the package may change with any version." in help_text
-    assert "class SpeculativeDecoder" in help_text and "temperature: float | None" in help_text
+    assert "class SpeculativeDecoder" in help_text and "`temperature`: 0 is greedy" in help_text
 
 
 def test_step_texts_join_to_the_output_in_whole_characters(decoder, byte_decoder):

@@ -1,9 +1,8 @@
 """Requests for one completion, and the keyword arguments of the methods that take them."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from specdec.argument_checks import check_int, check_strings, shorten
 from specdec.draft.model_bundle import ModelBundle
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from specdec.text.reasoning import ReasoningMarks
 
 Stop = str | Sequence[str]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,6 @@ class GenerationKwargs(SamplingOverrides, total=False):
 
     stop: Stop
     constraint: Constraint | None
-
-
-def with_kwargs_signature(method: Method) -> Method:
-    """Make `help` list the keys of `GenerationKwargs` for a method with `**kwargs`: set its signature and return the method."""
-    signature = inspect.signature(method)
-    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    annotations = {
-        name: GenerationKwargs.__annotations__[name] for name in ("stop", "constraint", *SamplingOverrides.__annotations__)
-    }
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=() if name == "stop" else None, annotation=annotation)
-        for name, annotation in annotations.items()
-    ]
-    vars(method)["__signature__"] = signature.replace(parameters=[*named, *added])
-    return method
 
 
 def validate_request(request: GenerationRequest, bundle: ModelBundle) -> GenerationRequest:
