@@ -100,13 +100,15 @@ class NewFile:
 
     def stat(self) -> os.stat_result:
         """Return the status of the file."""
-        return os.fstat(self._file.fileno())
+        return os.stat(self._path) if self._file.closed else os.fstat(self._file.fileno())
 
     def publish(self) -> None:
         """Give the file its name, in place of an older file; raise OSError if that is not possible."""
         if not self._has_name:
             os.link(f"/proc/self/fd/{self._file.fileno()}", self._temporary, src_dir_fd=0)  # that argument follows the link
             self._has_name = True
+        if os.name == "nt":  # Windows does not rename open files
+            self._file.close()
         self._temporary.replace(self._path)
         self._has_name = False
 

@@ -69,6 +69,19 @@ def test_failed_write_leaves_the_older_file(store: DiskStore, monkeypatch: pytes
     assert store.read(NAMES[0]) == b"old" and len([*store.folder.iterdir()]) == 1
 
 
+def test_file_is_closed_before_windows_renames_it(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+    monkeypatch.setattr(disk_store, "UNNAMED_FILE", 0)
+    with store.create(NAMES[0]) as file:
+        file.write(b"content")
+        monkeypatch.setattr(disk_store.os, "name", "nt")
+        monkeypatch.setattr(Path, "replace", lambda self, other: [replace(self, other)] if file._file.closed else 1 / 0)
+        file.publish()
+        monkeypatch.undo()
+        assert file.stat().st_size == 7
+    assert [path.name for path in store.folder.iterdir()] == [NAMES[0]]
+
+
 def test_folder_that_cannot_be_used_is_an_error_of_writing_alone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
