@@ -79,7 +79,22 @@ class FastProcessValue:
         return param.callback(context, param, value) if param.callback else value
 
 
-class Subcommand(TyperCommand):
+class FastParameters:
+    """A mixin of commands whose parameters convert their values as `FastProcessValue` does."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the command's parameters, with faster conversion, and with Typer's own flags in the output panel."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
+                param.rich_help_panel, param.metavar = "Output", ""
+            # older Typers leave validation to Click
+            if hasattr(param, "type_descriptor") and not isinstance(param.process_value, FastProcessValue):
+                param.process_value = FastProcessValue(param)
+        return params
+
+
+class Subcommand(FastParameters, TyperCommand):
     """A Typer command with a name, such as `specdec chat`, that rejects extra words with a hint."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -95,12 +110,8 @@ class Subcommand(TyperCommand):
             raise typer.BadParameter(explain_extra_word(self, words[0], is_model_name(words[0])))
         return words
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the command's parameters, with faster validation, and with Typer's own flags in the output panel."""
-        return _patch_params(super().get_params(ctx))
 
-
-class CommandGroup(TyperGroup):
+class CommandGroup(FastParameters, TyperGroup):
     """The group of all commands, which also parses the command without a name.
 
     If the first word is not the name of a command, the words go to the context's `args`.
@@ -126,10 +137,6 @@ class CommandGroup(TyperGroup):
             return list(Command.parse_args(self, ctx, args))
         return list(super().parse_args(ctx, args))
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the command's parameters, with faster validation, and with Typer's own flags in the output panel."""
-        return _patch_params(super().get_params(ctx))
-
 
 def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Return the positional words of a command line.
@@ -144,18 +151,6 @@ def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     if [option.name for option in options].count("draft") > 1:
         raise typer.BadParameter("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")
     return list(words)
-
-
-def _patch_params(params: list[Any]) -> list[Any]:
-    """Move Typer's own flags to the output panel of the help, and install `FastProcessValue`; return the changed parameters."""
-    for param in params:
-        if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
-            param.rich_help_panel, param.metavar = "Output", ""
-        if hasattr(param, "type_descriptor") and not isinstance(
-            param.process_value, FastProcessValue
-        ):  # older Typers leave validation to Click
-            param.process_value = FastProcessValue(param)
-    return params
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> list[T]:
