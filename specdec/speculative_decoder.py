@@ -7,7 +7,7 @@ from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.draft.model_bundle import DraftSpec, load_bundle
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
@@ -134,9 +134,9 @@ class SpeculativeDecoder:
         parts = [f"{name}={source!r}" for name, source in named.items() if source]
         return f"SpeculativeDecoder({', '.join(parts)}, gamma={self.gamma!r}, verify={self.verify!r}, tree={self.tree!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the decoder with the same models, settings and chat template."""
-        state, settings = dict[str, Any](), vars(self._settings) | {"stage": self.bundle.stage if self.has_stage else None}
+        state, settings = dict[str, object](), vars(self._settings) | {"stage": self.bundle.stage if self.has_stage else None}
         with suppress(ValueError):  # a decoder without a chat template can be pickled too
             state["chat_template"] = self.chat_template
         return rebuild, (SpeculativeDecoder, (self.target, self.bundle.draft, self.tokenizer), settings), state
@@ -274,7 +274,7 @@ class SpeculativeDecoder:
         """
         return self._collect(lambda: self.stream(prompt, max_tokens, sampling, **kwargs))
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
+    def json_schema(self, schema: Mapping[str, object]) -> Constraint:
         """Return a constraint that limits the output to one JSON value that matches a schema, with the separators ", " and ": ".
 
         Raises:

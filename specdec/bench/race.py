@@ -151,6 +151,6 @@ def measure(
     return Race(alone, pair, len(runs), is_same_text)
 
 
-def to_json(race: Race, text: str, **extra: Any) -> str:
+def to_json(race: Race, text: str, **extra: object) -> str:
     """Return a race as the text of one JSON object: the text, its tokens, both runs, their ratio and the fields in `extra`."""
     return json.dumps({"text": text, "tokens": race.pair.tokens} | race.to_dict() | extra)

@@ -217,10 +217,11 @@ class DraftResolver:
         weights = self.loader.pack(source, weight_format)
         if config.architecture == MTP and weight_format:
             config, weights = self._quantize_classifier(config, weights, weight_format)
-        from specdec.heads.shared_kv_head import make_head
+        from specdec.heads.shared_kv_head import get_head_class
 
         loader, n_positions = self.loader, min(self.target.n_positions, config.max_positions or self.target.n_positions)
-        head = make_head(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
+        head_class = get_head_class(config)
+        head = head_class(config, weights, self.target, source.target_ids, loader.n_threads, n_positions, loader.kv)
         return self._fit_to_memory(head, weights.n_bytes)  # without the weights that it borrows from the target
 
     def _warn_about_layers(self, source: Checkpoint) -> None:

@@ -5,7 +5,6 @@ target's ids.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from specdec.argument_checks import shorten
 from specdec.layers.rope import TreeNode
@@ -37,7 +36,7 @@ class VocabMappedModel(Model):
         self._draft_ids |= {token: row for row, token in enumerate(target_ids) if token >= 0}
         self.vocab_mapper = VocabMapper(target_ids, n_ids)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the model with the same weights and token ids."""
         return VocabMappedModel, (super().with_capacity(self.n_positions), self.target_ids, len(self._draft_ids))
 

@@ -27,13 +27,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specdec.argument_checks import count_common_prefix
 from specdec.draft.lookup_tables import LookupMemory
-from specdec.layers.buffers import Buffers
+from specdec.layers.buffers import Array, Buffers
 from specdec.layers.weights import Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
@@ -90,7 +90,7 @@ class PromptCache:
         except OSError as error:
             why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
             raise ValueError(f"cannot keep prompts in {folder}: {why}") from None
-        self._fingerprints = dict[tuple[Any, ...], ModelFingerprint]()
+        self._fingerprints = dict[tuple[object, ...], ModelFingerprint]()
         self._queue = queue.Queue[Callable[[], None]](MAX_QUEUED_WRITES)
         self._bytes_since_eviction = 0
         self._unsaved_memories, self._memory_times = dict[Path, LookupMemory](), dict[Path, float]()
@@ -205,7 +205,7 @@ class PromptCache:
         self, cache: KVCache, tokens: list[int], token_keys: list[int], paths: Sequence[Path], is_prefilled: bool,
         buffers: Buffers,
         held: list[int], snapshots: Snapshots,
-    ) -> list[tuple[Path, list[Any]]]:  # fmt: skip
+    ) -> list[tuple[Path, list[Array]]]:  # fmt: skip
         """Return path and copied contents of each missing file of a sequence, as many as the queue holds: blocks, then tails.
 
         Args:
@@ -262,9 +262,9 @@ class PromptCache:
                 yield each.n_tokens, each
 
     @staticmethod
-    def _copy_block(buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Any]:
+    def _copy_block(buffers: Buffers, token_keys: list[int], i: int, n: int) -> list[Array]:
         """Return copies of the arrays of block i, token keys first, then keys and values; zeros follow its first n tokens."""
-        arrays = [np.zeros(BLOCK_TOKENS, np.uint64)]
+        arrays: list[Array] = [np.zeros(BLOCK_TOKENS, np.uint64)]
         arrays[0][:n] = token_keys[i * BLOCK_TOKENS : i * BLOCK_TOKENS + n]
         for shape, source in _slice_block(buffers, i):
             array = np.zeros(shape, source.dtype)
@@ -354,13 +354,13 @@ class PromptCache:
         return (0 if cache.model.has_recurrent_state else n), snapshots
 
     @staticmethod
-    def _make_block_arrays(buffers: Buffers) -> list[Any]:
+    def _make_block_arrays(buffers: Buffers) -> list[Array]:
         return [
             np.zeros(BLOCK_TOKENS, np.uint64),
             *(np.empty(shape, source.dtype) for shape, source in _slice_block(buffers, 0)),
         ]
 
-    def _read_file(self, path: Path, arrays: Sequence[Any]) -> bool:
+    def _read_file(self, path: Path, arrays: Sequence[Array]) -> bool:
         """Fill the arrays from a file and return whether its contents are valid; report the file if they are not."""
         content = self._store.read(path.name)
         if content is None or len(content) != sum(array.nbytes for array in arrays):
@@ -384,7 +384,7 @@ class PromptCache:
                 del work  # and the arrays that it holds
                 self._queue.task_done()
 
-    def _write_file(self, path: Path, arrays: Sequence[Any]) -> None:
+    def _write_file(self, path: Path, arrays: Sequence[Array]) -> None:
         content = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
         self._store.write(path.name, content)
         self._bytes_since_eviction += len(content)
@@ -416,7 +416,7 @@ def _touch(paths: Sequence[Path]) -> None:
                 os.utime(each, ns=(now - i * MTIME_STEP_NS, now - i * MTIME_STEP_NS))
 
 
-def _slice_block(buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _slice_block(buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], Array]]:
     """Yield, for each array that grows, the shape of a whole block and a view of block i, which may be shorter at the end."""
     for each in buffers.growing:
         shape = [*each.array.shape]
@@ -424,11 +424,11 @@ def _slice_block(buffers: Buffers, i: int) -> Iterator[tuple[tuple[int, ...], An
         yield tuple(shape), each.select(i * BLOCK_TOKENS, (i + 1) * BLOCK_TOKENS)
 
 
-def _store_block(buffers: Buffers, i: int, arrays: Sequence[Any]) -> None:
+def _store_block(buffers: Buffers, i: int, arrays: Sequence[Array]) -> None:
     """Copy the arrays of block i into the model's buffers; the first array holds token keys and is skipped."""
     for (_, block), array in zip(_slice_block(buffers, i), arrays[1:], strict=False):
         block[...] = array[tuple(map(slice, block.shape))]
 
 
-def _get_state_arrays(snapshot: Snapshot | None) -> list[Any]:
+def _get_state_arrays(snapshot: Snapshot | None) -> list[Array]:
     return [] if not snapshot else [snapshot.inputs, *([] if snapshot.states is None else [snapshot.states])]

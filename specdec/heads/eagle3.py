@@ -21,24 +21,8 @@ from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32
 
 LAYER_TENSORS = (
-    "rms_ffn",
-    "wq",
-    "wk",
-    "wv",
-    "wo",
-    "w1",
-    "w2",
-    "w3",
-    "bq",
-    "bk",
-    "bv",
-    "bo",
-    "b1",
-    "b2",
-    "b3",
-    "q_norm",
-    "k_norm",
-)
+    "rms_ffn", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "bq", "bk", "bv", "bo", "b1", "b2", "b3", "q_norm", "k_norm",
+)  # fmt: skip
 
 
 def get_head_config(config: ModelConfig) -> HeadConfig:

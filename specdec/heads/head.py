@@ -4,7 +4,6 @@ Shapes: H width of the target's hidden states, N hidden states per feature, R ro
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -81,7 +80,7 @@ class Head(Model):
         kv = kv if isinstance(architecture, HeadArchitecture) else target.kv  # others read the target's KV cache
         super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the head with its own weights and its target."""
         named = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
         return rebuild, (type(self), (*self._own_config_and_weights, self.target, self.target_ids), named)

@@ -4,7 +4,6 @@ Shapes: R rows of the classifier.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -12,10 +11,8 @@ from specdec.argument_checks import count_common_prefix
 from specdec.head_config import AssistantConfig
 from specdec.heads.gemma4_assistant import AssistantBuffers, Gemma4Assistant
 from specdec.heads.head import Head, HeadCache
-from specdec.layers.buffers import Buffers
-from specdec.layers.weights import Weights
+from specdec.layers.buffers import Array, Buffers
 from specdec.model.kv_cache import KVCache
-from specdec.model.model import Model
 from specdec.model_config import ModelConfig, get_assistant_config, require_type
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import align_to_cache_line
@@ -45,7 +42,7 @@ class SharedKVHeadCache(HeadCache):
 
     _buffers: AssistantBuffers  # type: ignore[assignment]
     _target_buffers: Buffers  # which the programs use
-    _candidate_classifier: tuple[Any, Executor] | None  # panels of the classifier's candidate rows, and their program
+    _candidate_classifier: tuple[Array, Executor] | None  # panels of the classifier's candidate rows, and their program
     _last_pass: tuple[int, list[int]] | None  # where the draft tokens of the last pass begin, and the tokens up to its own
 
     def can_draft(self, tokens: list[int]) -> bool:
@@ -145,7 +142,7 @@ class SharedKVHeadCache(HeadCache):
         self._target_buffers, self._executor, self._buffers = target_buffers, executor, buffers
         self._candidate_classifier, self._last_pass = candidates, None
 
-    def _make_candidate_classifier(self, buffers: Buffers) -> tuple[Any, Executor] | None:
+    def _make_candidate_classifier(self, buffers: Buffers) -> tuple[Array, Executor] | None:
         """Allocate panels for the classifier's candidate rows, and build the program that computes their logits.
 
         Returns:
@@ -162,7 +159,6 @@ class SharedKVHeadCache(HeadCache):
         return panels, Executor(program)
 
 
-def make_head(config: ModelConfig, weights: Weights, target: Model, *options: Any) -> Head:
-    """Return a draft head of the class that its architecture needs; the options are those of `Head`."""
-    head_class = SharedKVHead if isinstance(config.head, AssistantConfig) else Head
-    return head_class(config, weights, target, *options)
+def get_head_class(config: ModelConfig) -> type[Head]:
+    """Return the class of a draft head with this configuration."""
+    return SharedKVHead if isinstance(config.head, AssistantConfig) else Head

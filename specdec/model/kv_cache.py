@@ -7,7 +7,7 @@ Shapes: N logits of a pass, L hidden layers that are kept, D dim, V vocab.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -338,7 +338,9 @@ class KVCache:
         if not n_logits:
             self._maybe_take_snapshot(n_total)
 
-    def _find_long_rope_rows(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> npt.NDArray[Any]:
+    def _find_long_rope_rows(
+        self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0
+    ) -> npt.NDArray[np.bool_]:
         """Return a bool for each row of logits, or one for the sequence if n_logits is 0: whether it uses long RoPE factors."""
         lengths = compute_lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
         return np.array([self.model.config.has_long_rope(n) for n in lengths], bool)

@@ -20,15 +20,8 @@ from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
 from specdec.runtime.op_program import Op, Program
 
-GLOBAL_TENSORS = (
-    "tok_emb",
-    "wcls",
-    "wcls_bias",
-    "rms_final",
-    "rms_final_bias",
-    "inputs",
-    "inputs_norm_in",
-)  # packed tensors that belong to no layer
+# Packed tensors that belong to no layer
+GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
 FUSED_VOCAB = {"embedding": FusedTensors(("tok_emb",)), "classifier": FusedTensors(("wcls",))}
 
 

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -116,7 +116,7 @@ class Model:
         c = self.config
         return f"<{c.architecture} of {c.n_layers} layers x {c.dim}, {c.vocab_size} tokens, {self.weights.format_names}>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the model with the same weights and options."""
         options = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
         return rebuild, (Model, (self.config, self.weights), options)

@@ -119,7 +119,7 @@ class ChatTemplate:
             return False
         return PROBE in text and PROBE_KEY not in text  # else it writes the list as Python does
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the template from its source."""
         return ChatTemplate, (self.source, self.location, self.variables, "" if self.for_tools is self else self.for_tools.source)
 

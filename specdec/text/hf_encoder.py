@@ -70,7 +70,7 @@ class Encoder:
         self._placeholder_tokenizer: _PlaceholderTokenizer | None = None
         self.encode("a")  # raises now what any text would raise
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the encoder from its JSON."""
         return Encoder, (self._hf_tokenizer.to_str().encode(),)
 

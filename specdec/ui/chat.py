@@ -122,7 +122,7 @@ class AnswerView(View):
         self._width, self._pending_row = self._get_width(), Row()
         self._styled_text = StyledText(lambda text, style: append_run(self._pending_row, text, style))
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         """Write the text that was held back and end the last row."""
         self._add(self._sanitizer.end(), "target")
         self._end_rows()

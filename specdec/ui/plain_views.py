@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -48,7 +48,7 @@ class View(Protocol):
         """Start to show a generation; this one does nothing."""
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop showing; this one does nothing."""
         return
 
@@ -162,7 +162,7 @@ class PlainView(View):
         self._thought_sanitizer, self._thought_out = StreamSanitizer(), thought_out
         self._is_mid_row = self._has_thought = False
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         """Write the text that was held back, and a line break."""
         self._out.write(self._sanitizer.end() + "\n")
         self._out.flush()
@@ -291,7 +291,7 @@ def _format_by_position(rates: list[float]) -> str:
     return shown + " ..." * (len(rates) > MAX_POSITIONS_SHOWN)
 
 
-def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: Any) -> str:
+def to_json(statistics: Statistics, text: str, tokens: list[int], **extra: object) -> str:
     """Return a generation as the text of one JSON object: its text, tokens and statistics, and the fields in `extra`."""
     fields = {name: getattr(statistics, name) for name in STATISTICS_FIELDS}
     experts = {name: fields[name] or None for name in ("experts_alone", "experts_per_token")}

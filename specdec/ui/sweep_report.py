@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console, Group, RenderableType
@@ -196,7 +195,7 @@ def _group_by_setting(totals: Sequence[SettingResult]) -> Iterator[tuple[str, li
 # JSON and CSV
 
 
-def to_json(report: SweepReport, **more: Any) -> str:
+def to_json(report: SweepReport, **more: object) -> str:
     """Return a sweep report as the text of one JSON object, with the further fields in `more`."""
     best = report.overall and {
         "mean": report.overall.mean,
