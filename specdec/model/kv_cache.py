@@ -324,19 +324,33 @@ class KVCache:
         self._switch_rope(bool(are_long[0]))
         return self._check_tokens("tokens", tokens[self.count_reusable_tokens(tokens, len(tokens) - n_logits) :])
 
-    def begin_batch(self, tokens: list[int], n_new: int) -> tuple[Executor, int]:
-        """Grow and truncate the cache for a pass over the last n_new tokens; return its executor and the first token's slot."""
-        start = len(tokens) - n_new
+    def begin_batch(self, tokens: list[int], new: list[int], row: int) -> tuple[Executor, int]:
+        """Grow and truncate the cache for a pass over several sequences, which runs the last tokens of this one.
+
+        Args:
+            tokens: All tokens of the sequence.
+            new: Those that the pass runs.
+            row: The row of the first of them in the pass.
+
+        Returns:
+            The cache's executor, and the slot of the first token.
+        """
+        start = len(tokens) - len(new)
         self._reserve(len(tokens))
         self._rewind(start)
-        self._advance(n_new)
+        self._advance(len(new))
+        self._buffers.load_tokens(new, self.model.weights.table, row)
         return self._executor, start
 
-    def end_batch(self, new: list[int], n_logits: int, n_total: int) -> None:
-        """Add the tokens that a pass over several sequences has run for this one; take a snapshot if it is due in a prefill."""
+    def end_batch(self, new: list[int], n_logits: int, n_total: int, end: int) -> Float32:
+        """Add the tokens that a pass over several sequences has run for this one, and return its logits, those before row `end`.
+
+        A snapshot is taken if it is due in a prefill.
+        """
         self._tokens += new
         if not n_logits:
             self._maybe_take_snapshot(n_total)
+        return self._buffers.logits[end - n_logits : end, : self.model.config.vocab_size]
 
     def _find_long_rope_rows(
         self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0

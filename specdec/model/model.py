@@ -24,7 +24,7 @@ from specdec.runtime.cpu_topology import get_thread_choices
 from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import BatchEntry, Executor
 from specdec.runtime.parallel_region import create_fork_safe_lock, get_available_threads, rebuild
-from specdec.runtime.simd import Float32, round_up
+from specdec.runtime.simd import Float32, Int64, round_up
 
 KVFormatName = Literal["auto", "f32", "f16", "q8"]  # format of keys and values
 # One sequence of a batch: its cache, all of its tokens, the number of logits at its end, and optionally its final length
@@ -107,7 +107,7 @@ class Model:
         self.window_evictor = SlidingWindowEvictor(self.architecture, config, KV_FORMATS[self.kv], self.n_positions)
         create_fork_safe_lock(self, "lock")
         self._shared_buffers = SharedBuffers()
-        self._last_buffers: Buffers | None = None  # of any sequence; their arrays of passes are those of all
+        self._experts_read: Int64 | None = None  # number of experts that the last pass has read in each layer
         self._is_running = False
         self._n_passes = 0
 
@@ -158,9 +158,9 @@ class Model:
     @property
     def experts_read(self) -> tuple[float, int]:
         """Mean number of experts that an MoE layer read in the last pass, and its number for one token; 0, 0 without experts."""
-        if not self.config.experts or not self._last_buffers:
+        if not self.config.experts or self._experts_read is None:
             return 0.0, 0
-        counts = [n for n in self._last_buffers.experts_read.tolist() if n]
+        counts = [n for n in self._experts_read.tolist() if n]
         return sum(counts) / max(len(counts), 1), self.config.experts.n_experts_used
 
     def new_cache(self, hidden_layers: Sequence[int] = ()) -> KVCache:
@@ -246,21 +246,16 @@ class Model:
         entries, row = list[BatchEntry](), 0
         n_rows = sum(len(own) for own, (_, _, n_logits, _) in zip(new, jobs, strict=True) if n_logits)
         for (cache, tokens, n_logits, _), own in zip(jobs, new, strict=True):
-            executor, start = cache.begin_batch(tokens, len(own))
-            assert self._last_buffers
-            self._last_buffers.load_tokens(own, self.weights.table, row)
+            executor, start = cache.begin_batch(tokens, own, row)
             if own:
                 entries.append(BatchEntry(executor, len(own), start, n_logits))
             row += len(own)
         if entries:
             entries[0].executor.run_batch(entries, n_rows, self.n_threads)
-        assert self._last_buffers
-        rows = self._last_buffers.logits[:, : self.config.vocab_size]
         end, logits = n_rows - n, dict[int, Float32]()
         for (cache, _, n_logits, n_total), own in zip(jobs, new, strict=True):
-            cache.end_batch(own, n_logits, n_total)
             end += len(own)
-            logits[id(cache)] = rows[end - n_logits : end]
+            logits[id(cache)] = cache.end_batch(own, n_logits, n_total, end)
         return logits
 
     @contextmanager
@@ -293,8 +288,9 @@ class Model:
 
     def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
         """Return buffers for a sequence of n_slots tokens, with the contents of `old`, the smaller buffers of the sequence."""
-        self._last_buffers = self._fill(Allocator(self._shared_buffers, old.new.own if old else ()), n_slots, n_hidden_layers)
-        return self._last_buffers
+        buffers = self._fill(Allocator(self._shared_buffers, old.new.own if old else ()), n_slots, n_hidden_layers)
+        self._experts_read = buffers.experts_read
+        return buffers
 
     def _fill(self, new: Allocator, n_slots: int, n_hidden_layers: int) -> Buffers:
         """Return the buffers that an allocator makes for a sequence of n_slots tokens."""
