@@ -236,6 +236,11 @@ class WeightPlan:
         """The entries of `plans` that are vectors or tables of vectors, by name."""
         return {name: plan for name, plan in self.plans.items() if isinstance(plan, VectorPlan)}
 
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        """The names of the weight formats of all shards, in order."""
+        return tuple(shard.weight_format.name for shards in self.shards.values() for shard in shards)
+
     @functools.cached_property
     def shards(self) -> dict[str, list[Shard]]:
         """The shards of each matrix; a matrix of tensors with different block types has one for each run of equal types."""

@@ -93,7 +93,9 @@ class Loader:
             CheckpointError: The weights are damaged or do not fit into memory.
         """
         formats = self.list_weight_formats(checkpoint, weight_format)
-        key = checkpoint.path.resolve(), repr(checkpoint.config), *(list_matrix_formats(checkpoint, each) for each in formats)
+        plan_weights = get_architecture(checkpoint.config).plan_weights
+        names = (plan_weights(checkpoint.config, checkpoint.tensors, each).format_names for each in formats)
+        key = checkpoint.path.resolve(), repr(checkpoint.config), *names
         if key not in self.loaded:
             self.loaded[key] = self._load_or_pack(checkpoint, formats)
         return self.loaded[key]
@@ -138,17 +140,10 @@ class Loader:
         return [None, quant.PACKED_BF16] if is_packing_candidate(checkpoint) else [None]
 
 
-def list_matrix_formats(checkpoint: Checkpoint, weight_format: WeightFormat | None) -> tuple[str, ...]:
-    """Return the name of the weight format that each matrix of a checkpoint gets if `weight_format` is requested."""
-    plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, weight_format)
-    return tuple(shard.weight_format.name for shards in plan.shards.values() for shard in shards)
-
-
 def find_packable(checkpoint: Checkpoint, without: Collection[str] = ()) -> list[MatrixPlan]:
     """Return the distinct bf16 matrices that can be packed into 12 bits per weight, except those named in `without`."""
     config, tensors, architecture = checkpoint.config, checkpoint.tensors, get_architecture(checkpoint.config)
-    stored = architecture.plan_weights(config, tensors).shards.values()
-    if all(shard.weight_format.name != "bf16" for shards in stored for shard in shards):
+    if "bf16" not in architecture.plan_weights(config, tensors).format_names:
         return []
     packed = architecture.plan_weights(config, tensors, quant.PACKED_BF16).shards
     found = (shard for name, shards in packed.items() if name not in without for shard in shards)

@@ -30,7 +30,6 @@ from specdec.argument_checks import CheckpointWarning, check_path
 from specdec.layers.weights import Weights
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import list_shard_names
-from specdec.loaders.model_loader import list_matrix_formats
 from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.runtime import code_cache
@@ -290,8 +289,9 @@ def _warn(line: str) -> None:
 def _make_key(checkpoint: Checkpoint, formats: Sequence[WeightFormat | None]) -> str:
     """Return the digest of everything that the packed weights of a checkpoint depend on."""
     identities = [(path.name, *_get_identity(path.stat())) for path in _list_model_files(checkpoint.path)]
-    matrix_formats = [list_matrix_formats(checkpoint, each) for each in formats]
-    key = (_hash_sources(), CPU_FEATURES, checkpoint.config, matrix_formats, identities)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    names = [get_architecture(config).plan_weights(config, tensors, each).format_names for each in formats]
+    key = (_hash_sources(), CPU_FEATURES, config, names, identities)
     return hashlib.sha256(repr(key).encode()).hexdigest()[:40]
 
 

@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector, while so many objects are made that it takes a tenth of the time and finds little."""
+"""Pauses of Python's garbage collector, which takes a tenth of the time where many objects are made."""
 
 import gc
 from collections.abc import Iterator
