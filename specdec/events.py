@@ -230,21 +230,11 @@ class Statistics:
             return None
         plain_cost = float(len(self._plain_steps))
         if self._plain_steps:
-            plain_seconds = self._typical_plain_seconds
+            plain_seconds = max(median(seconds for seconds, _ in self._plain_steps), MIN_SECONDS)
             correction = self._typical_drafted_seconds / (drafted_cost * plain_seconds)
             drafted_cost *= correction ** (plain_cost / (plain_cost + HALF_WEIGHT_STEPS))
             plain_cost *= 1.0 + median(seconds for _, seconds in self._plain_steps) / plain_seconds
         return min(self.n_generated / (drafted_cost + plain_cost), self.tokens_per_pass)
-
-    @property
-    def _typical_plain_seconds(self) -> float:
-        """The typical time of a pass without a draft.
-
-        Such a pass after drafted ones finds part of the weights evicted from the caches and takes about a tenth longer than in a
-        run of plain steps, so this is the time at the lower third.
-        """
-        typical = sorted(seconds for seconds, _ in self._plain_steps)[len(self._plain_steps) // 3]
-        return max(typical, MIN_SECONDS)
 
     @property
     def _typical_drafted_seconds(self) -> float:
