@@ -100,10 +100,13 @@ class DecodingState:
         draft = self.draft
         return Proposal(draft.path([]), None if draft.parents is None else (draft.tokens, draft.parents))
 
-    def propose(self) -> Draft:
+    def propose(self, can_draft: bool = True) -> Draft:
         """Choose, store and return the draft, possibly empty, that the next target pass runs after the sequence's last token.
 
         Tokens that the constraint forces are the draft; otherwise the drafter is called if the policy wants a draft.
+
+        Args:
+            can_draft: Whether the drafter is ready.
         """
         begin, n, max_length, constraint = time.perf_counter(), len(self.tokens), self._max_length - 1, self._constraint_state
         if n <= self.longrope_threshold:  # a proposal beyond the threshold would need a second pass over the whole sequence
@@ -114,7 +117,7 @@ class DecodingState:
         if forced:
             self.draft = Draft(forced)
         else:
-            is_drafted = self.drafter and self.policy.start(token_budget)
+            is_drafted = can_draft and self.drafter and self.policy.start(token_budget)
             draft = self.drafter.propose(self.tokens, self.policy) if self.drafter and is_drafted else Draft([])
             if constraint and draft.tokens and draft.parents is None:
                 # A coupled verifier's output is the same with any proposal, so the token that the constraint refuses is left

@@ -208,7 +208,7 @@ class Scheduler:
                 return False
             if sequence.n_prefill_tokens:
                 return True
-            if sequence.state.drafter and sequence.prefill_draft_models():
+            if sequence.needs_draft_prefill and sequence.prefill_draft_models():
                 batch.add_event(sequence, sequence.prefill_progress)
                 return False
             event = sequence.start_decoding()

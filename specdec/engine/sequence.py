@@ -15,6 +15,8 @@ from specdec.model.kv_cache import KVCache
 from specdec.speculative import DecodingState
 from specdec.text.detokenizer import EventDetokenizer
 
+MIN_DEFERRED_TOKENS = 4 * MAX_BATCH_TOKENS  # of a prompt that a draft model reads after the first token
+
 
 class SequenceStatus(Enum):
     """The stage of a sequence between its request and its last token."""
@@ -72,6 +74,7 @@ class Sequence:
         self._prefill_work, self._prefill_start = 0, 0.0  # tokens times weight bytes of this prefill; when it began
         self._extra_seconds = 0.0  # of a prefill of the whole sequence, which counts to the next step
         self._skipped_caches = list[KVCache]()  # of drafts that cannot prefill this prompt
+        self._is_draft_deferred = False  # whether draft models prefill the prompt after the first token
 
     @property
     def is_finished(self) -> bool:
@@ -111,13 +114,17 @@ class Sequence:
     def begin_prefill(self) -> None:
         """Begin to prefill the prompt, or the whole sequence again."""
         self.status, self._prefill_start, self._skipped_caches = SequenceStatus.PREFILL, time.perf_counter(), []
+        # other verifiers' outputs depend on the draft, and a head has to follow the target's passes
+        can_defer = self.state.verifier.is_coupled and not any(each.model.is_head for each in self.slot.caches.drafts)
+        is_long = self._count_draft_prefill_tokens() >= MIN_DEFERRED_TOKENS and self.request.max_tokens > 0
+        self._is_draft_deferred = can_defer and is_long and not self.has_sent_prompt
         self._prefill_work = self._count_prefill_work()
 
     def start_decoding(self) -> Prompt | None:
         """End the prefill and prepare the drafter; return the `Prompt` event, or None if it was sent before."""
         # Drop what the cache holds beyond the sequence: a head would draft from the hidden states of an earlier output.
         self.cache.forward(self.tokens[:-1], 0, len(self.tokens))
-        if self.state.drafter:
+        if self.state.drafter and not self._is_draft_deferred:
             self.state.drafter.prepare([*self.tokens])
         self.status, now = SequenceStatus.DECODE, time.perf_counter()
         if self.has_sent_prompt:
@@ -131,8 +138,16 @@ class Sequence:
         return self._detokenizer.add_prompt_text(Prompt([*self.request.prompt], seconds, n_cached=self.n_cached))
 
     def propose(self) -> None:
-        """Make the draft for the next pass."""
-        self.state.propose()
+        """Make the draft for the next pass, or run a prefill chunk of a deferred draft model, once there is a first token."""
+        if self._is_draft_deferred and self.first_token_seconds is not None:
+            begin = time.perf_counter()
+            if self._count_draft_prefill_tokens() > MAX_BATCH_TOKENS:
+                self.prefill_draft_models()
+            elif self.state.drafter:
+                self._is_draft_deferred = False
+                self.state.drafter.prepare([*self.tokens])
+            self._extra_seconds += time.perf_counter() - begin
+        self.state.propose(can_draft=not self._is_draft_deferred)
         self.status = SequenceStatus.VERIFY
 
     def make_proposal_event(self) -> Proposal:
@@ -183,6 +198,11 @@ class Sequence:
                 return True
         return False
 
+    def _count_draft_prefill_tokens(self) -> int:
+        """Return the tokens that the draft model with the most of them has yet to run."""
+        inputs = (each for each in self._iter_prefill_inputs() if each[0] is not self.cache)
+        return max((cache.count_prefill_tokens(tokens) for cache, tokens in inputs), default=0)
+
     def _iter_prefill_inputs(self) -> Iterator[tuple[KVCache, list[int]]]:
         """Yield each cache that can prefill the sequence, with the tokens as its model knows them."""
         for cache in self.slot.caches.all:
@@ -198,10 +218,14 @@ class Sequence:
         return self._detokenizer.add_prompt_text(event)
 
     def _count_prefill_work(self) -> int:
-        """Return the tokens that all models have yet to run, times the bytes of their weights."""
-        return sum(
-            cache.count_prefill_tokens(tokens) * cache.model.weights.n_bytes for cache, tokens in self._iter_prefill_inputs()
-        )
+        """Return the tokens that all models have yet to run before the first token, times the bytes of their weights."""
+        inputs = (each for each in self._iter_prefill_inputs() if each[0] is self.cache or not self._is_draft_deferred)
+        return sum(cache.count_prefill_tokens(tokens) * cache.model.weights.n_bytes for cache, tokens in inputs)
+
+    @property
+    def needs_draft_prefill(self) -> bool:
+        """Whether draft models prefill the prompt before the decoding starts."""
+        return self.state.drafter is not None and not self._is_draft_deferred
 
     def find_prefix_donor(self, running: Collection["Sequence"]) -> bool:
         """Find an earlier sequence that is prefilling a prefix of this prompt, and return whether there is one.
