@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from specdec.text.tokenizer_lookup import MAX_PADDING_ROWS
 from specdec.tokenizer import TokenizerError
 
 MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
+DRAFT_NAME = re.compile(r"^mtp-|[-_.](assistant|draft|mtp|eagle3?)\b", re.IGNORECASE)
+MAX_NEIGHBOURS = 4  # whose headers are read to find a draft
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 
 
@@ -205,6 +208,22 @@ def find_drafts(target: CatalogEntry, others: Sequence[CatalogEntry]) -> list[Ca
     """
     drafts = [other for other in others if _can_draft_for(other, target)]
     return sorted(drafts, key=lambda other: (not other.is_head, -other.n_parameters))
+
+
+def find_neighbour_draft(target: Path) -> Path | None:
+    """Return the path of a draft next to a target: one with the name of a draft, else the smallest one that fits, or None.
+
+    A target with a head of its own needs none. At most MAX_NEIGHBOURS models are opened.
+    """
+    with suppress(OSError):
+        max_bytes = MAX_DRAFT_SIZE_RATIO * _count_bytes(target)
+        sizes = {path: _count_bytes(path) for path in list_model_paths(target.parent) if path != target}
+        smaller = [path for path, n_bytes in sizes.items() if 0 < n_bytes <= max_bytes]
+        likely = sorted(smaller, key=lambda path: (not DRAFT_NAME.search(path.name), sizes[path]))[:MAX_NEIGHBOURS]
+        entry = _read_entry(target.name, target) if likely else None
+        if entry and not entry.has_builtin_head:
+            return next((path for path in likely if _can_draft_for(_read_entry(path.name, path), entry)), None)
+    return None
 
 
 def _can_draft_for(draft: CatalogEntry, target: CatalogEntry) -> bool:

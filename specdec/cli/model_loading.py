@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -38,10 +38,23 @@ class LoadedModels:
     decoder: SpeculativeDecoder
     load_seconds: float = 0.0
     warmup_seconds: float = 0.0
+    found_draft: str = ""  # the path of a draft that was found next to the target
 
     def resolve_draft(self, request: RequestT) -> RequestT:
-        """Return the request with draft "auto" replaced by the one that was loaded: the target's own head, or lookup."""
-        return replace(request, draft=MTP if self.decoder.draft else LOOKUP) if request.draft == AUTO else request
+        """Return the request with draft "auto" replaced by the one that was loaded: a head, a model next to it, or lookup."""
+        if request.draft != AUTO:
+            return request
+        return replace(request, draft=(self.found_draft or MTP) if self.decoder.draft else LOOKUP)
+
+    @property
+    def found_draft_note(self) -> str:
+        """A line with the draft that was found next to the target, its weights and its cost; "" if none was."""
+        if not (self.found_draft and self.decoder.draft):
+            return ""
+        name, weights = Path(self.found_draft).name, self.decoder.draft.weights.format_names
+        cost, pays = self.decoder.autotuner.guess_cost, self.decoder.autotuner.is_draft_profitable
+        line = f"draft: {name} next to the model, {weights}, {cost:.2g} of a pass"
+        return line if pays else f"{line}, which does not pay: -d lookup starts sooner"
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -69,11 +82,15 @@ def load_models(request: Request, paths: list[str | Path] | None = None) -> Iter
         decoder = load_decoder(request, (target, draft, stage), lambda name, share: show(ProgressBar(f"{LOADING} {name}", share)))
         show(LOADING)
         models = LoadedModels(decoder)
+        if request.draft == AUTO and draft not in DRAFT_KEYWORDS and decoder.draft:
+            models.found_draft = str(draft)
         yield models
         loaded = time.perf_counter()
         show(TIMING)
         decoder.warm_up()
         models.load_seconds, models.warmup_seconds = loaded - begin, time.perf_counter() - loaded
+    if models.found_draft_note:
+        print_message(models.found_draft_note)
     for name, n in decoder.shared.items():
         if name != HEAD:  # heads share few tokens by design
             print_message(
@@ -91,13 +108,16 @@ def load_models(request: Request, paths: list[str | Path] | None = None) -> Iter
 def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Callable[[str, float], None]) -> SpeculativeDecoder:
     """Load the models at the given paths into a decoder without warming it up.
 
+    If a draft was found next to the target, and cannot be used, the target is loaded without it.
+
     Args:
         request: The resolved request.
         paths: Paths of target, draft and stage; "" for none.
         on_progress: Called with the name and the loaded fraction of a model.
     """
     target, draft, stage = paths
-    with add_restore_hint():
+
+    def load(draft: str | Path) -> SpeculativeDecoder:
         return SpeculativeDecoder(
             target,
             draft or None,
@@ -114,6 +134,13 @@ def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Cal
             prompt_cache=open_prompt_cache(request),
         )
 
+    with add_restore_hint():
+        if request.draft == AUTO and draft not in DRAFT_KEYWORDS:
+            with suppress(CheckpointError, ValueError):
+                return load(draft)
+            draft = AUTO
+        return load(draft)
+
 
 def open_prompt_cache(request: Request) -> PromptCache | None:
     """Return the disk cache of processed prompts in the folder of --prompt-cache, None without that option."""
@@ -124,6 +151,8 @@ def open_prompt_cache(request: Request) -> PromptCache | None:
 
 def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
     """Return the paths of target, draft and stage, and download the models if needed; keywords such as lookup are kept.
+
+    The draft "auto" becomes the path of a draft next to the target, if there is one.
 
     Args:
         request: The request, with its models named.
@@ -137,7 +166,12 @@ def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKA
     files = ["" if name in DRAFT_KEYWORDS else name for name in names]
     if missing := optional_dependencies.format_missing_packages({**find_required_packages(files, request.tokenizer), **packages}):
         raise CheckpointError(missing)
-    return [find_model(file, DRAFT_KEYWORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
+    paths = [find_model(file, DRAFT_KEYWORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
+    if request.draft == AUTO:
+        from specdec.cli.installed_models import find_neighbour_draft
+
+        paths[1] = find_neighbour_draft(Path(paths[0])) or AUTO
+    return paths
 
 
 def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], Constraint | None]:

@@ -115,6 +115,21 @@ class Autotuner:
             for n in range(MAX_BATCH_TOKENS)
         ]
 
+    @property
+    def guess_cost(self) -> float:
+        """The time of a drafted token, relative to a step without a draft; 0 if it is not measured."""
+        return self._curve.draft_token / self._curve.pass_seconds[1] if self._curve else 0.0
+
+    @property
+    def is_draft_profitable(self) -> bool:
+        """Whether some draft length is faster than no draft, at the acceptance rate of earlier sequences or a usual one."""
+        expected_tokens, rate = 0.0, self.acceptance.mean
+        for n, cost in enumerate(self.step_costs):
+            expected_tokens += rate**n
+            if n and expected_tokens > cost:
+                return True
+        return False
+
     def record_step(self, n_tokens: int, seconds: float) -> None:
         """Report the time of a decoding step to the thread tuner, if there is one; it may change the number of threads.
 

@@ -35,18 +35,18 @@ def __getattr__(name: str) -> Any:
 def choose_weight_format(tensors: Sequence[Tensor], weight_format: WeightFormat | None = None) -> WeightFormat:
     """Return the weight format for tensors that become one matrix, given the format that the user wants (None: keep the file's).
 
-    Float tensors get `weight_format`, or keep theirs if it is None. Tensors of GGUF block types get it if it takes at most
+    Float tensors get `weight_format`, or keep theirs if it is None. Tensors that are quantized get it if it takes at most
     MAX_REQUANTIZED_SHARE of their bytes. Tensors of several types get a format that holds them all: fp32, or a wider block type.
     A format with a fallback, such as PACKED_BF16, applies to tensors that are stored in that fallback; others keep their format.
     """
     types = {getattr(tensor, "type", "") for tensor in tensors}
-    if types != {""}:
-        found = cast(WeightFormat, import_module("specdec.quant.gguf_repacking").find_common_format(types) or _get_format("FP32"))
+    has_groups = any(getattr(tensor, "group", 0) for tensor in tensors)
+    if has_groups or types != {""}:
+        blocks = None if has_groups else import_module("specdec.quant.gguf_repacking").find_common_format(types)
+        found = cast(WeightFormat, blocks or _get_format("INT8" if has_groups else "FP32"))
         n = tensors[0].shape[1]
         is_smaller = weight_format and weight_format.get_panel_words(n) <= MAX_REQUANTIZED_SHARE * found.get_panel_words(n)
         return weight_format if weight_format and is_smaller and not weight_format.fallback else found
-    if any(getattr(tensor, "group", 0) for tensor in tensors):
-        return _get_format("INT8")
     dtypes = {np.dtype(getattr(tensor, "dtype", np.float32)) for tensor in tensors}
     names = {np.dtype(np.float16): "FP16", np.dtype(np.uint16): "BF16"}
     stored_format = _get_format(names.get(dtypes.pop(), "FP32") if len(dtypes) == 1 else "FP32")

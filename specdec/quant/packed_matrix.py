@@ -54,8 +54,10 @@ def widen(run: ForwardContext, thread: int, out: Floats1, bits: Halves1, are_fp1
         store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
 
 
-def to_float32(rows: Floats) -> Float32:
-    """Return float rows as float32 with exactly the same numbers; uint16 holds bf16 bits, and a float32 array is not copied."""
+def to_float32(rows: "Floats | Int8Rows") -> Float32:
+    """Return rows as float32 with exactly the same numbers; uint16 holds bf16 bits, and a float32 array is not copied."""
+    if isinstance(rows, Int8Rows):
+        return (rows.values * rows.scales[:, :, None]).reshape(len(rows.values), -1)
     if rows.dtype not in (np.float16, np.uint16):
         return rows.astype(np.float32, copy=False)
     bits = flatten(rows)

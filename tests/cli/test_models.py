@@ -12,6 +12,7 @@ import typer
 
 from specdec.cli import installed_models, serve
 from specdec.cli.app import app
+from specdec.cli.installed_models import find_neighbour_draft
 from specdec.cli.models import OPTIONAL_COLUMNS, make_table
 from specdec.cli.serve import CatalogModelSource, ServeRequest
 from specdec.draft.model_bundle import check_draft_keyword
@@ -20,6 +21,7 @@ from specdec.draft.settings import parse_quantize
 from specdec.loaders import model_paths, model_removal, packed_weights
 from specdec.loaders.model_aliases import set_alias
 from specdec.loaders.model_loader import Loader, load_model, open_checkpoint
+from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.ui import progress
 from specdec.ui.text_layout import cell_width
 from tests.conftest import Pair
@@ -287,3 +289,15 @@ def test_server_offers_aliases_of_files_anywhere_and_the_models_of_a_folder(
 def test_a_folder_of_models_must_exist_and_excludes_a_single_model(run: Run, arguments: list[str]) -> None:
     code, _, err = run("serve", *arguments)
     assert code and "--models" in err
+
+
+def test_a_draft_next_to_a_model_is_found_by_name_else_by_size(tmp_path: Path) -> None:
+    target = Path(shutil.copy(DEFAULT_TARGET, tmp_path / "story.bin"))
+    assert find_neighbour_draft(target) is None
+    small = Path(shutil.copy(DEFAULT_DRAFT, tmp_path / "little.bin"))
+    assert find_neighbour_draft(target) == small
+    assert find_neighbour_draft(small) is None
+    named = Path(shutil.copy(DEFAULT_DRAFT, tmp_path / "story-draft.bin"))
+    assert find_neighbour_draft(target) == named
+    named.write_bytes(b"damaged")
+    assert find_neighbour_draft(target) == small
