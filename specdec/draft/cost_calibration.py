@@ -15,6 +15,8 @@ from contextlib import ExitStack, suppress
 
 from specdec.draft.acceptance import N_BUCKETS, Acceptance
 from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
+from specdec.draft.draft_length import FixedLength
+from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.settings import FIXED_GAMMA
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.weights import Weights
@@ -32,7 +34,7 @@ MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, MAX_TILE_TOKENS + 1, 2, 4, 6, 2 * MAX_TIL
 FIRST_BUDGET_S, MEASURE_BUDGET_S, RECHECK_BUDGET_S = 0.2, 0.05, 0.01  # if the result is stored, if not, if an earlier one is
 # A slow target is measured in one turn of the first MAX_SLOW_MEASUREMENTS processes, so that later first tokens come sooner.
 SLOW_PASS_S, MAX_SLOW_MEASUREMENTS = 0.1, 3
-FIRST_DRAFT_KEY, NEXT_DRAFT_KEY = -1, -2  # of other timed passes: the draft's first token of a round, and the next one
+FIRST_DRAFT, NEXT_DRAFT = -1, -2  # instead of a number of tokens: the draft's first token of a round, and the next one
 TOKEN_STRIDE = 7919  # a prime, so that token ids lie far apart
 
 MAX_STORED_BYTES = 500_000  # of about a hundred files
@@ -54,47 +56,50 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
+    is_head = draft is not None and draft.model.is_head
+    drafter = draft and ModelDrafter(draft, sampler, lambda _: TARGET_NOISE, ())
     # locked in one order everywhere, so that no two threads wait for each other
     models = [cache.model for cache in ([draft, target] if draft else [target])]
-    models = models if draft and draft.model.is_head else sorted(models, key=id)
+    models = models if is_head else sorted(models, key=id)
+    tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
 
-    def time_pass(key: int, cache: KVCache, tokens: list[int]) -> float:
+    def propose(n: int) -> None:
+        if drafter:
+            policy = FixedLength(n)
+            policy.start(n)
+            drafter.propose([0, 0] if is_head else tokens[:1], policy)
+
+    def time_pass(n: int) -> float:
         with ExitStack() as locks:
             for each in models:
                 locks.enter_context(each.lock)
-            if cache.model.is_head:  # a head drafts after a pass of its target over the same sequence
+            if n < 0 and is_head:  # a head drafts after a pass of its target over the same sequence
                 target.forward([0], 0)
-                if len(tokens) > cache.model.n_positions or not cache.can_draft([0, 0]):  # its proposals are empty
-                    return 0.0
-            elif draft and cache is target and key != 1 and not draft.model.is_head:
-                for _ in range(FIXED_GAMMA):
-                    draft.forward(tokens[:1], 1)
+            elif n > 1 and not is_head:
+                propose(FIXED_GAMMA)
+            if n == NEXT_DRAFT:
+                propose(1)
             begin = time.perf_counter()
-            for row in cache.forward(tokens, len(tokens) if cache is target else 1):
-                sampler.draw(probs, row, TARGET_NOISE, len(tokens))
+            if n < 0:
+                propose(1)
+            else:
+                for row in target.forward(tokens[:n], n):
+                    sampler.draw(probs, row, TARGET_NOISE, n)
             elapsed = time.perf_counter() - begin
-            n_read[key] = cache.model.experts_read[0]
+            n_read[n] = target.model.experts_read[0]
             return elapsed
 
-    tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
-    jobs = {n: (target, tokens[:n]) for n in MEASURED_TOKENS[:2]}
-    if draft:
-        # As in a round, the draft's first token comes after a pass of the target, which has evicted the draft from the caches. A
-        # head computes its first token from that pass, and the next from its own output.
-        n_first, n_next = (2, 3) if draft.model.is_head else (1, 1)
-        jobs |= {FIRST_DRAFT_KEY: (draft, tokens[:n_first]), NEXT_DRAFT_KEY: (draft, tokens[:n_next])}
-    n_needed = len(jobs)  # that run in any case
-    jobs |= {n: (target, tokens[:n]) for n in MEASURED_TOKENS[2:]}
-    jobs = {key: job for key, job in jobs.items() if len(job[1]) <= target.model.n_positions}
+    needed = [*MEASURED_TOKENS[:2], *((FIRST_DRAFT, NEXT_DRAFT) if draft else ())]  # that run in any case
+    jobs = [n for n in (*needed, *MEASURED_TOKENS[2:]) if n <= target.model.n_positions]
     least, end = dict[int, float](), time.perf_counter() + budget
     for turn in itertools.count(1):
-        for i, (key, job) in enumerate(jobs.items()):
-            if i < n_needed or time.perf_counter() < end:
-                least[key] = min(least.get(key, math.inf), time_pass(key, *job))
+        for i, n in enumerate(jobs):
+            if i < len(needed) or time.perf_counter() < end:
+                least[n] = min(least.get(n, math.inf), time_pass(n))
         is_first_of_two = turn == 1 and budget >= MEASURE_BUDGET_S and least[1] < SLOW_PASS_S
         if time.perf_counter() > end and not is_first_of_two:
             break
-    token, first = least.pop(NEXT_DRAFT_KEY, 0.0), least.pop(FIRST_DRAFT_KEY, 0.0)
+    first, token = least.pop(FIRST_DRAFT, 0.0), least.pop(NEXT_DRAFT, 0.0)
     experts = make_expert_costs(target.model, least[1])
     curve = {n: max(elapsed - experts.compute_extra_seconds(n_read[n]), MIN_SECONDS) for n, elapsed in least.items()}
     return CostCurve(curve, token, max(0.0, first - token), experts)

@@ -11,7 +11,8 @@ The module uses numbers only, no models.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from statistics import mean, median
 
 from specdec.draft.acceptance import DECAY, Acceptance, get_bucket
 from specdec.draft.cost_curves import CostCurve
@@ -34,7 +35,8 @@ FIRST_STOP, MAX_STOP = 64, 512  # steps without a draft after rounds that lost
 class Insurance:
     """A watch on the times of drafted rounds, which stops drafting where they are longer than the cost curve says and so lose.
 
-    Now and then a step has no draft, more often if rounds take longer than expected, to show whether such steps do so too.
+    Now and then a step has no draft, more often if rounds take longer than expected, to show whether such steps do so too. Rounds
+    are slower if their mean, median and minimum are: each alone may be changed by the time slices of other programs.
 
     Attributes:
         wants_plain: Whether the next step is to have no draft.
@@ -65,18 +67,13 @@ class Insurance:
         price = 1.0 - 1.0 / speed_up
         self.wants_plain = self._loss_left > price
         if self._n_rounds % SLOW_INTERVAL == 0 and len(self._drafted) >= N_COMPARED:
-            slowdown = _compute_low_quantile(self._drafted) / _compute_low_quantile(self._plain or [1.0])
+            slowdown = min(typical(self._drafted) / typical(self._plain or [1.0]) for typical in (mean, median, min))
             self.wants_plain |= slowdown > SLOW_RATIO
             if len(self._plain) == N_COMPARED and slowdown > max(speed_up, SLOW_RATIO):
                 self._drafted.clear()
                 self._steps_left, self._stop_steps = self._stop_steps, min(2 * self._stop_steps, MAX_STOP)
         if self.wants_plain:
             self._loss_left = max(self._loss_left - price, 0.0)
-
-
-def _compute_low_quantile(ratios: Collection[float]) -> float:
-    """Return the ratio that an eighth of the given ones do not exceed, since other programs only ever add time."""
-    return sorted(ratios)[len(ratios) // 8]
 
 
 class CostModel:
@@ -93,7 +90,7 @@ class CostModel:
         """Start with the costs of the curve."""
         self.curve, self.experts = curve, curve.experts.copy()
         self.n_sequences = self.n_tokens = 1  # of this pass: sequences, and tokens so far, one of each sequence among them
-        self.overhead: float = earlier.overhead if earlier else 0.0  # seconds of other work between two passes
+        self.overhead: float = earlier.overhead if earlier else 0.0  # least seconds of other work between two passes
         self._max_tokens = MAX_BATCH_TOKENS
         self._insurance: Insurance = earlier._insurance if earlier else Insurance()
         self._draft_seconds = self._draft_cost = 0.0  # of this pass: measured and expected
@@ -168,9 +165,8 @@ class CostModel:
             self.experts.update(n_tokens, n_experts_read)
         else:
             cost = self.plain_cost
-        if gap_seconds:
-            other = min(max(gap_seconds - self._draft_seconds, 0.0), 2 * self.overhead + self.plain_cost)
-            self.overhead += 0.1 * (other - self.overhead)
+        if (other := gap_seconds - self._draft_seconds) > 0:
+            self.overhead = min(self.overhead or other, other)
         if is_drafted or not self.is_plain:
             relative_cost = (cost + self.overhead) / (self.plain_cost + self.overhead)
             self._tokens_gained = DECAY * self._tokens_gained + n_generated / self.n_sequences
