@@ -118,8 +118,6 @@ class Architecture(ABC):
         Raises:
             MemoryError: If there is not enough memory.
         """
-        words = max(matrix.scratch_words for _, matrix in weights.iter_matrices())
-        n_scratches = max(len(weights.get_shards(name)) for name in weights.matrices)
         n_hidden = sizes.n_hidden_layers * config.dim
         b = Buffers(
             sizes,
@@ -128,7 +126,7 @@ class Architecture(ABC):
             logits=new.rows("logits", weights.matrices["classifier"].n_rows),
             x=new.rows("x", pad(config.dim), 1),
             normed=new.rows("normed", pad(config.dim), sizes.n_threads),
-            scratches=[new.rows(f"scratch {i}", words, sizes.n_threads) for i in range(n_scratches)],
+            scratches=[new.rows(f"scratch {i}", weights.scratch_words, sizes.n_threads) for i in range(weights.max_shards)],
             scores=new.scores(sizes.n_threads, MAX_TILE_TOKENS, sizes.n_positions),
             experts_read=new.scratch("experts_read", config.n_layers, dtype=np.int64),
             depths=new.sequence(MAX_BATCH_TOKENS, dtype=np.int64),

@@ -128,7 +128,7 @@ class MoE(Block):
         config, b, new, n_threads = self.config, self.b, self.b.new, self.b.n_threads
         e, n_parts = get_experts_config(config), 1 + is_gated(config)
         n_slots = MAX_BATCH_TOKENS * e.n_experts_used
-        widest = max(pad(config.dim), *(matrix.scratch_words for _, matrix in self.w.iter_matrices()))
+        widest = max(pad(config.dim), self.w.scratch_words)
         up, slot_out = (
             new.scratch("slot_up", n_slots, n_parts * pad(e.hidden_dim)),
             new.scratch("slot_out", n_slots, pad(config.dim)),

@@ -167,6 +167,16 @@ class Weights:
         shards = zip(self.get_shards(name), scratches, strict=False)
         return [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in shards]
 
+    @functools.cached_property
+    def scratch_words(self) -> int:
+        """Words of scratch per token that any matmul needs."""
+        return max(matrix.scratch_words for _, matrix in self.iter_matrices())
+
+    @property
+    def max_shards(self) -> int:
+        """Largest number of shards of a matrix."""
+        return 1 + max((len(shards) for shards in self.lower_shards.values()), default=0)
+
     @property
     def format_names(self) -> str:
         """Sorted names of the weight formats of all matrices, as text such as "bf16 and fp32"."""

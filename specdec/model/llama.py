@@ -12,7 +12,7 @@ from specdec.layers.activations import add_logit_bias, softcap
 from specdec.layers.architecture import Architecture
 from specdec.layers.attention import Attention
 from specdec.layers.block import N_REWINDABLE_STATES, Block, norm
-from specdec.layers.buffers import Buffers
+from specdec.layers.buffers import Buffers, RopeTables
 from specdec.layers.mlp import MLP
 from specdec.layers.rope import make_query_rope_tables, make_rope_tables
 from specdec.layers.weights import FusedTensors, Plans, Shapes, Weights, fuse_tensors
@@ -136,6 +136,7 @@ class Llama(Architecture):
 
     def allocate_layers(self, config: ModelConfig, b: Buffers) -> None:
         """Make KV caches and recurrent states, RoPE tables, and the rows of the per-layer inputs' table."""
+        ropes = dict[int, RopeTables]()  # by the id of a layer's config, since hashing it takes longer
         for i, layer in enumerate(b.layers):
             own, source = config.layer_config(i), config.layer_config(i).attention.kv_layer
             for block in get_blocks(config, i):
@@ -143,7 +144,9 @@ class Llama(Architecture):
             if own.has_attention and source is not None and source != TARGET_KV_LAYER:
                 layer.kv = b.layers[source].kv
             if own.has_attention and own.attention.has_rope:
-                layer.rope = make_rope_tables(own, b.sizes.n_positions, b.new)
+                if id(own) not in ropes:
+                    ropes[id(own)] = make_rope_tables(own, b.sizes.n_positions, b.new)
+                layer.rope = ropes[id(own)]
                 layer.query_rope = make_query_rope_tables(own, layer.rope, b.new) if config.rope.query_scale else None
         if config.rope.longrope_threshold:
             rope = replace(config.rope, freq_factors=config.rope.long_freq_factors)
