@@ -39,18 +39,18 @@ class Insurance:
     are slower if their mean, median and minimum are: each alone may be changed by the time slices of other programs.
 
     Attributes:
-        wants_plain: Whether the next step is to have no draft.
+        is_next_plain: Whether the next step is to have no draft.
     """
 
     def __init__(self) -> None:
         """Start without measured times."""
-        self.wants_plain = False
+        self.is_next_plain = False
         self._drafted, self._plain = deque[float](maxlen=2 * N_COMPARED), deque[float](maxlen=N_COMPARED)
         self._n_rounds, self._steps_left, self._stop_steps = 0, 0, FIRST_STOP
         self._loss_left = FREE_LOSS
 
     def record(self, is_drafted: bool, ratio: float, speed_up: float) -> None:
-        """Add a step's measured time, and set `wants_plain`.
+        """Add a step's measured time, and set `is_next_plain`.
 
         Args:
             is_drafted: Whether the step had a draft.
@@ -60,19 +60,19 @@ class Insurance:
         (self._drafted if is_drafted else self._plain).append(ratio)
         if self._steps_left or not is_drafted:
             self._steps_left = max(self._steps_left - 1, 0)
-            self.wants_plain = self._steps_left > 0
+            self.is_next_plain = self._steps_left > 0
             return
         self._n_rounds += 1
         self._loss_left += LOSS_SHARE
         price = 1.0 - 1.0 / speed_up
-        self.wants_plain = self._loss_left > price
+        self.is_next_plain = self._loss_left > price
         if self._n_rounds % SLOW_INTERVAL == 0 and len(self._drafted) >= N_COMPARED:
             slowdown = min(typical(self._drafted) / typical(self._plain or [1.0]) for typical in (mean, median, min))
-            self.wants_plain |= slowdown > SLOW_RATIO
+            self.is_next_plain |= slowdown > SLOW_RATIO
             if len(self._plain) == N_COMPARED and slowdown > max(speed_up, SLOW_RATIO):
                 self._drafted.clear()
                 self._steps_left, self._stop_steps = self._stop_steps, min(2 * self._stop_steps, MAX_STOP)
-        if self.wants_plain:
+        if self.is_next_plain:
             self._loss_left = max(self._loss_left - price, 0.0)
 
 
@@ -100,7 +100,7 @@ class CostModel:
     @property
     def is_plain(self) -> bool:
         """Whether no sequence is to draft in this pass."""
-        return self._insurance.wants_plain
+        return self._insurance.is_next_plain
 
     @property
     def plain_cost(self) -> float:
