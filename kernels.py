@@ -24,11 +24,10 @@ from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
 from specdec.runtime.memory import lazy_zeros, zeros
 from specdec.runtime.op_program import Executor, Op
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import LANES, round_up
+from specdec.runtime.simd import LANES, MAX_TILE_TOKENS, PANEL_ROWS, round_up
 
 MIN_TIMED_S, MIN_RUNS = 0.05, 5
 EPS, THETA, SOFTCAP = 1e-5, 10_000.0, 30.0

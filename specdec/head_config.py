@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec.argument_checks import ErrorMessages, check_positive
-from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.simd import PANEL_ROWS
 
 # If a head's file does not name the target's layers: one low, one in the middle, one high
 DEFAULT_N_TARGET_STATES = 3

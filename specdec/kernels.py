@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec.quant.matmul import PREFETCH_WORDS, Panels, Rows, multiply_stored_panels, point_by_dtype, point_to_floats
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp, sincos, tanh
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS, PREFETCH_WORDS, Panels, StridedRows, multiply_panels_by_dtype
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
 from specdec.runtime.simd import (  # fmt: skip
     LANES,
+    MAX_TILE_TOKENS,
+    PANEL_ROWS,
     add,
     ceil_div,
     extract_lane,
@@ -486,10 +488,10 @@ def accumulate_values(acc, values, scores, token, n_tokens, start, end):
     """
     if start >= end:
         return
-    multiply_panels_by_dtype(
-        StridedRows(acc, token * acc.shape[1], acc.shape[1]),
-        Panels(values, start * PANEL_ROWS, values.shape[1] * PANEL_ROWS, values.shape[0], PREFETCH_WORDS),
-        StridedRows(scores, token * scores.shape[1] + start, scores.shape[1]), end - start, n_tokens, True,
+    multiply_stored_panels(
+        Rows(point_to_floats(acc, token * acc.shape[1]), acc.shape[1]),
+        Panels(point_by_dtype(values, start * PANEL_ROWS), values.shape[1] * PANEL_ROWS, values.shape[0], PREFETCH_WORDS),
+        Rows(point_to_floats(scores, token * scores.shape[1] + start), scores.shape[1]), end - start, n_tokens, True,
     )  # fmt: skip
 
 
@@ -507,7 +509,11 @@ def gather_path_scores(scores, token, start, end, seq_len, path):
 def scale_scores(scores, row, start, end, scales):
     """scores[row, s] *= scales[s] for start <= s < end, if there are scales."""
     if scales.size:
-        for s in range(start, end):
+        whole = start + (end - start) // LANES * LANES
+        for s in range(start, whole, LANES):
+            at = row * scores.shape[1] + s
+            store(scores, at, mul(load(scores, at), load(scales, s)))
+        for s in range(whole, end):
             scores[row, s] *= scales[s]
 
 
@@ -640,10 +646,10 @@ def attend(run, thread, p, head, token, n_queries, along_heads):
     # attention scores
     block, n_panels = find_score_panels(run, tile, p.window)
     panel_items, q_stride = head_dim * PANEL_ROWS, tile.next_token * p.qkv.shape[1] + tile.next_head * head_dim
-    multiply_panels_by_dtype(
-        StridedRows(scores, block * PANEL_ROWS, scores.shape[1]),
-        Panels(keys, block * panel_items, panel_items, n_panels, 2 * panel_items),
-        StridedRows(p.qkv, token * p.qkv.shape[1] + head * head_dim, q_stride), head_dim, n_queries, False,
+    multiply_stored_panels(
+        Rows(point_to_floats(scores, block * PANEL_ROWS), scores.shape[1]),
+        Panels(point_by_dtype(keys, block * panel_items), panel_items, n_panels, 2 * panel_items),
+        Rows(point_to_floats(p.qkv, token * p.qkv.shape[1] + head * head_dim), q_stride), head_dim, n_queries, False,
     )  # fmt: skip
     mix_values(run, p, tile, scores, acc, (p.values[kv_head], p.value_scales[kv_head]), p.key_scales[kv_head])
     for i in range(n_queries):

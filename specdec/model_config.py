@@ -11,8 +11,7 @@ import numpy as np
 from specdec.argument_checks import MIN_SCALE, ErrorMessages, check_positive, check_scale, check_scales, prefix_errors
 from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.mixer_config import MixerConfig
-from specdec.runtime.matmul_tile import PANEL_ROWS
-from specdec.runtime.simd import round_up
+from specdec.runtime.simd import PANEL_ROWS, round_up
 
 # A draft head that reads its target's KV cache, and the kv_layer of its layers
 ASSISTANT, TARGET_KV_LAYER = "gemma4_assistant", -1

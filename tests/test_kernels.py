@@ -11,13 +11,14 @@ import pytest
 from specdec.kernels import add_norm, head_norm, layer_norm
 from specdec.layers.activations import add_parallel_branches, geglu, gelu, softcap, swiglu, xielu
 from specdec.quant import FP32
-from specdec.quant.int8 import DOT4_NAME, get_dot4
+from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
+from specdec.quant.int8 import DOT4_NAME
+from specdec.quant.matmul import add_product
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime import peak_arithmetic
-from specdec.runtime.matmul_tile import TileShape
 from specdec.runtime.memory import lazy_zeros, zeros
 from specdec.runtime.op_program import Executor, Op
-from specdec.runtime.simd import F32, I32, LANES, round_up
+from specdec.runtime.peak_arithmetic import make_chains_kernel
+from specdec.runtime.simd import FP32_STORAGE, INT32_STORAGE, REGISTER_LANES, round_up
 from specdec.sampling import mix_bits
 from tests.tools import reference
 from tests.tools.checkpoint_files import ROOT
@@ -187,13 +188,11 @@ def test_kv_cache_larger_than_memory_raises_memory_error():
 
 @pytest.mark.parametrize("n_steps", [1, 2, 7])
 def test_peak_arithmetic_runs_every_step_of_every_chain(n_steps: int) -> None:
-    words = np.full((1, 2 * LANES), -2.0, np.float32)
-    run(peak_arithmetic.make_chains_kernel(peak_arithmetic.fma, F32, peak_arithmetic.FLOAT_TILE_SHAPE)(words, n_steps), 1)
-    n_chains = peak_arithmetic.FLOAT_TILE_SHAPE.n_vectors * peak_arithmetic.FLOAT_TILE_SHAPE.n_tokens
-    assert (words[0, LANES : LANES + peak_arithmetic.FLOAT_TILE_SHAPE.lanes] == n_chains * -2.0 * (-1.0) ** n_steps).all()
-    words[:] = np.array(0x01010101, np.int32).view(np.float32)
-    dot = get_dot4(DOT4_NAME)
-    shape = TileShape(dot.lanes, 1, 5)
-    run(peak_arithmetic.make_chains_kernel(dot.multiply_add, I32, shape)(words, 1), 1)
-    expected = shape.n_tokens * (0x01010101 + 4 - (4 * 128 if dot.is_signed else 0))
-    assert (words.view(np.int32)[0, LANES : LANES + dot.lanes] == expected).all()
+    n_tokens, rows = 5, REGISTER_LANES
+    words = np.full((1, n_tokens * rows), -2.0, np.float32)
+    run(make_chains_kernel(keep_words, add_product, FP32_STORAGE, rows, REGISTER_LANES, n_tokens)(words, n_steps), 1)
+    assert (words == -2.0 * (-1.0) ** n_steps).all()
+    dot = DOT4_BY_NAME[DOT4_NAME]
+    words = np.full((1, n_tokens * dot.lanes), np.array(0x01010101, np.int32).view(np.float32), np.float32)
+    run(make_chains_kernel(dot.prepare, dot.dot4, INT32_STORAGE, dot.lanes, dot.lanes, n_tokens)(words, 1), 1)
+    assert (words.view(np.int32) == 0x01010101 + 4 - (4 * 128 if dot.is_signed else 0)).all()

@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from specdec.model.model import Model
-from specdec.quant.int8 import choose_dot4
+from specdec.quant.dot4 import choose_dot4
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.simd import CPU_FEATURES
 

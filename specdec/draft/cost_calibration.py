@@ -23,8 +23,7 @@ from specdec.layers.weights import Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.runtime.code_cache import CALIBRATION_SUFFIX, get_store
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
-from specdec.runtime.simd import CPU_FEATURES
+from specdec.runtime.simd import CPU_FEATURES, MAX_TILE_TOKENS
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.tokenizer_lookup import SharedVocabulary
 

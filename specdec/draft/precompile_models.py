@@ -11,8 +11,8 @@ from specdec.model.model import KVFormatName, get_kv_format
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat
 from specdec.runtime.compile_ahead import compile_ahead
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Kernel
+from specdec.runtime.simd import PANEL_ROWS
 
 
 def compile_passes(

@@ -18,8 +18,8 @@ from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import MAX_TRIAL_STEP_S, ThreadTuner, choose_threads
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 from specdec.runtime.op_program import Executor
+from specdec.runtime.simd import MAX_TILE_TOKENS
 
 # Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us.
 MIN_LOOKUP_PASS_S = 3e-4

@@ -18,9 +18,8 @@ from specdec.layers.weights import MatrixPlan, Plans, Shapes, Weights, fuse_tens
 from specdec.model.llama import Llama
 from specdec.model_config import ModelConfig, find_kv_source_layers, get_assistant_config, require_type
 from specdec.quant.packed_matrix import Matrix
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
 PRE_PROJECTION, POST_PROJECTION, CENTROIDS = "pre", "post", "centroids"
 

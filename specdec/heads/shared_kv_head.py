@@ -14,10 +14,9 @@ from specdec.heads.head import Head, HeadCache
 from specdec.layers.buffers import Array, Buffers
 from specdec.model.kv_cache import KVCache
 from specdec.model_config import ModelConfig, get_assistant_config, require_type
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import align_to_cache_line
 from specdec.runtime.op_program import Executor
-from specdec.runtime.simd import Float32, round_up
+from specdec.runtime.simd import PANEL_ROWS, Float32, round_up
 
 
 class SharedKVHead(Head):

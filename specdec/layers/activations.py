@@ -10,10 +10,10 @@ import numpy as np
 from specdec.kernels import compute_norm_scale, get_chunk_rows
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.elementary import expm1, gelu_tanh, sigmoid, silu, softplus_scalar, tanh
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Ints2, kernel
 from specdec.runtime.simd import (
     LANES,
+    PANEL_ROWS,
     add,
     ceil_div,
     extract_lane,

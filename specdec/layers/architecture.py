@@ -15,9 +15,8 @@ from specdec.layers.buffers import Allocator, Buffers, BufferSizes, LayerBuffers
 from specdec.layers.weights import Plans, Shapes, Tensors, WeightPlan, Weights
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS
 from specdec.runtime.op_program import Executor, Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import MAX_TILE_TOKENS, Float32
 
 
 class ForwardProgram(NamedTuple):

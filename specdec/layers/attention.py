@@ -19,9 +19,8 @@ from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import count_panels
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32, ceil_div
+from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32, ceil_div
 
 
 class Attention(Block):

@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, move_kv_slots
 from specdec.quant.packed_matrix import LazyTable
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import copy_nonzero_pages, lazy_zeros, zeros
 from specdec.runtime.op_program import Executor
-from specdec.runtime.simd import Float32, Int64, ceil_div, round_up
+from specdec.runtime.simd import PANEL_ROWS, Float32, Int64, ceil_div, round_up
 
 Array = npt.NDArray[Any]  # of any dtype
 

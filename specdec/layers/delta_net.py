@@ -12,8 +12,8 @@ from specdec.layers.recurrent_ops import RING_SLOTS, convolve, delta_net, make_r
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import DeltaNetConfig
 from specdec.model_config import ModelConfig, require_type
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program
+from specdec.runtime.simd import PANEL_ROWS
 
 
 class DeltaNet(Block):

@@ -16,8 +16,8 @@ from specdec.kernels import (  # fmt: skip
     store_values_f32,
 )
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Bytes4, Floats2, ForwardContext, kernel
+from specdec.runtime.simd import PANEL_ROWS
 
 MAX_CODE = 127.0  # largest magnitude of a code
 

@@ -28,9 +28,8 @@ from specdec.layers.latent_ops import (
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import LatentAttentionConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
-from specdec.runtime.matmul_tile import MAX_TILE_TOKENS, PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors in transformers, whatever rms_norm_eps is
 

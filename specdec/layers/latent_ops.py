@@ -21,7 +21,7 @@ from specdec.kernels import (
 from specdec.layers.kv_formats import compute_scale, encode_q8
 from specdec.runtime.code_cache import jitable
 from specdec.runtime.dot_tile import compute_dots
-from specdec.runtime.matmul_tile import PANEL_ROWS, StridedRows
+from specdec.runtime.matmul_tile import StridedRows
 from specdec.runtime.op_program import (
     Bytes4,
     Floats1,
@@ -35,7 +35,7 @@ from specdec.runtime.op_program import (
     Kernel,
     kernel,
 )
-from specdec.runtime.simd import LANES, ceil_div, load, mul, round_up, splat, store, store_by_dtype
+from specdec.runtime.simd import LANES, PANEL_ROWS, ceil_div, load, mul, round_up, splat, store, store_by_dtype
 from specdec.runtime.work_stealing import get_chunk_range
 
 

@@ -12,9 +12,8 @@ from specdec.layers.recurrent_ops import KEY_RING_SLOTS, RING_SLOTS, convolve, g
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import ModelConfig, require_type
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
 
 class Mamba2(Block):

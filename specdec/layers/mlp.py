@@ -7,9 +7,8 @@ from specdec.layers.block import LAYER_SCALE, Block, make_scale_ops, norm_shapes
 from specdec.layers.buffers import pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import ModelConfig
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
 XIELU = "xielu"  # an activation with numbers of its own in each layer
 XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")

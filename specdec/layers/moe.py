@@ -29,10 +29,9 @@ from specdec.model_config import ExpertsConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
 from specdec.runtime.code_cache import jitable
 from specdec.runtime.elementary import exp, sigmoid
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Floats1, Floats2, ForwardContext, Ints1, Ints2, Op, Program, kernel
-from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, maximum, reduce_max, splat, store
+from specdec.runtime.simd import LANES, PANEL_ROWS, Float32, add, extract_lane, fma, load, maximum, reduce_max, splat, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 # How scores become weights: softmax of the chosen, also with a bias for the choice, softmax of all, sigmoid, SparseMixer

@@ -18,9 +18,8 @@ from specdec.layers.buffers import Buffers, pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes, Weights
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
 from specdec.quant.packed_matrix import count_panels
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
 GATE, PROJECTION, TOKEN_TABLE = "inputs_gate", "inputs_back", "input_rows"
 

@@ -18,9 +18,23 @@ from specdec.layers.block import BASE, TIP
 from specdec.layers.buffers import Allocator
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp_scalar, sigmoid, silu, softplus_scalar
-from specdec.runtime.matmul_tile import N_REGISTERS, PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Ints2, kernel
-from specdec.runtime.simd import LANES, Float32, add, extract_lane, fma, load, load_item, mul, round_up, splat, sqrt, store
+from specdec.runtime.simd import (
+    LANES,
+    N_REGISTERS,
+    PANEL_ROWS,
+    Float32,
+    add,
+    extract_lane,
+    fma,
+    load,
+    load_item,
+    mul,
+    round_up,
+    splat,
+    sqrt,
+    store,
+)
 from specdec.runtime.work_stealing import get_chunk_range
 
 RING_SLOTS = MAX_BATCH_TOKENS + 32  # of the updates of a state: the base advances by 32 tokens at a time

@@ -14,10 +14,9 @@ import numpy as np
 
 from specdec.quant import WeightFormat, choose_weight_format
 from specdec.quant.packed_matrix import LazyTable, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
-from specdec.runtime.matmul_tile import LINE_WORDS, PANEL_ROWS
 from specdec.runtime.memory import Arena, align_to_cache_line, get_physical_memory_bytes, zeros
 from specdec.runtime.op_program import Op
-from specdec.runtime.simd import Float32, round_up
+from specdec.runtime.simd import LINE_WORDS, PANEL_ROWS, Float32, round_up
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 Tensors = Mapping[str, Any]  # by name: a `Tensor`, or one that holds a `Tensor` for each layer or expert

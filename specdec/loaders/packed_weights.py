@@ -34,9 +34,8 @@ from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.runtime import code_cache
 from specdec.runtime.disk_store import DiskStore, NewFile
-from specdec.runtime.matmul_tile import LINE_BYTES
 from specdec.runtime.memory import checksum
-from specdec.runtime.simd import CPU_FEATURES, Float32, round_up
+from specdec.runtime.simd import CPU_FEATURES, LINE_BYTES, Float32, round_up
 
 ON, OFF = "on", "off"
 WEIGHTS_SUFFIX, INFO_SUFFIX = ".weights", ".json"

@@ -17,10 +17,9 @@ from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
 from specdec.layers.buffers import Buffers
 from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
 from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
-from specdec.runtime.simd import Float32, round_up
+from specdec.runtime.simd import PANEL_ROWS, Float32, round_up
 
 if TYPE_CHECKING:
     from specdec.model.model import Model

@@ -21,10 +21,9 @@ from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.state_snapshots import snapshot_bytes
 from specdec.model_config import ModelConfig
 from specdec.runtime.cpu_topology import get_thread_choices
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import BatchEntry, Executor
 from specdec.runtime.parallel_region import create_fork_safe_lock, get_available_threads, rebuild
-from specdec.runtime.simd import Float32, Int64, round_up
+from specdec.runtime.simd import PANEL_ROWS, Float32, Int64, round_up
 
 KVFormatName = Literal["auto", "f32", "f16", "q8"]  # format of keys and values
 # One sequence of a batch: its cache, all of its tokens, the number of logits at its end, and optionally its final length

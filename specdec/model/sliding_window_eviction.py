@@ -14,9 +14,8 @@ from specdec.layers.architecture import Architecture
 from specdec.layers.block import kv_bytes_per_position
 from specdec.layers.buffers import Buffers
 from specdec.model_config import ModelConfig
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import CAN_RELEASE_PAGES, release_pages
-from specdec.runtime.simd import ceil_div
+from specdec.runtime.simd import PANEL_ROWS, ceil_div
 
 MAX_REWIND_BYTES = 128 << 20  # kept beyond windows to truncate a sequence; hybrid models keep as much in snapshots
 MIN_REWIND_TOKENS = 512  # that can always be truncated: a proposal, and more than a pass

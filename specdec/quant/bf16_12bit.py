@@ -27,11 +27,9 @@ from specdec.quant.bf16_12bit_llvm import (  # fmt: skip
     FLAGS_END_BYTES,
     HALF_BLOCK_BYTES,
     SLOT_BYTES,
-    TABLE_BYTES,
     USED_SLOTS_WORD,
     PanelBlocks,
     bf16_to_float,
-    choose_lookup,
     choose_packed_tile_shape,
     count_words_between,
     make_packed_tile_body,
@@ -39,22 +37,11 @@ from specdec.quant.bf16_12bit_llvm import (  # fmt: skip
     pack_blocks,
 )
 from specdec.quant.fp16_bf16 import BF16, view_bits
-from specdec.quant.fp32 import transpose_rows, unpack_rows
-from specdec.quant.matmul_kernels import MatmulArgs, get_chunk_panels
+from specdec.quant.fp32 import panel_tile, transpose_rows, unpack_rows
+from specdec.quant.matmul import PREFETCH_WORDS, MatmulArgs, Rows, TileArgs, get_chunk_panels, point_to_bytes, point_to_floats
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, Matrix, PackingOverflowError, Tensor, pack_matrix
 from specdec.runtime.code_cache import inlined, jitable
-from specdec.runtime.matmul_tile import (  # fmt: skip
-    FEATURES,
-    FLOAT_TILE_LIMITS,
-    HAS_AVX512,
-    N_REGISTERS,
-    PANEL_ROWS,
-    PREFETCH_WORDS,
-    Panel,
-    StridedRows,
-    make_tile,
-    panel_tile,
-)
+from specdec.runtime.matmul_tile import Panel, StridedRows, make_tile
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import (
     Bytes2,
@@ -70,7 +57,19 @@ from specdec.runtime.op_program import (
     run_on_all_threads,
 )
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import Float32, ceil_div, load_byte, round_up
+from specdec.runtime.simd import (
+    FEATURES,
+    HAS_AVX512,
+    MAX_TILE_TOKENS,
+    N_REGISTERS,
+    PANEL_ROWS,
+    TABLE_BYTES,
+    Float32,
+    ceil_div,
+    choose_lookup,
+    load_byte,
+    round_up,
+)
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCKS_PER_SLOT = 16  # 0.9% of the blocks of normal numbers need a slot, 2.4% in the worst matrix of SmolLM2
@@ -140,7 +139,7 @@ def multiply_unpacked(run, thread, p):
     """out[t] (+)= W x[t] for this chunk's panels and many tokens: unpack columns to floats once, then use the float tile."""
     first, last = get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
-    x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, FLOAT_TILE_LIMITS.max_tokens)
+    x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_TILE_TOKENS)
     floats, step = p.scratch[thread], UNPACK_COLUMNS // BLOCK_COLUMNS
     distance, slot = count_words_between(floats, p.w), np.int64(0)
     for panel in range(first, last):
@@ -151,12 +150,14 @@ def multiply_unpacked(run, thread, p):
             for i in range(n_tiles):
                 t, end = get_chunk_range(n_tokens, i, n_tiles)
                 prefetch_at = distance + at + q_end * BLOCK_WORDS + i * (step * BLOCK_WORDS) // n_tiles
-                panel_tile(
-                    StridedRows(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS, p.out.shape[1]),
-                    Panel(floats, 0, prefetch_at, ceil_div(BLOCK_WORDS // BLOCK_COLUMNS, n_tiles)),
-                    StridedRows(x, t * x.shape[1] + q * BLOCK_COLUMNS, x.shape[1]), (q_end - q) * BLOCK_COLUMNS, 0, end - t,
-                    p.accumulate != 0 or q > 0,
+                out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
+                columns = Rows(point_to_floats(x, t * x.shape[1] + q * BLOCK_COLUMNS), x.shape[1])
+                step_bytes = 4 * ceil_div(BLOCK_WORDS // BLOCK_COLUMNS, n_tiles)
+                args = TileArgs(
+                    out, point_to_floats(floats, 0), point_to_bytes(floats, prefetch_at), step_bytes, columns,
+                    (q_end - q) * BLOCK_COLUMNS, 0, p.accumulate != 0 or q > 0,
                 )  # fmt: skip
+                panel_tile(end - t, args)
 
 
 @kernel

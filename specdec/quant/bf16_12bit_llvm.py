@@ -1,6 +1,5 @@
 """LLVM code that reads and writes the column blocks of packed bf16 weights; `bf16_12bit` describes their layout."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -8,18 +7,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from specdec.runtime.matmul_tile import (
-    LINE_BYTES,
-    N_REGISTERS,
-    PANEL_ROWS,
-    REGISTER_LANES,
-    RowBlock,
-    TileArgs,
-    TileShape,
-    const,
-    load_accumulators,
-    prefetch,
-)
+from specdec.runtime.matmul_tile import RowBlock, TileArgs, TileShape, const, load_accumulators, prefetch
 from specdec.runtime.simd import (  # fmt: skip
     F32,
     I8,
@@ -27,9 +15,17 @@ from specdec.runtime.simd import (  # fmt: skip
     I32,
     I64,
     IS_ARM64,
+    LINE_BYTES,
+    N_REGISTERS,
+    PANEL_ROWS,
+    REGISTER_LANES,
+    TABLE_BYTES,
+    Lookup,
     broadcast,
     call_llvm_intrinsic,
+    emit_lookup,
     get_element_pointer,
+    interleave,
     make_constant_vector,
     make_intrinsic,
     multiply_add,
@@ -39,52 +35,9 @@ from specdec.runtime.simd import (  # fmt: skip
 BLOCK_COLUMNS = 4
 HALF_BLOCK_BYTES = 64  # 16 rows of a block
 BLOCK_WORDS, SLOT_BYTES = 48, 2 * HALF_BLOCK_BYTES
-TABLE_BYTES = 16
 FIRST_SLOT_WORD, USED_SLOTS_WORD = 5, 6  # words back from the blocks; the number of used slots is only in the first header
 FLAGS_END_BYTES = 4 * USED_SLOTS_WORD  # bytes back from the blocks
 MAX_UNPACKED_VECTORS = N_REGISTERS // 8  # vectors that are unpacked before they are multiplied
-
-Lookup = tuple[str, int]  # an LLVM intrinsic, "" for none, and the number of bytes that it looks up at a time
-
-
-def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
-    """Return the `Lookup` for a table of 16 bytes on a CPU with the given LLVM features, of at most max_bytes at a time."""
-    if "+avx512vbmi" in features and max_bytes >= 64:
-        return "llvm.x86.avx512.permvar.qi.512", 64
-    if "+avx512bw" in features and max_bytes >= 64:
-        return "llvm.x86.avx512.pshuf.b.512", 64
-    if "+avx2" in features and max_bytes >= 32:
-        return "llvm.x86.avx2.pshuf.b", 32
-    if "+ssse3" in features or "+avx" in features:
-        return "llvm.x86.ssse3.pshuf.b.128", 16
-    return ("llvm.aarch64.neon.tbl1.v16i8" if IS_ARM64 else "", 64)
-
-
-def interleave(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-    """Emit a vector of the lanes of vectors a and b with the given indexes; b's lanes are numbered after a's."""
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
-
-
-def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
-    """Emit a vector of the bytes of a table (16,) selected by codes (n,); the upper 4 bits of a code are ignored."""
-    (name, size), n = lookup, codes.type.count
-    if n > size:
-        first, last = (emit_lookup(builder, table, shuffle(builder, codes, lanes), lookup) for lanes in split_lanes(n))
-        return interleave(builder, first, last, range(n))
-    if size < HALF_BLOCK_BYTES or "permvar" not in name:
-        codes = builder.and_(codes, make_constant_vector(codes.type, TABLE_BYTES - 1))
-    if name:
-        return call_llvm_intrinsic(builder, name, codes.type, shuffle(builder, table, [i % TABLE_BYTES for i in range(n)]), codes)
-    found = shuffle(builder, table, [0] * n)
-    for i in range(1, TABLE_BYTES):
-        is_match = builder.icmp_unsigned("==", codes, make_constant_vector(codes.type, i))
-        found = builder.select(is_match, shuffle(builder, table, [i] * n), found)
-    return found
-
-
-def split_lanes(n: int) -> tuple[list[int], list[int]]:
-    """Return the lane indexes of the lower and the upper half of a vector of n lanes."""
-    return [*range(n // 2)], [*range(n // 2, n)]
 
 
 class ColumnBlock(NamedTuple):

@@ -13,10 +13,9 @@ from specdec.quant.fp32 import (
     pack_rows,
     unpack_rows,
 )
-from specdec.quant.matmul_kernels import make_embed_kernel, make_matmul_kernels
+from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
-from specdec.runtime.matmul_tile import PANEL_ROWS, make_float_tile
-from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, Float32, StorageDtype, load_bf16, load_fp16
+from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, PANEL_ROWS, Float32, StorageDtype, load_bf16, load_fp16
 
 ROW_DTYPES = {"bf16": np.uint16, "fp16": np.float16}
 
@@ -52,9 +51,8 @@ def unpack(name: str, panels: Float32, n: int, group_size: int, block: slice = A
 
 
 def _make_weight_format(name: str, storage: StorageDtype, load_halves: Any) -> WeightFormat:
-    matmul, expert_matmul = make_matmul_kernels(
-        __name__, f"{name}_", *make_float_tile(f"{name}_tile", storage), get_float_activations
-    )
+    tile = Tile(partial(make_float_tile, storage))
+    matmul, expert_matmul = make_matmul_kernels(__name__, f"{name}_", tile, get_float_activations)
     embed = make_embed_kernel(__name__, f"{name}_", make_weight_getter(load_halves))
     pack_format, unpack_format = partial(pack, name), partial(unpack, name)
     return WeightFormat(

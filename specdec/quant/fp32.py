@@ -1,15 +1,15 @@
 """fp32 weights: panels (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from specdec.quant.matmul_kernels import make_embed_kernel, make_matmul_kernels
+from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.matmul_tile import FLOAT_TILE_LIMITS, PANEL_ROWS, panel_tile
 from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Halves2, Halves3, kernel, run_on_all_threads
-from specdec.runtime.simd import LANES, Float32, ceil_div, extract_lane, load
+from specdec.runtime.simd import FP32_STORAGE, LANES, PANEL_ROWS, Float32, ceil_div, extract_lane, load
 from specdec.runtime.work_stealing import get_chunk_range
 
 # Columns of a transposed block, a constant for the compiler: 135M weights on two threads take 0.04 s, else 0.1 s.
@@ -106,6 +106,7 @@ def get_scratch_words(n: int, group_size: int) -> int:
     return 1
 
 
-matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, FLOAT_TILE_LIMITS, get_float_activations)
+panel_tile = Tile(partial(make_float_tile, FP32_STORAGE))
+matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, get_float_activations)
 embed = make_embed_kernel(__name__, "", make_weight_getter(load))
 FP32 = WeightFormat("fp32", matmul, embed, expert_matmul, get_group_size, get_panel_shape, pack, unpack, get_scratch_words)

@@ -15,39 +15,18 @@ their range as zero point: 4, 8, 16, 32 or 128.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba.core import cgutils
 
-from specdec.quant.bf16_12bit_llvm import TABLE_BYTES, choose_lookup, emit_lookup
-from specdec.quant.int8 import (
-    BYTES_PER_WORD,
-    DOT4_NAME,
-    GROUP_HEADER_WORDS,
-    Dot4,
-    get_dot4,
-    get_quantized_activations,
-    get_scratch_words,
-)
-from specdec.quant.matmul_kernels import make_embed_kernel, make_matmul_kernels
+from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, keep_words
+from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, GROUP_HEADER_WORDS, get_quantized_activations, get_scratch_words
+from specdec.quant.matmul import Tile, TileShape, get_number, make_embed_kernel, make_matmul_kernels, start_sums
 from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
-from specdec.runtime.code_cache import inlined
-from specdec.runtime.matmul_tile import (
-    FEATURES,
-    LINE_WORDS,
-    PANEL_ROWS,
-    RowBlock,
-    TileArgs,
-    TileShape,
-    const,
-    load_accumulators,
-    make_tile,
-    prefetch,
-)
+from specdec.runtime import simd
+from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import (
     Bytes2,
     Bytes3,
@@ -60,20 +39,34 @@ from specdec.runtime.op_program import (
     run_on_all_threads,
 )
 from specdec.runtime.simd import (  # fmt: skip
-    F32,
     FP16_STORAGE,
-    I8,
-    I32,
+    FP32_STORAGE,
+    INT8_STORAGE,
+    INT32_STORAGE,
     LANES,
+    LINE_WORDS,
+    PANEL_ROWS,
+    UINT8_STORAGE,
     Float32,
-    broadcast,
+    advance,
+    bit_and,
+    bit_or,
     ceil_div,
     extract_lane,
+    fma,
     load_byte,
     load_fp16,
-    make_constant_vector,
-    multiply_add,
-    offset_pointer,
+    load_vector,
+    make_lookup,
+    make_pointer_getter,
+    make_row_splitter,
+    mul,
+    prefetch,
+    shift_left,
+    shift_right,
+    store_vector,
+    to_float,
+    view_as_float,
 )
 from specdec.runtime.work_stealing import get_chunk_range
 
@@ -229,159 +222,188 @@ def get_bit_fields(layout: GroupLayout) -> list[list[BitField]]:
     return fields
 
 
-def make_group_tile_body(layout: GroupLayout, dot: Dot4) -> Any:
-    """Return a function that emits the body of a tile over weights of a group layout, n blocks, with byte products by `dot`."""
-    x_group_words, bit_fields = GROUP_HEADER_WORDS + layout.group_size // BYTES_PER_WORD, get_bit_fields(layout)
+def make_code_reader(layout: GroupLayout) -> Any:
+    """Return the function get_codes(words, i_group, k), the k-th code word of a group for the rows of a tile.
 
-    def emit(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> None:
-        lanes, n_vectors, n_tokens = shape
-        integers, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-        out_pointers, initial_sums = load_accumulators(builder, shape, row_block, tile)
-        totals = [cgutils.alloca_once_value(builder, start) for start in initial_sums]
-        row_block_words = layout.block_words // (layout.block_words // PANEL_ROWS)  # words that tile.prefetch_stride covers
-        line_stride = builder.udiv(builder.mul(tile.prefetch_stride, const(LINE_WORDS)), const(row_block_words))
-        n_lines = builder.udiv(builder.mul(tile.n, const(layout.block_words)), const(LINE_WORDS))
-        align = BYTES_PER_WORD * min(lanes, LINE_WORDS // 2)  # a block with exponents may start in the middle of a line
-        prefetch_at, prefetch_stride = row_block.split_prefetch(builder, tile.prefetch_at, line_stride, n_lines)
+    words points to the unit of the group, i_group is the group's number in the unit. See `get_bit_fields` for the layout.
+    """
+    lower_bits = min(layout.bits, 4) if layout.bits < 8 else 8
+    n_words, n_upper = layout.group_size * lower_bits // 32, layout.bits - lower_bits
+    lower_mask, upper_mask = EACH_BYTE * ((1 << lower_bits) - 1), EACH_BYTE * ((1 << n_upper) - 1)
+    look_up = make_lookup(CODEBOOK_CODES[layout.codebook].tolist()) if layout.codebook else keep_words
 
-        def splat_int(value: int) -> Any:
-            return make_constant_vector(integers, value)
+    @jitable
+    def get_lower_bits(words, i_group, k):
+        part, word = divmod(k, n_words)
+        codes = shift_right(load_vector(words, word * PANEL_ROWS), part * lower_bits)
+        return look_up(bit_and(codes, lower_mask))
 
-        def load_params(block: Any, param: int, v: int) -> Any:
-            """Load the scales or minima of a vector's rows, fp16 numbers or exponents."""
-            if layout.has_exponents:
-                exponents = builder.zext(load_bytes(block, const(layout.factors_offset), v), integers)
-                return builder.bitcast(builder.shl(exponents, splat_int(FP32_FRACTION_BITS)), floats)
-            at = builder.add(builder.udiv(row_block.first_row, const(2)), const(param * PANEL_FP16_WORDS + v * lanes // 2))
-            at = offset_pointer(builder, block, at, FP16_STORAGE.vector(lanes))
-            return FP16_STORAGE.widen(builder, builder.load(at, align=2 * lanes))
+    def get_all_bits(words, i_group, k):
+        upper = bit_and(shift_right(load_vector(words, n_words * PANEL_ROWS), k * n_upper), upper_mask)
+        return bit_or(get_lower_bits(words, i_group, k), shift_left(upper, lower_bits))
 
-        def load_bytes(block: Any, offset: Any, v: int) -> Any:
-            """Load the bytes of a vector's rows at word `offset` of a block."""
-            word = builder.add(offset, builder.add(builder.udiv(row_block.first_row, const(4)), const(v * lanes // 4)))
-            return builder.load(offset_pointer(builder, block, word, ir.VectorType(I8, lanes)), align=lanes)
+    def get_bytes(words, i_group, k):
+        return load_vector(words, k * PANEL_ROWS)
 
-        def load_factors(block: Any, g: Any, v: int) -> list[Any]:
-            """Load the factors of a vector's rows in group g as floats: of the scale, and perhaps of the minimum."""
-
-            def get_offset(i: int) -> Any:
-                return builder.add(builder.mul(g, const(PANEL_BYTE_WORDS)), const(layout.factors_offset + i * PANEL_BYTE_WORDS))
-
-            if layout.has_nibble_factors:
-                both = builder.zext(load_bytes(block, get_offset(0), v), integers)
-                factors = [builder.and_(both, splat_int(15)), builder.lshr(both, splat_int(4))]
-            else:
-                offsets = [get_offset(param * layout.n_groups) for param in range(layout.n_params)]
-                factors = [builder.sext(load_bytes(block, offset, v), integers) for offset in offsets]
-            return [builder.sitofp(each, floats) for each in factors]
-
-        def make_first_sum(correction: Any) -> Any:
-            """Return the start of a group's integer sum that makes it sum (code - zero_point) x; correction: -128 sum(x)."""
-            correction = broadcast(builder, correction, integers)
-            sum_of_zeros = builder.ashr(correction, splat_int(8 - layout.code_bits)) if layout.zero_point else splat_int(0)
-            return builder.sub(sum_of_zeros, correction) if dot.is_signed else sum_of_zeros  # it multiplies codes - 128
-
-        def look_up(nibbles: Any) -> Any:
-            """Look up each byte in the layout's codebook."""
-            byte_vector = ir.VectorType(I8, BYTES_PER_WORD * lanes)
-            table = ir.Constant(ir.VectorType(I8, TABLE_BYTES), CODEBOOK_CODES[layout.codebook].tolist())
-            lookup = choose_lookup(FEATURES, byte_vector.count)
-            return builder.bitcast(emit_lookup(builder, table, builder.bitcast(nibbles, byte_vector), lookup), integers)
-
-        def get_code_word(fields: Sequence[BitField], words: Mapping[int, list[Any]], v: int) -> Any:
-            """Return a code word of a vector's rows, made from the words of their unit."""
-            parts = []
-            for field in fields:
-                part, shift = words[field.word][v], field.shift - field.to
-                part = builder.lshr(part, splat_int(shift)) if shift >= 0 else builder.shl(part, splat_int(-shift))
-                parts.append(builder.and_(part, splat_int(field.mask)) if field.n_bits < 8 else part)
-            code_word = functools.reduce(builder.or_, parts)
-            return look_up(code_word) if layout.codebook else code_word
-
-        def fetch(first: Any, n_lines: int) -> None:
-            """Prefetch n_lines of the panel ahead of word `first`."""
-            pointer = builder.gep(prefetch_at, [builder.mul(builder.udiv(first, const(LINE_WORDS)), prefetch_stride)])
-            for _ in range(0, n_lines, row_block.n_blocks):
-                prefetch(builder, pointer, const(0))
-                pointer = builder.gep(pointer, [line_stride])
-
-        def emit_group(unit: Any, i_group: int, rows: list[Any], scales: list[list[Any]]) -> None:
-            """Add the sums of group i_group of a unit to the totals.
-
-            unit: the unit's first word; rows: one pointer to x per token; scales: vectors per scale and minimum.
-            """
-            corrections = [builder.load(offset_pointer(builder, row, const(1), I32)) for row in rows]
-            sums = [dot.start_sum(builder, make_first_sum(corrections[t])) for t in range(n_tokens) for _ in range(n_vectors)]
-            unit_words = builder.gep(tile.w, [builder.add(unit, row_block.first_row)])
-            n_code_words = layout.group_size // BYTES_PER_WORD
-            group_fields = bit_fields[i_group * n_code_words : (i_group + 1) * n_code_words]
-            words = {
-                word: [
-                    builder.load(offset_pointer(builder, unit_words, const(word * PANEL_ROWS + lanes * v), integers), align=align)
-                    for v in range(n_vectors)
-                ]
-                for word in sorted({field.word for fields in group_fields for field in fields})
-            }
-            for first_word in words:
-                code_words = {
-                    i: [dot.prepare_weights(builder, get_code_word(fields, words, v)) for v in range(n_vectors)]
-                    for i, fields in enumerate(group_fields)
-                    if fields[0].word == first_word
-                }
-                for t, row in enumerate(rows):
-                    for i_word, weights in code_words.items():
-                        x_word = builder.load(offset_pointer(builder, row, const(GROUP_HEADER_WORDS + i_word), I32))
-                        x_word = broadcast(builder, x_word, integers)
-                        for v in range(n_vectors):
-                            i = t * n_vectors + v
-                            sums[i] = dot.accumulate(builder, sums[i], weights[v], x_word)
-            for t, row in enumerate(rows):
-                x_scale = broadcast(builder, builder.load(row), floats)
-                if layout.has_minima:
-                    x_group_sum = broadcast(builder, builder.load(builder.gep(row, [const(2)])), floats)
-                for v in range(n_vectors):
-                    i = t * n_vectors + v
-                    group_sum = builder.sitofp(dot.finish_sum(builder, sums[i]), floats)
-                    total = multiply_add(builder, group_sum, builder.fmul(scales[0][v], x_scale), builder.load(totals[i]))
-                    if layout.has_minima:
-                        total = multiply_add(builder, scales[1][v], x_group_sum, total)
-                    builder.store(total, totals[i])
-
-        with cgutils.for_range(builder, tile.n) as blocks:
-            first = builder.mul(blocks.index, const(layout.block_words))
-            block = builder.gep(tile.w, [first])
-            x_block = builder.mul(blocks.index, const(layout.n_groups * x_group_words))
-            rows = [builder.gep(tile.x, [builder.add(builder.mul(tile.x_stride, const(t)), x_block)]) for t in range(n_tokens)]
-            codes = builder.add(first, const(layout.codes_offset))
-            fetch(first, ceil_div(layout.codes_offset if layout.n_groups > 1 else layout.block_words, LINE_WORDS))
-            scales = [[load_params(block, param, v) for v in range(n_vectors)] for param in range(layout.n_params)]
-            if layout.n_groups == 1:
-                emit_group(codes, 0, rows, scales)
-            else:
-                with cgutils.for_range(builder, const(layout.n_units)) as units:
-                    unit = builder.add(codes, builder.mul(units.index, const(layout.unit_words * PANEL_ROWS)))
-                    fetch(unit, layout.unit_words * PANEL_ROWS // LINE_WORDS)
-                    for i_group in range(layout.unit_groups):
-                        g = builder.add(builder.mul(units.index, const(layout.unit_groups)), const(i_group))
-                        group_rows = [builder.gep(row, [builder.mul(g, const(x_group_words))]) for row in rows]
-                        factors = [load_factors(block, g, v) for v in range(n_vectors)]
-                        group_scales = [
-                            [builder.fmul(scales[param][v], factors[v][param]) for v in range(n_vectors)]
-                            for param in range(layout.n_params)
-                        ]
-                        emit_group(unit, i_group, group_rows, group_scales)
-        for pointer, total in zip(out_pointers, totals, strict=True):
-            builder.store(builder.load(total), pointer, align=4)
-
-    return emit
+    if layout.bits == 8:
+        return get_bytes
+    return get_all_bits if n_upper else get_lower_bits
 
 
-def make_group_tile(layout: GroupLayout, instruction_set: str) -> tuple[Any, Any]:
-    """Return the intrinsic and the `TileLimits` of a tile over weights of a group layout, for a `choose_dot4` instruction set."""
-    key = layout.bits, layout.group_size, layout.n_groups, int(layout.has_minima), *[layout.codebook] * bool(layout.codebook)
-    name = "_".join(map(str, ("group_tile", *key, instruction_set)))
-    dot = get_dot4(instruction_set, layout.code_bits)
-    return make_tile(name, make_group_tile_body(layout, dot), dot.choose_tile_shape, dot.max_tokens)
+def get_three_bits(words, i_group, k):
+    """Return code word k of group i_group of a unit of two groups of 3 bits; see `get_bit_fields`."""
+    own, shared = load_vector(words, i_group * PANEL_ROWS), shift_right(load_vector(words, 2 * PANEL_ROWS), 4 * i_group)
+    if k < 2:
+        return bit_and(shift_right(own, 3 * k), 7 * EACH_BYTE)
+    if k == 2:
+        return bit_and(shared, 7 * EACH_BYTE)
+    upper = shift_left(bit_and(shift_right(shared, 3), EACH_BYTE), 2)
+    return bit_or(bit_and(shift_right(own, 6), 3 * EACH_BYTE), upper)
+
+
+GROUP_SUM_TEMPLATE = """
+def sum_group(words, i_group, xs, at):
+    correction = fill_vector(words, get_number(xs, at + 1))  # -128 times the sum of x
+    sums = {start}
+    {lines}
+    return sums
+"""
+
+
+def make_group_sum_source(layout: GroupLayout, dot: Dot4) -> str:
+    """Return the source of sum_group(words, i_group, xs, at) -> sum of (code - zero point) * x over a group, exactly.
+
+    words, i_group: See `make_code_reader`. xs: Pointers to the activations of each token, whose group begins at word `at`. A line
+    adds the products of one code word: LLVM would not unroll a loop over them if a tile has many tokens.
+    """
+    start = f"shift_right_signed(correction, {8 - layout.code_bits})" if layout.zero_point else "bit_and(correction, 0)"
+    uses_pairs = dot.multiply_pairs and layout.code_bits < 8
+    if dot.is_signed and not uses_pairs:  # the products are those of code - 128
+        start = f"subtract({start}, correction)"
+    n = layout.group_size // BYTES_PER_WORD
+    max_pairs = min((2**15 - 1) // (2 * (2**layout.code_bits - 1) * 127), n)  # sums of two products that fit 16 bits
+    lines = []
+    fields = get_bit_fields(layout)
+    order = sorted(range(n), key=lambda k: fields[k][0].word)  # so that a stored word is loaded once and not kept
+    for i, k in enumerate(order):
+        codes, x = f"get_codes(words, i_group, {k})", f"advance(xs, at + {GROUP_HEADER_WORDS + k})"
+        if not uses_pairs:
+            lines.append(f"sums = dot4(sums, prepare({codes}), {x})")
+            continue
+        lines.append(f"pairs = add_pairs(pairs, {codes}, {x})" if i % max_pairs else f"pairs = multiply_pairs({codes}, {x})")
+        if (i + 1) % max_pairs == 0:
+            lines.append("sums = widen_pairs(sums, pairs)")
+    return GROUP_SUM_TEMPLATE.format(start=start, lines="\n    ".join(lines))
+
+
+def make_group_sum(layout: GroupLayout, dot: Dot4) -> Any:
+    """Return the compiled function of `make_group_sum_source`."""
+    get_codes = make_dispatcher(get_three_bits if layout.bits == 3 else make_code_reader(layout), is_inlined=True)
+    names = vars(simd) | dot._asdict() | {"get_codes": get_codes, "get_number": get_number}
+    exec(make_group_sum_source(layout, dot), names)
+    return make_dispatcher(names["sum_group"], is_inlined=True)
+
+
+def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> Any:
+    """Return the compiled function get_params(block, first_row, g) -> scales and minima of group g for the rows of a tile.
+
+    block points to the block's first word. Without minima, the second vector is unused.
+    """
+    get_halves, get_codes, get_bytes = (
+        make_pointer_getter(storage, rows, lanes) for storage in (FP16_STORAGE, INT8_STORAGE, UINT8_STORAGE)
+    )
+    factors_offset, to_minimum = layout.factors_offset, (layout.n_params - 1) * PANEL_FP16_WORDS
+    to_minimum_factors = (layout.n_params - 1) * layout.n_groups * PANEL_BYTE_WORDS
+
+    @jitable
+    def get_halves_of_rows(block, first_row, g):
+        scales = load_vector(get_halves(block, 0), first_row)
+        return scales, load_vector(get_halves(block, to_minimum), first_row)
+
+    @jitable
+    def get_exponents(block, first_row, g):
+        exponents = load_vector(get_bytes(block, factors_offset), first_row)
+        scales = view_as_float(shift_left(exponents, FP32_FRACTION_BITS))
+        return scales, scales
+
+    @jitable
+    def get_products(block, first_row, g):
+        scales, minima = get_halves_of_rows(block, first_row, g)
+        at = factors_offset + g * PANEL_BYTE_WORDS
+        minimum_factors = load_vector(get_codes(block, at + to_minimum_factors), first_row)
+        return mul(scales, load_vector(get_codes(block, at), first_row)), mul(minima, minimum_factors)
+
+    @jitable
+    def get_nibble_products(block, first_row, g):
+        scales, minima = get_halves_of_rows(block, first_row, g)
+        factors = load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
+        return mul(scales, to_float(bit_and(factors, 15))), mul(minima, to_float(shift_right(factors, 4)))
+
+    if layout.has_exponents:
+        return get_exponents
+    if layout.n_groups == 1:
+        return get_halves_of_rows
+    return get_nibble_products if layout.has_nibble_factors else get_products
+
+
+def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callable[..., None]:
+    """Return the tile of a shape over weights of a group layout, with byte products by `dot`."""
+    rows, max_tokens = shape
+    n_row_blocks = PANEL_ROWS // rows
+    get_words, get_out = (make_pointer_getter(storage, rows, dot.lanes) for storage in (INT32_STORAGE, FP32_STORAGE))
+    split_tokens = make_row_splitter(max_tokens)
+    get_params, sum_group = make_param_reader(layout, rows, dot.lanes), make_group_sum(layout, dot)
+    _, group_size, n_groups, has_minima, _ = layout
+    n_units, unit_groups, unit_words = layout.n_units, layout.unit_groups, layout.unit_words * PANEL_ROWS
+    x_words, block_words, codes_offset = (
+        GROUP_HEADER_WORDS + group_size // BYTES_PER_WORD,
+        layout.block_words,
+        layout.codes_offset,
+    )
+    step_words = block_words // (block_words // PANEL_ROWS)  # that p.ahead_step covers
+    header_lines = ceil_div(codes_offset if n_groups > 1 else block_words, LINE_WORDS)
+    unit_lines = unit_words // LINE_WORDS if n_groups > 1 else 0
+
+    def tile(n_tokens, p):
+        """out[t, r] (+)= sum over groups g of scale[r, g] * sum over g of code * x[t] + minimum[r, g] * sum over g of x[t].
+
+        Each group adds one or two terms to its row's chain. p.n is the number of blocks. The tuples `xs`, `sums` and `totals`
+        have an element for each token.
+        """
+        xs, x_floats = split_tokens(get_words(p.x.start, 0), p.x.stride), split_tokens(get_out(p.x.start, 0), p.x.stride)
+        line_step = p.ahead_step * LINE_WORDS // step_words
+        for row in range(0, PANEL_ROWS, rows):
+            outs = split_tokens(get_out(p.out.start, row), p.out.stride)
+            share = line_step // n_row_blocks  # of the lines to prefetch
+            ahead = advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
+            totals = start_sums(outs, rows, n_tokens, p.accumulate)
+            for block in range(p.n):
+                at = block * block_words
+                block_start = advance(p.w, at)
+                for line in range(0, header_lines, n_row_blocks):
+                    prefetch(ahead, at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
+                for unit in range(n_units):
+                    unit_at = at + codes_offset + unit * unit_words
+                    for line in range(0, unit_lines, n_row_blocks):
+                        prefetch(ahead, unit_at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
+                    words = get_words(p.w, unit_at + row)
+                    for i_group in range(unit_groups):
+                        g = unit * unit_groups + i_group
+                        x_at = (block * n_groups + g) * x_words
+                        sums = sum_group(words, i_group, xs, x_at)
+                        scales, minima = get_params(block_start, row, g)
+                        totals = fma(to_float(sums), mul(scales, get_number(x_floats, x_at)), totals)
+                        if has_minima:
+                            totals = fma(minima, get_number(x_floats, x_at + 2), totals)
+            store_vector(outs, 0, totals, n_tokens)
+
+    return tile
+
+
+def make_tile(layout: GroupLayout, instruction_set: str) -> Tile:
+    """Return the tile over weights of a group layout, for a `choose_dot4` instruction set."""
+    dot = DOT4_BY_NAME[instruction_set]
+    return Tile(functools.partial(make_group_tile, layout, dot), dot.choose_tile_shape, dot.max_tokens)
 
 
 def make_weight_getter(layout: GroupLayout) -> Any:
@@ -607,7 +629,7 @@ def make_grouped_format(
         pack: Its `WeightFormat.pack`, which fills its panels.
     """
     prefix = f"{name.replace(' ', '_')}_"
-    matmul, expert_matmul = make_matmul_kernels(module, prefix, *make_group_tile(layout, DOT4_NAME), get_quantized_activations)
+    matmul, expert_matmul = make_matmul_kernels(module, prefix, make_tile(layout, DOT4_NAME), get_quantized_activations)
     return WeightFormat(
         name,
         matmul,

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import align_to_cache_line, flatten, zeros
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, Op, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import LANES, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
+from specdec.runtime.simd import LANES, PANEL_ROWS, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 Floats = npt.NDArray[Any]  # see `Tensor`

@@ -12,13 +12,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from specdec.runtime.code_cache import jitable
-from specdec.runtime.matmul_tile import HAS_AVX512, PANEL_ROWS, StridedRows, const
+from specdec.runtime.matmul_tile import StridedRows, const
 from specdec.runtime.simd import (
     F32,
     FLOAT_VECTOR,
+    HAS_AVX512,
     I32,
     I64,
     LANES,
+    PANEL_ROWS,
     StorageDtype,
     get_element_pointer,
     get_storage_dtype,

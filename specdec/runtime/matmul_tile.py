@@ -1,4 +1,4 @@
-"""Tiles: LLVM code that multiplies a block of rows by a few tokens and keeps the sums in registers; only float weights here.
+"""A tile as LLVM code, for weights of 12 bits; all others are written as compiled functions (quant/matmul.py).
 
 A matrix (rows, n) lies in panels of PANEL_ROWS rows, columns (k) outermost, so a vector holds LANES rows at one k. Each
 accumulator is one chain, of one row and one token, so the bits do not depend on the number of tokens that share the tile. R =
@@ -13,39 +13,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from specdec.runtime.code_cache import inlined, jitable
-from specdec.runtime.simd import (  # fmt: skip
-    CPU_FEATURES,
+from specdec.runtime.simd import (
     F32,
-    FP32_STORAGE,
     I8,
     I32,
     I64,
-    IS_ARM64,
-    LANES,
-    StorageDtype,
-    broadcast,
+    LINE_WORDS,
+    PANEL_ROWS,
     call_llvm_intrinsic,
-    ceil_div,
     get_element_pointer,
     get_storage_dtype,
     make_constant_vector,
-    multiply_add,
     offset_pointer,
 )
-from specdec.runtime.work_stealing import get_chunk_range
-
-PANEL_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models need no padding
-FEATURES = CPU_FEATURES.split(",")
-HAS_AVX512 = "+avx512f" in FEATURES
-REGISTER_LANES = 16 if HAS_AVX512 else 8 if "+avx" in FEATURES else 4  # int32 or float32
-N_REGISTERS = 32 if HAS_AVX512 or IS_ARM64 else 16
-MAX_TILE_TOKENS = 8 if HAS_AVX512 else 4 if IS_ARM64 else 6  # over floats; ARM: by llvm-mca, 6 keep fewer units busy
-MAX_PANEL_PAIR_TOKENS = 4 if HAS_AVX512 else 1  # of a tile over two panels, which needs more registers
-UNROLL = 2  # steps of k per iteration: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
-# 8 KiB, the best of 4, 8 and 16 on Zen 5: 15M int8 from L3, 8 tokens take 0.53 ms, with the others 0.61 and 0.56.
-PREFETCH_WORDS = 2048
-LINE_WORDS, LINE_BYTES = 16, 64  # cache line
 
 
 def prefetch(builder: Any, array: Any, at: Any, write: bool = False) -> None:
@@ -73,28 +53,6 @@ class TileShape(NamedTuple):
     def rows(self) -> int:
         """Matrix rows that the tile covers."""
         return self.lanes * self.n_vectors
-
-    @property
-    def is_weight_stationary(self) -> bool:
-        """Whether a tile keeps its weight vectors in registers and iterates over tokens; otherwise it keeps the activations."""
-        return self.n_vectors * (self.n_tokens + 1) < N_REGISTERS
-
-
-def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_weight_stationary: bool = False) -> TileShape:
-    """Return the tile shape with the most rows (`rows`, half of them and so on) for which all values fit in registers.
-
-    The values are all sums, one more register, and the weights of one k if is_weight_stationary, otherwise the weights or the
-    activations, whichever are fewer. So with 16 registers of 8 lanes a tile has a panel's rows for 1 to 3 tokens, and half of
-    them for 4 to 6. One thread of Zen 3 reaches 35 to 37 GMAC/s with those, of a limit of 37, and 30 to 34 where 3 tokens of a
-    whole panel need one more register.
-    """
-    n_vectors = rows // lanes
-    while (
-        n_vectors > 1
-        and n_vectors * n_tokens + (n_vectors if is_weight_stationary else min(n_vectors, n_tokens)) + 1 > N_REGISTERS
-    ):
-        n_vectors //= 2
-    return TileShape(lanes, n_vectors, n_tokens)
 
 
 TileShapeChooser = Callable[[int, int], TileShape]
@@ -124,41 +82,11 @@ class Panel(NamedTuple):
     prefetch_stride: Any
 
 
-class Panels(NamedTuple):
-    """Several consecutive panels of floats in one array.
-
-    Attributes:
-        array: Array that holds the panels.
-        at: Item where the first panel starts.
-        panel_stride: Items of a panel.
-        n_panels: Number of panels.
-        prefetch_distance: Items from what is read to what is prefetched.
-    """
-
-    array: Any
-    at: Any
-    panel_stride: Any
-    n_panels: Any
-    prefetch_distance: Any
-
-
 class TileLimits(NamedTuple):
     """The maximum number of tokens of a tile, and the maximum with which it still covers all rows of a panel at once."""
 
     max_tokens: int
     max_full_panel_tokens: int
-
-
-class MatmulSlice(NamedTuple):
-    """The part of a matmul to compute: panels first to last (exclusive) for n_tokens tokens.
-
-    out_panel_offset: Panels of the output above the matrix's own.
-    """
-
-    first: int
-    last: int
-    n_tokens: int
-    out_panel_offset: int
 
 
 class TileArgs(NamedTuple):
@@ -237,99 +165,6 @@ def load_accumulators(builder: Any, shape: TileShape, row_block: RowBlock, tile:
     ]
 
 
-def make_float_tile_body(storage: StorageDtype, n_panels: int = 1) -> Any:
-    """Return a function that emits the body of a tile over float weights stored as `storage`, with all accumulators in registers.
-
-    n_panels: Panels at a time. 2 panels lie format_arg items apart (otherwise unused) and give more chains for few tokens.
-    """
-
-    def emit(builder: Any, shape: TileShape, row_block: RowBlock, tile: TileArgs) -> None:
-        entry, n, panel_stride = builder.block, tile.n, tile.format_arg
-        lanes, n_vectors, n_tokens = shape
-        floats, items = ir.VectorType(F32, lanes), storage.item.as_pointer()
-        unrolled, after_unrolled, last, done = (builder.append_basic_block(block) for block in ("pairs", "odd", "last", "done"))
-        pointers, start = load_accumulators(builder, shape, row_block, tile)
-        rows = [builder.gep(tile.x, [builder.mul(tile.x_stride, const(t))]) for t in range(n_tokens)]
-        panel, row = builder.udiv(row_block.first_row, const(PANEL_ROWS)), builder.urem(row_block.first_row, const(PANEL_ROWS))
-        w = builder.gep(builder.bitcast(tile.w, items), [builder.add(builder.mul(panel, panel_stride), row)])
-        prefetch_at, prefetch_stride = row_block.split_prefetch(builder, tile.prefetch_at, tile.prefetch_stride, n)
-        n_unrolled = builder.and_(n, const(-UNROLL))
-        builder.cbranch(builder.icmp_signed(">", n_unrolled, const(0)), unrolled, after_unrolled)
-
-        def fetch(k: Any, n_rows: int) -> None:
-            for i in range(n_panels):
-                offset = builder.add(builder.mul(k, prefetch_stride), builder.mul(panel_stride, const(i * storage.item_bytes)))
-                for line in range(0, max(n_rows * PANEL_ROWS * storage.item_bytes // row_block.n_blocks, 1), LINE_BYTES):
-                    prefetch(builder, builder.gep(prefetch_at, [offset]), const(line))
-
-        def step(k: Any, acc: list[Any]) -> list[Any]:
-            result, first = list(acc), builder.mul(k, const(PANEL_ROWS))
-
-            def load_weights(v: int) -> Any:
-                panel, row = divmod(v * lanes, PANEL_ROWS)
-                at = builder.add(first, builder.add(builder.mul(panel_stride, const(panel)), const(row)))
-                pointer = builder.bitcast(builder.gep(w, [at]), storage.vector(lanes).as_pointer())
-                return storage.widen(builder, builder.load(pointer, align=lanes * storage.item_bytes))
-
-            def load_activations(t: int) -> Any:
-                return broadcast(builder, builder.load(builder.gep(rows[t], [k])), floats)
-
-            def accumulate(v: int, t: int, w_k: Any, x_k: Any) -> None:
-                result[t * n_vectors + v] = multiply_add(builder, w_k, x_k, acc[t * n_vectors + v])
-
-            if shape.is_weight_stationary:
-                all_weights = [load_weights(v) for v in range(n_vectors)]
-                for t in range(n_tokens):
-                    x_k = load_activations(t)
-                    for v in range(n_vectors):
-                        accumulate(v, t, all_weights[v], x_k)
-            else:
-                all_activations = [load_activations(t) for t in range(n_tokens)]
-                for v in range(n_vectors):
-                    w_k = load_weights(v)
-                    for t in range(n_tokens):
-                        accumulate(v, t, w_k, all_activations[t])
-            return result
-
-        def merge(*sources: tuple[list[Any], Any]) -> list[Any]:
-            merged = []
-            for i in range(len(pointers)):
-                phi = builder.phi(floats)
-                for values, block in sources:
-                    phi.add_incoming(values[i], block)
-                merged.append(phi)
-            return merged
-
-        builder.position_at_end(unrolled)
-        k = builder.phi(I64)
-        k.add_incoming(const(0), entry)
-        acc = merge((start, entry))
-        fetch(k, UNROLL)  # before the loads: after them, LLVM would keep loaded values in registers that the sums need
-        new = acc
-        for u in range(UNROLL):
-            new = step(builder.add(k, const(u)), new)
-        k_next = builder.add(k, const(UNROLL))
-        k.add_incoming(k_next, unrolled)
-        for phi, value in zip(acc, new, strict=True):
-            phi.add_incoming(value, unrolled)
-        builder.cbranch(builder.icmp_signed("<", k_next, n_unrolled), unrolled, after_unrolled)
-
-        builder.position_at_end(after_unrolled)
-        sums = merge((start, entry), (new, unrolled))
-        builder.cbranch(builder.icmp_signed("<", n_unrolled, n), last, done)
-
-        builder.position_at_end(last)
-        fetch(n_unrolled, 1)
-        final = step(n_unrolled, sums)
-        builder.branch(done)
-
-        builder.position_at_end(done)
-        for pointer, value in zip(pointers, merge((sums, after_unrolled), (final, last)), strict=True):
-            builder.store(value, pointer, align=4)
-
-    return emit
-
-
 def _emit_token_switch(builder: Any, n_tokens: Any, max_tokens: int, get_function: Any, tile: TileArgs) -> None:
     """Emit a switch that calls the LLVM function get_function(n_tokens) with the arguments `tile`, for 1 to max_tokens tokens."""
     end = builder.append_basic_block("tile.end")
@@ -343,9 +178,7 @@ def _emit_token_switch(builder: Any, n_tokens: Any, max_tokens: int, get_functio
     builder.position_at_end(end)
 
 
-def make_tile(
-    name: str, emit: Any, choose_shape: TileShapeChooser = choose_tile_shape, max_tokens: int = MAX_TILE_TOKENS
-) -> tuple[Any, TileLimits]:
+def make_tile(name: str, emit: Any, choose_shape: TileShapeChooser, max_tokens: int) -> tuple[Any, TileLimits]:
     """Return the intrinsic of a tile over one panel and its `TileLimits`.
 
     Args:
@@ -365,16 +198,12 @@ def make_tile(
 def make_tile_intrinsic(
     get_body: Callable[[Any], tuple[str, Any]],
     rows: int,
-    choose_shape: TileShapeChooser = choose_tile_shape,
-    max_tokens: int = MAX_TILE_TOKENS,
+    choose_shape: TileShapeChooser,
+    max_tokens: int,
 ) -> Any:
     """Return the intrinsic of a tile over panels of `rows` rows, for 1 to max_tokens tokens.
 
     Its signature is tile(out: `StridedRows`, w: `Panel`, x: `StridedRows`, n, format_arg, n_tokens, accumulate).
-
-    Floats: out[t, r] (+)= sum_k w[k, r] x[t, k] for k < n, ascending, fused; for format_arg see `make_float_tile_body`. int8, n
-    groups of format_arg words: out[t, r] (+)= sum over groups of (sum_k w[r, k] x[t, k]) times both scales; see `int8` for the
-    layouts.
 
     Args:
         get_body: numba type of w -> name and emit function of the body.
@@ -413,74 +242,3 @@ def make_tile_intrinsic(
         return signature, codegen
 
     return tile
-
-
-def make_float_tile(name: str, storage: StorageDtype) -> tuple[Any, TileLimits]:
-    """Return the intrinsic and the `TileLimits` of a tile over floats stored as `storage`; name is that of its LLVM functions."""
-    return make_tile(name, make_float_tile_body(storage))
-
-
-def _make_tile_by_dtype(n_panels: int, max_tokens: int) -> Any:
-    """Return the intrinsic of a tile over n_panels panels of fp32, fp16 or int8 codes, chosen by the array's dtype.
-
-    See `get_storage_dtype`.
-    """
-
-    def get_body(array_type: Any) -> tuple[str, Any]:
-        storage = get_storage_dtype(array_type)
-        return {4: "fp32_tile", 2: "fp16_tile", 1: "code_tile"}[storage.item_bytes], make_float_tile_body(storage, n_panels)
-
-    return make_tile_intrinsic(get_body, n_panels * PANEL_ROWS, max_tokens=max_tokens)
-
-
-panel_tile, FLOAT_TILE_LIMITS = make_float_tile("fp32_tile", FP32_STORAGE)
-panel_tile_by_dtype, panel_pair_tile_by_dtype = (
-    _make_tile_by_dtype(1, MAX_TILE_TOKENS),
-    _make_tile_by_dtype(2, MAX_PANEL_PAIR_TOKENS),
-)
-
-
-@jitable
-def multiply_panels_by_dtype(out, w, x, n, n_tokens, accumulate):
-    """out[t] (+)= w x[t] for w (`Panels` of float32, fp16 or int8 codes), where out[t] and x[t] (n,) are `StridedRows`.
-
-    With up to MAX_PANEL_PAIR_TOKENS tokens, a tile covers two panels: one has so few accumulators that each addition would wait
-    for the previous one.
-    """
-    panel = 0
-    while panel < w.n_panels:
-        start = w.at + panel * w.panel_stride
-        rows = StridedRows(out.array, out.at + panel * PANEL_ROWS, out.stride)
-        if n_tokens <= MAX_PANEL_PAIR_TOKENS and panel + 1 < w.n_panels:
-            panel_pair_tile_by_dtype(
-                rows, Panel(w.array, start, start + w.prefetch_distance, PANEL_ROWS), x, n, w.panel_stride, n_tokens, accumulate
-            )
-            panel += 2
-        else:
-            panel_tile_by_dtype(
-                rows, Panel(w.array, start, start + w.prefetch_distance, PANEL_ROWS), x, n, 0, n_tokens, accumulate
-            )
-            panel += 1
-
-
-@inlined
-def multiply_panels(tile, limits, out, w, x, group_words, matmul_slice, accumulate):
-    """out[t] (+)= W x[t] for the panels and tokens of a `MatmulSlice`, by a tile with its `TileLimits`.
-
-    The tile runs over k, or over groups of group_words. With several row blocks or tiles, the first finds its panel in the cache:
-    each of the earlier ones has prefetched a share of it, so memory is never idle while they compute.
-    """
-    n_tiles, words = ceil_div(matmul_slice.n_tokens, limits.max_tokens), w.shape[1] * w.shape[2]
-    prefetch_stride = ceil_div(w.shape[2] // (group_words + 1), n_tiles)
-    for panel in range(matmul_slice.first, matmul_slice.last):
-        start = panel * words
-        for i in range(n_tiles):
-            t, end = get_chunk_range(matmul_slice.n_tokens, i, n_tiles)
-            prefetch_at = start + (
-                PREFETCH_WORDS if matmul_slice.n_tokens <= limits.max_full_panel_tokens else words + i * words // n_tiles
-            )
-            tile(
-                StridedRows(out, t * out.shape[1] + (matmul_slice.out_panel_offset + panel) * PANEL_ROWS, out.shape[1]),
-                Panel(w, start, prefetch_at, prefetch_stride),
-                StridedRows(x, t * x.shape[1], x.shape[1]), w.shape[1], group_words, end - t, accumulate != 0,
-            )  # fmt: skip

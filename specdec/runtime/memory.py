@@ -14,10 +14,22 @@ import numpy.typing as npt
 
 from specdec.runtime.code_cache import compiled
 from specdec.runtime.cpu_topology import get_topology
-from specdec.runtime.matmul_tile import LINE_WORDS
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import LANES, Float32, add, ceil_div, fma, load, load_bf16, load_fp16, reduce_add, round_up, splat
+from specdec.runtime.simd import (
+    LANES,
+    LINE_WORDS,
+    Float32,
+    add,
+    ceil_div,
+    fma,
+    load,
+    load_bf16,
+    load_fp16,
+    reduce_add,
+    round_up,
+    splat,
+)
 from specdec.runtime.work_stealing import get_chunk_range
 
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the smallest page of any system, and the usual huge page

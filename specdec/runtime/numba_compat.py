@@ -301,12 +301,16 @@ def jitable(function: Callable[..., Any]) -> Any:
     return function
 
 
-def make_dispatcher(function: Callable[..., Any]) -> Any:
+def make_dispatcher(function: Callable[..., Any], is_inlined: bool = False) -> Any:
     """Return a dispatcher that compiles a function for compiled callers only, without a cache file.
 
     It compiles once for all arguments of the same types; numba itself compiles again for each literal argument.
+
+    Args:
+        function: The function.
+        is_inlined: Whether LLVM must include its code in every caller, however long it is.
     """
-    dispatcher = _njit(no_cpython_wrapper=True)(function)
+    dispatcher = _njit(no_cpython_wrapper=True, forceinline=is_inlined)(function)
     get_template = dispatcher.get_call_template
     dispatcher.get_call_template = lambda args, kws: get_template(
         [types.unliteral(arg) for arg in args], {name: types.unliteral(arg) for name, arg in kws.items()}

@@ -11,9 +11,13 @@ from numba.extending import register_jitable
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 _live_code: list[Any] = []  # callbacks, since their addresses may be used
-make_dispatcher = njit(**_OPTIONS)
 inlined = njit(inline="always", **_OPTIONS)
 jitable = register_jitable(**_OPTIONS)
+
+
+def make_dispatcher(function: Callable[..., Any], is_inlined: bool = False) -> Any:
+    """Return a dispatcher that compiles a function for compiled callers; see `numba_compat`."""
+    return njit(forceinline=is_inlined, **_OPTIONS)(function)
 
 
 def make_cached_dispatcher(function: Callable[..., Any], cache: Any, is_parallel: bool = False) -> Any:

@@ -7,7 +7,7 @@ emit LLVM code take the builder first. The intrinsics made from them are what co
 import functools
 import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,15 @@ Int64 = npt.NDArray[np.int64]
 UInt16 = npt.NDArray[np.uint16]
 
 LANES = 16
+PANEL_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models need no padding
+LINE_WORDS, LINE_BYTES = 16, 64  # cache line
 CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; part of the cache key of machine code
+FEATURES = CPU_FEATURES.split(",")
 IS_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
+HAS_AVX512 = "+avx512f" in FEATURES
+REGISTER_LANES = 16 if HAS_AVX512 else 8 if "+avx" in FEATURES else 4  # int32 or float32
+N_REGISTERS = 32 if HAS_AVX512 or IS_ARM64 else 16
+MAX_TILE_TOKENS = 8 if HAS_AVX512 else 4 if IS_ARM64 else 6  # over floats; ARM: by llvm-mca, 6 keep fewer units busy
 
 
 @jitable
@@ -49,26 +56,62 @@ INT_VECTOR = ir.VectorType(I32, LANES)
 
 
 class VectorType(types.Type):
-    """numba's type of a vector of 16 float32, LLVM's `<16 x float>`."""
+    """numba's type of a vector: numbers of one type in registers.
 
-    def __init__(self) -> None:
-        """Create the type with its name."""
-        super().__init__(name="float32x16")
+    In LLVM it is a vector such as `<16 x float>`, or an array of several, each as long as a register, for the rows of a tile.
+    """
+
+    def __init__(self, dtype: Any, lanes: int, n_parts: int = 1) -> None:
+        """Create the type of vectors of n_parts times `lanes` numbers of a numba type, float32, int32, int16 or uint8."""
+        self.dtype, self.lanes, self.n_parts = dtype, lanes, n_parts
+        self.part = ir.VectorType({types.float32: F32, types.int32: I32, types.int16: I16, types.uint8: I8}[dtype], lanes)
+        super().__init__(name=f"{n_parts}x{lanes}x{dtype}")
 
 
-vector = VectorType()
+vector = VectorType(types.float32, LANES)
 
 
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, FLOAT_VECTOR)
+        super().__init__(dmm, fe_type, fe_type.part if fe_type.n_parts == 1 else ir.ArrayType(fe_type.part, fe_type.n_parts))
+
+
+def split_vector(builder: Any, v: Any) -> list[Any]:
+    """Emit the parts of a vector as LLVM vectors."""
+    return cgutils.unpack_tuple(builder, v) if isinstance(v.type, ir.ArrayType) else [v]
+
+
+def pack_vector(builder: Any, parts: list[Any]) -> Any:
+    """Emit the vector that has these parts."""
+    return cgutils.pack_array(builder, parts) if len(parts) > 1 else parts[0]
+
+
+class PointerType(types.Type):
+    """numba's type of a pointer to stored numbers, from which `load_vector` reads `rows` numbers at a time."""
+
+    def __init__(self, storage: "StorageDtype", rows: int, lanes: int) -> None:
+        """Create the type of pointers to numbers of a storage format, which are loaded into registers of `lanes` lanes."""
+        lanes = min(rows, lanes)
+        self.storage, self.vector = storage, VectorType(storage.loaded, lanes, rows // lanes)
+        super().__init__(name=f"pointer to {storage.name} {rows // lanes}x{lanes}")
+
+
+@register_model(PointerType)
+class _PointerModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, fe_type.storage.item.as_pointer())
 
 
 def call_llvm_intrinsic(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Emit a call of the LLVM intrinsic `name` with the given arguments; its value has the LLVM type `result`."""
     signature = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
+
+
+def call_float_function(builder: Any, name: str, x: Any) -> Any:
+    """Emit a call of LLVM's function `name`, such as "fabs", of a vector of float32."""
+    return call_llvm_intrinsic(builder, f"llvm.{name}.v{x.type.count}f32", x.type, x)
 
 
 def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
@@ -78,7 +121,6 @@ def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
     checks the sign). In their place emit gets the array's `StorageDtype` and a function that returns a pointer, given the LLVM
     type that the index counts and the type that is pointed to.
     """
-    names = ["typingctx", *(f"value_{i}" for i in range(len(parameter_types)))]
 
     def typing_function(typingctx: Any, *arg_types: Any) -> Any:
         value_types = [parameter_type or arg_type for parameter_type, arg_type in zip(parameter_types, arg_types, strict=True)]
@@ -97,14 +139,109 @@ def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
 
         return return_type(*value_types), codegen
 
-    signature_parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    typing_function.__signature__ = inspect.Signature(signature_parameters)  # type: ignore[attr-defined]
+    return _make_intrinsic(typing_function, len(parameter_types))
+
+
+def make_token_intrinsic(arity: int, get_result: Callable[..., Any], emit: Callable[..., Any]) -> Any:
+    """Return an intrinsic of numbers, vectors and pointers that computes a value for each token of a tile.
+
+    An argument may be a tuple with one value for each token; the others are the same for all tokens. The result is then a tuple,
+    too. So the source of a tile reads as if there were one token. An intrinsic without a result has one more parameter, the
+    number of the first tokens for which it has an effect.
+
+    Args:
+        arity: Number of parameters.
+        get_result: Returns the numba type of the result for one token, given those of the arguments.
+        emit: Writes the LLVM code for one token: emit(builder, numba types, *values).
+    """
+
+    def typing_function(typingctx: Any, *arg_types: Any) -> Any:
+        n_tokens = next((arg.count for arg in arg_types if isinstance(arg, types.UniTuple)), 0)
+        arg_types = tuple(map(_get_argument_type, arg_types))
+        own_types = [arg.dtype if isinstance(arg, types.UniTuple) else arg for arg in arg_types]
+        result = get_result(*own_types)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def pick(token: int) -> list[Any]:
+                return [
+                    builder.extract_value(value, token) if isinstance(arg, types.UniTuple) else value
+                    for arg, value in zip(arg_types, args, strict=True)
+                ]
+
+            if result is types.void:
+                for token in range(max(n_tokens, 1)):
+                    *values, n_active = pick(token)
+                    with builder.if_then(builder.icmp_signed(">", n_active, I64(token))):
+                        emit(builder, own_types, *values)
+                return context.get_dummy_value()
+            values = [emit(builder, own_types, *pick(token)) for token in range(max(n_tokens, 1))]
+            return cgutils.pack_array(builder, values) if n_tokens else values[0]
+
+        return (types.UniTuple(result, n_tokens) if n_tokens and result is not types.void else result)(*arg_types), codegen
+
+    return _make_intrinsic(typing_function, arity)
+
+
+def _get_argument_type(arg_type: Any) -> Any:
+    """Return the numba type to which an argument of `make_token_intrinsic` is converted: numbers are int64 or float32."""
+    if isinstance(arg_type, types.Integer):
+        return types.int64
+    return types.float32 if isinstance(arg_type, types.Float) else arg_type
+
+
+def _make_intrinsic(typing_function: Any, arity: int) -> Any:
+    """Return the numba intrinsic of a typing function (typingctx, *argument types)."""
+    names = ["typingctx", *(f"value_{i}" for i in range(arity))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typing_function.__signature__ = inspect.Signature(parameters)
     return intrinsic(typing_function)
 
 
-def _make_vector_op(arity: int, emit: Any) -> Any:
-    """Return an intrinsic that takes `arity` vectors and returns one; emit(builder, *vectors) writes its LLVM code."""
-    return make_intrinsic(vector, *[vector] * arity, emit=emit)
+def _make_vector_op(arity: int, emit: Any, get_result: Callable[[Any], Any] = lambda first: first) -> Any:
+    """Return an intrinsic of vectors, and of numbers, which stand for vectors with the same number in all lanes.
+
+    A pointer stands for the number that it points to. The number is loaded for one token after the other: a tile has no registers
+    for those of all tokens.
+
+    Args:
+        arity: Number of parameters.
+        emit: Writes the LLVM code of one vector: emit(builder, *vectors).
+        get_result: Returns the type of the result, given that of the first vector.
+    """
+
+    def find_first(arg_types: Any) -> Any:
+        return next((arg for arg in arg_types if isinstance(arg, VectorType)), None)
+
+    def emit_vectors(builder: Any, arg_types: Any, *values: Any) -> Any:
+        first = find_first(arg_types)
+        if not first:
+            value = emit(builder, *(widen_to_vector(builder, value, FLOAT_VECTOR) for value in values))
+            return builder.extract_element(value, I32(0))
+        scalar_type = next((arg for arg in arg_types if isinstance(arg, VectorType) and arg.dtype != types.int16), first)
+        parts = [
+            split_vector(builder, value)
+            if isinstance(arg, VectorType)
+            else [widen_to_vector(builder, value, scalar_type.part)] * first.n_parts
+            for arg, value in zip(arg_types, values, strict=True)
+        ]
+        return pack_vector(builder, [emit(builder, *each) for each in zip(*parts, strict=True)])
+
+    def get_type(*arg_types: Any) -> Any:
+        first = find_first(arg_types)
+        return get_result(first) if first else types.float32
+
+    return make_token_intrinsic(arity, get_type, emit_vectors)
+
+
+def widen_to_vector(builder: Any, value: Any, vector_type: Any) -> Any:
+    """Emit a vector with the number `value`, or the one that it points to, in all lanes."""
+    if isinstance(value.type, ir.PointerType):
+        value = builder.load(value)
+    if isinstance(value.type, ir.IntType) and isinstance(vector_type.element, ir.IntType):
+        value = builder.trunc(value, vector_type.element)
+    elif isinstance(value.type, ir.IntType):
+        value = builder.sitofp(value, vector_type.element)
+    return broadcast(builder, value, vector_type)
 
 
 def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
@@ -203,17 +340,17 @@ def _native_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return call_llvm_intrinsic(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
-multiply_add = _native_multiply_add if IS_ARM64 or "+fma" in CPU_FEATURES.split(",") else portable_multiply_add
-add = _make_vector_op(2, lambda b, x, y: b.fadd(x, y))
+multiply_add = _native_multiply_add if IS_ARM64 or "+fma" in FEATURES else portable_multiply_add
+add = _make_vector_op(2, lambda b, x, y: b.fadd(x, y) if x.type.element == F32 else b.add(x, y))
 mul = _make_vector_op(2, lambda b, x, y: b.fmul(x, y))
 div = _make_vector_op(2, lambda b, x, y: b.fdiv(x, y))
 maximum = _make_vector_op(2, _emit_maximum)
 minimum = _make_vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 fma = _make_vector_op(3, multiply_add)
 portable_fma = _make_vector_op(3, portable_multiply_add)
-absolute = _make_vector_op(1, lambda b, x: call_llvm_intrinsic(b, "llvm.fabs.v16f32", FLOAT_VECTOR, x))
-round_half_away = _make_vector_op(1, lambda b, x: call_llvm_intrinsic(b, "llvm.round.v16f32", FLOAT_VECTOR, x))
-rint = _make_vector_op(1, lambda b, x: call_llvm_intrinsic(b, "llvm.rint.v16f32", FLOAT_VECTOR, x))
+absolute = _make_vector_op(1, lambda b, x: call_float_function(b, "fabs", x))
+round_half_away = _make_vector_op(1, lambda b, x: call_float_function(b, "round", x))
+rint = _make_vector_op(1, lambda b, x: call_float_function(b, "rint", x))
 exp2_of_integer = _make_vector_op(1, _emit_exp2_of_integer)
 zero_unless_positive = _make_vector_op(2, _emit_zero_unless_positive)
 swap_pairs = _make_vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
@@ -242,17 +379,21 @@ def get_element_pointer(context: Any, builder: Any, array_type: Any, array: Any,
 
 
 class StorageDtype(NamedTuple):
-    """A storage format of numbers in memory, with its conversion to float32.
+    """A storage format of numbers in memory, with its conversion to the numbers of a vector.
 
     Attributes:
+        name: Name of the format.
         item_bytes: Bytes of an item.
         item: LLVM type of an item.
-        widen: Emits the exact conversion of a vector of items to float32.
+        widen: Emits the exact conversion of a vector of items.
+        loaded: numba type of the converted numbers.
     """
 
+    name: str
     item_bytes: int
     item: Any
     widen: Callable[[Any, Any], Any]
+    loaded: Any = types.float32
 
     @property
     def full_vector(self) -> Any:
@@ -337,13 +478,16 @@ def _widen_codes(builder: Any, codes: Any) -> Any:
     return builder.sitofp(builder.sext(codes, integers_like(codes)), floats_like(codes))
 
 
-INT8_STORAGE = StorageDtype(1, I8, _widen_codes)
-FP32_STORAGE = StorageDtype(4, F32, lambda builder, floats: floats)
-BF16_STORAGE = StorageDtype(2, I16, _widen_bf16)
-PORTABLE_FP16_STORAGE = StorageDtype(2, I16, _widen_fp16_portable)
+INT8_STORAGE = StorageDtype("int8", 1, I8, _widen_codes)
+UINT8_STORAGE = StorageDtype("uint8", 1, I8, lambda builder, codes: builder.zext(codes, integers_like(codes)), types.int32)
+BYTE_STORAGE = StorageDtype("byte", 1, I8, lambda builder, codes: codes, types.uint8)
+INT32_STORAGE = StorageDtype("int32", 4, I32, lambda builder, words: words, types.int32)
+FP32_STORAGE = StorageDtype("fp32", 4, F32, lambda builder, floats: floats)
+BF16_STORAGE = StorageDtype("bf16", 2, I16, _widen_bf16)
+PORTABLE_FP16_STORAGE = StorageDtype("portable fp16", 2, I16, _widen_fp16_portable)
 # Without the instruction, LLVM would call a library function that is not available.
-HAS_FP16_CONVERSION = IS_ARM64 or "+f16c" in CPU_FEATURES.split(",")
-FP16_STORAGE = StorageDtype(2, I16, _widen_fp16) if HAS_FP16_CONVERSION else PORTABLE_FP16_STORAGE
+HAS_FP16_CONVERSION = IS_ARM64 or "+f16c" in FEATURES
+FP16_STORAGE = StorageDtype("fp16", 2, I16, _widen_fp16) if HAS_FP16_CONVERSION else PORTABLE_FP16_STORAGE
 narrow_fp16 = make_narrow_fp16(_to_nearest_fp16 if HAS_FP16_CONVERSION else _to_nearest_fp16_portable)
 portable_narrow_fp16 = make_narrow_fp16(_to_nearest_fp16_portable)
 
@@ -435,6 +579,309 @@ load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_
 def offset_pointer(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
     """Emit a pointer n_floats floats after a pointer to float32, as a pointer to the LLVM type `pointee`."""
     return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
+
+
+# Integers, for the codes of weights
+
+
+def _get_int16_type(words: VectorType) -> VectorType:
+    """Return the type of the 16-bit numbers, two in the place of each 32-bit word."""
+    return VectorType(types.int16, 2 * words.lanes, words.n_parts)
+
+
+def _cast_to_bytes(builder: Any, words: Any) -> Any:
+    return builder.bitcast(words, ir.VectorType(I8, 4 * words.type.count))
+
+
+bit_and = _make_vector_op(2, lambda b, x, y: b.and_(x, y))
+bit_or = _make_vector_op(2, lambda b, x, y: b.or_(x, y))
+bit_xor = _make_vector_op(2, lambda b, x, y: b.xor(x, y))
+shift_left = _make_vector_op(2, lambda b, x, y: b.shl(x, y))
+shift_right = _make_vector_op(2, lambda b, x, y: b.lshr(x, y))
+shift_right_signed = _make_vector_op(2, lambda b, x, y: b.ashr(x, y))
+subtract = _make_vector_op(2, lambda b, x, y: b.sub(x, y))
+# a vector of int32 -> float32 with the same bits
+view_as_float = _make_vector_op(
+    1, lambda b, x: b.bitcast(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
+)
+# a vector of int32 -> float32
+to_float = _make_vector_op(
+    1, lambda b, x: b.sitofp(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
+)
+
+
+def _emit_dot4(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    """Emit acc plus the products of the bytes of each word, multiplied as int16; w is unsigned, x is signed.
+
+    Bytes 0 and 2 of each lane come first, then 1 and 3, like x86's pmaddwd.
+    """
+    shorts = ir.VectorType(I16, 2 * acc.type.count)
+    eight = make_constant_vector(shorts, 8)
+    w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
+    for w_half, x_half in (
+        (builder.and_(w, make_constant_vector(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
+        (builder.lshr(w, eight), builder.ashr(x, eight)),
+    ):
+        for odd in (0, 1):
+            a, b = (builder.sext(shuffle(builder, v, [*range(odd, shorts.count, 2)]), acc.type) for v in (w_half, x_half))
+            acc = builder.add(acc, builder.mul(a, b))
+    return acc
+
+
+def _emit_dot4_vnni(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    return call_llvm_intrinsic(builder, f"llvm.x86.avx512.vpdpbusd.{32 * acc.type.count}", acc.type, acc, w, x)
+
+
+def _emit_dot4_sdot(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+    w, x = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
+    return call_llvm_intrinsic(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, x)
+
+
+def _emit_absolute_bytes(builder: Any, w: Any) -> Any:
+    w_bytes = _cast_to_bytes(builder, w)
+    name = f"llvm.abs.v{w_bytes.type.count}i8"
+    return builder.bitcast(call_llvm_intrinsic(builder, name, w_bytes.type, w_bytes, ir.IntType(1)(0)), w.type)
+
+
+def _emit_sign_bytes(builder: Any, x: Any, w: Any) -> Any:
+    x_bytes, w_bytes = _cast_to_bytes(builder, x), _cast_to_bytes(builder, w)
+    return builder.bitcast(call_llvm_intrinsic(builder, "llvm.x86.avx2.psign.b", x_bytes.type, x_bytes, w_bytes), x.type)
+
+
+def _emit_byte_pairs_avx2(builder: Any, w: Any, x: Any) -> Any:
+    shorts = ir.VectorType(I16, 2 * w.type.count)
+    factors = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
+    return call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, *factors)
+
+
+def _emit_add_pairs_avx2(builder: Any, acc: Any, shorts: Any) -> Any:
+    ones = make_constant_vector(shorts.type, 1)
+    return builder.add(acc, call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, ones))
+
+
+def _emit_dot4_avx2(builder: Any, acc: Any, w: Any, magnitude: Any, x: Any) -> Any:
+    """Emit acc plus the products of signed w and x: |w| times x with the sign of w, for which |w| is unsigned."""
+    pairs = _emit_byte_pairs_avx2(builder, magnitude, _emit_sign_bytes(builder, x, w))
+    return _emit_add_pairs_avx2(builder, acc, pairs)
+
+
+def _emit_byte_products_neon(builder: Any, w: Any, x: Any) -> Any:
+    w, x = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
+    low, high = (
+        call_llvm_intrinsic(
+            builder, "llvm.aarch64.neon.smull.v8i16", ir.VectorType(I16, 8), *(shuffle(builder, v, lanes) for v in (w, x))
+        )
+        for lanes in ([*range(8)], [*range(8, 16)])
+    )
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 16), [*range(16)]))
+
+
+def _emit_add_products_neon(builder: Any, acc: Any, shorts: Any) -> Any:
+    halves = (shuffle(builder, shorts, lanes) for lanes in ([*range(8)], [*range(8, 16)]))
+    pairs = call_llvm_intrinsic(builder, "llvm.aarch64.neon.addp.v8i16", ir.VectorType(I16, 8), *halves)
+    return builder.add(acc, call_llvm_intrinsic(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
+
+
+# (sums, w, x) -> int32 sums plus the 4 byte products of each word; w is unsigned, x is signed
+dot4 = _make_vector_op(3, _emit_dot4)
+dot4_vnni = _make_vector_op(3, _emit_dot4_vnni)
+# The same with signed w; AVX2 takes (sums, w, |w|, x)
+dot4_sdot = _make_vector_op(3, _emit_dot4_sdot)
+dot4_avx2 = _make_vector_op(4, _emit_dot4_avx2)
+dot4_neon = _make_vector_op(3, lambda b, acc, w, x: _emit_add_products_neon(b, acc, _emit_byte_products_neon(b, w, x)))
+# four bytes per word -> their absolute values
+absolute_bytes = _make_vector_op(1, _emit_absolute_bytes)
+# The parts of these. (w, x) -> 16-bit sums of two byte products (AVX2, unsigned w) or 16-bit products (NEON);
+# (shorts, w, x) -> those, added to 16-bit sums; (sums, shorts) -> int32 sums plus the 16-bit sums of each word
+multiply_pairs_avx2 = _make_vector_op(2, _emit_byte_pairs_avx2, _get_int16_type)
+multiply_pairs_neon = _make_vector_op(
+    2, _emit_byte_products_neon, lambda words: VectorType(types.int16, 4 * words.lanes, words.n_parts)
+)
+add_pairs_avx2 = _make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, _emit_byte_pairs_avx2(b, w, x)))
+add_pairs_neon = _make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, _emit_byte_products_neon(b, w, x)))
+widen_pairs_avx2 = _make_vector_op(2, _emit_add_pairs_avx2)
+widen_pairs_neon = _make_vector_op(2, _emit_add_products_neon)
+
+
+# 16-byte tables
+
+TABLE_BYTES = 16
+Lookup = tuple[str, int]  # an LLVM intrinsic, "" for none, and the number of bytes that it looks up at a time
+
+
+def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
+    """Return the `Lookup` for a table of 16 bytes on a CPU with the given LLVM features, of at most max_bytes at a time."""
+    if "+avx512vbmi" in features and max_bytes >= 64:
+        return "llvm.x86.avx512.permvar.qi.512", 64
+    if "+avx512bw" in features and max_bytes >= 64:
+        return "llvm.x86.avx512.pshuf.b.512", 64
+    if "+avx2" in features and max_bytes >= 32:
+        return "llvm.x86.avx2.pshuf.b", 32
+    if "+ssse3" in features or "+avx" in features:
+        return "llvm.x86.ssse3.pshuf.b.128", 16
+    return ("llvm.aarch64.neon.tbl1.v16i8" if IS_ARM64 else "", 64)
+
+
+def interleave(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    """Emit a vector of the lanes of vectors a and b with the given indexes; b's lanes are numbered after a's."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
+
+
+def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
+    """Emit a vector of the bytes of a table (16,) selected by codes (n,); the upper 4 bits of a code are ignored."""
+    (name, size), n = lookup, codes.type.count
+    if n > size:
+        halves = [*range(n // 2)], [*range(n // 2, n)]
+        first, last = (emit_lookup(builder, table, shuffle(builder, codes, lanes), lookup) for lanes in halves)
+        return interleave(builder, first, last, range(n))
+    if size < 64 or "permvar" not in name:
+        codes = builder.and_(codes, make_constant_vector(codes.type, TABLE_BYTES - 1))
+    if name:
+        return call_llvm_intrinsic(builder, name, codes.type, shuffle(builder, table, [i % TABLE_BYTES for i in range(n)]), codes)
+    found = shuffle(builder, table, [0] * n)
+    for i in range(1, TABLE_BYTES):
+        is_match = builder.icmp_unsigned("==", codes, make_constant_vector(codes.type, i))
+        found = builder.select(is_match, shuffle(builder, table, [i] * n), found)
+    return found
+
+
+def make_lookup(numbers: Sequence[int]) -> Any:
+    """Return an intrinsic that replaces each byte of a vector of words, which is below 16, by a number of a table."""
+    table = ir.Constant(ir.VectorType(I8, TABLE_BYTES), [*numbers])
+
+    def emit(builder: Any, words: Any) -> Any:
+        codes = _cast_to_bytes(builder, words)
+        found = emit_lookup(builder, table, codes, choose_lookup(FEATURES, codes.type.count))
+        return builder.bitcast(found, words.type)
+
+    return _make_vector_op(1, emit)
+
+
+# Pointers, for tiles: they are cheaper to pass than arrays
+
+
+def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: int = REGISTER_LANES) -> Any:
+    """Return an intrinsic (array or pointer, index) -> pointer to an item; the index counts items of the array or pointer.
+
+    Args:
+        storage: Storage format of the numbers; None: that of the pointer, or by the array's dtype (see `get_storage_dtype`).
+        rows: Numbers that `load_vector` reads at a time.
+        lanes: Numbers in a register.
+    """
+
+    def typing_function(typingctx: Any, source: Any, index: Any) -> Any:
+        known = source.storage if isinstance(source, PointerType) else get_storage_dtype(source)
+        result = PointerType(storage or known, rows, lanes)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            start = (
+                args[0]
+                if isinstance(source, PointerType)
+                else cgutils.create_struct_proxy(source)(context, builder, args[0]).data
+            )
+            return builder.bitcast(builder.gep(start, [args[1]]), result.storage.item.as_pointer())
+
+        return result(source, types.intp), codegen
+
+    return _make_intrinsic(typing_function, 2)
+
+
+# pointer -> bytes of an item
+get_item_bytes = make_token_intrinsic(
+    1, lambda pointer: types.int64, lambda b, arg_types, pointer: I64(arg_types[0].storage.item_bytes)
+)
+
+
+def make_row_splitter(n_tokens: int) -> Any:
+    """Return an intrinsic (pointer, stride) -> tuple of pointers to the rows of n_tokens tokens, `stride` items apart."""
+
+    def typing_function(typingctx: Any, pointer: Any, stride: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            rows = [builder.gep(args[0], [builder.mul(args[1], I64(token))]) for token in range(n_tokens)]
+            return cgutils.pack_array(builder, rows)
+
+        return types.UniTuple(pointer, n_tokens)(pointer, types.intp), codegen
+
+    return _make_intrinsic(typing_function, 2)
+
+
+def _emit_vector_load(builder: Any, arg_types: Any, pointer: Any, index: Any) -> Any:
+    parts = range(arg_types[0].vector.n_parts)
+    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, part) for part in parts])
+
+
+def _emit_part_load(builder: Any, pointer_type: PointerType, pointer: Any, index: Any, part: int) -> Any:
+    """Emit the load of one part of a vector, widened."""
+    storage, lanes = pointer_type.storage, pointer_type.vector.lanes
+    at = builder.gep(pointer, [builder.add(index, I64(part * lanes))])
+    at = builder.bitcast(at, storage.vector(lanes).as_pointer())
+    return storage.widen(builder, builder.load(at, align=storage.item_bytes))
+
+
+def _emit_prefetch(builder: Any, arg_types: Any, pointer: Any, offset: Any, is_write: int = 0) -> None:
+    keep, data = 3, 1
+    at = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
+    flags = [ir.Constant(I32, flag) for flag in (is_write, keep, data)]
+    call_llvm_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
+
+
+def _emit_vector_store(builder: Any, arg_types: Any, pointer: Any, index: Any, value: Any) -> None:
+    for i, part in enumerate(split_vector(builder, value)):
+        at = builder.gep(pointer, [builder.add(index, I64(i * part.type.count))])
+        builder.store(part, builder.bitcast(at, part.type.as_pointer()), align=arg_types[0].storage.item_bytes)
+
+
+def _emit_fill(builder: Any, arg_types: Any, pointer: Any, number: Any) -> Any:
+    vector_type = arg_types[0].vector
+    return pack_vector(builder, [widen_to_vector(builder, number, vector_type.part)] * vector_type.n_parts)
+
+
+@intrinsic
+def fma_loaded(typingctx, w, index, xs, sums):
+    """Return fma(load_vector(w, index), xs, sums) for tuples of numbers and of sums, with as few values in registers as possible.
+
+    Either all weights are loaded first, or all numbers xs, whichever are fewer.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums = [split_vector(builder, each) for each in cgutils.unpack_tuple(builder, args[3])]
+        xs = [widen_to_vector(builder, x, w.vector.part) for x in cgutils.unpack_tuple(builder, args[2])]
+
+        def load(part: int) -> Any:
+            return _emit_part_load(builder, w, args[0], args[1], part)
+
+        if w.vector.n_parts < len(sums):
+            weights = [load(part) for part in range(w.vector.n_parts)]
+            results = [
+                [multiply_add(builder, *each) for each in zip(weights, [x] * len(parts), parts, strict=True)]
+                for x, parts in zip(xs, sums, strict=True)
+            ]
+        else:
+            columns = []
+            for part in range(w.vector.n_parts):
+                weight = load(part)
+                columns.append([multiply_add(builder, weight, x, each[part]) for x, each in zip(xs, sums, strict=True)])
+            results = [[*row] for row in zip(*columns, strict=True)]
+        return cgutils.pack_array(builder, [pack_vector(builder, parts) for parts in results])
+
+    return sums(w, types.int64, xs, sums), codegen
+
+
+# (pointer, index) -> the vector of numbers from an index on
+load_vector = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_vector_load)
+# (pointer, index, vector, n_tokens): write a vector from an index on
+store_vector = make_token_intrinsic(4, lambda *arg_types: types.void, _emit_vector_store)
+# (pointer, index) -> the number at an index
+load_number = make_token_intrinsic(
+    2, lambda pointer, index: pointer.vector.dtype, lambda b, arg_types, pointer, index: b.load(b.gep(pointer, [index]))
+)
+# (pointer, index) -> pointer to the number at an index
+advance = make_token_intrinsic(2, lambda pointer, index: pointer, lambda b, arg_types, pointer, index: b.gep(pointer, [index]))
+# (pointer, number) -> a vector like those that it points to, with the number in all lanes
+fill_vector = make_token_intrinsic(2, lambda pointer, number: pointer.vector, _emit_fill)
+# (pointer, offset, n_tokens): prefetch the cache line at an offset in bytes, for reading or for writing
+prefetch = make_token_intrinsic(3, lambda *arg_types: types.void, _emit_prefetch)
+prefetch_for_writing = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, is_write=1))
 
 
 @intrinsic

@@ -13,10 +13,9 @@ from specdec.quant import BF16, FP16, FP32, INT4, INT8
 from specdec.quant.gguf_repacking import WEIGHT_FORMATS as BLOCK_FORMATS
 from specdec.quant.packed_matrix import ALL_PANELS, ExpertRouting, pack_matrix
 from specdec.runtime import op_program
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
-from specdec.runtime.simd import round_up
+from specdec.runtime.simd import PANEL_ROWS, round_up
 from tests.tools.block_tensors import RandomBlockTensor
 from tests.tools.random_models import run_sequentially
 

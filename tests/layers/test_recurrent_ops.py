@@ -8,9 +8,9 @@ import pytest
 from specdec.layers.block import N_REWINDABLE_STATES, NO_VECTOR
 from specdec.layers.buffers import Allocator
 from specdec.layers.recurrent_ops import convolve, gated_convolution, make_ring
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
+from specdec.runtime.simd import PANEL_ROWS
 from tests.tools.random_models import THREAD_COUNTS, round_to_float32
 
 BASE = 2 * PANEL_ROWS  # first channel in the rows of `convolve`

@@ -12,9 +12,9 @@ from specdec.quant import BF16, INT4, INT8, choose_weight_format, packed_matrix
 from specdec.quant import FP32 as FP32_KIND
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.packed_matrix import WeightFormat, convert, pack_matrix
-from specdec.runtime.matmul_tile import LINE_BYTES, LINE_WORDS, PANEL_ROWS
 from specdec.runtime.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
 from specdec.runtime.op_program import run_on_all_threads
+from specdec.runtime.simd import LINE_BYTES, LINE_WORDS, PANEL_ROWS
 from tests.tools.block_tensors import RandomBlockTensor
 from tests.tools.random_models import THREAD_COUNTS
 

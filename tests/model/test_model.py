@@ -19,7 +19,7 @@ from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8
-from specdec.runtime.matmul_tile import PANEL_ROWS
+from specdec.runtime.simd import PANEL_ROWS
 from tests.tools import reference
 from tests.tools.checkpoint_files import ROOT, SHARED, random_tensors
 from tests.tools.configs import replace_config

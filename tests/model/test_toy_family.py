@@ -14,8 +14,8 @@ from specdec.model.llama import Llama
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT8
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Kernel
+from specdec.runtime.simd import PANEL_ROWS
 from specdec.runtime.work_stealing import get_chunk_range
 from specdec.sampling import Sampling
 from tests.tools import reference

@@ -24,12 +24,12 @@ from specdec.quant import (
     bf16_12bit_llvm,
     choose_weight_format,
 )
-from specdec.quant.matmul_kernels import MatmulArgs
+from specdec.quant.matmul import MatmulArgs
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, pack_matrix
-from specdec.runtime.matmul_tile import PANEL_ROWS, make_tile
+from specdec.runtime.matmul_tile import make_tile
 from specdec.runtime.memory import Arena, zeros
 from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
-from specdec.runtime.simd import ceil_div, round_up
+from specdec.runtime.simd import PANEL_ROWS, ceil_div, round_up
 from specdec.runtime.work_stealing import get_chunk_range
 from tests.tools.half_precision import assert_same_bits, half_tensors, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product

@@ -1,5 +1,6 @@
 """bf16 and fp16 weights: exact widening, and products equal to fp32's of the widened weights bit for bit."""
 
+import functools
 import os
 import pickle
 import subprocess
@@ -14,9 +15,8 @@ from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import BF16, FP16, FP32, INT8, WeightFormat, choose_weight_format
 from specdec.quant.fp32 import get_float_activations
-from specdec.quant.matmul_kernels import make_matmul
+from specdec.quant.matmul import Tile, make_float_tile, make_matmul
 from specdec.quant.packed_matrix import Floats, pack_matrix, to_float32
-from specdec.runtime.matmul_tile import make_float_tile
 from specdec.runtime.memory import all_finite, zeros
 from specdec.runtime.op_program import Kernel
 from specdec.runtime.simd import LANES, PORTABLE_FP16_STORAGE, load_bf16, load_fp16, make_load, round_up, store
@@ -26,7 +26,7 @@ from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run
 
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 FORMATS = {"bf16": BF16, "fp16": FP16}
-portable_matmul = make_matmul(*make_float_tile("portable_fp16_tile", PORTABLE_FP16_STORAGE), get_float_activations)
+portable_matmul = make_matmul(Tile(functools.partial(make_float_tile, PORTABLE_FP16_STORAGE)), get_float_activations)
 load_portable_fp16 = make_load(PORTABLE_FP16_STORAGE)
 
 

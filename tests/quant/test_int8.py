@@ -27,16 +27,15 @@ from specdec.quant.int8 import (
     PORTABLE_INT8,
     choose_dot4,
     get_quantized_activations,
-    make_dot4_tile,
+    make_tile,
     quantize_activations,
     quantize_rows,
 )
-from specdec.quant.matmul_kernels import make_matmul
+from specdec.quant.matmul import make_matmul
 from specdec.quant.packed_matrix import Int8Rows, pack_matrix
-from specdec.runtime.matmul_tile import PANEL_ROWS
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Kernel
-from specdec.runtime.simd import CPU_FEATURES, round_up
+from specdec.runtime.simd import CPU_FEATURES, PANEL_ROWS, round_up
 from tests.tools import reference
 from tests.tools.block_tensors import FEATURES, RUNS_HERE
 from tests.tools.checkpoint_files import ROOT, SHARED, quantized_tensors, random_tensors, write_checkpoint, write_int8_checkpoint
@@ -99,7 +98,7 @@ def test_activations_are_quantized_like_runq(n, group_size):
 @functools.cache
 def make_format(instruction_set: str) -> WeightFormat:
     """Return int8 with the matmul of that instruction set, even if the CPU would choose another."""
-    return replace(INT8, matmul=Kernel(make_matmul(*make_dot4_tile(instruction_set), get_quantized_activations), cache=False))
+    return replace(INT8, matmul=Kernel(make_matmul(make_tile(instruction_set), get_quantized_activations), cache=False))
 
 
 @pytest.mark.campaign
@@ -179,7 +178,7 @@ OLD_CPU = {"NUMBA_CPU_NAME": "ivybridge", "NUMBA_CPU_FEATURES": "+sse4.2,+avx"}
 OLDER_CPU = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt,+popcnt"}
 INT8_LOGITS = """
 from specdec.runtime.simd import CPU_FEATURES
-from specdec.quant.int8 import choose_dot4
+from specdec.quant.dot4 import choose_dot4
 from tests.tools.random_models import CONFIGS, int8_model, random_tokens
 config = CONFIGS["gqa"]
 print(choose_dot4(CPU_FEATURES), int8_model(config).new_cache().forward(random_tokens(config, 20), 20).tobytes().hex())

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from specdec.runtime.dot_tile import compute_dots
-from specdec.runtime.matmul_tile import PANEL_ROWS, StridedRows
-from specdec.runtime.simd import round_up
+from specdec.runtime.matmul_tile import StridedRows
+from specdec.runtime.simd import PANEL_ROWS, round_up
 
 
 @numba.njit

@@ -1,0 +1,489 @@
+"""A matmul: the equation, the tile that computes a part of it in registers, and the kernels that run a tile over all panels.
+
+A matrix (rows, n) lies in panels of R = PANEL_ROWS rows, columns (k) outermost, so a vector holds the rows of one column. A
+tile multiplies a panel by T tokens and keeps the sums in registers. Each sum is one chain, of one row and one token, so its
+bits do not depend on the number of tokens that share the tile.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import types
+from numba.extending import typeof_impl
+
+from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
+from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Ints1, Ints2, Kernel
+from specdec.runtime.simd import (  # fmt: skip
+    BYTE_STORAGE,
+    FP32_STORAGE,
+    HAS_AVX512,
+    LINE_BYTES,
+    LINE_WORDS,
+    MAX_TILE_TOKENS,
+    N_REGISTERS,
+    PANEL_ROWS,
+    REGISTER_LANES,
+    StorageDtype,
+    advance,
+    ceil_div,
+    fill_vector,
+    fma,
+    fma_loaded,
+    get_item_bytes,
+    load_number,
+    load_vector,
+    make_pointer_getter,
+    make_row_splitter,
+    prefetch,
+    prefetch_for_writing,
+    store_vector,
+)
+from specdec.runtime.work_stealing import get_chunk_range
+
+MAX_PAIR_TOKENS = 4 if HAS_AVX512 else 1  # of a tile over two panels, which needs more registers
+UNROLL = 2  # columns per iteration: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
+# 8 KiB, the best of 4, 8 and 16 on Zen 5: 15M int8 from L3, 8 tokens take 0.53 ms, with the others 0.61 and 0.56.
+PREFETCH_WORDS = 2048
+FLOAT_BYTES = 4
+# (pointers, index) -> a number of each token. Either all are loaded at once, or the vector operations load one after the other.
+get_number = load_number if N_REGISTERS == 32 else advance
+
+
+@jitable
+def multiply_reference(out, w, x):
+    """out[t, R p + r] = sum over k of w[p, k, r] * x[t, k], in ascending k, each product added with one rounding.
+
+    The definition of a matmul: every tile over floats gives these bits. Tests and the root's kernels.py compare with it.
+    """
+    n_panels, n, rows = w.shape
+    for t in range(x.shape[0]):
+        for p in range(n_panels):
+            for r in range(rows):
+                total = 0.0
+                for k in range(n):
+                    total = fma(w[p, k, r], x[t, k], total)
+                out[t, p * rows + r] = total
+
+
+class TileShape(NamedTuple):
+    """The block of sums that a tile keeps in registers: for each of n_tokens tokens, a vector of `rows` rows."""
+
+    rows: int
+    n_tokens: int
+
+
+def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_weight_stationary: bool = False) -> TileShape:
+    """Return the tile shape with the most rows (`rows`, half of them and so on) for which all values fit in registers.
+
+    The values are all sums, one more register, and the weights of one k if is_weight_stationary, otherwise the weights or the
+    activations, whichever are fewer. So with 16 registers of 8 lanes a tile has a panel's rows for 1 to 3 tokens, and half of
+    them for 4 to 6. One thread of Zen 3 reaches 35 to 37 GMAC/s with those, of a limit of 37, and 30 to 34 where 3 tokens of a
+    whole panel need one more register.
+
+    Args:
+        rows: Rows of a panel.
+        n_tokens: Tokens of the tile.
+        lanes: Lanes of a register.
+        is_weight_stationary: Whether the weights of one k stay in registers.
+    """
+    n = rows // lanes
+    while n > 1 and n * n_tokens + (n if is_weight_stationary else min(n, n_tokens)) + 1 > N_REGISTERS:
+        n //= 2
+    return TileShape(n * lanes, n_tokens)
+
+
+class Rows(NamedTuple):
+    """Rows of floats, one for each token: a pointer to the first row, and the floats from one row to the next."""
+
+    start: Any
+    stride: Any
+
+
+class TileArgs(NamedTuple):
+    """Arguments of a tile.
+
+    Attributes:
+        out: `Rows` of sums, PANEL_ROWS floats each.
+        w: Pointer to the panel of weights.
+        ahead: Pointer to where the prefetch starts.
+        ahead_step: Bytes to prefetch per k, or per word of a group.
+        x: `Rows` of activations, as floats or as the weight format quantizes them.
+        n: Columns, groups or blocks.
+        stride: Number that only some tiles need, see there.
+        accumulate: Whether to add to out.
+    """
+
+    out: Any
+    w: Any
+    ahead: Any
+    ahead_step: Any
+    x: Any
+    n: Any
+    stride: Any
+    accumulate: Any
+
+
+point_to_floats, point_to_bytes, point_by_dtype = map(make_pointer_getter, (FP32_STORAGE, BYTE_STORAGE, None))
+
+
+@jitable
+def add_product(sums, w, x):
+    """Return sums + w * x, the arithmetic of a tile over floats."""
+    return fma(w, x, sums)
+
+
+@jitable
+def prefetch_lines(pointer, offset, n_bytes):
+    """Prefetch the cache lines of n_bytes bytes, but at least one, from a byte offset on."""
+    for line in range(0, max(n_bytes, 1), LINE_BYTES):
+        prefetch(pointer, offset + line, 1)
+
+
+@jitable
+def start_sums(outs, rows, n_tokens, accumulate):
+    """Return the initial sums of a tile: out if it accumulates, else 0.
+
+    Also prefetches out's rows of the next panel: 64 rows of logits are 64 streams, more than the hardware prefetcher follows.
+    """
+    for row in range(0, rows, LINE_WORDS):
+        prefetch_for_writing(outs, (PANEL_ROWS + row) * FLOAT_BYTES, n_tokens)
+    return load_vector(outs, 0) if accumulate else fill_vector(outs, 0.0)
+
+
+def make_float_tile(storage: StorageDtype | None, shape: TileShape) -> Callable[..., None]:
+    """Return a tile over a panel of float weights.
+
+    Args:
+        storage: How the weights are stored; None: as the pointer's type says.
+        shape: Its rows and its maximum number of tokens.
+    """
+    rows, max_tokens = shape
+    n_blocks = PANEL_ROWS // rows  # row blocks of the panel, one after another
+    get_weights, get_out = make_pointer_getter(storage, rows), make_pointer_getter(FP32_STORAGE, rows)
+    split_tokens = make_row_splitter(max_tokens)
+
+    def tile(n_tokens, p):
+        """out[t, r] (+)= sum over k of w[k, r] * x[t, k] for the rows r of a panel, and tokens t < n_tokens.
+
+        xs, outs and sums are tuples with a pointer or a vector for each token. `fma_loaded` multiplies the weights of a column by
+        the number that each token has there, and adds each product to the token's sums.
+        """
+        xs, step, whole = split_tokens(p.x.start, p.x.stride), p.ahead_step // n_blocks, p.n // UNROLL * UNROLL
+        n_bytes = UNROLL * PANEL_ROWS * get_item_bytes(get_weights(p.w, 0)) // n_blocks  # to prefetch in an iteration
+        for block in range(n_blocks):
+            outs = split_tokens(get_out(p.out.start, block * rows), p.out.stride)
+            w, ahead = advance(get_weights(p.w, 0), block * rows), advance(p.ahead, block * step * p.n)
+            sums = start_sums(outs, rows, n_tokens, p.accumulate)
+            for k in range(0, whole, UNROLL):
+                prefetch_lines(ahead, k * step, n_bytes)
+                for i in range(k, k + UNROLL):
+                    sums = fma_loaded(w, i * PANEL_ROWS, get_number(xs, i), sums)
+            for k in range(whole, p.n):
+                sums = fma_loaded(w, k * PANEL_ROWS, get_number(xs, k), sums)
+            store_vector(outs, 0, sums, n_tokens)
+
+    return tile
+
+
+def make_pair_tile(shape: TileShape) -> Callable[..., None]:
+    """Return a tile over two panels, `stride` items apart, which has more chains for few tokens; see `make_float_tile`."""
+    get_weights, get_out = make_pointer_getter(None, PANEL_ROWS), make_pointer_getter(FP32_STORAGE, PANEL_ROWS)
+    split_tokens = make_row_splitter(shape.n_tokens)
+
+    def tile(n_tokens, p):
+        """out[t, r] (+)= sum over k of w[k, r] * x[t, k] for the rows r of two panels, and tokens t < n_tokens."""
+        xs, low, high = split_tokens(p.x.start, p.x.stride), get_weights(p.w, 0), get_weights(p.w, p.stride)
+        item_bytes = get_item_bytes(low)
+        low_out = split_tokens(get_out(p.out.start, 0), p.out.stride)
+        high_out = split_tokens(get_out(p.out.start, PANEL_ROWS), p.out.stride)
+        low_sums = start_sums(low_out, PANEL_ROWS, n_tokens, p.accumulate)
+        high_sums = start_sums(high_out, PANEL_ROWS, n_tokens, p.accumulate)
+        whole = p.n // UNROLL * UNROLL
+        for k in range(0, whole, UNROLL):
+            prefetch_lines(p.ahead, k * p.ahead_step, UNROLL * PANEL_ROWS * item_bytes)
+            prefetch_lines(p.ahead, k * p.ahead_step + p.stride * item_bytes, UNROLL * PANEL_ROWS * item_bytes)
+            for i in range(k, k + UNROLL):
+                low_sums = fma_loaded(low, i * PANEL_ROWS, get_number(xs, i), low_sums)
+                high_sums = fma_loaded(high, i * PANEL_ROWS, get_number(xs, i), high_sums)
+        for k in range(whole, p.n):
+            low_sums = fma_loaded(low, k * PANEL_ROWS, get_number(xs, k), low_sums)
+            high_sums = fma_loaded(high, k * PANEL_ROWS, get_number(xs, k), high_sums)
+        store_vector(low_out, 0, low_sums, n_tokens)
+        store_vector(high_out, 0, high_sums, n_tokens)
+
+    return tile
+
+
+class Tile:
+    """The tiles of a weight format, as one function that compiled code calls: tile(n_tokens, TileArgs).
+
+    A tile is compiled once for each number of rows, with sums for max_tokens tokens, and then inlined for each number of tokens.
+    There it stores only the sums of those tokens, and LLVM removes all that belongs to the others.
+
+    Attributes:
+        make: Returns the tile of a shape, a function (n_tokens, `TileArgs`).
+        choose_shape: (rows, tokens) -> shape.
+        max_tokens: Maximum number of tokens, at most 8.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[TileShape], Callable[..., None]],
+        choose_shape: Callable[[int, int], TileShape] = choose_tile_shape,
+        max_tokens: int = MAX_TILE_TOKENS,
+    ) -> None:
+        """Create it; the tiles are made when a kernel that calls them is compiled."""
+        self.make, self.choose_shape, self.max_tokens = make, choose_shape, max_tokens
+
+    @property
+    def max_full_panel_tokens(self) -> int:
+        """The maximum number of tokens with which a tile still covers all rows of a panel at once."""
+        fits = (t for t in range(1, self.max_tokens + 1) if self.choose_shape(PANEL_ROWS, t).rows == PANEL_ROWS)
+        return max(fits, default=0)
+
+    def get_shapes(self) -> list[TileShape]:
+        """Return the shape for each number of tokens, with the maximum number of tokens of its rows."""
+        rows = [self.choose_shape(PANEL_ROWS, t).rows for t in range(1, self.max_tokens + 1)]
+        return [TileShape(n, max(t + 1 for t, other in enumerate(rows) if other == n)) for n in rows]
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """The numba dispatcher of tile(n_tokens, args)."""
+        shapes = self.get_shapes()
+        tiles = {shape: make_dispatcher(self.make(shape), is_inlined=True) for shape in dict.fromkeys(shapes)}
+        none = make_dispatcher(lambda n_tokens, args: None)
+        return make_dispatcher(_make_switch([tiles[shape] for shape in shapes] + [none] * (8 - self.max_tokens)))
+
+
+def _make_switch(tiles: list[Any]) -> Callable[..., None]:
+    """Return a function that calls one of 8 tiles, with a constant number of tokens."""
+    tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8 = tiles
+
+    def call_tile(n_tokens, args):
+        if n_tokens == 1:
+            tile_1(1, args)
+        elif n_tokens == 2:
+            tile_2(2, args)
+        elif n_tokens == 3:
+            tile_3(3, args)
+        elif n_tokens == 4:
+            tile_4(4, args)
+        elif n_tokens == 5:
+            tile_5(5, args)
+        elif n_tokens == 6:
+            tile_6(6, args)
+        elif n_tokens == 7:
+            tile_7(7, args)
+        else:
+            tile_8(8, args)
+
+    return call_tile
+
+
+@typeof_impl.register(Tile)
+def _get_type_of_tile(tile: Tile, context: Any) -> Any:
+    return types.Dispatcher(tile.dispatcher)
+
+
+class MatmulSlice(NamedTuple):
+    """The part of a matmul to compute: panels first to last (exclusive) for n_tokens tokens.
+
+    out_panel_offset: Panels of the output above the matrix's own.
+    """
+
+    first: int
+    last: int
+    n_tokens: int
+    out_panel_offset: int
+
+
+@inlined
+def multiply_panels(tile, limits, out, w, x, group_words, part, accumulate):
+    """out[t] (+)= W x[t] for the panels and tokens of a `MatmulSlice`, by a `Tile` with its (max_tokens, max_full_panel_tokens).
+
+    The tile runs over k, or over groups of group_words. With several row blocks or tiles, the first finds its panel in the cache:
+    each of the earlier ones has prefetched a share of it, so memory is never idle while they compute.
+    """
+    n_tiles, words = ceil_div(part.n_tokens, limits[0]), w.shape[1] * w.shape[2]
+    ahead_step = ceil_div(w.shape[2] // (group_words + 1), n_tiles) * FLOAT_BYTES
+    for panel in range(part.first, part.last):
+        start = panel * words
+        for i in range(n_tiles):
+            t, end = get_chunk_range(part.n_tokens, i, n_tiles)
+            ahead = start + (PREFETCH_WORDS if part.n_tokens <= limits[1] else words + i * words // n_tiles)
+            out_start = point_to_floats(out, t * out.shape[1] + (part.out_panel_offset + panel) * PANEL_ROWS)
+            x_rows = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1])
+            weights, ahead_start = point_to_floats(w, start), point_to_bytes(w, ahead)
+            args = TileArgs(
+                Rows(out_start, out.shape[1]), weights, ahead_start, ahead_step, x_rows, w.shape[1], group_words, accumulate != 0
+            )
+            tile(end - t, args)
+
+
+class Panels(NamedTuple):
+    """Several panels of stored floats.
+
+    Attributes:
+        start: Pointer to the first.
+        stride: Items from one to the next.
+        n_panels: Their number.
+        ahead: Items from what is read to what is prefetched.
+    """
+
+    start: Any
+    stride: Any
+    n_panels: Any
+    ahead: Any
+
+
+tile_by_dtype = Tile(functools.partial(make_float_tile, None))
+pair_tile_by_dtype = Tile(make_pair_tile, lambda rows, n_tokens: TileShape(rows, n_tokens), MAX_PAIR_TOKENS)
+
+
+@jitable
+def multiply_stored_panels(out, w, x, n, n_tokens, accumulate):
+    """out[t] (+)= w x[t] for w (`Panels` of float32, fp16 or int8 codes), where out and x are `Rows`.
+
+    With up to MAX_PAIR_TOKENS tokens, a tile covers two panels: one has so few sums that each addition would wait for the
+    previous one.
+    """
+    item_bytes = get_item_bytes(w.start)
+    panel = 0
+    while panel < w.n_panels:
+        start = advance(w.start, panel * w.stride)
+        ahead = point_to_bytes(advance(start, w.ahead), 0)
+        rows = Rows(advance(out.start, panel * PANEL_ROWS), out.stride)
+        args = TileArgs(rows, start, ahead, PANEL_ROWS * item_bytes, x, n, w.stride, accumulate)
+        if n_tokens <= MAX_PAIR_TOKENS and panel + 1 < w.n_panels:
+            pair_tile_by_dtype(n_tokens, args)
+            panel += 2
+        else:
+            tile_by_dtype(n_tokens, args)
+            panel += 1
+
+
+# Kernels
+
+
+class MatmulArgs(NamedTuple):
+    """Arguments of the kernel that `Matrix.matmul` runs.
+
+    accumulate and logits_only are 0 or 1; first_panel and n_total_panels: see `Matrix`.
+    """
+
+    out: Floats2
+    w: Floats3
+    x: Floats3
+    scratch: Floats3
+    n: int
+    group_size: int
+    accumulate: int
+    unit: int
+    logits_only: int
+    first_panel: int
+    n_total_panels: int
+
+
+class ExpertMatmulArgs(NamedTuple):
+    """Arguments of the kernel that `Matrix.expert_matmul` runs; see there for per_token."""
+
+    out: Floats2
+    w: Floats3
+    x: Floats3
+    scratch: Floats3
+    gathered: Floats3
+    tokens: Ints2
+    starts: Ints2
+    n: int
+    group_size: int
+    per_token: int
+    unit: int
+
+
+@inlined
+def get_chunk_panels(run, p):
+    """Return the first and the end panel of `MatmulArgs.w` in this chunk of the whole matrix, split `unit` panels at a time."""
+    first, last = get_chunk_range(p.n_total_panels // p.unit, run.chunk, run.n_chunks)
+    return max(p.unit * first - p.first_panel, 0), min(p.unit * last - p.first_panel, p.w.shape[0])
+
+
+def make_matmul(tile: Tile, get_activations: Any) -> Callable[..., None]:
+    """Return the kernel function of `Matrix.matmul` that multiplies by a tile.
+
+    Args:
+        tile: The tile.
+        get_activations: Inlined function (run, thread, args, n_tokens) that returns x in the form that the tile takes, and the
+            words per group (`stride` of the tile).
+    """
+    limits = tile.max_tokens, tile.max_full_panel_tokens
+
+    def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
+        first, last = get_chunk_panels(run, p)
+        n_tokens = run.n_logits if p.logits_only else run.n_tokens
+        x, group_words = get_activations(run, thread, p, n_tokens)
+        multiply_panels(tile, limits, p.out, p.w, x, group_words, MatmulSlice(first, last, n_tokens, p.first_panel), p.accumulate)
+
+    return matmul
+
+
+def make_expert_matmul(tile: Tile, get_activations: Any) -> Callable[..., None]:
+    """Return the kernel function of `Matrix.expert_matmul` that multiplies this chunk's panels of every expert by a tile.
+
+    The tile needs the rows of x of one expert's tokens next to each other. With one row per slot they are; with one row per token
+    they are copied if tokens lie between them.
+    """
+    limits = tile.max_tokens, tile.max_full_panel_tokens
+
+    def expert_matmul(run: ForwardContext, thread: int, p: ExpertMatmulArgs) -> None:
+        rows, group_words = get_activations(run, thread, p, run.n_tokens * max(p.per_token, 1))
+        starts, slot_tokens, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
+        expert_panels = p.w.shape[0] // (starts.size - 1)
+        first, last = get_chunk_range(expert_panels // p.unit, run.chunk, run.n_chunks)
+        for expert in range(starts.size - 1):
+            start, end = starts[expert], starts[expert + 1]
+            n = end - start
+            if n == 0:
+                continue
+            at = start if p.per_token > 0 else slot_tokens[start]
+            x = rows[at : at + n]
+            if p.per_token == 0 and slot_tokens[end - 1] != at + n - 1:  # tokens ascend, so these rows are not consecutive
+                for i in range(n):
+                    token = slot_tokens[start + i]
+                    for k in range(rows.shape[1]):
+                        gathered[i, k] = rows[token, k]
+                x = gathered[:n]
+            w, matmul_slice = (
+                p.w[expert * expert_panels : (expert + 1) * expert_panels],
+                MatmulSlice(p.unit * first, p.unit * last, n, 0),
+            )
+            multiply_panels(tile, limits, p.out[start:end], w, x, group_words, matmul_slice, False)
+
+    return expert_matmul
+
+
+def make_matmul_kernels(module: str, prefix: str, tile: Tile, get_activations: Any) -> tuple[Kernel, Kernel]:
+    """Return the matmul and the expert matmul kernel of a tile, registered in a module under names that start with `prefix`.
+
+    The other arguments are those of `make_matmul`.
+    """
+    kernels = make_matmul(tile, get_activations), make_expert_matmul(tile, get_activations)
+    matmul, expert_matmul = (Kernel(kernel).register(prefix + kernel.__name__, module) for kernel in kernels)
+    return matmul, expert_matmul
+
+
+def make_embed_kernel(module: str, prefix: str, get_weight: Any) -> Kernel:
+    """Return the kernel of `Matrix.embed`, out[t] = W[tokens[t]], registered in a module under a name that starts with `prefix`.
+
+    get_weight is an inlined function (w, panel, row, k, n, group_size) that returns column k of a panel's row as float32.
+    """
+
+    def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group_size: int) -> None:
+        first, last = get_chunk_range(n, run.chunk, run.n_chunks)
+        for t in range(run.n_tokens):
+            panel, row = divmod(tokens[t], PANEL_ROWS)
+            out[t, n:] = 0.0  # an earlier pass may have left NaN there
+            for k in range(first, last):
+                out[t, k] = get_weight(w, panel, row, k, n, group_size)
+
+    return Kernel(embed).register(f"{prefix}embed", module)
