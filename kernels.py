@@ -1,14 +1,17 @@
 """Check every kernel against numpy and print its time and throughput: python kernels.py [--dim 576] [--tokens 8] ...
 
+`python kernels.py --source int8` prints how a weight format is multiplied: the reference, then the tile's source.
+
 The kernels are in specdec/kernels.py, specdec/layers/ and specdec/quant/. The references below are float64 and simple.
 
 Shapes: T tokens of the pass, S cached positions, D dim, F hidden_dim, H query heads, G KV heads, K head_dim.
 """
 
+import inspect
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -21,15 +24,18 @@ from specdec import kernels
 from specdec.layers import activations
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.loaders.gguf_blocks import BlockTensor
-from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat
+from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat, groupwise, int8, matmul
+from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.memory import lazy_zeros, zeros
+from specdec.runtime.memory import all_finite, lazy_zeros, zeros
 from specdec.runtime.op_program import Executor, Op
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import LANES, MAX_TILE_TOKENS, PANEL_ROWS, round_up
+from specdec.runtime.peak_arithmetic import N_STEPS, make_chains_kernel, make_peak_run
+from specdec.runtime.simd import FP32_STORAGE, INT32_STORAGE, LANES, MAX_TILE_TOKENS, PANEL_ROWS, REGISTER_LANES, round_up
 
 MIN_TIMED_S, MIN_RUNS = 0.05, 5
+READ_BYTES = 1 << 28  # more than the caches hold
 EPS, THETA, SOFTCAP = 1e-5, 10_000.0, 30.0
 FLOAT_TOLERANCE = 2e-5  # of the largest value
 INT8_TOLERANCE = 0.03  # the products of 4 to 8 bits quantize activations to int8
@@ -284,6 +290,54 @@ def measure(case: Case, s: Sizes) -> tuple[float, float]:
     return error, statistics.median(seconds)
 
 
+def get_source(name: str) -> str:
+    """Return the source of the reference matmul and of the tile of a weight format, such as "fp32", "int8" or "Q4_K".
+
+    Raises:
+        typer.BadParameter: There is no such format, or its tile is not written as compiled functions.
+    """
+    parts = [inspect.getsource(matmul.multiply_reference)]
+    if name in BLOCK_TYPES:
+        layout, dot = BLOCK_TYPES[name].layout, DOT4_BY_NAME[int8.DOT4_NAME]
+        parts += [groupwise.make_group_sum_source(layout, dot).strip()]
+        parts += map(inspect.getsource, (groupwise.make_code_reader, groupwise.make_param_reader, groupwise.make_group_tile))
+    elif name == "int8":
+        parts += [inspect.getsource(int8.make_int8_tile)]
+    elif name in ("fp32", "bf16", "fp16"):
+        parts += [inspect.getsource(matmul.make_float_tile)]
+    else:
+        raise typer.BadParameter(f"--source must be fp32, bf16, fp16, int8, {', '.join(BLOCK_TYPES)}, got {name}")
+    return "\n\n".join(parts)
+
+
+def measure_limits(n_threads: int) -> str:
+    """Return the machine's limits: GB/s of a plain read, and GMAC/s of the instructions of tiles on registers alone."""
+    dot = DOT4_BY_NAME[int8.DOT4_NAME]
+    shapes = matmul.choose_tile_shape(PANEL_ROWS, MAX_TILE_TOKENS), dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens)
+    chains = (
+        make_chains_kernel(keep_words, matmul.add_product, FP32_STORAGE, shapes[0].rows, REGISTER_LANES, shapes[0].n_tokens),
+        make_chains_kernel(dot.prepare, dot.dot4, INT32_STORAGE, shapes[1].rows, dot.lanes, shapes[1].n_tokens),
+    )
+    rates = []
+    for kernel, shape, products in zip(chains, shapes, (1, 4), strict=True):
+        seconds = time_call(make_peak_run(kernel, *shape, n_threads))
+        rates.append(products * shape.rows * shape.n_tokens * N_STEPS * n_threads / seconds / 1e9)
+    block = zeros(READ_BYTES // 4)
+    seconds = time_call(lambda: all_finite(block, n_threads))
+    return f"limits: reading {READ_BYTES / seconds / 1e9:.0f} GB/s, fp32 {rates[0]:.0f} GMAC/s, int8 {rates[1]:.0f} GMAC/s"
+
+
+def time_call(call: Callable[[], object]) -> float:
+    """Return the median seconds of a call after a first one."""
+    call()
+    seconds = []
+    for _ in range(MIN_RUNS):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
 def main(
     dim: Annotated[int, typer.Option(help="Width of the residual stream.", min=8)] = 768,
     hidden_dim: Annotated[int, typer.Option("--hidden-dim", help="Rows of the MLP.", min=8)] = 2048,
@@ -292,8 +346,12 @@ def main(
     tokens: Annotated[int, typer.Option("-t", "--tokens", help="Tokens of the pass.", min=1, max=kernels.MAX_BATCH_TOKENS)] = 8,
     positions: Annotated[int, typer.Option("-s", "--positions", help="Positions that attention sees.", min=1)] = 1024,
     threads: Annotated[int, typer.Option("-j", "--threads", help="Threads; 0: all.", min=0, max=get_available_threads())] = 0,
+    source: Annotated[str, typer.Option(help="Print the source of this weight format's matmul, such as int8 or Q4_K.")] = "",
 ) -> None:
     """Check every kernel against numpy, and print its time and its GB/s or GMAC/s."""
+    if source:
+        print(get_source(source))
+        return
     if dim % heads or heads % kv_heads or dim // heads % 2:
         raise typer.BadParameter("dim must be divisible by heads, heads by kv-heads, and the size of a head must be even")
     s = Sizes(tokens, max(positions, tokens), dim, hidden_dim, heads, kv_heads, threads or get_available_threads())
@@ -311,6 +369,7 @@ def main(
             rates = (f"{n / seconds / 1e9:.1f}" if n else "" for n in (case.n_bytes, case.n_macs))
             table.add_row(case.name, f"{error:.0e}" + " wrong" * is_wrong, f"{seconds * 1e3:.3f}", *rates,
                           style="bold red" if is_wrong else "")  # fmt: skip
+    table.caption = measure_limits(s.n_threads)
     console.print(table)
     if n_wrong:
         console.print(f"{n_wrong} of {table.row_count} kernels are wrong", style="bold red")

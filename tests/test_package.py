@@ -191,8 +191,6 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 8
 TOO_LARGE = {
     "speculative_decoder.__init__",  # the public options
     "sampling.draw",  # called at every token; numba unpacks a record's fields one by one
-    "runtime.matmul_tile.emit", "runtime.matmul_tile.make_float_tile_body",  # LLVM code
-    "quant.groupwise.emit", "quant.groupwise.make_group_tile_body",
 }  # fmt: skip
 
 

@@ -24,6 +24,20 @@ def test_every_kernel_equals_numpy() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("fp32", "fma_loaded(w"),
+        ("int8", "prepare(load_vector(words"),
+        ("Q4_K", "get_codes(words, i_group, 7)"),
+        ("MXFP4", "look_up("),
+    ],
+)
+def test_the_source_of_a_tile_is_printed(name: str, line: str) -> None:
+    source = kernels.get_source(name)
+    assert "def multiply_reference(out, w, x):" in source and "def tile(n_tokens, p):" in source and line in source
+
+
 def test_a_wrong_result_is_found() -> None:
     sizes = kernels.Sizes(2, 16, 32, 64, 2, 1, 1)
     for case in kernels.head_cases(sizes):

@@ -106,7 +106,7 @@ def get_scratch_words(n: int, group_size: int) -> int:
     return 1
 
 
-panel_tile = Tile(partial(make_float_tile, FP32_STORAGE))
+panel_tile: Any = Tile(partial(make_float_tile, FP32_STORAGE))
 matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, get_float_activations)
 embed = make_embed_kernel(__name__, "", make_weight_getter(load))
 FP32 = WeightFormat("fp32", matmul, embed, expert_matmul, get_group_size, get_panel_shape, pack, unpack, get_scratch_words)

@@ -337,8 +337,8 @@ class Panels(NamedTuple):
     ahead: Any
 
 
-tile_by_dtype = Tile(functools.partial(make_float_tile, None))
-pair_tile_by_dtype = Tile(make_pair_tile, lambda rows, n_tokens: TileShape(rows, n_tokens), MAX_PAIR_TOKENS)
+tile_by_dtype: Any = Tile(functools.partial(make_float_tile, None))
+pair_tile_by_dtype: Any = Tile(make_pair_tile, lambda rows, n_tokens: TileShape(rows, n_tokens), MAX_PAIR_TOKENS)
 
 
 @jitable
