@@ -63,13 +63,12 @@ from specdec.runtime.simd import (
     MAX_TILE_TOKENS,
     N_REGISTERS,
     PANEL_ROWS,
-    TABLE_BYTES,
     Float32,
     ceil_div,
-    choose_lookup,
     load_byte,
     round_up,
 )
+from specdec.runtime.tile_simd import TABLE_BYTES, choose_lookup
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCKS_PER_SLOT = 16  # 0.9% of the blocks of normal numbers need a slot, 2.4% in the worst matrix of SmolLM2

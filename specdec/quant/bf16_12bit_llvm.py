@@ -8,7 +8,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from specdec.runtime.matmul_tile import RowBlock, TileArgs, TileShape, const, load_accumulators, prefetch
-from specdec.runtime.simd import (  # fmt: skip
+from specdec.runtime.simd import (
     F32,
     I8,
     I16,
@@ -19,18 +19,15 @@ from specdec.runtime.simd import (  # fmt: skip
     N_REGISTERS,
     PANEL_ROWS,
     REGISTER_LANES,
-    TABLE_BYTES,
-    Lookup,
     broadcast,
     call_llvm_intrinsic,
-    emit_lookup,
     get_element_pointer,
-    interleave,
     make_constant_vector,
     make_intrinsic,
     multiply_add,
     shuffle,
 )
+from specdec.runtime.tile_simd import TABLE_BYTES, Lookup, emit_lookup, interleave
 
 BLOCK_COLUMNS = 4
 HALF_BLOCK_BYTES = 64  # 16 rows of a block

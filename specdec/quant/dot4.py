@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from specdec.quant.matmul import TileShape, choose_tile_shape
 from specdec.runtime.code_cache import jitable
-from specdec.runtime.simd import (
-    MAX_TILE_TOKENS,
-    REGISTER_LANES,
+from specdec.runtime.simd import MAX_TILE_TOKENS, REGISTER_LANES
+from specdec.runtime.tile_simd import (
     absolute_bytes,
     add_pairs_avx2,
     add_pairs_neon,

@@ -25,7 +25,7 @@ from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, keep_words
 from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, GROUP_HEADER_WORDS, get_quantized_activations, get_scratch_words
 from specdec.quant.matmul import Tile, TileShape, get_number, make_embed_kernel, make_matmul_kernels, start_sums
 from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
-from specdec.runtime import simd
+from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import (
     Bytes2,
@@ -38,7 +38,7 @@ from specdec.runtime.op_program import (
     kernel,
     run_on_all_threads,
 )
-from specdec.runtime.simd import (  # fmt: skip
+from specdec.runtime.simd import (
     FP16_STORAGE,
     FP32_STORAGE,
     INT8_STORAGE,
@@ -48,19 +48,21 @@ from specdec.runtime.simd import (  # fmt: skip
     PANEL_ROWS,
     UINT8_STORAGE,
     Float32,
-    advance,
-    bit_and,
-    bit_or,
     ceil_div,
     extract_lane,
     fma,
     load_byte,
     load_fp16,
+    mul,
+)
+from specdec.runtime.tile_simd import (
+    advance,
+    bit_and,
+    bit_or,
     load_vector,
     make_lookup,
     make_pointer_getter,
     make_row_splitter,
-    mul,
     prefetch,
     shift_left,
     shift_right,
@@ -299,7 +301,7 @@ def make_group_sum_source(layout: GroupLayout, dot: Dot4) -> str:
 def make_group_sum(layout: GroupLayout, dot: Dot4) -> Any:
     """Return the compiled function of `make_group_sum_source`."""
     get_codes = make_dispatcher(get_three_bits if layout.bits == 3 else make_code_reader(layout), is_inlined=True)
-    names = vars(simd) | dot._asdict() | {"get_codes": get_codes, "get_number": get_number}
+    names = vars(tile_simd) | dot._asdict() | {"get_codes": get_codes, "get_number": get_number}
     exec(make_group_sum_source(layout, dot), names)
     return make_dispatcher(names["sum_group"], is_inlined=True)
 

@@ -20,7 +20,7 @@ from specdec.quant.matmul import Tile, TileShape, get_number, make_embed_kernel,
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, Int8Rows, WeightFormat, to_float32
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.op_program import Codes3, Floats2, ForwardContext, Words2, Words3, Words4, kernel, run_on_all_threads
-from specdec.runtime.simd import (  # fmt: skip
+from specdec.runtime.simd import (
     CPU_FEATURES,
     FP32_STORAGE,
     INT32_STORAGE,
@@ -29,17 +29,11 @@ from specdec.runtime.simd import (  # fmt: skip
     Float32,
     absolute,
     add,
-    advance,
-    bit_and,
     ceil_div,
     div,
-    fill_vector,
     fma,
     load,
     load_byte,
-    load_vector,
-    make_pointer_getter,
-    make_row_splitter,
     maximum,
     minimum,
     mul,
@@ -51,6 +45,14 @@ from specdec.runtime.simd import (  # fmt: skip
     store_byte,
     store_bytes,
     store_int,
+)
+from specdec.runtime.tile_simd import (
+    advance,
+    bit_and,
+    fill_vector,
+    load_vector,
+    make_pointer_getter,
+    make_row_splitter,
     store_vector,
     to_float,
 )

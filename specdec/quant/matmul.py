@@ -14,7 +14,7 @@ from numba.extending import typeof_impl
 
 from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Ints1, Ints2, Kernel
-from specdec.runtime.simd import (  # fmt: skip
+from specdec.runtime.simd import (
     BYTE_STORAGE,
     FP32_STORAGE,
     HAS_AVX512,
@@ -25,10 +25,12 @@ from specdec.runtime.simd import (  # fmt: skip
     PANEL_ROWS,
     REGISTER_LANES,
     StorageDtype,
-    advance,
     ceil_div,
-    fill_vector,
     fma,
+)
+from specdec.runtime.tile_simd import (
+    advance,
+    fill_vector,
     fma_loaded,
     get_item_bytes,
     load_number,

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from specdec.runtime.op_program import Executor, Floats2, ForwardContext, Kernel
-from specdec.runtime.simd import StorageDtype, load_vector, make_pointer_getter, make_row_splitter, store_vector
+from specdec.runtime.simd import StorageDtype
+from specdec.runtime.tile_simd import load_vector, make_pointer_getter, make_row_splitter, store_vector
 
 N_STEPS = 1 << 19  # of each chain in a run: 1.2 ms on Zen 5, much longer than the start of a parallel region
 

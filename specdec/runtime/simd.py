@@ -7,7 +7,7 @@ emit LLVM code take the builder first. The intrinsics made from them are what co
 import functools
 import inspect
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,22 +87,6 @@ def pack_vector(builder: Any, parts: list[Any]) -> Any:
     return cgutils.pack_array(builder, parts) if len(parts) > 1 else parts[0]
 
 
-class PointerType(types.Type):
-    """numba's type of a pointer to stored numbers, from which `load_vector` reads `rows` numbers at a time."""
-
-    def __init__(self, storage: "StorageDtype", rows: int, lanes: int) -> None:
-        """Create the type of pointers to numbers of a storage format, which are loaded into registers of `lanes` lanes."""
-        lanes = min(rows, lanes)
-        self.storage, self.vector = storage, VectorType(storage.loaded, lanes, rows // lanes)
-        super().__init__(name=f"pointer to {storage.name} {rows // lanes}x{lanes}")
-
-
-@register_model(PointerType)
-class _PointerModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, fe_type.storage.item.as_pointer())
-
-
 def call_llvm_intrinsic(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Emit a call of the LLVM intrinsic `name` with the given arguments; its value has the LLVM type `result`."""
     signature = ir.FunctionType(result, [a.type for a in args])
@@ -139,7 +123,7 @@ def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
 
         return return_type(*value_types), codegen
 
-    return _make_intrinsic(typing_function, len(parameter_types))
+    return wrap_intrinsic(typing_function, len(parameter_types))
 
 
 def make_token_intrinsic(arity: int, get_result: Callable[..., Any], emit: Callable[..., Any]) -> Any:
@@ -179,7 +163,7 @@ def make_token_intrinsic(arity: int, get_result: Callable[..., Any], emit: Calla
 
         return (types.UniTuple(result, n_tokens) if n_tokens and result is not types.void else result)(*arg_types), codegen
 
-    return _make_intrinsic(typing_function, arity)
+    return wrap_intrinsic(typing_function, arity)
 
 
 def _get_argument_type(arg_type: Any) -> Any:
@@ -189,7 +173,7 @@ def _get_argument_type(arg_type: Any) -> Any:
     return types.float32 if isinstance(arg_type, types.Float) else arg_type
 
 
-def _make_intrinsic(typing_function: Any, arity: int) -> Any:
+def wrap_intrinsic(typing_function: Any, arity: int) -> Any:
     """Return the numba intrinsic of a typing function (typingctx, *argument types)."""
     names = ["typingctx", *(f"value_{i}" for i in range(arity))]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
@@ -197,7 +181,7 @@ def _make_intrinsic(typing_function: Any, arity: int) -> Any:
     return intrinsic(typing_function)
 
 
-def _make_vector_op(arity: int, emit: Any, get_result: Callable[[Any], Any] = lambda first: first) -> Any:
+def make_vector_op(arity: int, emit: Any, get_result: Callable[[Any], Any] = lambda first: first) -> Any:
     """Return an intrinsic of vectors, and of numbers, which stand for vectors with the same number in all lanes.
 
     A pointer stands for the number that it points to. The number is loaded for one token after the other: a tile has no registers
@@ -341,19 +325,19 @@ def _native_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 multiply_add = _native_multiply_add if IS_ARM64 or "+fma" in FEATURES else portable_multiply_add
-add = _make_vector_op(2, lambda b, x, y: b.fadd(x, y) if x.type.element == F32 else b.add(x, y))
-mul = _make_vector_op(2, lambda b, x, y: b.fmul(x, y))
-div = _make_vector_op(2, lambda b, x, y: b.fdiv(x, y))
-maximum = _make_vector_op(2, _emit_maximum)
-minimum = _make_vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
-fma = _make_vector_op(3, multiply_add)
-portable_fma = _make_vector_op(3, portable_multiply_add)
-absolute = _make_vector_op(1, lambda b, x: call_float_function(b, "fabs", x))
-round_half_away = _make_vector_op(1, lambda b, x: call_float_function(b, "round", x))
-rint = _make_vector_op(1, lambda b, x: call_float_function(b, "rint", x))
-exp2_of_integer = _make_vector_op(1, _emit_exp2_of_integer)
-zero_unless_positive = _make_vector_op(2, _emit_zero_unless_positive)
-swap_pairs = _make_vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
+add = make_vector_op(2, lambda b, x, y: b.fadd(x, y) if x.type.element == F32 else b.add(x, y))
+mul = make_vector_op(2, lambda b, x, y: b.fmul(x, y))
+div = make_vector_op(2, lambda b, x, y: b.fdiv(x, y))
+maximum = make_vector_op(2, _emit_maximum)
+minimum = make_vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+fma = make_vector_op(3, multiply_add)
+portable_fma = make_vector_op(3, portable_multiply_add)
+absolute = make_vector_op(1, lambda b, x: call_float_function(b, "fabs", x))
+round_half_away = make_vector_op(1, lambda b, x: call_float_function(b, "round", x))
+rint = make_vector_op(1, lambda b, x: call_float_function(b, "rint", x))
+exp2_of_integer = make_vector_op(1, _emit_exp2_of_integer)
+zero_unless_positive = make_vector_op(2, _emit_zero_unless_positive)
+swap_pairs = make_vector_op(1, lambda b, x: shuffle(b, x, [i ^ 1 for i in range(LANES)]))
 reduce_add = _make_reduction(lambda b, x, y: b.fadd(x, y))
 reduce_max = _make_reduction(_emit_maximum)
 
@@ -579,309 +563,6 @@ load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_
 def offset_pointer(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
     """Emit a pointer n_floats floats after a pointer to float32, as a pointer to the LLVM type `pointee`."""
     return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
-
-
-# Integers, for the codes of weights
-
-
-def _get_int16_type(words: VectorType) -> VectorType:
-    """Return the type of the 16-bit numbers, two in the place of each 32-bit word."""
-    return VectorType(types.int16, 2 * words.lanes, words.n_parts)
-
-
-def _cast_to_bytes(builder: Any, words: Any) -> Any:
-    return builder.bitcast(words, ir.VectorType(I8, 4 * words.type.count))
-
-
-bit_and = _make_vector_op(2, lambda b, x, y: b.and_(x, y))
-bit_or = _make_vector_op(2, lambda b, x, y: b.or_(x, y))
-bit_xor = _make_vector_op(2, lambda b, x, y: b.xor(x, y))
-shift_left = _make_vector_op(2, lambda b, x, y: b.shl(x, y))
-shift_right = _make_vector_op(2, lambda b, x, y: b.lshr(x, y))
-shift_right_signed = _make_vector_op(2, lambda b, x, y: b.ashr(x, y))
-subtract = _make_vector_op(2, lambda b, x, y: b.sub(x, y))
-# a vector of int32 -> float32 with the same bits
-view_as_float = _make_vector_op(
-    1, lambda b, x: b.bitcast(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
-)
-# a vector of int32 -> float32
-to_float = _make_vector_op(
-    1, lambda b, x: b.sitofp(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
-)
-
-
-def _emit_dot4(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    """Emit acc plus the products of the bytes of each word, multiplied as int16; w is unsigned, x is signed.
-
-    Bytes 0 and 2 of each lane come first, then 1 and 3, like x86's pmaddwd.
-    """
-    shorts = ir.VectorType(I16, 2 * acc.type.count)
-    eight = make_constant_vector(shorts, 8)
-    w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
-    for w_half, x_half in (
-        (builder.and_(w, make_constant_vector(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
-        (builder.lshr(w, eight), builder.ashr(x, eight)),
-    ):
-        for odd in (0, 1):
-            a, b = (builder.sext(shuffle(builder, v, [*range(odd, shorts.count, 2)]), acc.type) for v in (w_half, x_half))
-            acc = builder.add(acc, builder.mul(a, b))
-    return acc
-
-
-def _emit_dot4_vnni(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    return call_llvm_intrinsic(builder, f"llvm.x86.avx512.vpdpbusd.{32 * acc.type.count}", acc.type, acc, w, x)
-
-
-def _emit_dot4_sdot(builder: Any, acc: Any, w: Any, x: Any) -> Any:
-    w, x = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
-    return call_llvm_intrinsic(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, x)
-
-
-def _emit_absolute_bytes(builder: Any, w: Any) -> Any:
-    w_bytes = _cast_to_bytes(builder, w)
-    name = f"llvm.abs.v{w_bytes.type.count}i8"
-    return builder.bitcast(call_llvm_intrinsic(builder, name, w_bytes.type, w_bytes, ir.IntType(1)(0)), w.type)
-
-
-def _emit_sign_bytes(builder: Any, x: Any, w: Any) -> Any:
-    x_bytes, w_bytes = _cast_to_bytes(builder, x), _cast_to_bytes(builder, w)
-    return builder.bitcast(call_llvm_intrinsic(builder, "llvm.x86.avx2.psign.b", x_bytes.type, x_bytes, w_bytes), x.type)
-
-
-def _emit_byte_pairs_avx2(builder: Any, w: Any, x: Any) -> Any:
-    shorts = ir.VectorType(I16, 2 * w.type.count)
-    factors = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
-    return call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, *factors)
-
-
-def _emit_add_pairs_avx2(builder: Any, acc: Any, shorts: Any) -> Any:
-    ones = make_constant_vector(shorts.type, 1)
-    return builder.add(acc, call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, ones))
-
-
-def _emit_dot4_avx2(builder: Any, acc: Any, w: Any, magnitude: Any, x: Any) -> Any:
-    """Emit acc plus the products of signed w and x: |w| times x with the sign of w, for which |w| is unsigned."""
-    pairs = _emit_byte_pairs_avx2(builder, magnitude, _emit_sign_bytes(builder, x, w))
-    return _emit_add_pairs_avx2(builder, acc, pairs)
-
-
-def _emit_byte_products_neon(builder: Any, w: Any, x: Any) -> Any:
-    w, x = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
-    low, high = (
-        call_llvm_intrinsic(
-            builder, "llvm.aarch64.neon.smull.v8i16", ir.VectorType(I16, 8), *(shuffle(builder, v, lanes) for v in (w, x))
-        )
-        for lanes in ([*range(8)], [*range(8, 16)])
-    )
-    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 16), [*range(16)]))
-
-
-def _emit_add_products_neon(builder: Any, acc: Any, shorts: Any) -> Any:
-    halves = (shuffle(builder, shorts, lanes) for lanes in ([*range(8)], [*range(8, 16)]))
-    pairs = call_llvm_intrinsic(builder, "llvm.aarch64.neon.addp.v8i16", ir.VectorType(I16, 8), *halves)
-    return builder.add(acc, call_llvm_intrinsic(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
-
-
-# (sums, w, x) -> int32 sums plus the 4 byte products of each word; w is unsigned, x is signed
-dot4 = _make_vector_op(3, _emit_dot4)
-dot4_vnni = _make_vector_op(3, _emit_dot4_vnni)
-# The same with signed w; AVX2 takes (sums, w, |w|, x)
-dot4_sdot = _make_vector_op(3, _emit_dot4_sdot)
-dot4_avx2 = _make_vector_op(4, _emit_dot4_avx2)
-dot4_neon = _make_vector_op(3, lambda b, acc, w, x: _emit_add_products_neon(b, acc, _emit_byte_products_neon(b, w, x)))
-# four bytes per word -> their absolute values
-absolute_bytes = _make_vector_op(1, _emit_absolute_bytes)
-# The parts of these. (w, x) -> 16-bit sums of two byte products (AVX2, unsigned w) or 16-bit products (NEON);
-# (shorts, w, x) -> those, added to 16-bit sums; (sums, shorts) -> int32 sums plus the 16-bit sums of each word
-multiply_pairs_avx2 = _make_vector_op(2, _emit_byte_pairs_avx2, _get_int16_type)
-multiply_pairs_neon = _make_vector_op(
-    2, _emit_byte_products_neon, lambda words: VectorType(types.int16, 4 * words.lanes, words.n_parts)
-)
-add_pairs_avx2 = _make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, _emit_byte_pairs_avx2(b, w, x)))
-add_pairs_neon = _make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, _emit_byte_products_neon(b, w, x)))
-widen_pairs_avx2 = _make_vector_op(2, _emit_add_pairs_avx2)
-widen_pairs_neon = _make_vector_op(2, _emit_add_products_neon)
-
-
-# 16-byte tables
-
-TABLE_BYTES = 16
-Lookup = tuple[str, int]  # an LLVM intrinsic, "" for none, and the number of bytes that it looks up at a time
-
-
-def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
-    """Return the `Lookup` for a table of 16 bytes on a CPU with the given LLVM features, of at most max_bytes at a time."""
-    if "+avx512vbmi" in features and max_bytes >= 64:
-        return "llvm.x86.avx512.permvar.qi.512", 64
-    if "+avx512bw" in features and max_bytes >= 64:
-        return "llvm.x86.avx512.pshuf.b.512", 64
-    if "+avx2" in features and max_bytes >= 32:
-        return "llvm.x86.avx2.pshuf.b", 32
-    if "+ssse3" in features or "+avx" in features:
-        return "llvm.x86.ssse3.pshuf.b.128", 16
-    return ("llvm.aarch64.neon.tbl1.v16i8" if IS_ARM64 else "", 64)
-
-
-def interleave(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-    """Emit a vector of the lanes of vectors a and b with the given indexes; b's lanes are numbered after a's."""
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
-
-
-def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
-    """Emit a vector of the bytes of a table (16,) selected by codes (n,); the upper 4 bits of a code are ignored."""
-    (name, size), n = lookup, codes.type.count
-    if n > size:
-        halves = [*range(n // 2)], [*range(n // 2, n)]
-        first, last = (emit_lookup(builder, table, shuffle(builder, codes, lanes), lookup) for lanes in halves)
-        return interleave(builder, first, last, range(n))
-    if size < 64 or "permvar" not in name:
-        codes = builder.and_(codes, make_constant_vector(codes.type, TABLE_BYTES - 1))
-    if name:
-        return call_llvm_intrinsic(builder, name, codes.type, shuffle(builder, table, [i % TABLE_BYTES for i in range(n)]), codes)
-    found = shuffle(builder, table, [0] * n)
-    for i in range(1, TABLE_BYTES):
-        is_match = builder.icmp_unsigned("==", codes, make_constant_vector(codes.type, i))
-        found = builder.select(is_match, shuffle(builder, table, [i] * n), found)
-    return found
-
-
-def make_lookup(numbers: Sequence[int]) -> Any:
-    """Return an intrinsic that replaces each byte of a vector of words, which is below 16, by a number of a table."""
-    table = ir.Constant(ir.VectorType(I8, TABLE_BYTES), [*numbers])
-
-    def emit(builder: Any, words: Any) -> Any:
-        codes = _cast_to_bytes(builder, words)
-        found = emit_lookup(builder, table, codes, choose_lookup(FEATURES, codes.type.count))
-        return builder.bitcast(found, words.type)
-
-    return _make_vector_op(1, emit)
-
-
-# Pointers, for tiles: they are cheaper to pass than arrays
-
-
-def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: int = REGISTER_LANES) -> Any:
-    """Return an intrinsic (array or pointer, index) -> pointer to an item; the index counts items of the array or pointer.
-
-    Args:
-        storage: Storage format of the numbers; None: that of the pointer, or by the array's dtype (see `get_storage_dtype`).
-        rows: Numbers that `load_vector` reads at a time.
-        lanes: Numbers in a register.
-    """
-
-    def typing_function(typingctx: Any, source: Any, index: Any) -> Any:
-        known = source.storage if isinstance(source, PointerType) else get_storage_dtype(source)
-        result = PointerType(storage or known, rows, lanes)
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            start = (
-                args[0]
-                if isinstance(source, PointerType)
-                else cgutils.create_struct_proxy(source)(context, builder, args[0]).data
-            )
-            return builder.bitcast(builder.gep(start, [args[1]]), result.storage.item.as_pointer())
-
-        return result(source, types.intp), codegen
-
-    return _make_intrinsic(typing_function, 2)
-
-
-# pointer -> bytes of an item
-get_item_bytes = make_token_intrinsic(
-    1, lambda pointer: types.int64, lambda b, arg_types, pointer: I64(arg_types[0].storage.item_bytes)
-)
-
-
-def make_row_splitter(n_tokens: int) -> Any:
-    """Return an intrinsic (pointer, stride) -> tuple of pointers to the rows of n_tokens tokens, `stride` items apart."""
-
-    def typing_function(typingctx: Any, pointer: Any, stride: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows = [builder.gep(args[0], [builder.mul(args[1], I64(token))]) for token in range(n_tokens)]
-            return cgutils.pack_array(builder, rows)
-
-        return types.UniTuple(pointer, n_tokens)(pointer, types.intp), codegen
-
-    return _make_intrinsic(typing_function, 2)
-
-
-def _emit_vector_load(builder: Any, arg_types: Any, pointer: Any, index: Any) -> Any:
-    parts = range(arg_types[0].vector.n_parts)
-    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, part) for part in parts])
-
-
-def _emit_part_load(builder: Any, pointer_type: PointerType, pointer: Any, index: Any, part: int) -> Any:
-    """Emit the load of one part of a vector, widened."""
-    storage, lanes = pointer_type.storage, pointer_type.vector.lanes
-    at = builder.gep(pointer, [builder.add(index, I64(part * lanes))])
-    at = builder.bitcast(at, storage.vector(lanes).as_pointer())
-    return storage.widen(builder, builder.load(at, align=storage.item_bytes))
-
-
-def _emit_prefetch(builder: Any, arg_types: Any, pointer: Any, offset: Any, is_write: int = 0) -> None:
-    keep, data = 3, 1
-    at = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
-    flags = [ir.Constant(I32, flag) for flag in (is_write, keep, data)]
-    call_llvm_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
-
-
-def _emit_vector_store(builder: Any, arg_types: Any, pointer: Any, index: Any, value: Any) -> None:
-    for i, part in enumerate(split_vector(builder, value)):
-        at = builder.gep(pointer, [builder.add(index, I64(i * part.type.count))])
-        builder.store(part, builder.bitcast(at, part.type.as_pointer()), align=arg_types[0].storage.item_bytes)
-
-
-def _emit_fill(builder: Any, arg_types: Any, pointer: Any, number: Any) -> Any:
-    vector_type = arg_types[0].vector
-    return pack_vector(builder, [widen_to_vector(builder, number, vector_type.part)] * vector_type.n_parts)
-
-
-@intrinsic
-def fma_loaded(typingctx, w, index, xs, sums):
-    """Return fma(load_vector(w, index), xs, sums) for tuples of numbers and of sums, with as few values in registers as possible.
-
-    Either all weights are loaded first, or all numbers xs, whichever are fewer.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums = [split_vector(builder, each) for each in cgutils.unpack_tuple(builder, args[3])]
-        xs = [widen_to_vector(builder, x, w.vector.part) for x in cgutils.unpack_tuple(builder, args[2])]
-
-        def load(part: int) -> Any:
-            return _emit_part_load(builder, w, args[0], args[1], part)
-
-        if w.vector.n_parts < len(sums):
-            weights = [load(part) for part in range(w.vector.n_parts)]
-            results = [
-                [multiply_add(builder, *each) for each in zip(weights, [x] * len(parts), parts, strict=True)]
-                for x, parts in zip(xs, sums, strict=True)
-            ]
-        else:
-            columns = []
-            for part in range(w.vector.n_parts):
-                weight = load(part)
-                columns.append([multiply_add(builder, weight, x, each[part]) for x, each in zip(xs, sums, strict=True)])
-            results = [[*row] for row in zip(*columns, strict=True)]
-        return cgutils.pack_array(builder, [pack_vector(builder, parts) for parts in results])
-
-    return sums(w, types.int64, xs, sums), codegen
-
-
-# (pointer, index) -> the vector of numbers from an index on
-load_vector = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_vector_load)
-# (pointer, index, vector, n_tokens): write a vector from an index on
-store_vector = make_token_intrinsic(4, lambda *arg_types: types.void, _emit_vector_store)
-# (pointer, index) -> the number at an index
-load_number = make_token_intrinsic(
-    2, lambda pointer, index: pointer.vector.dtype, lambda b, arg_types, pointer, index: b.load(b.gep(pointer, [index]))
-)
-# (pointer, index) -> pointer to the number at an index
-advance = make_token_intrinsic(2, lambda pointer, index: pointer, lambda b, arg_types, pointer, index: b.gep(pointer, [index]))
-# (pointer, number) -> a vector like those that it points to, with the number in all lanes
-fill_vector = make_token_intrinsic(2, lambda pointer, number: pointer.vector, _emit_fill)
-# (pointer, offset, n_tokens): prefetch the cache line at an offset in bytes, for reading or for writing
-prefetch = make_token_intrinsic(3, lambda *arg_types: types.void, _emit_prefetch)
-prefetch_for_writing = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, is_write=1))
 
 
 @intrinsic
