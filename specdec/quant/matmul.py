@@ -43,7 +43,7 @@ from specdec.runtime.tile_simd import (
 )
 from specdec.runtime.work_stealing import get_chunk_range
 
-MAX_PAIR_TOKENS = 4 if HAS_AVX512 else 1  # of a tile over two panels, which needs more registers
+MAX_PAIR_TOKENS = 4 if HAS_AVX512 else int(2 * PANEL_ROWS // REGISTER_LANES < N_REGISTERS)  # of a tile over two panels
 UNROLL = 2  # columns per iteration: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 # 8 KiB, the best of 4, 8 and 16 on Zen 5: 15M int8 from L3, 8 tokens take 0.53 ms, with the others 0.61 and 0.56.
 PREFETCH_WORDS = 2048
