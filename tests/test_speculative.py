@@ -520,9 +520,9 @@ def test_logits_overwritten_by_a_signal_handler_are_computed_again(pair, tree, m
     """Another pass overwrites the target's logits right after some passes, as one in a signal handler may."""
     decoder = SpeculativeDecoder(pair.target, pair.draft, gamma=4, tree=tree)
     alone = [get_tokens(decoder.stream("ab", 40, sampling)) for sampling in SAMPLINGS]
-    original, other, n_interrupts = KVCache.run, decoder.target.new_cache(), 0
+    original, other, n_interrupts = KVCache.run_tree, decoder.target.new_cache(), 0
 
-    def run(cache, tokens, nodes, n_logits, n_total=0):
+    def run_tree(cache, tokens, nodes, n_logits, n_total=0):
         nonlocal n_interrupts
         logits = original(cache, tokens, nodes, n_logits, n_total)
         if cache.model is decoder.target and n_logits and len(tokens) % 3 == 0 and n_interrupts < 8:
@@ -530,7 +530,7 @@ def test_logits_overwritten_by_a_signal_handler_are_computed_again(pair, tree, m
             original(other, [BOS, 17, 4, 99, 5, 6, 7], [], min(n_logits, 7))
         return logits
 
-    monkeypatch.setattr(KVCache, "run", run)
+    monkeypatch.setattr(KVCache, "run_tree", run_tree)
     for sampling, expected in zip(SAMPLINGS, alone, strict=True):
         n_interrupts = 0
         assert get_tokens(decoder.stream("ab", 40, sampling)) == expected
