@@ -466,15 +466,15 @@ def test_slices_of_interleaved_mxfp4_blocks_equal_slices_of_the_whole() -> None:
 def test_damaged_mxfp4_blocks_are_rejected_by_name(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.gate_up_proj"
 
-    def assert_rejected(change: Callable[[dict[str, tuple[str, Any]]], Any], *words: str) -> None:
+    def assert_change_rejected(change: Callable[[dict[str, tuple[str, Any]]], Any], *words: str) -> None:
         folder = copy_fixture(tmp_path / str(len([*tmp_path.iterdir()])), MXFP4_FIXTURE)
         assert_rejected(edit_tensors(folder, change), *words)
 
-    assert_rejected(lambda t: t.pop(f"{name}_scales"), "has no tensor", "gate_up_proj_scales")
-    assert_rejected(lambda t: t.update({f"{name}_scales": ("I8", t[f"{name}_scales"][1])}), '"I8"', "expected U8")
-    assert_rejected(lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1][:, 1:])}), "has the shape")
-    assert_rejected(lambda t: t.update({f"{name}_blocks": ("U8", t[f"{name}_blocks"][1][:5])}), "has the shape")
-    assert_rejected(
+    assert_change_rejected(lambda t: t.pop(f"{name}_scales"), "has no tensor", "gate_up_proj_scales")
+    assert_change_rejected(lambda t: t.update({f"{name}_scales": ("I8", t[f"{name}_scales"][1])}), '"I8"', "expected U8")
+    assert_change_rejected(lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1][:, 1:])}), "has the shape")
+    assert_change_rejected(lambda t: t.update({f"{name}_blocks": ("U8", t[f"{name}_blocks"][1][:5])}), "has the shape")
+    assert_change_rejected(
         lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1] | 255)}), "scales below 2^-24 or above 2^15"
     )
     assert_rejected(copy_fixture(tmp_path / "odd", MXFP4_FIXTURE, hidden_size=65), "")

@@ -461,14 +461,14 @@ def test_sequences_beyond_the_longrope_threshold_are_recomputed_in_a_batch(draft
 
 
 def test_draft_models_prefill_long_prompts_in_chunks(pair, make_engine):
-    """A draft model prefills as much at a time as a pass holds, while another sequence decodes."""
+    """After the first token, a draft model prefills as much at a step as a pass holds, while another sequence decodes."""
     decoder = SpeculativeDecoder(pair.endless, load_model(pair.endless, n_threads=1), pair.tokenizer, n_threads=1, gamma=2)
     engine, decoding, prefilling = make_engine(decoder), Output(), Output()
     handle = submit(engine, make_request(decoder, 50_000), decoding)
     assert decoding.started.wait(TIMEOUT_S)
     n, request = (
         len(decoding.steps),
-        GenerationRequest([BOS, *np.random.default_rng(1).integers(3, 300, 1000).tolist()], 5, Sampling(0.0)),
+        GenerationRequest([BOS, *np.random.default_rng(1).integers(3, 300, 1000).tolist()], 30, Sampling(0.0)),
     )
     submit(engine, request, prefilling)
     prefilling.wait()

@@ -382,16 +382,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[Counter[str], dict[str, int]]]:
     """Record the clients of each pass: their decoding sequences and prefilled tokens."""
-    recorded, run = list[tuple[Counter[str], dict[str, int]]](), scheduler_module.Scheduler._run
+    recorded, run = list[tuple[Counter[str], dict[str, int]]](), scheduler_module.Scheduler.run
 
-    def record_run(self: Any, chunks: list[tuple[Any, int]], decode_batch: list[Any]) -> Any:
+    def record_run(self: Any, batch: scheduler_module.Batch) -> Any:
         n_prefilled = Counter[str]()
-        for sequence, n in chunks:
+        for sequence, n in batch.chunks:
             n_prefilled[sequence.client.name] += n
-        recorded.append((Counter(sequence.client.name for sequence in decode_batch), n_prefilled))
-        return run(self, chunks, decode_batch)
+        if batch.chunks or batch.decoding:
+            recorded.append((Counter(sequence.client.name for sequence in batch.decoding), n_prefilled))
+        return run(self, batch)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_run", record_run)
+    monkeypatch.setattr(scheduler_module.Scheduler, "run", record_run)
     return recorded
 
 
@@ -500,13 +501,15 @@ def test_auxiliary_tasks_take_at_most_half_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A task step takes as long as ten passes, so ten passes run between two of them."""
-    run = scheduler_module.Scheduler._run
+    run = scheduler_module.Scheduler.run
 
-    def timed_run(self: Any, chunks: list[Any], decode_batch: list[Any]) -> Any:
-        yield from run(self, chunks, decode_batch)
-        clock.now += 0.125
+    def timed_run(self: Any, batch: scheduler_module.Batch) -> Any:
+        events = run(self, batch)
+        if batch.chunks or batch.decoding:
+            clock.now += 0.125
+        return events
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "_run", timed_run)
+    monkeypatch.setattr(scheduler_module.Scheduler, "run", timed_run)
     pass_counts = list[int]()
 
     def run_task(target: Any) -> Any:
