@@ -319,12 +319,13 @@ def get_oracle_tensors(checkpoint, weights, kind):
     tensors = {
         name: [t[:] for t in tensor] if isinstance(tensor, list) else tensor[:] for name, tensor in checkpoint.tensors.items()
     }
-    for name, (shard,) in LLAMA.plan_weights(checkpoint.config, checkpoint.tensors, kind).shards.items():
-        matrix = weights.matrices[name]
+    plan = LLAMA.plan_weights(checkpoint.config, checkpoint.tensors, kind)
+    shards = [pair for name in plan.shards for pair in zip(plan.shards[name], weights.get_shards(name), strict=True)]
+    for shard, matrix in shards:
         for key, layer in shard.plan.tensors:
             tensor = checkpoint.tensors[key] if layer is None else checkpoint.tensors[key][layer]
             array = tensor[:]
-            if not hasattr(tensor, "type"):
+            if not matrix.weight_format.is_gguf_block:
                 packed = pack_matrix([tensor], matrix.weight_format)
                 array = packed.weight_format.unpack(packed.panels, packed.n, packed.group_size)[: len(array)]
             array = reference.Int8ActivationMatrix(array, matrix.group_size) if matrix.group_size else array

@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 
+import specdec.heads  # noqa: F401  (registers the architectures of heads)
 from specdec.head_config import HeadConfig
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
