@@ -14,7 +14,7 @@ SequenceEvent = tuple[Sequence, Event | PrefillProgress | Exception]
 
 @dataclass
 class Batch:
-    """What one forward pass runs, and what has happened so far.
+    """The sequences of one forward pass, and the events so far.
 
     Attributes:
         chunks: The sequences to prefill, each with its number of tokens.

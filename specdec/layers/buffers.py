@@ -127,7 +127,7 @@ class LayerBuffers:
 
 @dataclass
 class SharedBuffers:
-    """What all caches of a model share.
+    """The arrays that all caches of a model share.
 
     Attributes:
         arrays: Arrays of passes, by name and shape.

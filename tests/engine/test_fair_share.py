@@ -1,4 +1,4 @@
-"""Which waiting sequence starts next."""
+"""The order in which waiting sequences start."""
 
 from collections import deque
 from types import SimpleNamespace
