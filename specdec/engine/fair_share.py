@@ -99,4 +99,5 @@ def _get_deadline(sequence: Sequence) -> float:
 def _count_work(sequence: Sequence) -> float:
     """Return the expected work of a sequence in generated tokens."""
     request = sequence.request
-    return min(len(request.prompt) / PROMPT_TOKENS_PER_TOKEN + request.max_tokens, MAX_EXPECTED_TOKENS)
+    n_generated = min(request.max_tokens, MAX_EXPECTED_TOKENS)  # first, since an int may be too large for a float
+    return min(len(request.prompt) / PROMPT_TOKENS_PER_TOKEN + n_generated, MAX_EXPECTED_TOKENS)

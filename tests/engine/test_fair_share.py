@@ -29,6 +29,11 @@ def test_a_short_sequence_starts_before_longer_ones_that_wait_already() -> None:
     assert start_all([prefill, short]) == [short, prefill]
 
 
+def test_a_maximum_beyond_every_float_waits_like_a_long_one() -> None:
+    endless, short = make_sequence(10**400), make_sequence(20, 5.0)
+    assert start_all([endless, short]) == [short, endless]
+
+
 def test_an_old_sequence_is_not_overtaken_any_more() -> None:
     old, late = make_sequence(10**6), 3000 * DELAY_S_PER_TOKEN
     assert start_all([old, make_sequence(1, late), make_sequence(1, late)])[0] is old
