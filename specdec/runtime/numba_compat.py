@@ -68,6 +68,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
     """A numba code library, a function and those that it calls, that becomes machine code only when its address is needed."""
 
     _is_linked = False
+    _own_names: set[str]
     _shared_module: Any
 
     def add_linking_library(self, library: Any) -> None:
@@ -77,6 +78,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
     def _link(self) -> None:
         if not self._is_linked:
             self._is_linked = True
+            self._own_names = {function.name for function in self._final_module.functions if not function.is_declaration}
             for library in dict.fromkeys(self._linking_libraries):
                 self._reload_init.update(library._reload_init)
                 self._final_module.link_in(library._get_module_for_linking(), preserve=True)
@@ -95,7 +97,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
     def serialize(self) -> Any:
         """Return the library as a tuple to pickle, which `_unserialize` takes: machine code, its symbols, and the LLVM code."""
         self._ensure_finalized()
-        symbols = [function.name for function in self._final_module.functions if not function.is_declaration]
+        symbols = [name for name in self._own_names if self._final_module.get_function(name)]
         return self.name, SERIALIZED_KIND, (self._get_compiled_object(), symbols, self._final_module.as_bitcode())
 
     def find_undefined(self, prefix: str) -> set[str]:
@@ -119,9 +121,20 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
     def finalize(self) -> None:
         """Link the libraries that this one calls into it, optimize it, and add it to the compiler's engine."""
         self._link()
+        self._hide_linked_functions()
         self._optimize_final_module()
         self._final_module.verify()
         self._finalize_final_module()
+
+    def _hide_linked_functions(self) -> None:
+        """Keep the functions of other libraries from the engine's symbols.
+
+        Their names end in numbers that numba counts anew in each process, so code from the cache may define other functions by
+        the same names. The engine would call the one that it loaded first.
+        """
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.name not in self._own_names:
+                function.linkage = "internal"
 
     def _optimize_functions(self, module: Any) -> None:
         if _uses_references(module):

@@ -407,6 +407,32 @@ def test_second_process_compiles_nothing() -> None:
     assert process.stdout == "[]\n"
 
 
+COMPILE_WITH_EQUAL_NUMBERS = """
+import itertools
+import numpy as np
+from numba.core.bytecode import FunctionIdentity
+from specdec.quant.gguf_repacking import WEIGHT_FORMATS
+from specdec.quant.packed_matrix import pack_matrix
+from tests.tools.block_tensors import ROWS, N, RandomBlockTensor, run_matmul
+for name in ("Q4_0", "Q8_0", "Q4_1"):
+    FunctionIdentity._unique_ids = itertools.count(1000)
+    tensor = RandomBlockTensor(name, ROWS, N)
+    x = np.random.default_rng(0).standard_normal((3, N)).astype(np.float32)
+    expected = x @ tensor[0:ROWS].T
+    out = run_matmul(pack_matrix([tensor], WEIGHT_FORMATS[name]), x, 3)[:, :ROWS]
+    print(bool(np.abs(out - expected).max() < 0.02 * np.abs(expected).max()))
+"""
+
+
+def test_kernels_of_equal_symbol_names_do_not_call_each_others_functions(tmp_path: Path) -> None:
+    """numba numbers symbols anew in each process, so code from the cache may have the names of code that is compiled later."""
+    run = [sys.executable, "-c", COMPILE_WITH_EQUAL_NUMBERS]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in ("compiled", "loaded"):
+        process = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        assert process.stdout == "True\n" * 3
+
+
 # An interrupt in the middle of compiling: the first time that numba calls one of these functions
 
 REGISTER_HOOK = "numba.core.typing.context:BaseContext.insert_attributes"  # for arrays: numba registers these only once
