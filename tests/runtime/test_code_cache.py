@@ -425,7 +425,7 @@ for name in ("Q4_0", "Q8_0", "Q4_1"):
 
 
 def test_kernels_of_equal_symbol_names_do_not_call_each_others_functions(tmp_path: Path) -> None:
-    """numba numbers symbols anew in each process, so code from the cache may have the names of code that is compiled later."""
+    """Symbols are numbered anew in each process, so code from the cache may have the names of code that is compiled later."""
     run = [sys.executable, "-c", COMPILE_WITH_EQUAL_NUMBERS]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     for _ in ("compiled", "loaded"):
