@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec.draft.model_bundle import MTP
 from specdec.draft.self_copy import can_self_draft
-from specdec.loaders import CheckpointError, has_builtin_head, hf_hub, load_checkpoint
+from specdec.loaders import MTP_PREFIX, Checkpoint, CheckpointError, hf_hub, load_builtin_head, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_file import list_shard_names
@@ -26,7 +26,7 @@ from specdec.text.tokenizer_lookup import MAX_PADDING_ROWS
 from specdec.tokenizer import TokenizerError
 
 MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
-DRAFT_NAME = re.compile(r"^mtp-|[-_.](assistant|draft|mtp|eagle3?)\b", re.IGNORECASE)
+DRAFT_NAME = re.compile(rf"^{MTP_PREFIX}|[-_.](assistant|draft|mtp|eagle3?)\b", re.IGNORECASE)
 MAX_NEIGHBOURS = 4  # whose headers are read to find a draft
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -44,7 +44,7 @@ class CatalogEntry:
         token_texts: Text of each id, where the files have one.
         error: Why it cannot be used; "" if it can.
         family: Name of its family in its files.
-        has_builtin_head: Whether its files contain a head that drafts for it.
+        builtin_head: Path of the head that drafts for it: of its own files, or next to them; None without one.
         can_self_draft: Whether a quantized copy of it can draft for it (-d self).
     """
 
@@ -56,7 +56,7 @@ class CatalogEntry:
     token_texts: dict[int, str] = field(default_factory=dict, repr=False)
     error: str = ""
     family: str = ""
-    has_builtin_head: bool = False
+    builtin_head: Path | None = None
     can_self_draft: bool = False
 
     @property
@@ -195,7 +195,7 @@ def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, An
         "bytes_per_token": entry.n_bytes_per_token,
         "vocabulary": config.vocab_size,
         "context": config.seq_len,
-        "drafts": [*[MTP][: entry.has_builtin_head], *(other.name for other in find_drafts(entry, found))],
+        "drafts": [*[MTP][: bool(entry.builtin_head)], *(other.name for other in find_drafts(entry, found))],
         "self": entry.can_self_draft,
         "head": head,
     }
@@ -213,15 +213,17 @@ def find_drafts(target: CatalogEntry, others: Sequence[CatalogEntry]) -> list[Ca
 def find_neighbour_draft(target: Path) -> Path | None:
     """Return the path of a draft next to a target: one with the name of a draft, else the smallest one that fits, or None.
 
-    A target with a head of its own needs none. At most MAX_NEIGHBOURS models are opened.
+    A target with a head in its own files needs none. At most MAX_NEIGHBOURS models are opened.
     """
     with suppress(OSError):
         max_bytes = MAX_DRAFT_SIZE_RATIO * _count_bytes(target)
         sizes = {path: _count_bytes(path) for path in list_model_paths(target.parent) if path != target}
-        smaller = [path for path, n_bytes in sizes.items() if 0 < n_bytes <= max_bytes]
-        likely = sorted(smaller, key=lambda path: (not DRAFT_NAME.search(path.name), sizes[path]))[:MAX_NEIGHBOURS]
+        possible = [path for path, n_bytes in sizes.items() if 0 < n_bytes <= max_bytes or DRAFT_NAME.search(path.name)]
+        likely = sorted(possible, key=lambda path: (not DRAFT_NAME.search(path.name), sizes[path]))[:MAX_NEIGHBOURS]
         entry = _read_entry(target.name, target) if likely else None
-        if entry and not entry.has_builtin_head:
+        if entry and entry.builtin_head:
+            return entry.builtin_head if entry.builtin_head != target else None
+        if entry:
             return next((path for path in likely if _can_draft_for(_read_entry(path.name, path), entry)), None)
     return None
 
@@ -271,11 +273,13 @@ def _read_entry(name: str, path: Path) -> CatalogEntry:
         return CatalogEntry(name, path, n_bytes, error=str(error))
     token_texts = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _read_token_texts(path)
     matrix_bytes = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).count_matrix_bytes()
-    family, has_head = checkpoint.family, has_builtin_head(checkpoint)
+    head: Checkpoint | None = None
+    with suppress(CheckpointError):
+        head = load_builtin_head(checkpoint)
     has_copy = not checkpoint.config.head and can_self_draft(checkpoint.config, checkpoint.tensors)
     return CatalogEntry(
         name, path, n_bytes, matrix_bytes, checkpoint.config, token_texts,
-        family=family, has_builtin_head=has_head, can_self_draft=has_copy,
+        family=checkpoint.family, builtin_head=head.path if head else None, can_self_draft=has_copy,
     )  # fmt: skip
 
 

@@ -454,7 +454,7 @@ def load_requested_head(target: Checkpoint) -> Checkpoint:
         ValueError: If there is none.
     """
     if not (head := load_builtin_head(target)):
-        expected = "expected one among its own tensors, or an assistant in its folder or next to it"
+        expected = "expected one among its own tensors, an mtp-*.gguf next to it, or an assistant in or next to its folder"
         raise ValueError(f"{target.path} has no built-in head ({MTP}); {expected}")
     return head
 

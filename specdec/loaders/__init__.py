@@ -3,8 +3,8 @@
 Only the reader of a file's own format is imported.
 """
 
+import itertools
 import os
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from specdec.loaders.model_file import (
 )
 from specdec.model_config import ASSISTANT, ModelConfig
 
+MTP_PREFIX = "mtp-"  # of the name of a GGUF file that holds an MTP head alone, as llama.cpp's converter names it
 ADJACENT_NAME = "assistant"  # of a head's folder in a model's folder; one next to it is named like the model and this
 
 
@@ -94,16 +95,18 @@ def read_vocabulary(path: Path) -> dict[str, Any]:
 def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
     """Open the draft head that a target model comes with as a `Checkpoint`; return None if there is none.
 
-    It is the MTP head in the target's own files, else a head in a folder inside or next to the target's folder.
+    It is the MTP head in the target's own files, else one in a GGUF file next to the target's (`mtp-*.gguf`), or a head in a
+    folder inside or next to the target's folder.
 
     Raises:
         CheckpointError: The head is damaged, not supported, or belongs to another target.
     """
     if target.mtp_specs and (head := import_reader("head_checkpoint").load_mtp_head(target)):
         return cast(Checkpoint, head)
-    if not target.path.is_dir():
-        return None
     path = target.path.absolute()
+    if not path.is_dir():
+        heads = [load_checkpoint(each) for each in _list_mtp_files(path)] if target.mtp_specs else []
+        return next((head for head in heads if head.config.head and not _find_incompatibility(head, target.config)), None)
     for folder in (path / ADJACENT_NAME, path.with_name(f"{path.name}-{ADJACENT_NAME}")):
         if _detect_head(folder) == ASSISTANT:
             head = load_checkpoint(folder)
@@ -112,16 +115,23 @@ def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
     return None
 
 
-def has_builtin_head(target: Checkpoint) -> bool:
-    """Return whether a target model comes with a draft head that can be read and fits the target."""
-    with suppress(CheckpointError):
-        return load_builtin_head(target) is not None
-    return False
+def _list_mtp_files(target: Path) -> list[Path]:
+    """Return the files next to a target that by their names hold MTP heads, those with the most similar names first."""
+
+    def count_common(path: Path) -> int:
+        pairs = zip(path.name.removeprefix(MTP_PREFIX), target.name, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return sorted(sorted(target.parent.glob(f"{MTP_PREFIX}*.gguf")), key=count_common, reverse=True)
+
+
+def _find_incompatibility(head: Checkpoint, target: ModelConfig) -> str:
+    return cast(str, import_reader("head_checkpoint").find_incompatibility(head.config, target))
 
 
 def check_compatibility(head: Checkpoint, target: ModelConfig) -> None:
     """Raise CheckpointError with the reason if a draft head cannot draft for the target with the given config."""
-    if reason := import_reader("head_checkpoint").find_incompatibility(head.config, target):
+    if reason := _find_incompatibility(head, target):
         raise CheckpointError(f"{head.path} is not compatible with the target: {reason}")
 
 
@@ -130,7 +140,6 @@ __all__ = [
     "CheckpointError",
     "CheckpointWarning",
     "check_compatibility",
-    "has_builtin_head",
     "is_head_folder",
     "is_llama2c_file",
     "load_builtin_head",

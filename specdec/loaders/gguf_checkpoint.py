@@ -5,7 +5,7 @@ either supported or rejected by name; other keys are ignored.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from specdec.families.gguf_common import (
 )
 from specdec.families.hf_common import MAX_LAYERS
 from specdec.families.pre_tokenizers import has_rstrip_special_tokens
+from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, check_id_map, check_target_ids, parse_default_sampling
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.model_file import list_shard_names
@@ -66,9 +67,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: The model is not complete and consistent. Weights are checked when they are read.
     """
     model = GGUFModel(path)
-    if model.n_nextn and not any(name.startswith("blk.0.") for name in model):
-        raise CheckpointError(f"{path} holds an MTP head without its model; name a file that holds both")
     config = read_config(model)
+    if model.is_mtp_head:
+        return cast(Checkpoint, import_reader("head_checkpoint").assemble_gguf_head(model, config))
     model.read_layer_numbers(config.n_layers)
     tensors = assemble_tensors(
         config, select_tensor_specs(model.family.tensor_specs, model.family.alternatives, model, config.n_layers), model
@@ -136,6 +137,11 @@ class GGUFModel(TensorIndex[GGUFFile]):
             if self.family.mtp_specs
             else 0
         )
+
+    @property
+    def is_mtp_head(self) -> bool:
+        """Whether the file holds an MTP head without its model; the metadata is the model's."""
+        return self.n_nextn > 0 and not any(name.startswith("blk.0.") for name in self)
 
     def read_layer_numbers(self, n_layers: int) -> None:
         """Read the family's `layer_number_keys`, for `get_tensor`: a vector of one number per layer, named `KEY.LAYER`.
@@ -219,7 +225,7 @@ def read_config(model: GGUFModel) -> ModelConfig:
     family, prefix = model.family, f"{model.family.name}."
     values = ConfigValues(model.path, model.metadata, prefix=prefix)
     check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
-    vocab_size = _get_vocab_size(model, values, is_borrowed=family.is_head and EMBEDDING not in model)
+    vocab_size = _get_vocab_size(model, values, is_borrowed=(family.is_head or model.is_mtp_head) and EMBEDDING not in model)
     n_blocks = values.get_int("block_count", max_value=MAX_LAYERS)
     # A list that gives the same number for each layer stands for that number.
     lists = {key: values[key] for key in PER_LAYER_KEYS if key not in family.per_layer_keys and isinstance(values[key], list)}
@@ -235,7 +241,8 @@ def read_config(model: GGUFModel) -> ModelConfig:
         "n_heads": values.get_int("attention.head_count"),
         "seq_len": values.get_int("context_length"),
         "vocab_size": vocab_size,
-        "shared_classifier": not family.is_head and (LM_HEAD not in model or model.is_duplicate(EMBEDDING, LM_HEAD)),
+        "shared_classifier": not (family.is_head or model.is_mtp_head)
+        and (LM_HEAD not in model or model.is_duplicate(EMBEDDING, LM_HEAD)),
     }
     config = family.parse_config(GGUFMetadata(model.path, given, prefix, common, model)).extend_to_yarn_context()
     if problem := config.find_error():
@@ -248,7 +255,7 @@ def read_config(model: GGUFModel) -> ModelConfig:
 def _get_vocab_size(model: GGUFModel, values: ConfigValues, is_borrowed: bool) -> int:
     """Return the number of token ids: the rows of the token embedding, which the keys must match.
 
-    A draft head that borrows the target's embedding has no such rows; its keys give the number.
+    A draft head that borrows the target's embedding may have no such rows; its keys give the number.
 
     Raises:
         CheckpointError: The keys do not match the rows, or the number is missing.

@@ -2,24 +2,36 @@
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
 from specdec.families import detect_head, load_definition
-from specdec.families.family import PREFIX, HFHead, TensorSource, TensorSpec, is_layer_list, select_tensor_specs
+from specdec.families.family import (
+    PREFIX,
+    HFHead,
+    TensorSource,
+    TensorSpec,
+    TensorSpecs,
+    is_layer_list,
+    select_tensor_specs,
+)
 from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, check_target_ids
 from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
 from specdec.loaders.model_file import CONFIG, INDEX, PICKLE_WEIGHTS, WEIGHTS, read_json_object
-from specdec.loaders.tensor_assembly import assemble_tensors
+from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors
 from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import ModelConfig, find_kv_source_layers
 from specdec.runtime.simd import Int64
+
+if TYPE_CHECKING:
+    from specdec.loaders.gguf_checkpoint import GGUFModel
 
 # Family of each supported verifier architecture, by its name in config.json.
 VERIFIER_FAMILIES = {
@@ -98,26 +110,40 @@ def load_mtp_head(target: Checkpoint) -> Checkpoint | None:
         source = HFFolder(target.path, re.compile(r"(?!)"), re.compile(rf"(?!{prefix}\.).*", re.DOTALL))  # ignore all others
         has_head = any(True for _ in source)
     else:
-        source, layer = import_reader("gguf_checkpoint").GGUFModel(target.path), target.config.n_layers
-        source.ignore(name for name in source if not name.startswith(f"blk.{layer}."))
-        if target.config.attention.latent:
-            source.ignore(f"blk.{layer}.{name}.weight" for name in GGUF_SHARED_WITH_TARGET)
-        has_head = source.n_nextn > 0
-    if not has_head:
-        return None
-    config = make_head_config(target.config)
-    tensors = assemble_tensors(config, _select_layer_specs(target, layer, source), source)
+        source = import_reader("gguf_checkpoint").GGUFModel(target.path)
+        return assemble_gguf_head(source, target.config) if source.n_nextn else None
+    return _assemble_mtp_head(source, target.config, target.mtp_specs, layer) if has_head else None
+
+
+def assemble_gguf_head(source: "GGUFModel", target: ModelConfig) -> Checkpoint:
+    """Return the MTP head in a GGUF file as a `Checkpoint`: the layer after those of the target with the given config.
+
+    A file that holds a head alone may have copies of the target's embedding, norm and classifier, which are ignored.
+
+    Raises:
+        CheckpointError: The head is damaged or not supported.
+    """
+    layer = target.n_layers
+    source.ignore(name for name in source if not name.startswith(f"blk.{layer}."))
+    if target.attention.latent:
+        source.ignore(f"blk.{layer}.{name}.weight" for name in GGUF_SHARED_WITH_TARGET)
+    return _assemble_mtp_head(source, target, source.family.mtp_specs, layer)
+
+
+def _assemble_mtp_head(source: TensorIndex[Any], target: ModelConfig, mtp_specs: Sequence[TensorSpecs], layer: int) -> Checkpoint:
+    config = make_head_config(target)
+    tensors = assemble_tensors(config, _select_layer_specs(mtp_specs, layer, source), source)
     source.check_all_used()
-    return Checkpoint(target.path, config, tensors)
+    return Checkpoint(source.path, config, tensors)
 
 
-def _select_layer_specs(target: Checkpoint, layer: int, source: TensorSource) -> dict[str, TensorSpec]:
+def _select_layer_specs(mtp_specs: Sequence[TensorSpecs], layer: int, source: TensorSource) -> dict[str, TensorSpec]:
     """Return the tensor specs of a target's MTP head, with the head's layer number in the file filled into the stored names.
 
     If the target has alternative specs, those that match the tensors in the file are chosen.
 
     Args:
-        target: The model with the MTP head.
+        mtp_specs: The family's specs of MTP heads.
         layer: The head's layer number in the file.
         source: The tensors of the file.
     """
@@ -125,7 +151,7 @@ def _select_layer_specs(target: Checkpoint, layer: int, source: TensorSource) ->
     def fill_layer(spec: TensorSpec) -> TensorSpec:
         return spec._replace(name=spec.name.replace("{}", str(layer), 1))
 
-    specs, *alternatives = ({name: fill_layer(spec) for name, spec in each.items()} for each in target.mtp_specs)
+    specs, *alternatives = ({name: fill_layer(spec) for name, spec in each.items()} for each in mtp_specs)
     return select_tensor_specs(specs, alternatives, source, 1)
 
 
@@ -183,6 +209,8 @@ def find_incompatibility(config: ModelConfig, target: ModelConfig) -> str:
             return str(error)
         return ""
     layers = head.get_target_layers(n_layers)
+    if config.architecture == "mtp" and layers != (n_layers,):
+        return f"it is the head of a model of {layers[0]} layers; the target has {n_layers}"
     if not is_layer_list(layers) or max(layers) > n_layers:
         return f"it takes the inputs of the layers {', '.join(map(str, layers))}; the target has {n_layers} layers"
     family = infer_family(target)

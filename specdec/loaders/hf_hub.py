@@ -53,7 +53,8 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.EN
 _REPOSITORY_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*(:[\w.-]+)?", re.ASCII)
 _FILE_ENDINGS = (".bin", ".json", ".gguf", ".safetensors", ".pt", ".model")
 _QUANT_NAME = re.compile(r"(?<![A-Za-z0-9])((?:I?Q\d|BF16|F16|F32)\w*)[.-]", re.IGNORECASE)  # in a GGUF file's name
-_NON_MODEL_NAME = re.compile(r"mmproj|imatrix|(^|/)mtp-|-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE | re.ASCII)
+_NON_MODEL_NAME = re.compile(r"mmproj|imatrix|-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE | re.ASCII)
+_HEAD_QUANT, _HEAD_NAME = "mtp", re.compile(r"(^|/)mtp-[^/]*$", re.IGNORECASE)  # of a GGUF file with an MTP head alone
 _COMMIT, _SHA256 = re.compile(r"[0-9a-f]{1,64}"), re.compile(r"[0-9a-f]{64}")
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 
@@ -64,9 +65,9 @@ def is_repository_name(name: str) -> bool:
 
 
 def is_model_file_name(name: str) -> bool:
-    """Return whether a model file's name may be that of a whole model or of its first shard.
+    """Return whether a model file's name may be that of a model, of its first shard or of a draft head.
 
-    Later shards, image encoders (mmproj), importance matrices and MTP heads are no models of their own.
+    Later shards, image encoders (mmproj) and importance matrices are no models of their own.
     """
     return not _NON_MODEL_NAME.search(name)
 
@@ -151,8 +152,9 @@ def list_cached_models() -> Iterator[tuple[str, Path]]:
             yield name, folder
         elif folder:
             for file in filter(is_model_file_name, _list_ggufs(folder)):
-                quant = _QUANT_NAME.search(Path(file).name)
-                yield (f"{name}:{quant[1]}" if quant else str(folder / file)), folder / file
+                match = _QUANT_NAME.search(Path(file).name)
+                quant = _HEAD_QUANT if _HEAD_NAME.search(file) else match and match[1]
+                yield (f"{name}:{quant}" if quant else str(folder / file)), folder / file
 
 
 def choose_gguf(files: Iterable[str], quant: str) -> list[str]:
@@ -160,9 +162,11 @@ def choose_gguf(files: Iterable[str], quant: str) -> list[str]:
 
     Args:
         files: File names in the repository.
-        quant: Part of the file name to look for, such as Q4_K_M; "": the first of DEFAULT_QUANTS that a file has.
+        quant: Part of the file name to look for, such as Q4_K_M, or "mtp" for a file that holds an MTP head alone; "": the first
+            of DEFAULT_QUANTS that a file has.
     """
-    firsts = [file for file in sorted(files) if file.endswith(GGUF_SUFFIX) and is_model_file_name(file)]
+    named = [file for file in sorted(files) if file.endswith(GGUF_SUFFIX) and is_model_file_name(file)]
+    firsts = [file for file in named if bool(_HEAD_NAME.search(file)) == (quant == _HEAD_QUANT)]
     for candidate in [quant] if quant else DEFAULT_QUANTS:
         pattern = re.compile(rf"(?<![a-z0-9]){re.escape(candidate)}[.-]" if candidate else "", re.IGNORECASE)
         if found := next(filter(pattern.search, firsts), None):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
+from specdec.cli.installed_models import find_neighbour_draft, list_entries, make_row
 from specdec.draft.draft_length import FixedLength
 from specdec.heads.head import Head
-from specdec.loaders import CheckpointError, load_checkpoint
+from specdec.loaders import CheckpointError, load_builtin_head, load_checkpoint
 from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.model import get_architecture
 from specdec.model.model import Model
@@ -111,6 +112,45 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
     path.write_bytes(gguf_bytes(keys, tensors | {"blk.2.nextn.embed_tokens.weight": tensors["token_embd.weight"]}))
     with pytest.raises(CheckpointError, match="embed_tokens"):
         load_mtp_head(load_checkpoint(path))
+
+
+@pytest.mark.parametrize("with_copies", [True, False])
+def test_a_head_in_a_file_of_its_own_drafts_for_its_target(tmp_path, with_copies):
+    """As llama.cpp's converter writes it: the model's metadata and, in most files, copies of the target's vocabulary matrices."""
+    keys, tensors = make_model_with_head("qwen35_images")
+    copies = ("token_embd.weight", "output_norm.weight", "output.weight") if with_copies else ()
+    head = {name: each for name, each in tensors.items() if name.startswith("blk.2.") or name in copies}
+    layers = {"qwen35.block_count": 2, "qwen35.nextn_predict_layers": 0}
+    recurrent = keys["qwen35.attention.recurrent_layers"]
+    layers["qwen35.attention.recurrent_layers"] = recurrent._replace(value=recurrent.value[:2])
+    target, path = tmp_path / "small-Q8_0.gguf", tmp_path / "mtp-small-F16.gguf"
+    target.write_bytes(gguf_bytes(keys | layers, {name: each for name, each in tensors.items() if not name.startswith("blk.2.")}))
+    assert load_builtin_head(load_checkpoint(target)) is None
+    path.write_bytes(gguf_bytes(keys, head))
+    other = tmp_path / "mtp-small-Q8_0.gguf"  # of a model with another number of layers
+    names = {name: name.replace("blk.2.", "blk.3.") for name in head}
+    more = {"qwen35.block_count": 4, "qwen35.attention.recurrent_layers": recurrent._replace(value=[*recurrent.value, False])}
+    other.write_bytes(gguf_bytes(keys | more, {names[name]: each for name, each in head.items()}))
+    expected = read_all_tensors(load_mtp_head(load_checkpoint(FIXTURES / "qwen35_images")))
+    for name, tensor in read_all_tensors(load_checkpoint(path)).items():
+        np.testing.assert_array_equal(to_float32(tensor), to_float32(expected[name]))
+    n = load_checkpoint(target).config.vocab_size
+    tokenizer = write_tokenizer(
+        tmp_path / "tok.bin", [(f"<{i}>".encode() if i < 3 else chr(900 + i).encode(), 0) for i in range(n)]
+    )
+    plain = SpeculativeDecoder(target, None, tokenizer).generate(PROMPT, 40, temperature=0).tokens
+    for draft in ("auto", "mtp", path):
+        decoder = SpeculativeDecoder(target, draft, tokenizer)
+        assert isinstance(decoder.draft, Head)
+        assert decoder.generate(PROMPT, 40, temperature=0).tokens == plain
+    with pytest.raises(CheckpointError, match="it is the head of a model of 3 layers; the target has 2"):
+        SpeculativeDecoder(target, other, tokenizer)
+    with pytest.raises(CheckpointError, match="is a head that drafts for a model"):
+        SpeculativeDecoder(path, None, tokenizer)
+    assert find_neighbour_draft(target) == path
+    rows = {entry.path.name: entry for entry in list_entries(tmp_path)}
+    assert make_row(rows[target.name], [*rows.values()])["drafts"] == ["mtp", str(path)]
+    assert make_row(rows[path.name], [*rows.values()])["head"]["targets"] == [str(target)]
 
 
 def test_copies_of_the_targets_embedding_and_classifier_are_ignored(tmp_path):

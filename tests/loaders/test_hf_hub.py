@@ -188,6 +188,7 @@ GGUFS = {
     "model-Q8_0.gguf": b"8 bits",
     "model-q4_k_m.gguf": b"4 bits",
     "mmproj-Q4_K_M.gguf": b"an eye",
+    "mtp-model-Q4_K_M.gguf": b"a head",
     "big/model-Q6_K-00001-of-00002.gguf": b"one",
     "big/model-Q6_K-00002-of-00002.gguf": b"two",
     "README.md": b"# read me",
@@ -197,7 +198,14 @@ GGUFS = {
 @needs_library
 @pytest.mark.parametrize(
     ("quant", "name"),
-    [("", "model-q4_k_m"), (":Q4_K_M", "model-q4_k_m"), (":q8_0", "model-Q8_0"), (":F16", "model-F16"), (":BF16", "model-BF16")],
+    [
+        ("", "model-q4_k_m"),
+        (":Q4_K_M", "model-q4_k_m"),
+        (":q8_0", "model-Q8_0"),
+        (":F16", "model-F16"),
+        (":BF16", "model-BF16"),
+        (":mtp", "mtp-model-Q4_K_M"),
+    ],
 )
 def test_a_quant_selects_the_only_gguf_file_that_is_fetched(server: FakeHub, quant: str, name: str) -> None:
     server.repositories["org/gguf"] = GGUFS
