@@ -36,7 +36,7 @@ from specdec.quant.bf16_12bit_llvm import (  # fmt: skip
     make_unpack_intrinsic,
     pack_blocks,
 )
-from specdec.quant.fp16_bf16 import BF16, view_bits
+from specdec.quant.fp16_bf16 import BF16, HalfFormat, view_bits
 from specdec.quant.fp32 import panel_tile, transpose_rows, unpack_rows
 from specdec.quant.matmul import PREFETCH_WORDS, MatmulArgs, Rows, TileArgs, get_chunk_panels, point_to_bytes, point_to_floats
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, Matrix, PackingOverflowError, Tensor, pack_matrix
@@ -293,56 +293,51 @@ def count_slots(n: int) -> int:
     return int(ceil_div(n, BLOCKS_PER_SLOT))
 
 
-def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Pack rows of bf16 into panels of 12-bit weights; implements `WeightFormat.pack`.
+class PackedBF16Format(HalfFormat):
+    """Panels of bf16 in 12 bits, with an overflow pool that all panels of a matrix share; see the module."""
 
-    Raises:
-        ValueError: The rows are not bf16.
-        PackingOverflowError: The overflow pool is full.
-    """
-    rows = np.ascontiguousarray(view_bits("bf16", rows))
-    n, n_threads, panel_bytes = rows.shape[1] // BLOCK_COLUMNS, get_available_threads(), panels.view(np.uint8).reshape(1, -1)
-    slots = np.zeros(ceil_div(len(rows), PANEL_ROWS), np.int64)
-    scratch = np.empty((n_threads, rows.shape[1], PANEL_ROWS), np.uint16), np.empty((n_threads, N_COUNTERS, 256), np.uint32)
-    args = panels, panel_bytes, first, stride, rows, *scratch, slots
-    run_on_all_threads(pack_panels(*args))
-    used = panels.view(np.uint32).reshape(-1)[locate_blocks(panels, n, 0)[0] - USED_SLOTS_WORD :][:1]
-    *slots[:], total = itertools.accumulate(slots.tolist(), initial=int(used[0]))  # counts to first slots
-    if total > len(panels) * count_slots(n):
-        raise PackingOverflowError
-    used[0] = total
-    run_on_all_threads(fill_overflow_pool(*args))
+    def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
+        """Return the lines of a panel's header, column blocks and share of the overflow pool, and the words of a line."""
+        n_blocks = n // BLOCK_COLUMNS
+        n_pool_lines = ceil_div(count_slots(n_blocks) * SLOT_BYTES, 4 * BLOCK_WORDS)
+        return get_header_words(n_blocks) // BLOCK_WORDS + n_blocks + n_pool_lines, BLOCK_WORDS
 
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return the scratch words per token; those of MIN_UNPACK_TOKENS tokens together hold the unpacked floats."""
+        return int(ceil_div(UNPACK_COLUMNS * PANEL_ROWS, MIN_UNPACK_TOKENS)) if CAN_UNPACK_CHUNKS else 1
 
-def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of 12-bit bf16 panels, widened to float32; implements `WeightFormat.unpack`."""
-    first, last, _ = block.indices(len(panels))
-    floats = np.empty((last - first, n, PANEL_ROWS), np.float32)
-    run_on_all_threads(unpack_panels(floats, panels, first))
-    return unpack_rows(floats, n)
+    def pack(self, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
+        """Pack rows of bf16; see `WeightFormat.pack`.
 
+        Raises:
+            ValueError: The rows are not bf16.
+            PackingOverflowError: The overflow pool is full.
+        """
+        rows = np.ascontiguousarray(view_bits("bf16", rows))
+        n, n_threads, panel_bytes = rows.shape[1] // BLOCK_COLUMNS, get_available_threads(), panels.view(np.uint8).reshape(1, -1)
+        slots = np.zeros(ceil_div(len(rows), PANEL_ROWS), np.int64)
+        columns = np.empty((n_threads, rows.shape[1], PANEL_ROWS), np.uint16)
+        counts = np.empty((n_threads, N_COUNTERS, 256), np.uint32)
+        args = panels, panel_bytes, first, stride, rows, columns, counts, slots
+        run_on_all_threads(pack_panels(*args))
+        used = panels.view(np.uint32).reshape(-1)[locate_blocks(panels, n, 0)[0] - USED_SLOTS_WORD :][:1]
+        *slots[:], total = itertools.accumulate(slots.tolist(), initial=int(used[0]))  # counts to first slots
+        if total > len(panels) * count_slots(n):
+            raise PackingOverflowError
+        used[0] = total
+        run_on_all_threads(fill_overflow_pool(*args))
 
-def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Return the shape of a panel of bf16 in 12 bits; implements `WeightFormat.get_panel_shape`.
-
-    A panel has a header, column blocks, and its share of the overflow pool.
-    """
-    n_blocks = n // BLOCK_COLUMNS
-    n_pool_lines = ceil_div(count_slots(n_blocks) * SLOT_BYTES, 4 * BLOCK_WORDS)
-    return get_header_words(n_blocks) // BLOCK_WORDS + n_blocks + n_pool_lines, BLOCK_WORDS
-
-
-def get_scratch_words(n: int, group_size: int) -> int:
-    """Return the scratch words per token of bf16 in 12 bits; implements `WeightFormat.get_scratch_words`.
-
-    The scratch of MIN_UNPACK_TOKENS tokens together holds the unpacked floats.
-    """
-    return int(ceil_div(UNPACK_COLUMNS * PANEL_ROWS, MIN_UNPACK_TOKENS)) if CAN_UNPACK_CHUNKS else 1
+    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+        """Return the rows of panels, widened to float32; see `WeightFormat.unpack`."""
+        first, last, _ = block.indices(len(panels))
+        floats = np.empty((last - first, n, PANEL_ROWS), np.float32)
+        run_on_all_threads(unpack_panels(floats, panels, first))
+        return unpack_rows(floats, n)
 
 
-PACKED_BF16 = replace(
-    BF16, name="bf16 in 12 bits", matmul=matmul, embed=embed, get_panel_shape=get_panel_shape, pack=pack, unpack=unpack,
-    get_scratch_words=get_scratch_words, expert_format=BF16, fallback=BF16, column_multiple=BLOCK_COLUMNS,
+PACKED_BF16 = PackedBF16Format(
+    name="bf16 in 12 bits", matmul=matmul, embed=embed, expert_matmul=BF16.expert_matmul, expert_format=BF16, fallback=BF16,
+    column_multiple=BLOCK_COLUMNS,
 )  # fmt: skip
 
 

@@ -5,24 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from specdec.quant.fp32 import (
-    get_float_activations,
-    get_group_size,
-    get_scratch_words,
-    make_weight_getter,
-    pack_rows,
-    unpack_rows,
-)
+from specdec.quant.fp32 import FP32Format, get_float_activations, make_weight_getter, pack_rows, unpack_rows
 from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
-from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
+from specdec.quant.packed_matrix import ALL_PANELS, Floats, to_float32
 from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, PANEL_ROWS, Float32, StorageDtype, load_bf16, load_fp16
 
 ROW_DTYPES = {"bf16": np.uint16, "fp16": np.float16}
-
-
-def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Return the shape of a panel of 16-bit weights, two per word; implements `WeightFormat.get_panel_shape`."""
-    return n, PANEL_ROWS // 2
 
 
 def view_bits(name: str, rows: Floats) -> Floats:
@@ -36,28 +24,31 @@ def view_bits(name: str, rows: Floats) -> Floats:
     return rows.view(np.uint16)
 
 
-def pack(name: str, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Pack rows into panels of 16-bit weights; implements `WeightFormat.pack`.
+class HalfFormat(FP32Format):
+    """Panels of 16-bit floats, bf16 or fp16 by its name; its kernels widen them."""
 
-    Raises:
-        ValueError: The rows have another dtype than the format `name`.
-    """
-    pack_rows(panels.view(np.uint16), first, stride, view_bits(name, rows))
+    def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
+        """Return the shape of a panel, two weights per word."""
+        return n, PANEL_ROWS // 2
+
+    def pack(self, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
+        """Pack rows; see `WeightFormat.pack`.
+
+        Raises:
+            ValueError: The rows have another dtype than the format.
+        """
+        pack_rows(panels.view(np.uint16), first, stride, view_bits(self.name, rows))
+
+    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+        """Return the rows of panels, widened to float32; see `WeightFormat.unpack`."""
+        return to_float32(unpack_rows(panels[block].view(np.uint16), n).view(ROW_DTYPES[self.name]))
 
 
-def unpack(name: str, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of 16-bit panels, widened to float32; implements `WeightFormat.unpack`."""
-    return to_float32(unpack_rows(panels[block].view(np.uint16), n).view(ROW_DTYPES[name]))
-
-
-def _make_weight_format(name: str, storage: StorageDtype, load_halves: Any) -> WeightFormat:
+def _make_weight_format(name: str, storage: StorageDtype, load_halves: Any) -> HalfFormat:
     tile = Tile(partial(make_float_tile, storage))
     matmul, expert_matmul = make_matmul_kernels(__name__, f"{name}_", tile, get_float_activations)
     embed = make_embed_kernel(__name__, f"{name}_", make_weight_getter(load_halves))
-    pack_format, unpack_format = partial(pack, name), partial(unpack, name)
-    return WeightFormat(
-        name, matmul, embed, expert_matmul, get_group_size, get_panel_shape, pack_format, unpack_format, get_scratch_words
-    )
+    return HalfFormat(name=name, matmul=matmul, embed=embed, expert_matmul=expert_matmul)
 
 
 BF16, FP16 = _make_weight_format("bf16", BF16_STORAGE, load_bf16), _make_weight_format("fp16", FP16_STORAGE, load_fp16)

@@ -81,32 +81,31 @@ def unpack_rows(panels: Floats, n: int) -> Floats:
     return rows
 
 
-def pack(panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
-    """Pack rows of floats of any type into panels of float32; implements `WeightFormat.pack`."""
-    pack_rows(panels, first, stride, to_float32(rows))
+class FP32Format(WeightFormat):
+    """Panels of float32, as they are in the file."""
 
+    def get_group_size(self, n: int, file_group: int) -> int:
+        """Return 0, since no float weights share a scale."""
+        return 0
 
-def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of float32 panels; implements `WeightFormat.unpack`."""
-    return unpack_rows(panels[block], n)
+    def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
+        """Return the columns and rows of a panel."""
+        return n, PANEL_ROWS
 
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return 1, since floats need no scratch but an array has at least one word."""
+        return 1
 
-def get_group_size(n: int, file_group: int) -> int:
-    """Return 0, since no float weights share a scale; implements `WeightFormat.get_group_size`."""
-    return 0
+    def pack(self, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
+        """Pack rows of floats of any type; see `WeightFormat.pack`."""
+        pack_rows(panels, first, stride, to_float32(rows))
 
-
-def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Return the shape of a panel of n columns of float32; implements `WeightFormat.get_panel_shape`."""
-    return n, PANEL_ROWS
-
-
-def get_scratch_words(n: int, group_size: int) -> int:
-    """Return 1, since floats need no scratch but an array has at least one word; implements `WeightFormat.get_scratch_words`."""
-    return 1
+    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+        """Return the rows of panels; see `WeightFormat.unpack`."""
+        return unpack_rows(panels[block], n)
 
 
 panel_tile: Any = Tile(partial(make_float_tile, FP32_STORAGE))
 matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, get_float_activations)
 embed = make_embed_kernel(__name__, "", make_weight_getter(load))
-FP32 = WeightFormat("fp32", matmul, embed, expert_matmul, get_group_size, get_panel_shape, pack, unpack, get_scratch_words)
+FP32 = FP32Format(name="fp32", matmul=matmul, embed=embed, expert_matmul=expert_matmul)

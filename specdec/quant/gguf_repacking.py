@@ -9,9 +9,7 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
     MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number
 """
 
-import functools
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,17 +17,20 @@ import numpy.typing as npt
 
 from specdec.quant.groupwise import (
     EACH_BYTE,
+    GroupedFormat,
     GroupedRows,
     GroupLayout,
     allocate_grouped_rows,
-    make_grouped_format,
+    make_tile,
+    make_weight_getter,
     pack_codes,
     pack_grouped_rows,
     split_factors,
     ungroup,
     unpack_codes,
 )
-from specdec.quant.int8 import BYTES_PER_WORD
+from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, get_quantized_activations
+from specdec.quant.matmul import make_embed_kernel, make_matmul_kernels
 from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, kernel, run_on_all_threads
@@ -322,14 +323,24 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
     return GroupedRows(params, factors.reshape(*factors.shape[:2], -1).view(np.uint8), pack_codes(wide, code_words))
 
 
-def pack(layout: GroupLayout, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:
-    """Pack rows of GGUF blocks into panels of a layout, widened to it if the block type has another; see `WeightFormat.pack`."""
-    source_layout, grouped = BLOCK_TYPES[rows.type].layout, repack_blocks(rows)
-    pack_grouped_rows(panels, first, stride, grouped if source_layout == layout else widen_rows(grouped, source_layout, layout))
+class GGUFFormat(GroupedFormat):
+    """Panels of GGUF blocks, widened to its layout if the block type has another."""
+
+    is_gguf_block = True
+
+    def pack(self, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:
+        """Pack rows of GGUF blocks; see `WeightFormat.pack`."""
+        source_layout, grouped = BLOCK_TYPES[rows.type].layout, repack_blocks(rows)
+        if source_layout != self.layout:
+            grouped = widen_rows(grouped, source_layout, self.layout)
+        pack_grouped_rows(panels, first, stride, grouped)
 
 
-def _make_weight_format(name: str, layout: GroupLayout) -> WeightFormat:
-    return replace(make_grouped_format(__name__, name, layout, functools.partial(pack, layout)), is_gguf_block=True)
+def _make_weight_format(name: str, layout: GroupLayout) -> GGUFFormat:
+    prefix = f"{name.replace(' ', '_')}_"
+    matmul, expert_matmul = make_matmul_kernels(__name__, prefix, make_tile(layout, DOT4_NAME), get_quantized_activations)
+    embed = make_embed_kernel(__name__, prefix, make_weight_getter(layout))
+    return GGUFFormat(name=name, layout=layout, matmul=matmul, embed=embed, expert_matmul=expert_matmul)
 
 
 WEIGHT_FORMATS = {name: _make_weight_format(name, block.layout) for name, block in BLOCK_TYPES.items()}

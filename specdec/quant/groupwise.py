@@ -16,14 +16,15 @@ their range as zero point: 4, 8, 16, 32 or 128.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, keep_words
-from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, GROUP_HEADER_WORDS, get_quantized_activations, get_scratch_words
-from specdec.quant.matmul import Tile, TileShape, get_number, make_embed_kernel, make_matmul_kernels, start_sums
+from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, count_activation_words
+from specdec.quant.matmul import Tile, TileShape, get_number, start_sums
 from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
 from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
@@ -591,55 +592,42 @@ def ungroup(layout: GroupLayout, rows: GroupedRows) -> Float32:
     return values.reshape(len(values), -1)
 
 
-def unpack(layout: GroupLayout, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of grouped weights as float32; implements `WeightFormat.unpack`."""
-    panels = panels[block]
-    size, n_blocks = panels.shape[:2]
+@dataclass(frozen=True, kw_only=True)
+class GroupedFormat(WeightFormat):
+    """Panels (P, blocks, words) of a group layout; subclasses say from what they are packed.
 
-    def get_part(first: int, last: int, dtype: Any, *shape: int) -> npt.NDArray[Any]:
-        """Return words first to last - 1 of the blocks as an array (P R, blocks, ...) of the dtype."""
-        part = panels[..., first:last].view(dtype).reshape(size, n_blocks, *shape, PANEL_ROWS)
-        return np.ascontiguousarray(part.transpose(0, -1, *range(1, part.ndim - 1))).reshape(size * PANEL_ROWS, n_blocks, *shape)
-
-    rows = GroupedRows(
-        get_part(0, layout.factors_offset, np.uint16, layout.n_halves),
-        get_part(layout.factors_offset, layout.codes_offset, np.uint8, layout.n_factor_bytes),
-        get_part(layout.codes_offset, layout.block_words, np.uint32, layout.n_units, layout.unit_words),
-    )
-    return np.ascontiguousarray(ungroup(layout, rows)[:, :n])
-
-
-def _get_group_size(layout: GroupLayout, n: int, file_group: int) -> int:
-    """Return the group size of a layout; implements `WeightFormat.get_group_size`."""
-    return layout.group_size
-
-
-def _get_panel_shape(layout: GroupLayout, n: int, group_size: int) -> tuple[int, int]:
-    """Return the blocks and words of a panel of a layout; implements `WeightFormat.get_panel_shape`."""
-    return ceil_div(n, layout.block_columns), layout.block_words
-
-
-def make_grouped_format(
-    module: str, name: str, layout: GroupLayout, pack: Callable[[Float32, int, int, Any, int], None]
-) -> WeightFormat:
-    """Return the weight format of a group layout.
-
-    Args:
-        module: Module that creates the format, in which its kernels are registered.
-        name: Name of the format, for users.
+    Attributes:
         layout: Layout of the groups.
-        pack: Its `WeightFormat.pack`, which fills its panels.
     """
-    prefix = f"{name.replace(' ', '_')}_"
-    matmul, expert_matmul = make_matmul_kernels(module, prefix, make_tile(layout, DOT4_NAME), get_quantized_activations)
-    return WeightFormat(
-        name,
-        matmul,
-        make_embed_kernel(module, prefix, make_weight_getter(layout)),
-        expert_matmul,
-        functools.partial(_get_group_size, layout),
-        functools.partial(_get_panel_shape, layout),
-        pack,
-        functools.partial(unpack, layout),
-        get_scratch_words,
-    )
+
+    layout: GroupLayout
+
+    def get_group_size(self, n: int, file_group: int) -> int:
+        """Return the group size of the layout."""
+        return self.layout.group_size
+
+    def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
+        """Return the blocks and words of a panel."""
+        return ceil_div(n, self.layout.block_columns), self.layout.block_words
+
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return the words of a token's n activations in groups of int8."""
+        return count_activation_words(n, group_size)
+
+    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+        """Return the rows of panels as float32; see `WeightFormat.unpack`."""
+        panels, layout = panels[block], self.layout
+        size, n_blocks = panels.shape[:2]
+
+        def get_part(first: int, last: int, dtype: Any, *shape: int) -> npt.NDArray[Any]:
+            """Return words first to last - 1 of the blocks as an array (P R, blocks, ...) of the dtype."""
+            part = panels[..., first:last].view(dtype).reshape(size, n_blocks, *shape, PANEL_ROWS)
+            part = np.ascontiguousarray(part.transpose(0, -1, *range(1, part.ndim - 1)))
+            return part.reshape(size * PANEL_ROWS, n_blocks, *shape)
+
+        rows = GroupedRows(
+            get_part(0, layout.factors_offset, np.uint16, layout.n_halves),
+            get_part(layout.factors_offset, layout.codes_offset, np.uint8, layout.n_factor_bytes),
+            get_part(layout.codes_offset, layout.block_words, np.uint32, layout.n_units, layout.unit_words),
+        )
+        return np.ascontiguousarray(ungroup(layout, rows)[:, :n])

@@ -232,6 +232,11 @@ def quantize_rows(rows: Float32, group_size: int) -> Int8Rows:
     return Int8Rows(values, scales)
 
 
+def count_activation_words(n: int, group_size: int) -> int:
+    """Return the words of a token's n activations in groups of int8; see `quantize_activations`."""
+    return int(ceil_div(n, group_size) * (GROUP_HEADER_WORDS + ceil_div(group_size, BYTES_PER_WORD)))
+
+
 @kernel
 def pack_words(run: ForwardContext, thread: int, words: Words4, first: int, stride: int, codes: Words3, scales: Words2) -> None:
     """Pack codes (rows, groups, words), 4 to a word, and scales (rows, groups) into every stride-th panel of words."""
@@ -247,68 +252,49 @@ def pack_words(run: ForwardContext, thread: int, words: Words4, first: int, stri
                     out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZERO_CODES_WORD
 
 
-def pack(panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, group_size: int) -> None:
-    """Pack rows, quantized to int8 if they are floats, into panels; implements `WeightFormat.pack`.
+class Int8Format(WeightFormat):
+    """Panels (P, groups, words) of int8 weights in groups that share a scale; see the module."""
 
-    The weights that pad rows and groups are 0.
-    """
-    grouped = rows if isinstance(rows, Int8Rows) else quantize_rows(to_float32(rows), group_size)
-    n_words = panels.shape[2] // PANEL_ROWS - 1
-    words = panels.view(np.uint32).reshape(len(panels), -1, 1 + n_words, PANEL_ROWS)
-    values = (
-        np.pad(grouped.values, ((0, 0), (0, 0), (0, -group_size % BYTES_PER_WORD)))
-        if group_size % BYTES_PER_WORD
-        else grouped.values
-    )
-    codes, scales = (np.ascontiguousarray(array).view(np.uint32) for array in (values, grouped.scales))
-    run_on_all_threads(pack_words(words, first, stride, codes, scales))
+    def get_group_size(self, n: int, file_group: int) -> int:
+        """Return 64, or 32 if 64 does not divide n.
 
+        For a file with groups, it is the greatest common divisor of n and the file's group size, so that no group crosses the end
+        of a row.
+        """
+        if file_group:
+            return math.gcd(file_group, n)
+        return 64 if n % 64 == 0 else 32
 
-def unpack(panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-    """Return the rows of int8 panels as float32: (byte - 128) * scale; implements `WeightFormat.unpack`.
+    def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
+        """Return the groups and words of a panel."""
+        return ceil_div(n, group_size), (1 + ceil_div(group_size, BYTES_PER_WORD)) * PANEL_ROWS
 
-    Args:
-        panels: The panels (P, groups, words).
-        n: Columns of the matrix, without the padding of the last group.
-        group_size: Columns per group.
-        block: The panels to unpack.
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return the words of a token's n activations in groups of int8."""
+        return count_activation_words(n, group_size)
 
-    Returns:
-        The rows (P R, n) of these panels, including the rows that pad the last panel.
-    """
-    panels = panels[block]
-    n_groups, n_words = panels.shape[1], panels.shape[2] // PANEL_ROWS - 1
-    words = panels.reshape(-1, n_groups, 1 + n_words, PANEL_ROWS)
-    codes = (
-        np.ascontiguousarray(words[:, :, 1:].transpose(0, 3, 1, 2)).view(np.uint8).reshape(-1, n_groups, n_words * BYTES_PER_WORD)
-    )
-    values = (codes[:, :, :group_size].astype(np.float32) - 128) * words[:, :, 0].transpose(0, 2, 1).reshape(-1, n_groups, 1)
-    return np.ascontiguousarray(values.reshape(-1, n_groups * group_size)[:, :n])
+    def pack(self, panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, group_size: int) -> None:
+        """Pack rows, quantized if they are floats; see `WeightFormat.pack`. The weights that pad rows and groups are 0."""
+        grouped = rows if isinstance(rows, Int8Rows) else quantize_rows(to_float32(rows), group_size)
+        n_words = panels.shape[2] // PANEL_ROWS - 1
+        words = panels.view(np.uint32).reshape(len(panels), -1, 1 + n_words, PANEL_ROWS)
+        values = grouped.values
+        if group_size % BYTES_PER_WORD:
+            values = np.pad(values, ((0, 0), (0, 0), (0, -group_size % BYTES_PER_WORD)))
+        codes, scales = (np.ascontiguousarray(array).view(np.uint32) for array in (values, grouped.scales))
+        run_on_all_threads(pack_words(words, first, stride, codes, scales))
 
-
-def get_group_size(n: int, file_group: int) -> int:
-    """Return the group size of int8 weights for n columns; implements `WeightFormat.get_group_size`.
-
-    It is 64, or 32 if 64 does not divide n. For a file with groups, it is the greatest common divisor of n and the file's group
-    size, so that no group crosses the end of a row.
-    """
-    if file_group:
-        return math.gcd(file_group, n)
-    return 64 if n % 64 == 0 else 32
+    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+        """Return the rows of panels, (byte - 128) * scale; see `WeightFormat.unpack`."""
+        panels = panels[block]
+        n_groups, n_words = panels.shape[1], panels.shape[2] // PANEL_ROWS - 1
+        words = panels.reshape(-1, n_groups, 1 + n_words, PANEL_ROWS)
+        code_words = np.ascontiguousarray(words[:, :, 1:].transpose(0, 3, 1, 2))
+        codes = code_words.view(np.uint8).reshape(-1, n_groups, n_words * BYTES_PER_WORD)[:, :, :group_size]
+        values = (codes.astype(np.float32) - 128) * words[:, :, 0].transpose(0, 2, 1).reshape(-1, n_groups, 1)
+        return np.ascontiguousarray(values.reshape(-1, n_groups * group_size)[:, :n])
 
 
-def get_panel_shape(n: int, group_size: int) -> tuple[int, int]:
-    """Return the groups and words of a panel of int8 weights; implements `WeightFormat.get_panel_shape`."""
-    return ceil_div(n, group_size), (1 + ceil_div(group_size, BYTES_PER_WORD)) * PANEL_ROWS
-
-
-def get_scratch_words(n: int, group_size: int) -> int:
-    """Return the words of a token's n activations in int8 groups; implements `WeightFormat.get_scratch_words`."""
-    return int(ceil_div(n, group_size) * (GROUP_HEADER_WORDS + ceil_div(group_size, BYTES_PER_WORD)))
-
-
-PORTABLE_INT8 = WeightFormat(
-    "int8", portable_matmul, embed, portable_expert_matmul, get_group_size, get_panel_shape, pack, unpack, get_scratch_words
-)
+PORTABLE_INT8 = Int8Format(name="int8", matmul=portable_matmul, embed=embed, expert_matmul=portable_expert_matmul)
 NATIVE_INT8 = replace(PORTABLE_INT8, matmul=matmul, expert_matmul=expert_matmul)
 INT8 = PORTABLE_INT8 if DOT4_NAME == "portable" else NATIVE_INT8

@@ -4,9 +4,10 @@ Shapes: rows and n columns; P panels of R = PANEL_ROWS rows.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +93,8 @@ class ExpertRouting(NamedTuple):
     starts: Int64
 
 
-@dataclass(frozen=True)
-class WeightFormat:
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat(ABC):
     """A weight format: how weights lie in panels, and the kernels that multiply them and look up embedding rows.
 
     Attributes:
@@ -101,33 +102,45 @@ class WeightFormat:
         matmul: Kernel of `Matrix.matmul`, over `MatmulArgs`.
         embed: Kernel of `Matrix.embed`.
         expert_matmul: Kernel of `Matrix.expert_matmul`, over `ExpertMatmulArgs`.
-        get_group_size: (columns, group size in the file) -> number of weights that share a scale; 0: none do.
-        get_panel_shape: (columns, group size) -> shape of a panel.
-        pack: (panels, first, stride, rows, group size) -> None: writes rows, whole panels except for the last ones of a tensor,
-            into every stride-th of the panels from `first` on. The rows are what `Tensor` returns, or `GGUFBlockRows`.
-        unpack: (panels, columns, group size, block) -> float32 (P R, columns): the rows of the panels in the slice `block`.
-        get_scratch_words: (columns, group size) -> words that a token's activations take in the format's own form.
-        is_gguf_block: Whether it is packed from `GGUFBlockRows`.
         embedding_format: Format of the embedding and classifier, if another one.
         expert_format: Format of the expert matrices, if another one.
         fallback: Format of a matrix for which pack raises `PackingOverflowError`. Only matrices of that format are packed.
         column_multiple: The number of columns of a packed matrix is a multiple of this.
+        is_gguf_block: Whether it is packed from `GGUFBlockRows`.
     """
 
     name: str
     matmul: Kernel
     embed: Kernel
     expert_matmul: Kernel
-    get_group_size: Callable[[int, int], int]
-    get_panel_shape: Callable[[int, int], tuple[int, int]]
-    pack: Callable[[Float32, int, int, Any, int], None]
-    unpack: Callable[..., Float32]
-    get_scratch_words: Callable[[int, int], int]
-    is_gguf_block: bool = False
     embedding_format: "WeightFormat | None" = None
     expert_format: "WeightFormat | None" = None
     fallback: "WeightFormat | None" = None
     column_multiple: int = 1
+    is_gguf_block: ClassVar[bool] = False
+
+    @abstractmethod
+    def get_group_size(self, n: int, file_group: int) -> int:
+        """Return how many weights share a scale in a matrix of n columns with this group size in the file; 0: none do."""
+
+    @abstractmethod
+    def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
+        """Return the shape of a panel of n columns, in words."""
+
+    @abstractmethod
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return the words that a token's n activations take in the format's own form, at least 1."""
+
+    @abstractmethod
+    def pack(self, panels: Float32, first: int, stride: int, rows: Any, group_size: int) -> None:
+        """Pack rows into every stride-th of the panels from `first` on, whole panels except for the last ones of a tensor.
+
+        The rows are what `Tensor` returns, or `GGUFBlockRows`.
+        """
+
+    @abstractmethod
+    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
+        """Return the rows of the panels in the slice `block` as float32 (P R, n), including those that pad the last panel."""
 
     def get_panel_words(self, n: int) -> int:
         """Return the 4-byte words of a panel of n columns that is packed from floats or GGUF blocks."""

@@ -50,13 +50,14 @@ def unpacked_matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
     bf16_12bit.multiply_unpacked(run, thread, p)
 
 
-def unpack_words(n: int, group: int) -> int:
-    return bf16_12bit.UNPACK_COLUMNS * PANEL_ROWS
+class UnpackedFormat(bf16_12bit.PackedBF16Format):
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        return bf16_12bit.UNPACK_COLUMNS * PANEL_ROWS
 
 
 CONFIG = CONFIGS["gqa"]
 PORTABLE = replace(PACKED_BF16, matmul=Kernel(portable_matmul, cache=False))
-UNPACKED = replace(PACKED_BF16, matmul=Kernel(unpacked_matmul, cache=False), get_scratch_words=unpack_words)
+UNPACKED = UnpackedFormat(**vars(PACKED_BF16) | {"matmul": Kernel(unpacked_matmul, cache=False)})
 
 
 def random_normal(rows: int, n: int, seed: int = 0) -> Floats:
