@@ -215,6 +215,8 @@ class GenerationRunner:
         print_result(errors, statistics, labels, is_coupled, note, more)
         if self.request.stats:
             details = {"seed": seed, "threads": decoder.autotuner.thread_summary, **self.models.metadata}
+            if summary := decoder.bundle.draft_summary:
+                details["draft"] = summary
             if decoder.has_draft:  # the draft has no part in the output
                 details["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.format_names} target's own"
             print_summary(errors, statistics, **details)

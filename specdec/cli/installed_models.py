@@ -7,12 +7,13 @@ import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.draft.model_bundle import MTP
 from specdec.draft.self_copy import can_self_draft
+from specdec.draft.settings import parse_quantize
 from specdec.loaders import MTP_PREFIX, Checkpoint, CheckpointError, hf_hub, load_builtin_head, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_aliases import read_aliases
@@ -27,6 +28,7 @@ from specdec.tokenizer import TokenizerError
 
 MAX_DRAFT_SIZE_RATIO = 0.5  # parameters of a draft, relative to the target's
 DRAFT_NAME = re.compile(rf"^{MTP_PREFIX}|[-_.](assistant|draft|mtp|eagle3?)\b", re.IGNORECASE)
+LOAD_BYTES_PER_S = 1.2e9  # typical speed of reading and packing a file on two cores
 MAX_NEIGHBOURS = 4  # whose headers are read to find a draft
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -46,6 +48,8 @@ class CatalogEntry:
         family: Name of its family in its files.
         builtin_head: Path of the head that drafts for it: of its own files, or next to them; None without one.
         can_self_draft: Whether a quantized copy of it can draft for it (-d self).
+        draft_formats: The weight formats in which it drafts without --quantize.
+        draft_bytes: Size in memory of its matrices in these formats.
     """
 
     name: str
@@ -58,6 +62,8 @@ class CatalogEntry:
     family: str = ""
     builtin_head: Path | None = None
     can_self_draft: bool = False
+    draft_formats: str = ""
+    draft_bytes: int = 0
 
     @property
     def is_head(self) -> bool:
@@ -197,6 +203,12 @@ def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, An
         "context": config.seq_len,
         "drafts": [*[MTP][: bool(entry.builtin_head)], *(other.name for other in find_drafts(entry, found))],
         "self": entry.can_self_draft,
+        "as_draft": {
+            "weights": entry.draft_formats,
+            "memory_bytes": entry.draft_bytes,
+            "load_seconds": round(entry.n_bytes / LOAD_BYTES_PER_S, 2),
+            "fits": any(_can_draft_for(entry, other) for other in found),
+        },
         "head": head,
     }
 
@@ -272,14 +284,16 @@ def _read_entry(name: str, path: Path) -> CatalogEntry:
     except CheckpointError as error:
         return CatalogEntry(name, path, n_bytes, error=str(error))
     token_texts = dict(enumerate(checkpoint.vocabulary.get("tokens", ()))) if checkpoint.vocabulary else _read_token_texts(path)
-    matrix_bytes = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).count_matrix_bytes()
+    plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors)
+    draft_plan = replace(plan, weight_format=parse_quantize("draft").choose_draft_format(checkpoint))
     head: Checkpoint | None = None
     with suppress(CheckpointError):
         head = load_builtin_head(checkpoint)
     has_copy = not checkpoint.config.head and can_self_draft(checkpoint.config, checkpoint.tensors)
     return CatalogEntry(
-        name, path, n_bytes, matrix_bytes, checkpoint.config, token_texts,
+        name, path, n_bytes, plan.count_matrix_bytes(), checkpoint.config, token_texts,
         family=checkpoint.family, builtin_head=head.path if head else None, can_self_draft=has_copy,
+        draft_formats=" and ".join(sorted({*draft_plan.format_names})), draft_bytes=draft_plan.estimate_bytes(),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from specdec.ui.text_layout import cell_width
 
 ACTIONS_HELP = "pull NAME, rm NAME, name SHORT NAME, clean"
 # Columns in the order in which a narrow terminal leaves them out.
-OPTIONAL_COLUMNS = "KV/token", "vocabulary", "memory", "read/token", "weights", "shape", "drafts that fit"
+OPTIONAL_COLUMNS = "KV/token", "vocabulary", "memory", "read/token", "as draft", "weights", "shape", "drafts that fit"
 COLUMN_GAP = "  "
 NO_MODELS_MESSAGE = "no models found in models/ or in the hub's cache; download one with: specdec models pull org/name"
 
@@ -59,6 +59,7 @@ def run(request: ModelsRequest) -> None:
     A head matches models of its width and vocabulary.
     For a mixture of experts, the table also shows how many weights a token reads.
     memory is the size of the weights in memory, without --quantize; read/token is how much of it a token reads.
+    as draft is the weight format of a model that fits as a draft, its memory and about how long loading it takes.
     KV/token is the memory of a token in the KV cache in f16.
     """
     what, *names = request.what or [""]
@@ -252,6 +253,8 @@ def _make_cells(row: Mapping[str, Any], prefix: str) -> dict[str, str]:
         drafts = f"for {join(targets)}"
     else:
         drafts = join(row["drafts"] or [*[SELF][: row["self"]], LOOKUP])
+    as_draft = row["as_draft"]
+    memory = _format_count(as_draft["memory_bytes"])
     cells = {
         "model": join([row["name"]]),
         "shape": f"{row['family']} {row['layers']} x {row['dim']}",
@@ -261,6 +264,7 @@ def _make_cells(row: Mapping[str, Any], prefix: str) -> dict[str, str]:
         "read/token": f"{_format_count(row['bytes_per_token'])}B",
         "KV/token": f"{_format_count(row['kv_bytes_per_token'])}B",
         "vocabulary": str(row["vocabulary"]),
+        "as draft": f"{as_draft['weights']}, {memory}B, {as_draft['load_seconds']:.1f} s" if as_draft["fits"] else "",
         "drafts that fit": drafts,
     }
     return {name: sanitize_line(text) for name, text in cells.items()}

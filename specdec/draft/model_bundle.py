@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -49,10 +50,12 @@ class DraftSource:
     Attributes:
         model_or_lookup: A model, "lookup", or None for no draft.
         vocabulary: The token ids that the target and the draft can generate.
+        load_seconds: How long loading the model took.
     """
 
     model_or_lookup: Model | Literal["lookup"] | None
     vocabulary: SharedVocabulary
+    load_seconds: float = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -140,7 +143,8 @@ class DraftResolver:
     def resolve(self, parameter: str, draft: DraftSpec | DraftSource | None) -> DraftSource:
         """Load a draft if it is named, check that it fits the target, and return it as a `DraftSource`.
 
-        The model in the result is a copy with fewer positions, which shares the weights, if memory is short.
+        The model in the result is a copy with fewer positions, which shares the weights, if memory is short. Warns with
+        CheckpointWarning if a weight format was requested for a draft that is not loaded here.
 
         Args:
             parameter: "draft" or "stage", for error messages.
@@ -150,6 +154,15 @@ class DraftResolver:
             CheckpointError: If a file cannot be used, or is a head for another target.
             ValueError: If the draft does not fit the target.
         """
+        begin = time.perf_counter()
+        source = self._resolve(parameter, draft)
+        if parameter == "draft" and self.quantize_options.draft and (not source.model or isinstance(draft, Model | DraftSource)):
+            reason = "it is a loaded model, which keeps its weights" if source.model else "it has no weights"
+            line = f"{self.quantize_options.draft.name} weights were requested for the draft, but {reason}"
+            warnings.warn(line, CheckpointWarning, stacklevel=2)
+        return replace(source, load_seconds=time.perf_counter() - begin)
+
+    def _resolve(self, parameter: str, draft: DraftSpec | DraftSource | None) -> DraftSource:
         if isinstance(draft, DraftSource):  # from a pickled decoder, with its vocabulary
             model = None if draft.is_head else draft.model
             return replace(draft, model_or_lookup=self._fit_to_memory(model, model.weights.n_bytes)) if model else draft
@@ -181,7 +194,7 @@ class DraftResolver:
         vocabulary = resolve_shared_vocabulary(self.tokenizer, rows, self.gguf_metadata, name, source)
         weight_format = self.quantize_options.choose_draft_format(source)
         model = self.loader.load(source, weight_format, self.target.n_positions)
-        warn_of_no_effect(parameter, self.quantize_options.draft, source, model)
+        warn_of_no_effect(parameter, self.quantize_options.draft, source, model.weights)
         model = self._fit_to_memory(model, model.weights.n_bytes)
         if vocabulary.target_ids:
             from specdec.draft.vocab_map import VocabMappedModel
@@ -217,6 +230,7 @@ class DraftResolver:
         weights = self.loader.pack(source, weight_format)
         if config.architecture == MTP and weight_format:
             config, weights = self._quantize_classifier(config, weights, weight_format)
+        warn_of_no_effect("draft", self.quantize_options.draft, source, weights)
         from specdec.heads.shared_kv_head import get_head_class
 
         loader, n_positions = self.loader, min(self.target.n_positions, config.max_positions or self.target.n_positions)
@@ -355,6 +369,16 @@ class ModelBundle:
         return ", ".join(f"{name} {model.weights.format_names}{shared.get(name, '')}" for name, model in self.models.items())
 
     @property
+    def draft_summary(self) -> str:
+        """The formats, memory and load time of the draft model, such as "int4, 355 MB, loaded in 0.4 s"; "" without one."""
+        if not (draft := self.draft.model):
+            return ""
+        borrowed = {id(matrix) for matrix in self.target.weights.matrices.values()}  # by a head
+        own = {name: matrix for name, matrix in draft.weights.matrices.items() if id(matrix) not in borrowed}
+        megabytes = Weights(own, draft.weights.vectors).n_bytes / 10**6
+        return f"{draft.weights.format_names}, {megabytes:,.1f} MB, loaded in {self.draft.load_seconds:.1f} s"
+
+    @property
     def shared(self) -> dict[str, int]:
         """The number of tokens shared with the target, by "draft", "head" or "stage", for each model that lacks some of them."""
         shared = {name: model.n_shared_tokens for name, model in self.models.items()}
@@ -411,7 +435,7 @@ def load_bundle(
         likely += [quantize_options.choose_draft_format(checkpoint)] * is_named
         compile_processes = compile_passes(checkpoint.config, checkpoint.tensors, likely, loader.kv)
         target = loader.load(checkpoint, quantize_options.target)
-        warn_of_no_effect("target", quantize_options.target, checkpoint, target)
+        warn_of_no_effect("target", quantize_options.target, checkpoint, target.weights)
         checkpoint = replace(checkpoint, tensors={})
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # drafts use the target's KV cache format
     resolver = DraftResolver(target, loaded_tokenizer, gguf_metadata, quantize_options, loader, checkpoint)
@@ -459,9 +483,9 @@ def load_requested_head(target: Checkpoint) -> Checkpoint:
     return head
 
 
-def warn_of_no_effect(parameter: str, weight_format: WeightFormat | None, checkpoint: Checkpoint, model: Model) -> None:
+def warn_of_no_effect(parameter: str, weight_format: WeightFormat | None, checkpoint: Checkpoint, weights: Weights) -> None:
     """Warn with CheckpointWarning if a weight format was requested for a model, but all of its matrices kept their own."""
-    names = model.weights.format_names
+    names = weights.format_names
     if weight_format and weight_format.name not in names:
         warnings.warn(
             f"{checkpoint.path} stays {names}: {weight_format.name} would not make this {parameter} much smaller",

@@ -1,13 +1,15 @@
 """The weight format of a draft, by its size and by request."""
 
+import re
+
 import pytest
 
 from specdec.argument_checks import CheckpointWarning
 from specdec.draft import settings
-from specdec.draft.model_bundle import warn_of_no_effect
+from specdec.draft.model_bundle import load_bundle, warn_of_no_effect
 from specdec.draft.settings import parse_quantize
-from specdec.loaders.model_loader import load_model, open_checkpoint
-from specdec.loaders.model_paths import DEFAULT_DRAFT
+from specdec.loaders.model_loader import Loader, load_model, open_checkpoint
+from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.quant import DRAFT_INT4, INT8
 
 
@@ -34,4 +36,16 @@ def test_a_draft_is_int8_in_a_cache_and_int4_beyond_where_that_saves_bytes(
 def test_a_requested_format_without_effect_is_reported() -> None:
     checkpoint, model = open_checkpoint("draft", DEFAULT_DRAFT), load_model(DEFAULT_DRAFT)
     with pytest.warns(CheckpointWarning, match="stays fp32: int8 would not make this draft much smaller"):
-        warn_of_no_effect("draft", INT8, checkpoint, model)
+        warn_of_no_effect("draft", INT8, checkpoint, model.weights)
+
+
+@pytest.mark.parametrize(("draft", "reason"), [("lookup", "it has no weights"), (None, "it is a loaded model")])
+def test_a_format_of_a_draft_that_is_not_loaded_is_reported(draft: str | None, reason: str) -> None:
+    with pytest.warns(CheckpointWarning, match=f"int8 weights were requested for the draft, but {reason}"):
+        load_bundle(DEFAULT_TARGET, draft or load_model(DEFAULT_DRAFT), None, None, "draft=int8", Loader())
+
+
+def test_the_memory_of_a_draft_is_summed_up() -> None:
+    bundle = load_bundle(DEFAULT_TARGET, DEFAULT_DRAFT, None, None, "draft", Loader())
+    assert re.fullmatch(r"int8, 0\.7 MB, loaded in \d+\.\d s", bundle.draft_summary)
+    assert load_bundle(DEFAULT_TARGET, "lookup", None, None, "draft", Loader()).draft_summary == ""
