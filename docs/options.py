@@ -24,27 +24,39 @@ def main(file: str = str(PAGE)) -> None:
 
 
 def make_tables() -> str:
-    """Return a section for each command, the one without a name first; shared options are listed once, there."""
-    command: Any = typer.main.get_command(app)
-    parts = [make_section(f"specdec {name}", subcommand, make_rows(command)) for name, subcommand in command.commands.items()]
-    return make_section("specdec", command, {}) + "".join(parts)
+    """Return a section for each command, the one without a name first; a row of two commands is listed at the first one."""
+    group: Any = typer.main.get_command(app)
+    commands = {"specdec": group} | {f"specdec {name}": command for name, command in group.commands.items()}
+    first_command = dict[str, str]()  # of each row
+    return "".join(make_section(name, command, first_command) for name, command in commands.items())
 
 
-def make_section(name: str, command: Any, above: dict[str, str]) -> str:
-    """Return the section of a command: its help, a table of its own options, and the options it shares with the table above."""
-    rows = make_rows(command)
-    shared = [option for option, line in rows.items() if above.get(option) == line]
-    own = "".join(line for option, line in rows.items() if option not in shared)
+def make_section(name: str, command: Any, first_command: dict[str, str]) -> str:
+    """Return the section of a command: its help, a table of its own options, and the options of commands above.
+
+    Args:
+        name: The command's name.
+        command: Typer's command.
+        first_command: The name of the first command with each row; the command's own rows are added.
+    """
+    shared = dict[str, list[str]]()
+    own = ""
+    for option, row in make_rows(command).items():
+        if first_command.setdefault(row, name) == name:
+            own += row
+        else:
+            shared.setdefault(first_command[row], []).append(f"`{option}`")
     text = f"\n## {name}\n\n{' '.join(command.help.split(PARAGRAPH_BREAK)[0].split())}\n"
     if own:
         text += f"\n| option | meaning | default |\n| --- | --- | --- |\n{own}"
-    return text + (f"\nSame as for `specdec`: {', '.join(f'`{option}`' for option in shared)}.\n" if shared else "")
+    parts = [f"Same as for `{other}`: {', '.join(options)}." for other, options in shared.items()]
+    return text + (f"\n{' '.join(parts)}\n" if parts else "")
 
 
 def make_rows(command: Any) -> dict[str, str]:
-    """Return the table rows by first option name, without the options that every Typer program has."""
-    params = [param for param in command.params if not getattr(param, "hidden", False)]
-    return {param.opts[0]: make_row(param) for param in params if "completion" not in param.name}
+    """Return the table rows by first option name or metavar, without the options that every Typer program has."""
+    params = [param for param in command.params if not getattr(param, "hidden", False) and "completion" not in param.name]
+    return {param.metavar if param.param_type_name == "argument" else param.opts[0]: make_row(param) for param in params}
 
 
 def make_row(param: Any) -> str:

@@ -63,45 +63,42 @@ class Request:
     draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}, none.")
     stage: str = models_option(
         "", "--stage", metavar="lookup|NAME",
-        help="Second-level draft: lookup or a smaller model. The draft verifies its tokens before the target does.",
+        help="Draft of the draft: lookup or a smaller model.",
     )  # fmt: skip
     quantize: str = models_option(
         "draft", "--quantize", metavar="WHAT",
-        help="Quantize draft (int8 or int4 by its size), target (int8), both or none; draft=int4 chooses the bits. A draft's "
-        "bits never change the output.",
+        help="Quantize draft (int8 or int4 by its size), target (int8), both or none; draft=int4 chooses the bits.",
     )  # fmt: skip
     kv: str = models_option(
         AUTO, "--kv", metavar="auto|f32|f16|q8",
-        help="KV cache format. f16 takes half the memory of f32, q8 a quarter; each format has its own output. auto: f32 if the "
-        "target has fp32 weights, else f16.",
+        help="KV cache format; each has its own output. auto: f32 if the target has fp32 weights, else f16.",
     )  # fmt: skip
     pack: str = models_option(
         AUTO, "--pack", metavar="auto|on|none",
-        help="Store bf16 weights in 12 bits, without loss: same output. auto: if a trial shows that it is faster.",
+        help="Store bf16 weights in 12 bits, without loss. auto: if a trial shows that it is faster.",
     )  # fmt: skip
     weight_cache: str = models_option(
         AUTO, "--weight-cache", metavar="auto|on|off|DIR",
-        help="Keep packed weights (as the kernels read them) on disk, for a quicker start next time. auto: for models of 100 MB "
-        "or more. DIR: in this folder.",
+        help="Keep packed weights on disk for quicker starts. auto: of models of 100 MB or more. DIR: in this folder.",
     )  # fmt: skip
     packed: str = models_option("", "--packed", help="", hidden=True)  # the old name of --weight-cache
     prompt_cache: str = models_option(
         "", "--prompt-cache", metavar="DIR",
-        help="Keep processed prompts in this folder for later runs. Anyone who can read it can read the conversations.",
+        help="Keep processed prompts, which contain the conversations, in this folder for later runs.",
     )  # fmt: skip
     prompt_cache_size: int = models_option(
         10_000, "--prompt-cache-size", metavar="MB", min=1, max=10**8, help="Maximum size of --prompt-cache in megabytes."
     )
     tokenizer: str = models_option(
         "", "-z", "--tokenizer", metavar="FILE",
-        help="Tokenizer. By default the folder's own; for llama2.c, tokN.bin (N tokens) or tokenizer.bin, there or in models/.",
+        help="Tokenizer. By default the folder's own; for llama2.c, tokN.bin (N tokens) or tokenizer.bin.",
     )  # fmt: skip
     template: str = models_option(
         "", "--template", metavar="FILE", help="Chat template: a Jinja file, or llama2. By default the model's own."
     )
     prompt: str | None = common_option(
         None, "-i", "--prompt", metavar="TEXT", callback=decode_utf8,
-        help="The prompt, same as PROMPT. - reads stdin, as a pipe does. [dim]\\[default: Once upon a time][/dim]",
+        help="The prompt, same as PROMPT. -: stdin. [dim]\\[default: Once upon a time][/dim]",
     )  # fmt: skip
     file: str = text_option("", "-f", "--file", metavar="FILE", help="Read the prompt from this file.")
     steps: int | None = common_option(
@@ -109,7 +106,7 @@ class Request:
         help="Total number of tokens, prompt included. 0: as many as fit. [dim]\\[default: 256][/dim]",
     )  # fmt: skip
     max_tokens: int | None = common_option(
-        None, "--max-tokens", metavar="N", min=1, help="Maximum number of new tokens, without the prompt; use it instead of -n."
+        None, "--max-tokens", metavar="N", min=1, help="Maximum number of new tokens, without the prompt."
     )
     schema: str = text_option(
         "", "--schema", metavar="FILE|json", help="Generate JSON that matches this JSON Schema. json: any object."
@@ -120,7 +117,7 @@ class Request:
     temperature: float = common_option(1.0, "-t", "--temperature", metavar="X", min=0.0, help="Sampling temperature. 0: greedy.")
     top_p: float = sampling_option(
         0.9, "-p", "--top-p", metavar="X", min=0.0, max=1.0,
-        help="Sample from the smallest set of tokens with a total probability above X. 0, 1: off.",
+        help="Sample from the likeliest tokens with a total probability of X. 0, 1: off.",
     )  # fmt: skip
     top_k: int = sampling_option(0, "-k", "--top-k", metavar="N", min=0, help="Sample from the N most likely tokens. 0: off.")
     min_p: float = sampling_option(
@@ -128,7 +125,7 @@ class Request:
     )
     repetition_penalty: float = sampling_option(
         1.0, "--repeat-penalty", metavar="X", min=0.01, max=100.0,
-        help="Values above 1 make tokens of the prompt and the output less likely.",
+        help="Above 1: make tokens of the prompt and the output less likely.",
     )  # fmt: skip
     presence_penalty: float = sampling_option(
         0.0,
@@ -136,7 +133,7 @@ class Request:
         metavar="X",
         min=-100.0,
         max=100.0,
-        help="Subtract X from the logits of all tokens in the output.",
+        help="Subtract X from the logit of each token in the output.",
     )
     frequency_penalty: float = sampling_option(
         0.0, "--frequency-penalty", metavar="X", min=-100.0, max=100.0,
@@ -145,22 +142,18 @@ class Request:
     logit_bias: list[str] | None = sampling_option(
         None, "--logit-bias", metavar="ID=X", help="Add X (-100 to 100) to the logit of token ID. Can be repeated."
     )
-    seed: int = sampling_option(
-        0, "-s", "--seed", metavar="N", min=0, help="Random seed. The same seed gives the same output. 0: a new seed each time."
-    )
+    seed: int = sampling_option(0, "-s", "--seed", metavar="N", min=0, help="Random seed. 0: a new one each time.")
     gamma: str = speculation_option(
         AUTO, "-g", "--gamma", metavar="N|auto",
-        help="Draft tokens per step (γ). auto: as many as pay off, or none; 4 with --verify rejection or block.",
+        help="Draft tokens per step (γ). auto: as many as pay off; 4 with --verify rejection or block.",
     )  # fmt: skip
     verify: str = speculation_option(
         "coupled", "--verify", metavar="coupled|rejection|block",
-        help="coupled: the output of the target alone with this seed. rejection (Leviathan et al. 2023) and block (Sun et al. "
-        "2024; accepts more) keep only its distribution.",
+        help="coupled: the output of the target alone with this seed. rejection and block keep only its distribution.",
     )  # fmt: skip
     tree: str = speculation_option(
         AUTO, "--tree", metavar="auto|on|off",
-        help="on: propose token trees, with several candidates per position; same output. auto: with -d lookup where they pay "
-        "off, not with models.",
+        help="Propose token trees, with several candidates per position. auto: with -d lookup where they pay off.",
     )  # fmt: skip
     threads: int = machine_option(
         0, "-j", "--threads", metavar="N", min=0, help="CPU threads. 0: all cores, or fewer if that is faster."

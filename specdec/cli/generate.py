@@ -46,16 +46,12 @@ class TextRequest(Request):
     samples: int = text_option(
         1, "--samples", metavar="N", min=1, help="Generate N outputs, with this seed and the following ones."
     )
-    plain: bool = flag(
-        "--plain", group="Output", help="Disable the panel: stream the text to stdout, print the result to stderr."
-    )
+    plain: bool = flag("--plain", group="Output", help="Disable the panel: the text goes to stdout, the result to stderr.")
     pace: float | None = output_option(
         None, "--pace", metavar="X", min=0.0,
-        help="Maximum passes per second, to watch the panel. 0: full speed. By default a short output takes four seconds.",
+        help="Maximum passes per second in the panel. 0: full speed. By default a short output takes four seconds.",
     )  # fmt: skip
-    stats: bool = flag(
-        "--stats", group="Output", help="Print all statistics at the end: drafted, accepted, mean length, by position."
-    )
+    stats: bool = flag("--stats", group="Output", help="Print all statistics at the end.")
     version: bool = flag("--version", group="Output", help="Print the version and the arithmetic revision, and exit.")
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ REQUIRED_PACKAGES = {optional_dependencies.STARLETTE: "to answer requests", opti
 EXIT_MARGIN_S = 10.0  # after the grace period; then the process is ended
 MAX_KEY_LENGTH = 1000
 MAX_LOG_LINES = 1000  # log lines that wait to be written
-_DEFAULT_HELP = "for requests that set none. By default the model's own (generation_config.json), else"
+_DEFAULT_HELP = "for requests that set none. By default the model's own, else"
 SINGLE_MODEL_OPTIONS = ("tokenizer", "template", "stage")  # options that need -m
 ON_DEMAND_OPTIONS = ("keep_alive", "models")  # options of a server without -m
 CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
@@ -82,11 +82,11 @@ class ServeRequest(Request):
     )
     cache: int = server_option(
         0, "--cache", metavar="MB", min=0,
-        help="Memory for KV caches, in use or kept for later prompts. 0: half of the memory that the weights leave free.",
+        help="Memory for all KV caches. 0: half of what the weights leave free.",
     )  # fmt: skip
     keep_alive: float = server_option(
         300.0, "--keep-alive", metavar="S", min=0.0, max=1e9,
-        help="Without -m: seconds until an unused model is unloaded. It is unloaded earlier if another one needs its memory.",
+        help="Without -m: seconds until an unused model is unloaded.",
     )  # fmt: skip
     grace: float = server_option(
         10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that running requests get to finish after SIGTERM."
@@ -97,7 +97,7 @@ class ServeRequest(Request):
         "--reasoning-budget",
         metavar="N",
         min=-1,
-        help="Maximum number of tokens of a thought; then the answer begins. -1: off.",
+        help="Maximum number of tokens of a thought. -1: off.",
     )
 
     def resolve(self) -> "ServeRequest":

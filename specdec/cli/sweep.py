@@ -50,9 +50,7 @@ class SweepRequest(Request):
     )
     rounds: int = measuring_option(0, "--rounds", metavar="N", min=0, help="Timed runs of each output. 0: 3; with --full 5.")
     seeds: int = measuring_option(0, "--seeds", metavar="N", min=0, help="Sampled outputs per prompt. 0: 1; with --full 3.")
-    full: bool = flag(
-        "--full", group="Measuring", help="Measure all lengths, with more rounds and seeds; takes minutes instead of one."
-    )
+    full: bool = flag("--full", group="Measuring", help="Measure more lengths, rounds and seeds; takes minutes instead of one.")
     as_csv: bool = flag("--csv", group="Output", help="Print CSV rows to stdout.")
     svg: str = output_option("", "--svg", metavar="FILE", help="Write the speed-ups to this file as an SVG bar chart.")
 
