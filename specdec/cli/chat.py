@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from specdec.argument_checks import check_string
-from specdec.cli.common_options import DRAFT_HELP, MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_models
+from specdec.cli.common_options import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_models
 from specdec.cli.model_loading import get_recommended_sampling, load_models, make_constraint_factory, resolve_model_paths
 from specdec.cli.option_fields import common_option, decode_utf8, flag, text_option
 from specdec.cli.output_errors import guard_output, print_message
@@ -36,7 +36,7 @@ class ChatRequest(Request):
         f"{SAMPLING_OPTIONS} "
         "seed threads plain as_json no_history"
     )
-    draft: str = common_option(AUTO, "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
+    draft: str = common_option(AUTO, "-d", "--draft", metavar="NAME", help="Draft, as for specdec.")
     system: str = text_option("", "-y", "--system", metavar="TEXT", callback=decode_utf8, help="System prompt.")
     prompt: str = text_option("", "-i", "--prompt", metavar="TEXT", callback=decode_utf8, help="The first message.")
     file: str = text_option(

@@ -35,7 +35,6 @@ from specdec.verification import VerifyMode
 NONE = "none"  # as a draft: the target decodes alone
 DRAFT_KEYWORDS = (SELF, MTP, LOOKUP, AUTO, NONE)  # drafts that are not names of models
 DEFAULT_STEPS = 256  # for -n
-DRAFT_HELP = "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), lookup (no model)"
 MODEL_OPTIONS = "stage quantize kv pack weight_cache packed prompt_cache prompt_cache_size tokenizer"
 SAMPLING_OPTIONS = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty"
 RequestT = TypeVar("RequestT", bound="Request")
@@ -60,7 +59,10 @@ class Request:
         None, "-m", "--model", metavar="NAME",
         help="Target: a folder, a GGUF or llama2.c file, or org/name or org/name:Q4_K_M on the hub.",
     )  # fmt: skip
-    draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}, none.")
+    draft: str = common_option(
+        "", "-d", "--draft", metavar="NAME",
+        help="Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), lookup (no model), none.",
+    )  # fmt: skip
     stage: str = models_option(
         "", "--stage", metavar="lookup|NAME",
         help="Draft of the draft: lookup or a smaller model.",
@@ -91,7 +93,7 @@ class Request:
     )
     tokenizer: str = models_option(
         "", "-z", "--tokenizer", metavar="FILE",
-        help="Tokenizer. By default the folder's own; for llama2.c, tokN.bin (N tokens) or tokenizer.bin.",
+        help="Tokenizer. By default the folder's own; for llama2.c, tokN.bin (N tokens) or tokenizer.bin, there or in models/.",
     )  # fmt: skip
     template: str = models_option(
         "", "--template", metavar="FILE", help="Chat template: a Jinja file, or llama2. By default the model's own."

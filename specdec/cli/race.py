@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import typer
 from rich.console import Console
 
-from specdec.cli.common_options import DRAFT_HELP, Request, with_default_steps, with_models
+from specdec.cli.common_options import Request, with_default_steps, with_models
 from specdec.cli.model_loading import load_models, resolve_max_tokens
 from specdec.cli.option_fields import common_option
 from specdec.cli.output_errors import guard_output
@@ -24,7 +24,7 @@ class RaceRequest(Request):
         "model draft stage quantize kv pack tokenizer prompt steps max_tokens temperature top_p top_k seed gamma tree "
         "threads as_json"
     )
-    draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
+    draft: str = common_option("", "-d", "--draft", metavar="NAME", help="Draft, as for specdec.")
 
     def resolve(self) -> "RaceRequest":
         """Return a copy of the request with the prompt's text and the names of target and draft filled in.

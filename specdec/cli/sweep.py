@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from specdec.cli.common_options import DRAFT_HELP, Request, parse_gamma, with_models
+from specdec.cli.common_options import Request, parse_gamma, with_models
 from specdec.cli.model_loading import LoadedModels, load_models
 from specdec.cli.option_fields import (
     common_option,
@@ -37,7 +37,7 @@ class SweepRequest(Request):
         "model draft stage quantize kv pack tokenizer prompts tokens temperatures top_p gammas rounds seeds full threads "
         "as_json as_csv svg"
     )
-    draft: str = common_option("", "-d", "--draft", metavar="NAME", help=f"{DRAFT_HELP}.")
+    draft: str = common_option("", "-d", "--draft", metavar="NAME", help="Draft, as for specdec.")
     prompts: str = text_option(
         "", "--prompts", metavar="FILE", help="File with one prompt per line. By default a dozen story openings."
     )
