@@ -201,7 +201,7 @@ def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tupl
     lookup = SpeculativeDecoder(target, LOOKUP, tokenizer)
     if pair.draft is None:
         return settings + [Setting(f"lookup γ {g}", f"-d lookup -g {g}", lookup, "lookup", g) for g in gammas], notes
-    is_head = pair.draft.is_head
+    is_head = bool(pair.draft.target_layers)
     if is_head:
         notes.append(
             "the draft alone, trees and stages are left out: a head generates no text, proposes chains, and has no draft"

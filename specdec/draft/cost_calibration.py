@@ -55,26 +55,26 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
-    is_head = draft is not None and draft.model.is_head
+    reads_target = draft is not None and bool(draft.model.target_layers)
     drafter = draft and ModelDrafter(draft, sampler, lambda _: TARGET_NOISE, ())
     # locked in one order everywhere, so that no two threads wait for each other
     models = [cache.model for cache in ([draft, target] if draft else [target])]
-    models = models if is_head else sorted(models, key=id)
+    models = models if reads_target else sorted(models, key=id)
     tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
 
     def propose(n: int) -> None:
         if drafter:
             policy = FixedLength(n)
             policy.start(n)
-            drafter.propose([0, 0] if is_head else tokens[:1], policy)
+            drafter.propose([0, 0] if reads_target else tokens[:1], policy)
 
     def time_pass(n: int) -> float:
         with ExitStack() as locks:
             for each in models:
                 locks.enter_context(each.lock)
-            if n < 0 and is_head:  # a head drafts after a pass of its target over the same sequence
+            if n < 0 and reads_target:  # it drafts after a pass of its target over the same sequence
                 target.forward([0], 0)
-            elif n > 1 and not is_head:
+            elif n > 1 and not reads_target:
                 propose(FIXED_GAMMA)
             if n == NEXT_DRAFT:
                 propose(1)

@@ -68,9 +68,9 @@ class DraftSource:
         return self.model_or_lookup if isinstance(self.model_or_lookup, Model) else None
 
     @property
-    def is_head(self) -> bool:
-        """Whether the source is a draft head."""
-        return self.model is not None and self.model.is_head
+    def reads_target(self) -> bool:
+        """Whether the source is a head, which drafts from its target's hidden states."""
+        return self.model is not None and bool(self.model.target_layers)
 
     @property
     def prior_acceptance(self) -> Sequence[float]:
@@ -164,7 +164,7 @@ class DraftResolver:
 
     def _resolve(self, parameter: str, draft: DraftSpec | DraftSource | None) -> DraftSource:
         if isinstance(draft, DraftSource):  # from a pickled decoder, with its vocabulary
-            model = None if draft.is_head else draft.model
+            model = None if draft.reads_target else draft.model
             return replace(draft, model_or_lookup=self._fit_to_memory(model, model.weights.n_bytes)) if model else draft
         n_target = count_known_ids(self.tokenizer, self.target.config.vocab_size)
         same_vocabulary = SharedVocabulary(n_target, n_target)
@@ -183,7 +183,7 @@ class DraftResolver:
         rows, name = self.target.config.vocab_size, f"the {parameter}"
         if isinstance(draft, Model) and not draft.can_draft_for(self.target):
             raise ValueError(f"{name} is a head of another target; a head drafts only from the passes of its own target")
-        if isinstance(draft, Model) and draft.is_head:
+        if isinstance(draft, Model) and draft.target_layers:
             return DraftSource(draft, same_vocabulary)
         if isinstance(draft, Model):
             vocabulary = assume_shared_vocabulary(self.tokenizer, rows, name, draft.config.vocab_size)
@@ -302,7 +302,7 @@ class ModelBundle:
     @property
     def models(self) -> dict[str, Model]:
         """The loaded models by name ("target", "draft" or "head", "stage"), the target first; lookup has no model."""
-        draft = HEAD if self.draft.is_head else "draft"
+        draft = HEAD if self.draft.reads_target else "draft"
         named = {"target": self.target, draft: self.draft.model, "stage": self.stage.model}
         return {name: model for name, model in named.items() if model}
 
@@ -412,7 +412,7 @@ def load_bundle(
         raise ValueError(f"the stage {stage!r} is not supported: a head drafts only for its target")
     given = {"target": target, "draft": draft, "stage": stage}
     loaded = {name: model for name, model in given.items() if isinstance(model, Model)}
-    if isinstance(target, Model) and target.is_head:
+    if isinstance(target, Model) and target.target_layers:
         raise ValueError("the target is a head, which can only draft for another model")
     for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
         if model is another:
@@ -440,7 +440,7 @@ def load_bundle(
     loader = replace(loader, kv=target.kv if loader.kv == "auto" else loader.kv)  # drafts use the target's KV cache format
     resolver = DraftResolver(target, loaded_tokenizer, gguf_metadata, quantize_options, loader, checkpoint)
     draft_source = resolver.resolve("draft", draft)
-    if stage is not None and draft_source.is_head:
+    if stage is not None and draft_source.reads_target:
         raise ValueError("a stage is not supported for a head, which drafts from its target's passes; leave out the stage")
     can_choose_threads = not loaded and loader.n_threads is None
     return ModelBundle(

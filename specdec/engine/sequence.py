@@ -114,8 +114,8 @@ class Sequence:
     def begin_prefill(self) -> None:
         """Begin to prefill the prompt, or the whole sequence again."""
         self.status, self._prefill_start, self._skipped_caches = SequenceStatus.PREFILL, time.perf_counter(), []
-        # other verifiers' outputs depend on the draft, and a head has to follow the target's passes
-        can_defer = self.state.verifier.is_coupled and not any(each.model.is_head for each in self.slot.caches.drafts)
+        # Other verifiers' outputs depend on the draft, and a draft that reads the target's hidden states follows its passes.
+        can_defer = self.state.verifier.is_coupled and not any(each.model.target_layers for each in self.slot.caches.drafts)
         is_long = self._count_draft_prefill_tokens() >= MIN_DEFERRED_TOKENS and self.request.max_tokens > 0
         self._is_draft_deferred = can_defer and is_long and not self.has_sent_prompt
         self._prefill_work = self._count_prefill_work()

@@ -76,7 +76,7 @@ class WarmUp:
     def _time_steps(self, max_tokens: int, settings: SpeculativeSettings) -> list[float]:
         """Generate max_tokens tokens with the settings, and return the seconds of each step, without the prefill."""
         tokens = self._bundle.tokenizer.encode("")
-        if self._bundle.draft.is_head:  # it needs two tokens: it drafts from hidden states, then from its own output
+        if self._bundle.draft.reads_target:  # it needs two tokens: it drafts from hidden states, then from its own output
             tokens, max_tokens = (tokens * 2)[: self._bundle.target.n_positions], max_tokens + 1
         sequence = Sequence(GenerationRequest(tokens, max_tokens, Sampling()), EventDetokenizer(self._bundle.tokenizer))
         scheduler = Scheduler(self._autotuner, settings, PrefixCache(self._bundle, max_idle=1))

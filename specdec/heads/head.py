@@ -45,8 +45,6 @@ class Head(Model):
             `Model`.
     """
 
-    is_head = True
-
     def __init__(
         self,
         config: ModelConfig,

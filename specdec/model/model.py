@@ -74,8 +74,7 @@ class Model:
     """
 
     lock: "threading._RLock"
-    is_head = False  # whether it drafts from its target's hidden states (heads/head.py)
-    target_layers: tuple[int, ...] = ()  # of a head: layers before which its target's caches keep hidden states
+    target_layers: tuple[int, ...] = ()  # as a draft: layers before which it reads its target's hidden states (heads/head.py)
 
     def __init__(
         self,
