@@ -33,12 +33,13 @@ import numpy as np
 
 from specdec.argument_checks import count_common_prefix
 from specdec.draft.lookup_tables import LookupMemory
-from specdec.layers.buffers import Array, Buffers
+from specdec.layers.buffers import Buffers
 from specdec.layers.weights import Weights
 from specdec.model.kv_cache import KVCache
 from specdec.model.state_snapshots import Snapshot, Snapshots, take_snapshot
 from specdec.runtime.disk_store import DiskStore
 from specdec.runtime.memory import checksum
+from specdec.runtime.simd import Array
 
 BLOCK_TOKENS = 128
 BLOCK_SUFFIX, TAIL_SUFFIX, MEMORY_SUFFIX = ".prompt", ".tail", ".lookup"

@@ -11,12 +11,12 @@ from specdec.argument_checks import count_common_prefix
 from specdec.head_config import AssistantConfig
 from specdec.heads.gemma4_assistant import AssistantBuffers, Gemma4Assistant
 from specdec.heads.head import Head, HeadCache
-from specdec.layers.buffers import Array, Buffers
+from specdec.layers.buffers import Buffers
 from specdec.model.kv_cache import KVCache
 from specdec.model_config import ModelConfig, get_assistant_config, require_type
 from specdec.runtime.memory import align_to_cache_line
 from specdec.runtime.op_program import Executor
-from specdec.runtime.simd import PANEL_ROWS, Float32, round_up
+from specdec.runtime.simd import PANEL_ROWS, Array, Float32, round_up
 
 
 class SharedKVHead(Head):

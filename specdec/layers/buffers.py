@@ -6,18 +6,15 @@ Shapes: T tokens of this pass, S cached positions, D dim, L layers, V vocab, G K
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, move_kv_slots
 from specdec.quant.packed_matrix import LazyTable
 from specdec.runtime.memory import copy_nonzero_pages, lazy_zeros, zeros
 from specdec.runtime.op_program import Executor
-from specdec.runtime.simd import PANEL_ROWS, Float32, Int64, ceil_div, round_up
-
-Array = npt.NDArray[Any]  # of any dtype
+from specdec.runtime.simd import PANEL_ROWS, Array, Float32, Int64, ceil_div, round_up
 
 
 def pad(n: int) -> int:

@@ -5,11 +5,10 @@ instruction for it, two products are added in 16 bits first, which are then adde
 most that fit (2 * 128 * 127 = 32512), with weights below 2^bits more do.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specdec.quant.matmul import TileShape, choose_tile_shape
-from specdec.runtime.code_cache import jitable
+from specdec.runtime.code_cache import CompiledFunction, jitable
 from specdec.runtime.simd import MAX_TILE_TOKENS, REGISTER_LANES
 from specdec.runtime.tile_simd import (
     absolute_bytes,
@@ -76,13 +75,13 @@ class Dot4(NamedTuple):
 
     name: str
     lanes: int
-    prepare: Callable[..., Any]
-    dot4: Callable[..., Any]
+    prepare: CompiledFunction
+    dot4: CompiledFunction
     is_signed: bool = False
     max_tokens: int = MAX_TILE_TOKENS
-    multiply_pairs: Callable[..., Any] | None = None
-    add_pairs: Callable[..., Any] | None = None
-    widen_pairs: Callable[..., Any] | None = None
+    multiply_pairs: CompiledFunction | None = None
+    add_pairs: CompiledFunction | None = None
+    widen_pairs: CompiledFunction | None = None
 
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
         """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""

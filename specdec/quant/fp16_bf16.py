@@ -1,13 +1,13 @@
 """bf16 and fp16 weights: panels (P, n, R) of 16-bit values that the tile widens; results equal fp32's bit for bit."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from specdec.quant.fp32 import FP32Format, get_float_activations, make_weight_getter, pack_rows, unpack_rows
 from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, to_float32
+from specdec.runtime.code_cache import CompiledFunction
 from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, PANEL_ROWS, Float32, StorageDtype, load_bf16, load_fp16
 
 ROW_DTYPES = {"bf16": np.uint16, "fp16": np.float16}
@@ -44,7 +44,7 @@ class HalfFormat(FP32Format):
         return to_float32(unpack_rows(panels[block].view(np.uint16), n).view(ROW_DTYPES[self.name]))
 
 
-def _make_weight_format(name: str, storage: StorageDtype, load_halves: Any) -> HalfFormat:
+def _make_weight_format(name: str, storage: StorageDtype, load_halves: CompiledFunction) -> HalfFormat:
     tile = Tile(partial(make_float_tile, storage))
     matmul, expert_matmul = make_matmul_kernels(__name__, f"{name}_", tile, get_float_activations)
     embed = make_embed_kernel(__name__, f"{name}_", make_weight_getter(load_halves))

@@ -1,13 +1,12 @@
 """fp32 weights: panels (P, n, R), one chain of fused multiply-adds in ascending k for each row and token."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
-from specdec.runtime.code_cache import inlined
+from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Halves2, Halves3, kernel, run_on_all_threads
 from specdec.runtime.simd import FP32_STORAGE, LANES, PANEL_ROWS, Float32, ceil_div, extract_lane, load
 from specdec.runtime.work_stealing import get_chunk_range
@@ -22,7 +21,7 @@ def get_float_activations(run, thread, p, n_tokens):
     return p.x[thread if p.x.shape[0] > 1 else 0], 0
 
 
-def make_weight_getter(load_weights: Any) -> Any:
+def make_weight_getter(load_weights):
     """Return an inlined function that reads one weight from a panel of floats; load_weights loads a vector of its rows."""
 
     @inlined
@@ -105,7 +104,7 @@ class FP32Format(WeightFormat):
         return unpack_rows(panels[block], n)
 
 
-panel_tile: Any = Tile(partial(make_float_tile, FP32_STORAGE))
+panel_tile: CompiledFunction = Tile(partial(make_float_tile, FP32_STORAGE))
 matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, get_float_activations)
 embed = make_embed_kernel(__name__, "", make_weight_getter(load))
 FP32 = FP32Format(name="fp32", matmul=matmul, embed=embed, expert_matmul=expert_matmul)

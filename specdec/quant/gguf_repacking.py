@@ -10,7 +10,7 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from specdec.quant.groupwise import (
 from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, get_quantized_activations
 from specdec.quant.matmul import make_embed_kernel, make_matmul_kernels
 from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
-from specdec.runtime.code_cache import inlined
+from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, kernel, run_on_all_threads
 from specdec.runtime.simd import Float32
 from specdec.runtime.work_stealing import get_chunk_range
@@ -94,7 +94,7 @@ def gather_two_bits(source, half, shift):
     return word
 
 
-def make_block_reader(name: str, n_halves: int, n_params: int, repack: Any, scales_offset: int = 0) -> Kernel:
+def make_block_reader(name: str, n_halves: int, n_params: int, repack: CompiledFunction, scales_offset: int = 0) -> Kernel:
     """Return the kernel `name` that reads rows of GGUF blocks into params, factors and words, the flat parts of `GroupedRows`.
 
     Args:
@@ -120,7 +120,7 @@ def make_block_reader(name: str, n_halves: int, n_params: int, repack: Any, scal
     return Kernel(read).register(name)
 
 
-def make_codes_repacker(at: int, bits: int = 4) -> Any:
+def make_codes_repacker(at: int, bits: int = 4) -> CompiledFunction:
     """Return a repack function for blocks of 32 codes of `bits` bits from 16-bit value `at` on.
 
     With 5 bits, the codes' fifth bits precede them.
@@ -136,7 +136,7 @@ def make_codes_repacker(at: int, bits: int = 4) -> Any:
     return repack
 
 
-def make_k_quant_repacker(at: int, row_words: int) -> Any:
+def make_k_quant_repacker(at: int, row_words: int) -> CompiledFunction:
     """Return a repack function for Q4_K and Q5_K blocks: 12 bytes of scales and minima, and codes from 16-bit value `at` on.
 
     Each pair of the 8 groups has 32 bytes with a code of both. Codes of 5 bits have 32 bytes in front of these, each with one
@@ -235,7 +235,7 @@ class BlockType(NamedTuple):
     scale_offsets: tuple[int, ...]
 
 
-def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Any, scales_offset: int = 0) -> BlockType:
+def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: CompiledFunction, scales_offset: int = 0) -> BlockType:
     """Return the `BlockType` of the GGUF type `name`, and register the kernel that reads its blocks.
 
     Args:

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, count_activat
 from specdec.quant.matmul import Tile, TileShape, get_number, start_sums
 from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
 from specdec.runtime import tile_simd
-from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
+from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import (
     Bytes2,
     Bytes3,
@@ -48,6 +48,7 @@ from specdec.runtime.simd import (
     LINE_WORDS,
     PANEL_ROWS,
     UINT8_STORAGE,
+    Array,
     Float32,
     ceil_div,
     extract_lane,
@@ -225,7 +226,7 @@ def get_bit_fields(layout: GroupLayout) -> list[list[BitField]]:
     return fields
 
 
-def make_code_reader(layout: GroupLayout) -> Any:
+def make_code_reader(layout: GroupLayout) -> CompiledFunction:
     """Return the function get_codes(words, i_group, k), the k-th code word of a group for the rows of a tile.
 
     words points to the unit of the group, i_group is the group's number in the unit. See `get_bit_fields` for the layout.
@@ -299,7 +300,7 @@ def make_group_sum_source(layout: GroupLayout, dot: Dot4) -> str:
     return GROUP_SUM_TEMPLATE.format(start=start, lines="\n    ".join(lines))
 
 
-def make_group_sum(layout: GroupLayout, dot: Dot4) -> Any:
+def make_group_sum(layout: GroupLayout, dot: Dot4) -> CompiledFunction:
     """Return the compiled function of `make_group_sum_source`."""
     get_codes = make_dispatcher(get_three_bits if layout.bits == 3 else make_code_reader(layout), is_inlined=True)
     names = vars(tile_simd) | dot._asdict() | {"get_codes": get_codes, "get_number": get_number}
@@ -307,7 +308,7 @@ def make_group_sum(layout: GroupLayout, dot: Dot4) -> Any:
     return make_dispatcher(names["sum_group"], is_inlined=True)
 
 
-def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> Any:
+def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFunction:
     """Return the compiled function get_params(block, first_row, g) -> scales and minima of group g for the rows of a tile.
 
     block points to the block's first word. Without minima, the second vector is unused.
@@ -409,7 +410,7 @@ def make_tile(layout: GroupLayout, instruction_set: str) -> Tile:
     return Tile(functools.partial(make_group_tile, layout, dot), dot.choose_tile_shape, dot.max_tokens)
 
 
-def make_weight_getter(layout: GroupLayout) -> Any:
+def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
     """Return an inlined function that reads one weight of a group layout from panels, as float32."""
     _, group_size, _, has_minima, codebook = layout
     columns, zero_point, codes_offset = layout.block_columns, layout.zero_point, layout.codes_offset
@@ -442,7 +443,7 @@ def make_weight_getter(layout: GroupLayout) -> Any:
     return get_weight
 
 
-def make_param_loader(layout: GroupLayout) -> Any:
+def make_param_loader(layout: GroupLayout) -> CompiledFunction:
     """Return an inlined function that reads a row's scale (param 0) or minimum (param 1) of a group layout, as float32.
 
     The group is g of the block that starts at word `block`.
@@ -480,7 +481,7 @@ class GroupedRows(NamedTuple):
     factors: npt.NDArray[np.uint8]
     words: npt.NDArray[np.uint32]
 
-    def flatten(self) -> list[npt.NDArray[Any]]:
+    def flatten(self) -> list[Array]:
         """Return the arrays as matrices with a row for each row of weights."""
         return [part.reshape(len(part), math.prod(part.shape[1:])) for part in self]
 
@@ -619,9 +620,9 @@ class GroupedFormat(WeightFormat):
         panels, layout = panels[block], self.layout
         size, n_blocks = panels.shape[:2]
 
-        def get_part(first: int, last: int, dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        def get_part(first: int, last: int, dtype: type, *shape: int) -> Array:
             """Return words first to last - 1 of the blocks as an array (P R, blocks, ...) of the dtype."""
-            part = panels[..., first:last].view(dtype).reshape(size, n_blocks, *shape, PANEL_ROWS)
+            part: Array = panels[..., first:last].view(dtype).reshape(size, n_blocks, *shape, PANEL_ROWS)
             part = np.ascontiguousarray(part.transpose(0, -1, *range(1, part.ndim - 1)))
             return part.reshape(size * PANEL_ROWS, n_blocks, *shape)
 

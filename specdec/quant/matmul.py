@@ -7,12 +7,12 @@ bits do not depend on the number of tokens that share the tile.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import types
 from numba.extending import typeof_impl
 
-from specdec.runtime.code_cache import inlined, jitable, make_dispatcher
+from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Ints1, Ints2, Kernel
 from specdec.runtime.simd import (
     BYTE_STORAGE,
@@ -29,6 +29,7 @@ from specdec.runtime.simd import (
     fma,
 )
 from specdec.runtime.tile_simd import (
+    PointerType,
     advance,
     fill_vector,
     fma_loaded,
@@ -98,8 +99,8 @@ def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_
 class Rows(NamedTuple):
     """Rows of floats, one for each token: a pointer to the first row, and the floats from one row to the next."""
 
-    start: Any
-    stride: Any
+    start: PointerType
+    stride: int
 
 
 class TileArgs(NamedTuple):
@@ -116,14 +117,14 @@ class TileArgs(NamedTuple):
         accumulate: Whether to add to out.
     """
 
-    out: Any
-    w: Any
-    ahead: Any
-    ahead_step: Any
-    x: Any
-    n: Any
-    stride: Any
-    accumulate: Any
+    out: Rows
+    w: PointerType
+    ahead: PointerType
+    ahead_step: int
+    x: Rows
+    n: int
+    stride: int
+    accumulate: bool
 
 
 point_to_floats, point_to_bytes, point_by_dtype = map(make_pointer_getter, (FP32_STORAGE, BYTE_STORAGE, None))
@@ -250,7 +251,7 @@ class Tile:
         return [TileShape(n, max(t + 1 for t, other in enumerate(rows) if other == n)) for n in rows]
 
     @functools.cached_property
-    def dispatcher(self) -> Any:
+    def dispatcher(self) -> CompiledFunction:
         """The numba dispatcher of tile(n_tokens, args)."""
         shapes = self.get_shapes()
         tiles = {shape: make_dispatcher(self.make(shape), is_inlined=True) for shape in dict.fromkeys(shapes)}
@@ -258,7 +259,7 @@ class Tile:
         return make_dispatcher(_make_switch([tiles[shape] for shape in shapes] + [none] * (8 - self.max_tokens)))
 
 
-def _make_switch(tiles: list[Any]) -> Callable[..., None]:
+def _make_switch(tiles: list[CompiledFunction]) -> Callable[..., None]:
     """Return a function that calls one of 8 tiles, with a constant number of tokens."""
     tile_1, tile_2, tile_3, tile_4, tile_5, tile_6, tile_7, tile_8 = tiles
 
@@ -284,7 +285,7 @@ def _make_switch(tiles: list[Any]) -> Callable[..., None]:
 
 
 @typeof_impl.register(Tile)
-def _get_type_of_tile(tile: Tile, context: Any) -> Any:
+def _get_type_of_tile(tile: Tile, context: object) -> types.Type:
     return types.Dispatcher(tile.dispatcher)
 
 
@@ -333,14 +334,14 @@ class Panels(NamedTuple):
         ahead: Items from what is read to what is prefetched.
     """
 
-    start: Any
-    stride: Any
-    n_panels: Any
-    ahead: Any
+    start: PointerType
+    stride: int
+    n_panels: int
+    ahead: int
 
 
-tile_by_dtype: Any = Tile(functools.partial(make_float_tile, None))
-pair_tile_by_dtype: Any = Tile(make_pair_tile, lambda rows, n_tokens: TileShape(rows, n_tokens), MAX_PAIR_TOKENS)
+tile_by_dtype: CompiledFunction = Tile(functools.partial(make_float_tile, None))
+pair_tile_by_dtype: CompiledFunction = Tile(make_pair_tile, lambda rows, n_tokens: TileShape(rows, n_tokens), MAX_PAIR_TOKENS)
 
 
 @jitable
@@ -410,7 +411,7 @@ def get_chunk_panels(run, p):
     return max(p.unit * first - p.first_panel, 0), min(p.unit * last - p.first_panel, p.w.shape[0])
 
 
-def make_matmul(tile: Tile, get_activations: Any) -> Callable[..., None]:
+def make_matmul(tile: Tile, get_activations: CompiledFunction) -> Callable[..., None]:
     """Return the kernel function of `Matrix.matmul` that multiplies by a tile.
 
     Args:
@@ -429,7 +430,7 @@ def make_matmul(tile: Tile, get_activations: Any) -> Callable[..., None]:
     return matmul
 
 
-def make_expert_matmul(tile: Tile, get_activations: Any) -> Callable[..., None]:
+def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callable[..., None]:
     """Return the kernel function of `Matrix.expert_matmul` that multiplies this chunk's panels of every expert by a tile.
 
     The tile needs the rows of x of one expert's tokens next to each other. With one row per slot they are; with one row per token
@@ -464,7 +465,7 @@ def make_expert_matmul(tile: Tile, get_activations: Any) -> Callable[..., None]:
     return expert_matmul
 
 
-def make_matmul_kernels(module: str, prefix: str, tile: Tile, get_activations: Any) -> tuple[Kernel, Kernel]:
+def make_matmul_kernels(module: str, prefix: str, tile: Tile, get_activations: CompiledFunction) -> tuple[Kernel, Kernel]:
     """Return the matmul and the expert matmul kernel of a tile, registered in a module under names that start with `prefix`.
 
     The other arguments are those of `make_matmul`.
@@ -474,7 +475,7 @@ def make_matmul_kernels(module: str, prefix: str, tile: Tile, get_activations: A
     return matmul, expert_matmul
 
 
-def make_embed_kernel(module: str, prefix: str, get_weight: Any) -> Kernel:
+def make_embed_kernel(module: str, prefix: str, get_weight: CompiledFunction) -> Kernel:
     """Return the kernel of `Matrix.embed`, out[t] = W[tokens[t]], registered in a module under a name that starts with `prefix`.
 
     get_weight is an inlined function (w, panel, row, k, n, group_size) that returns column k of a panel's row as float32.

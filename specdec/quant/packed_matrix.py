@@ -15,10 +15,10 @@ import numpy.typing as npt
 from specdec.runtime.memory import align_to_cache_line, flatten, zeros
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, Op, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import LANES, PANEL_ROWS, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
+from specdec.runtime.simd import LANES, PANEL_ROWS, Array, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
 from specdec.runtime.work_stealing import get_chunk_range
 
-Floats = npt.NDArray[Any]  # see `Tensor`
+Floats = Array  # see `Tensor`
 MAX_BLOCK_PANELS = 64  # packed at a time: a 42M model loads in 0.13 s, with 16 panels in 0.17 s
 MAX_BLOCK_WEIGHTS = 1 << 23  # limits the weights that are read but not yet packed, if there are many columns
 ALL_PANELS = slice(None)
@@ -247,7 +247,7 @@ class Matrix:
 class LazyTable:
     """A tensor with a row for each token that stays in its file; only the rows of a pass's tokens are read."""
 
-    tensor: Any
+    tensor: Tensor
 
     def read_rows(self, tokens: Sequence[int]) -> Float32:
         """Read the rows of tokens from the file and return them as float32, (n, columns).

@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
+from numba.core.base import BaseContext
+from numba.core.compiler import CompileResult
+from numba.core.typing import Signature
 
 from specdec.runtime.disk_store import DiskStore, ProcessLocks
 
 NEWEST_NUMBA = (0, 68)  # tested; pyproject.toml has the same ceiling
 # With a newer numba, or if the variable SPECDEC_PLAIN_NUMBA is set, functions are compiled without touching numba's inside.
 IS_PLAIN = bool(os.environ.get("SPECDEC_PLAIN_NUMBA")) or tuple(map(int, numba.__version__.split(".")[:2])) > NEWEST_NUMBA
+CompiledFunction = Any  # a dispatcher or an intrinsic, which compiled functions call; numba's versions type them differently
 if TYPE_CHECKING or not IS_PLAIN:
     from specdec.runtime import numba_compat
 else:
@@ -72,7 +76,7 @@ def expect_functions(names: Iterable[str]) -> None:
 class MachineCodeCache:
     """The machine code of one function in the disk cache, a file per signature and CPU, with the methods that numba calls."""
 
-    def __init__(self, function: Callable[..., Any], name: str = "") -> None:
+    def __init__(self, function: Callable[..., object], name: str = "") -> None:
         """Create the cache of a function.
 
         Args:
@@ -92,7 +96,7 @@ class MachineCodeCache:
         """Path of the cache folder, or "" if none is writable."""
         return get_cache_dir()
 
-    def load_overload(self, signature: Any, target_context: Any) -> Any:
+    def load_overload(self, signature: Signature, target_context: BaseContext) -> CompileResult | None:
         """Return the function's machine code for a numba signature from the cache, or None if the caller must compile it.
 
         If another process is compiling the code, waits for that process. With None, this process holds the function's compile
@@ -114,11 +118,11 @@ class MachineCodeCache:
                 self.report_end()
         return found
 
-    def is_stored(self, signature: Any) -> bool:
+    def is_stored(self, signature: Signature) -> bool:
         """Return whether the cache has a file with the function's machine code for a numba signature."""
         return is_kept() and os.path.exists(os.path.join(get_cache_dir(), self._get_file_name(signature)))
 
-    def _load(self, signature: Any, target_context: Any) -> Any:
+    def _load(self, signature: Signature, target_context: BaseContext) -> CompileResult | None:
         store = get_store()
         try:
             content = store and store.read(self._get_file_name(signature))
@@ -126,7 +130,7 @@ class MachineCodeCache:
         except Exception:  # compiling repairs any kind of bad file
             return None
 
-    def save_overload(self, signature: Any, compiled: Any) -> None:
+    def save_overload(self, signature: Signature, compiled: CompileResult) -> None:
         """Save newly compiled code for a signature in the cache, and release the lock that `load_overload` acquired.
 
         Skips code that cannot be cached or written. Reports to `compile_reporters` that the function is compiled.
@@ -158,7 +162,7 @@ class MachineCodeCache:
     def flush(self) -> None:
         """Do nothing: no state is kept in memory."""
 
-    def _get_file_name(self, signature: Any) -> str:
+    def _get_file_name(self, signature: Signature) -> str:
         key = repr((str(signature), numba_compat.describe_target()))
         return f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{CODE_SUFFIX}"
 
@@ -269,17 +273,17 @@ def is_kept() -> bool:
 inlined, jitable, make_dispatcher = numba_compat.inlined, numba_compat.jitable, numba_compat.make_dispatcher
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., object]) -> CompiledFunction:
     """Return a dispatcher that compiles a function to cached machine code when it is first called; the code releases the GIL."""
     return numba_compat.make_cached_dispatcher(function, MachineCodeCache(function))
 
 
-def parallel(function: Callable[..., Any]) -> Any:
+def parallel(function: Callable[..., object]) -> CompiledFunction:
     """Return a dispatcher that compiles a function like `compiled`, and runs its `prange` loops on several threads."""
     return numba_compat.make_cached_dispatcher(function, MachineCodeCache(function), is_parallel=True)
 
 
-def compile_callback(signature: Any, function: Callable[..., Any], cache: MachineCodeCache | None = None) -> int:
+def compile_callback(signature: Signature, function: Callable[..., object], cache: MachineCodeCache | None = None) -> int:
     """Compile a Python function that machine code calls, or load it from the cache, and return the address of its machine code.
 
     Args:

@@ -9,10 +9,10 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specdec.runtime.parallel_region import get_available_threads
 
@@ -131,7 +131,7 @@ def _read_cgroup_quota(cgroup: Path) -> float:
     return 0
 
 
-def read_macos_topology(sysctl: Any) -> CpuTopology:
+def read_macos_topology(sysctl: Callable[..., int]) -> CpuTopology:
     """Return the CPU topology of a Mac; `sysctl` is a function that returns the number of a sysctl name, or 0."""
     fast, slow = (sysctl(MACOS_CORES_SYSCTL.format(level)) for level in (0, 1))
     fast = fast or sysctl("hw.physicalcpu") or 1

@@ -10,15 +10,15 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from specdec.runtime.code_cache import compiled
+from specdec.runtime.code_cache import CompiledFunction, compiled
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import (
     LANES,
     LINE_WORDS,
+    Array,
     Float32,
     add,
     ceil_div,
@@ -41,7 +41,7 @@ GOLDEN_RATIO_64 = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, whic
 TOUCH_AHEAD_WORDS = 1 << 23  # enough that each thread touches huge pages of its own
 
 
-def align_to_cache_line(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def align_to_cache_line(array: Array) -> Array:
     """Return a float32 array that starts at a cache line: the array itself, or a copy if it is not aligned.
 
     Unpickled arrays may not be aligned. Arrays of other dtypes are returned as they are.
@@ -124,14 +124,14 @@ class Arena:
         return self._used
 
 
-def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
+def lazy_zeros(dtype: type, *shape: int) -> Array:
     """Return an array of zeros in which only pages that are written become resident; numpy would request pages of 2 MB.
 
     Raises:
         MemoryError: The system refuses the memory.
     """
     # Private, because a forked process would write to shared memory.
-    private: dict[str, Any] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    private: dict[str, int] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         buffer = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, **private)
     except OSError as error:
@@ -142,7 +142,7 @@ def lazy_zeros(dtype: type, *shape: int) -> npt.NDArray[Any]:
     return np.frombuffer(buffer, dtype).reshape(shape)
 
 
-def release_pages(rows: npt.NDArray[Any], first: int, last: int) -> None:
+def release_pages(rows: Array, first: int, last: int) -> None:
     """Give the memory of elements `first` to `last` (exclusive) of each row back to the system; they read as zeros afterwards.
 
     Releases only whole pages that hold nothing after these elements and nothing of another row. Elements before `first` must not
@@ -153,7 +153,7 @@ def release_pages(rows: npt.NDArray[Any], first: int, last: int) -> None:
         first: First element of each row.
         last: End of the elements of each row.
     """
-    buffer: Any = rows
+    buffer: object = rows
     while isinstance(buffer, np.ndarray):
         buffer = buffer.base
     buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
@@ -171,7 +171,7 @@ def release_pages(rows: npt.NDArray[Any], first: int, last: int) -> None:
                 buffer.madvise(mmap.MADV_DONTNEED, page_start, page_end - page_start)
 
 
-def copy_nonzero_pages(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+def copy_nonzero_pages(to: Array, source: Array) -> None:
     """Copy an array to another without writing pages that are zeros in both.
 
     So pages of `lazy_zeros` that were never written, or were released, take no memory in the copy either.
@@ -203,7 +203,7 @@ def get_physical_memory_bytes() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
-def _make_finite_scan(name: str, load_floats: Any, **others: Any) -> Kernel:
+def _make_finite_scan(name: str, load_floats: CompiledFunction, **others: Any) -> Kernel:
     """Return the kernel `name`, which finds NaN and infinity: sums[thread] += the sum of 0 x over this chunk of an array (n,).
 
     The sum is NaN if and only if an element is NaN or infinite. n is at least LANES: the last vector ends at the last element.
@@ -229,7 +229,7 @@ scan_fp16, scan_bf16 = (
 )
 
 
-def flatten(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def flatten(array: Array) -> Array:
     """Return an array's elements as a flat array (n,), padded with zeros to at least LANES elements.
 
     16-bit types become uint16, their bits, since compiled functions have no fp16.
@@ -239,7 +239,7 @@ def flatten(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return numbers if numbers.size >= LANES else np.pad(numbers, (0, LANES - numbers.size))
 
 
-def all_finite(array: npt.NDArray[Any], n_threads: int | None = None) -> bool:
+def all_finite(array: Array, n_threads: int | None = None) -> bool:
     """Return whether every element of an array is finite, neither NaN nor infinity, at memory speed; uint16 holds bf16 bits."""
     sums = zeros(n_threads or get_available_threads())
     scan = {"float32": scan_fp32, "float16": scan_fp16}.get(array.dtype.name, scan_bf16)
@@ -262,7 +262,7 @@ def mix_words(lanes, words):
             lanes[i] = (mixed << ROTATE_BITS | mixed >> (np.uint64(64) - ROTATE_BITS)) * GOLDEN_RATIO_64
 
 
-def checksum(arrays: Iterable[Any]) -> bytes:
+def checksum(arrays: Iterable[object]) -> bytes:
     """Return CHECKSUM_BYTES bytes, a checksum that depends on every byte of the arrays, its position and the arrays' lengths."""
     digest, line = hashlib.blake2b(digest_size=CHECKSUM_BYTES), 8 * CHECKSUM_LANES
     for array in arrays:

@@ -16,9 +16,9 @@ from typing import Any
 import llvmlite.binding
 import numba
 import numpy as np
-import numpy.typing as npt
 from numba import njit, types
 from numba.core import codegen
+from numba.core.base import BaseContext
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompilerBase, CompileResult
 from numba.core.compiler_lock import global_compiler_lock
@@ -27,7 +27,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 from numba.core.serialize import dumps
 from numba.core.typed_passes import IRLegalization, NativeLowering, NoPythonBackend, NopythonTypeInference, PreLowerStripPhis
-from numba.core.typing import templates
+from numba.core.typing import Signature, templates
 from numba.core.untyped_passes import (
     DeadBranchPrune,
     FixupArgs,
@@ -69,9 +69,9 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
 
     _is_linked = False
     _own_names: set[str]
-    _shared_module: Any
+    _shared_module: llvmlite.binding.ModuleRef
 
-    def add_linking_library(self, library: Any) -> None:
+    def add_linking_library(self, library):
         """Add a library with functions that this library calls."""
         self._linking_libraries.append(library)
 
@@ -83,7 +83,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
                 self._reload_init.update(library._reload_init)
                 self._final_module.link_in(library._get_module_for_linking(), preserve=True)
 
-    def _get_module_for_linking(self) -> Any:
+    def _get_module_for_linking(self) -> llvmlite.binding.ModuleRef:
         if not self._finalized:
             self._link()
         if self._shared_module is None:
@@ -94,7 +94,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
             self._shared_module = shared
         return self._shared_module
 
-    def serialize(self) -> Any:
+    def serialize(self) -> tuple[object, ...]:
         """Return the library as a tuple to pickle, which `_unserialize` takes: machine code, its symbols, and the LLVM code."""
         self._ensure_finalized()
         symbols = [name for name in self._own_names if self._final_module.get_function(name)]
@@ -106,7 +106,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         return {name for name in names if name.startswith(prefix)}
 
     @classmethod
-    def _unserialize(cls, compiler: Any, state: Any) -> Any:
+    def _unserialize(cls, compiler, state):
         name, kind, data = state
         if kind != SERIALIZED_KIND:  # from numba's own cache
             return super()._unserialize(compiler, state)
@@ -137,7 +137,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
             if not function.is_declaration and function.name not in self._own_names:
                 function.linkage = "internal"
 
-    def _optimize_functions(self, module: Any) -> None:
+    def _optimize_functions(self, module):
         if _uses_references(module):
             super()._optimize_functions(module)
         else:
@@ -157,7 +157,7 @@ class LateLinkedLibrary(codegen.JITCodeLibrary):  # type: ignore[misc, unused-ig
         return int(super().get_pointer_to_function(name))
 
 
-def _uses_references(module: Any) -> bool:
+def _uses_references(module: llvmlite.binding.ModuleRef) -> bool:
     """Return whether an LLVM module counts references, for which numba has passes of its own."""
     return any(function.name.startswith(NRT_PREFIX) for function in module.functions)
 
@@ -168,7 +168,7 @@ class KernelCompiler(CompilerBase):  # type: ignore[misc, unused-ignore]
     A function that uses one of these does not compile.
     """
 
-    def define_pipelines(self) -> list[Any]:
+    def define_pipelines(self) -> list[PassManager]:
         """Return the passes, in order."""
         manager = PassManager("specdec")
         for compiler_pass in PASSES:
@@ -183,7 +183,7 @@ def _enable_late_linking() -> None:
     compiler._library_class = LateLinkedLibrary
     set_environment = compiler.set_env
 
-    def set_env(name: str, environment: Any) -> None:
+    def set_env(name: str, environment: object) -> None:
         if compiler._engine.get_global_value_address(name):  # otherwise no machine code reads it
             set_environment(name, environment)
 
@@ -202,7 +202,7 @@ def describe_target() -> tuple[str, ...]:
     return (*cpu_target.target_context.codegen().magic_tuple(), *versions)
 
 
-def serialize(compiled: Any) -> bytes | None:
+def serialize(compiled: CompileResult) -> bytes | None:
     """Return the bytes from which `deserialize` makes a compiled function in another process; None if it cannot be kept.
 
     Dynamic globals are addresses of this process. Symbols of numba's runtime that are not registered would end the other process.
@@ -214,7 +214,7 @@ def serialize(compiled: Any) -> bytes | None:
     return data
 
 
-def deserialize(data: bytes | memoryview, target_context: Any) -> Any:
+def deserialize(data: bytes | memoryview, target_context: BaseContext) -> CompileResult:
     """Return the compiled function that `serialize` got."""
     _register_runtime_symbols()
     return CompileResult._rebuild(target_context, *pickle.loads(data))
@@ -238,7 +238,7 @@ def _register_runtime_symbols() -> None:
 # Functions that numba compiles
 
 
-def _shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
+def _shield_from_signals(work: Callable[..., object]) -> Callable[..., object]:
     """Return a wrapper of a function that runs the function to its end even if a signal handler raises an exception.
 
     An exception of a handler, like Ctrl-C, reaches the caller at once, and the work runs to its end. Handlers run in the main
@@ -246,10 +246,10 @@ def _shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
     again what it had started to register, and LLVM's callbacks and numba's cleanup would swallow the exception.
     """
 
-    def run_shielded(*args: Any) -> Any:
+    def run_shielded(*args):
         if threading.current_thread() is not threading.main_thread() or global_compiler_lock.is_locked():
             return work(*args)
-        results, errors = list[Any](), list[BaseException]()
+        results, errors = list[object](), list[BaseException]()
 
         def run() -> None:
             try:
@@ -268,13 +268,13 @@ def _shield_from_signals(work: Callable[..., Any]) -> Callable[..., Any]:
     return run_shielded
 
 
-_live_code: list[Any] = []  # callbacks, since their addresses may be used, and dispatchers, which numba refers to weakly
-_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+_live_code: list[object] = []  # callbacks, since their addresses may be used, and dispatchers, which numba refers to weakly
+_OPTIONS: dict[str, object] = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 _njit = functools.partial(njit, pipeline_class=KernelCompiler, **_OPTIONS)
 inlined = _njit(inline="always")
 
 
-def make_cached_dispatcher(function: Callable[..., Any], cache: Any, is_parallel: bool = False) -> Any:
+def make_cached_dispatcher(function, cache, is_parallel=False):
     """Return a dispatcher that compiles a function when it is first called, or loads its code from a cache; it releases the GIL.
 
     Args:
@@ -282,7 +282,7 @@ def make_cached_dispatcher(function: Callable[..., Any], cache: Any, is_parallel
         cache: A `code_cache.MachineCodeCache`.
         is_parallel: Whether `prange` loops run on several threads.
     """
-    dispatcher: Any = njit(parallel=True, nogil=True)(function) if is_parallel else _njit(nogil=True)(function)
+    dispatcher = njit(parallel=True, nogil=True)(function) if is_parallel else _njit(nogil=True)(function)
     callee = make_dispatcher(function)  # compiled callers include its code, instead of waiting for a cached one
     dispatcher.get_call_template, dispatcher.get_overload = callee.get_call_template, callee.get_overload
     type_of = dispatcher.typeof_pyval
@@ -295,16 +295,16 @@ def make_cached_dispatcher(function: Callable[..., Any], cache: Any, is_parallel
     return dispatcher
 
 
-def _get_array_type(value: npt.NDArray[Any]) -> Any:
+def _get_array_type(value):
     return _make_array_type(value.dtype, value.ndim, map_layout(value), not value.flags.writeable)
 
 
 @functools.cache
-def _make_array_type(dtype: Any, n_dimensions: int, layout: str, is_readonly: bool) -> Any:
+def _make_array_type(dtype, n_dimensions, layout, is_readonly):
     return types.Array(from_dtype(dtype), n_dimensions, layout, readonly=is_readonly)
 
 
-def jitable(function: Callable[..., Any]) -> Any:
+def jitable(function):
     """Return a function unchanged, after making it callable from compiled functions.
 
     Compiled callers include its code, so it has no cache file. Called from Python, it runs as Python code.
@@ -315,7 +315,7 @@ def jitable(function: Callable[..., Any]) -> Any:
     return function
 
 
-def make_dispatcher(function: Callable[..., Any], is_inlined: bool = False) -> Any:
+def make_dispatcher(function, is_inlined=False):
     """Return a dispatcher that compiles a function for compiled callers only, without a cache file.
 
     It compiles once for all arguments of the same types; numba itself compiles again for each literal argument.
@@ -332,7 +332,7 @@ def make_dispatcher(function: Callable[..., Any], is_inlined: bool = False) -> A
     return dispatcher
 
 
-def compile_callback(signature: Any, function: Callable[..., Any], cache: Any) -> int:
+def compile_callback(signature: Signature, function: Callable[..., object], cache: object) -> int:
     """Compile a Python function that machine code calls, or load it from a cache, and return the address of its machine code.
 
     Args:

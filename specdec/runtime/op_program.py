@@ -21,14 +21,15 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
-from specdec.runtime.code_cache import MachineCodeCache, compile_callback, jitable, make_dispatcher
+from specdec.runtime.code_cache import CompiledFunction, MachineCodeCache, compile_callback, jitable, make_dispatcher
 from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes, get_topology
 from specdec.runtime.parallel_region import get_available_threads, pause, run_on_threads
-from specdec.runtime.simd import F32, I32, I64, Float32, Int64, UInt16, atomic_store, call_address, load_word
+from specdec.runtime.simd import F32, I32, I64, Array, Float32, Int64, UInt16, atomic_store, call_address, load_word
 from specdec.runtime.work_stealing import (
     NOT_FOUND,
     PHASE_SHIFT,
@@ -82,6 +83,9 @@ class ForwardContext(NamedTuple):
     is_first_chunk: int
 
 
+Argument = Any  # of a kernel: an array or a number
+
+
 class Op(NamedTuple):
     """One step of a program: a kernel and the arguments that it runs with.
 
@@ -93,7 +97,7 @@ class Op(NamedTuple):
     """
 
     kernel: "Kernel"
-    arguments: tuple[Any, ...]
+    arguments: tuple[Argument, ...]
     bytes_per_token: int = 0
     bytes_per_slot: int = 0
 
@@ -133,7 +137,7 @@ KERNEL_WORD, N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD, SEQUENCE_OP_WORD, OP
 OP_WORDS = 56
 
 
-def _make_call_intrinsic(function: Callable[..., None], arg_types: Sequence[Any], record: Any) -> Any:
+def _make_call_intrinsic(function: Callable[..., None], arg_types: Sequence[types.Type], record: type | None) -> CompiledFunction:
     """Return an intrinsic that calls a kernel function, given the numbers that `KERNEL_SIGNATURE` has.
 
     Args:
@@ -145,10 +149,10 @@ def _make_call_intrinsic(function: Callable[..., None], arg_types: Sequence[Any]
     args_type = types.BaseTuple.from_types(arg_types, record)
     dispatcher = make_dispatcher(function)
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def codegen(context, builder, signature, values):
         from numba.np.arrayobj import populate_array  # imports most of numba, so only when compiling
 
-        def iter_words(address: Any, first: int, end: int) -> Iterator[Any]:
+        def iter_words(address: ir.Value, first: int, end: int) -> Iterator[ir.Value]:
             words = builder.inttoptr(address, I64.as_pointer())
             return (builder.load(builder.gep(words, [I64(i)])) for i in range(first, end))
 
@@ -188,7 +192,7 @@ class Kernel:
     annotated fields.
     """
 
-    def __init__(self, function: Callable[..., None], cache: bool = True, **others: Any) -> None:
+    def __init__(self, function: Callable[..., None], cache: bool = True, **others: object) -> None:
         """Wrap a kernel function.
 
         Args:
@@ -209,7 +213,7 @@ class Kernel:
         setattr(sys.modules[self.__module__], name, self)
         return self
 
-    def specialize(self, name: str, module: str = "", **others: Any) -> "Kernel":
+    def specialize(self, name: str, module: str = "", **others: object) -> "Kernel":
         """Return a new kernel of the same function, with other annotations for some parameters, registered under a new name.
 
         Args:
@@ -220,19 +224,19 @@ class Kernel:
         return Kernel(self.function, self._is_cached, **others).register(name, module)
 
     @functools.cached_property
-    def _record(self) -> Any:
+    def _record(self) -> type | None:
         """The NamedTuple class that holds the kernel's parameters, or None if they are separate."""
         hint = [*get_type_hints(self.function, include_extras=True).values()][2]
         return hint if hasattr(hint, "_fields") else None
 
     @functools.cached_property
-    def _arg_types(self) -> dict[str, Any]:
+    def _arg_types(self) -> dict[str, types.Type]:
         """The numba types of the kernel's parameters, by name, computed on demand: a run uses only one kernel in four."""
         hints = get_type_hints(self._record or self.function, include_extras=True) | self._annotations
         return {name: _get_numba_type(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
 
     @functools.cached_property
-    def _dtypes(self) -> list[Any]:
+    def _dtypes(self) -> list[np.dtype]:
         """The numpy dtypes of the kernel's parameters, in order, which every op needs."""
         return [as_dtype(getattr(arg_type, "dtype", arg_type)) for arg_type in self._arg_types.values()]
 
@@ -273,7 +277,7 @@ class Kernel:
         """Whether the kernel's machine code is in the disk cache."""
         return bool(self._code_cache and self._code_cache.is_stored(KERNEL_SIGNATURE))
 
-    def __call__(self, *arguments: Any) -> Op:
+    def __call__(self, *arguments: Argument) -> Op:
         """Return an op that runs this kernel with these arguments; does not run it."""
         return Op(self, arguments)
 
@@ -281,7 +285,7 @@ class Kernel:
         """Return the kernel's name, by which pickle finds it again."""
         return self.__qualname__  # pickled by name: machine code is not copied
 
-    def encode_arguments(self, arguments: Sequence[Any]) -> list[int]:
+    def encode_arguments(self, arguments: Sequence[Argument]) -> list[int]:
         """Return kernel arguments as the int64 words of an op: an address and a shape for each array, and each number.
 
         Raises:
@@ -303,7 +307,7 @@ def kernel(function: Callable[..., None]) -> Kernel:
     return Kernel(function)
 
 
-def _get_numba_type(hint: Any) -> Any:
+def _get_numba_type(hint):
     """Return the numba type of a kernel parameter's annotation: int, float, or an array type like `Floats2`."""
     if hint in (int, float):
         return types.int64 if hint is int else types.float32
@@ -398,7 +402,7 @@ class Executor:
     """A program with its ops encoded as numbers, which runs on threads each time it is called."""
 
     def __init__(
-        self, program: Program, sequence_arrays: Sequence[Any] = (), token_arrays: Sequence[tuple[Any, int]] = ()
+        self, program: Program, sequence_arrays: Sequence[Array] = (), token_arrays: Sequence[tuple[Array, int]] = ()
     ) -> None:
         """Encode a program's ops as numbers; compiles kernels that are not compiled yet.
 
@@ -413,7 +417,7 @@ class Executor:
         for phase, end in zip(program, itertools.accumulate(map(len, program)), strict=True):
             phase_bytes = sum(op.bytes_per_token for op in phase), sum(op.bytes_per_slot for op in phase)
             self._ops[end - len(phase), [N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD]] = len(phase), *phase_bytes
-        self._references: list[Any] = [op.kernel for op in ops]  # keeps alive what ops refer to by address
+        self._references: list[object] = [op.kernel for op in ops]  # keeps alive what ops refer to by address
         sequence_map, token_map = (
             _AddressMap([(array, i + 1) for i, array in enumerate(sequence_arrays)]),
             _AddressMap(token_arrays),
@@ -454,7 +458,7 @@ class Executor:
         self._addresses = self._context.ctypes.data, self._ops.ctypes.data
         self._single_sequence = self._sequence_ops.ctypes.data, 1, self._context.ctypes.data
 
-    def with_sequence_arrays(self, sequence_arrays: Sequence[Any]) -> "Executor":
+    def with_sequence_arrays(self, sequence_arrays: Sequence[Array]) -> "Executor":
         """Return an executor of the same program over other sequence arrays of the same shapes.
 
         This takes a fifth of the time of encoding the program again.
@@ -503,7 +507,7 @@ class Executor:
 class _AddressMap:
     """Arrays with a number each, which are found by an address inside them."""
 
-    def __init__(self, arrays: Sequence[tuple[Any, int]]) -> None:
+    def __init__(self, arrays: Sequence[tuple[Array, int]]) -> None:
         self._arrays = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
         self._starts = [start for start, _, _ in self._arrays]
 

@@ -66,10 +66,10 @@ def run_single_threaded(function, a, b, first, last):
 
 _region_lock = threading.RLock()  # two regions would compete for the cores, and without OpenMP numba aborts the process
 _has_lost_threads = False  # in the child of a fork
-_locks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # owner -> attribute name
+_locks: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()  # owner -> attribute name
 
 
-def create_fork_safe_lock(owner: Any, name: str) -> None:
+def create_fork_safe_lock(owner: object, name: str) -> None:
     """Set the attribute `name` of owner to a new reentrant lock, which is replaced by an unlocked one in the child of a fork.
 
     The thread that holds the lock may not exist in the child.
@@ -118,7 +118,7 @@ def get_available_threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
-def rebuild(factory: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def rebuild(factory: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, Any]) -> object:
     """Return factory(*args, **kwargs) to rebuild a pickled or copied object, with n_threads limited to this machine's threads."""
     fewer = {"n_threads": min(kwargs["n_threads"], get_available_threads())} if "n_threads" in kwargs else {}
     return factory(*args, **{**kwargs, **fewer})

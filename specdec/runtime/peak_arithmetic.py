@@ -1,10 +1,10 @@
 """A benchmark of peak arithmetic without memory: the upper limit of passes over many tokens."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from specdec.runtime.code_cache import CompiledFunction
 from specdec.runtime.op_program import Executor, Floats2, ForwardContext, Kernel
 from specdec.runtime.simd import StorageDtype
 from specdec.runtime.tile_simd import load_vector, make_pointer_getter, make_row_splitter, store_vector
@@ -12,7 +12,9 @@ from specdec.runtime.tile_simd import load_vector, make_pointer_getter, make_row
 N_STEPS = 1 << 19  # of each chain in a run: 1.2 ms on Zen 5, much longer than the start of a parallel region
 
 
-def make_chains_kernel(prepare: Any, step: Any, storage: StorageDtype, rows: int, lanes: int, n_tokens: int) -> Kernel:
+def make_chains_kernel(
+    prepare: CompiledFunction, step: CompiledFunction, storage: StorageDtype, rows: int, lanes: int, n_tokens: int
+) -> Kernel:
     """Return a benchmark kernel that repeats sums = step(sums, w, sums) n times for as many sums as a tile has.
 
     Args:

@@ -15,11 +15,13 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.datamodel.manager import DataModelManager
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
-from specdec.runtime.code_cache import jitable
+from specdec.runtime.code_cache import CompiledFunction, jitable
 
+Array = npt.NDArray[Any]  # of any dtype
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
@@ -50,6 +52,7 @@ def round_up(n: int, multiple: int) -> int:
     return int(ceil_div(n, multiple)) * multiple
 
 
+Emitter = Callable[..., ir.Value]  # (builder, values) -> the value that the emitted instructions compute
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT_VECTOR = ir.VectorType(F32, LANES)
 INT_VECTOR = ir.VectorType(I32, LANES)
@@ -61,7 +64,7 @@ class VectorType(types.Type):
     In LLVM it is a vector such as `<16 x float>`, or an array of several, each as long as a register, for the rows of a tile.
     """
 
-    def __init__(self, dtype: Any, lanes: int, n_parts: int = 1) -> None:
+    def __init__(self, dtype: types.Type, lanes: int, n_parts: int = 1) -> None:
         """Create the type of vectors of n_parts times `lanes` numbers of a numba type, float32, int32, int16 or uint8."""
         self.dtype, self.lanes, self.n_parts = dtype, lanes, n_parts
         self.part = ir.VectorType({types.float32: F32, types.int32: I32, types.int16: I16, types.uint8: I8}[dtype], lanes)
@@ -73,32 +76,32 @@ vector = VectorType(types.float32, LANES)
 
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Any) -> None:
+    def __init__(self, dmm: DataModelManager, fe_type: VectorType) -> None:
         super().__init__(dmm, fe_type, fe_type.part if fe_type.n_parts == 1 else ir.ArrayType(fe_type.part, fe_type.n_parts))
 
 
-def split_vector(builder: Any, v: Any) -> list[Any]:
+def split_vector(builder: ir.IRBuilder, v: ir.Value) -> list[ir.Value]:
     """Emit the parts of a vector as LLVM vectors."""
     return cgutils.unpack_tuple(builder, v) if isinstance(v.type, ir.ArrayType) else [v]
 
 
-def pack_vector(builder: Any, parts: list[Any]) -> Any:
+def pack_vector(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
     """Emit the vector that has these parts."""
     return cgutils.pack_array(builder, parts) if len(parts) > 1 else parts[0]
 
 
-def call_llvm_intrinsic(builder: Any, name: str, result: Any, *args: Any) -> Any:
+def call_llvm_intrinsic(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
     """Emit a call of the LLVM intrinsic `name` with the given arguments; its value has the LLVM type `result`."""
     signature = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
-def call_float_function(builder: Any, name: str, x: Any) -> Any:
+def call_float_function(builder: ir.IRBuilder, name: str, x: ir.Value) -> ir.Value:
     """Emit a call of LLVM's function `name`, such as "fabs", of a vector of float32."""
     return call_llvm_intrinsic(builder, f"llvm.{name}.v{x.type.count}f32", x.type, x)
 
 
-def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
+def make_intrinsic(return_type, *parameter_types, emit):
     """Return a numba intrinsic with parameters of the given numba types; emit(builder, *values) writes its LLVM code.
 
     The first parameter may be None: a C-contiguous array, and the next one a flat, non-negative index of it (numba's own indexing
@@ -106,14 +109,14 @@ def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
     type that the index counts and the type that is pointed to.
     """
 
-    def typing_function(typingctx: Any, *arg_types: Any) -> Any:
+    def typing_function(typingctx, *arg_types):
         value_types = [parameter_type or arg_type for parameter_type, arg_type in zip(parameter_types, arg_types, strict=True)]
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             values = list(args)
             if parameter_types[0] is None:
 
-                def get_pointer(item: Any, pointee: Any) -> Any:
+                def get_pointer(item, pointee):
                     start = get_element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), item)
                     return builder.bitcast(builder.gep(start, [args[1]]), pointee.as_pointer())
 
@@ -126,7 +129,7 @@ def make_intrinsic(return_type: Any, *parameter_types: Any, emit: Any) -> Any:
     return wrap_intrinsic(typing_function, len(parameter_types))
 
 
-def make_token_intrinsic(arity: int, get_result: Callable[..., Any], emit: Callable[..., Any]) -> Any:
+def make_token_intrinsic(arity: int, get_result: Callable[..., types.Type], emit: Emitter) -> CompiledFunction:
     """Return an intrinsic of numbers, vectors and pointers that computes a value for each token of a tile.
 
     An argument may be a tuple with one value for each token; the others are the same for all tokens. The result is then a tuple,
@@ -139,14 +142,14 @@ def make_token_intrinsic(arity: int, get_result: Callable[..., Any], emit: Calla
         emit: Writes the LLVM code for one token: emit(builder, numba types, *values).
     """
 
-    def typing_function(typingctx: Any, *arg_types: Any) -> Any:
+    def typing_function(typingctx, *arg_types):
         n_tokens = next((arg.count for arg in arg_types if isinstance(arg, types.UniTuple)), 0)
         arg_types = tuple(map(_get_argument_type, arg_types))
         own_types = [arg.dtype if isinstance(arg, types.UniTuple) else arg for arg in arg_types]
         result = get_result(*own_types)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def pick(token: int) -> list[Any]:
+        def codegen(context, builder, signature, args):
+            def pick(token: int) -> list[ir.Value]:
                 return [
                     builder.extract_value(value, token) if isinstance(arg, types.UniTuple) else value
                     for arg, value in zip(arg_types, args, strict=True)
@@ -166,14 +169,14 @@ def make_token_intrinsic(arity: int, get_result: Callable[..., Any], emit: Calla
     return wrap_intrinsic(typing_function, arity)
 
 
-def _get_argument_type(arg_type: Any) -> Any:
+def _get_argument_type(arg_type):
     """Return the numba type to which an argument of `make_token_intrinsic` is converted: numbers are int64 or float32."""
     if isinstance(arg_type, types.Integer):
         return types.int64
     return types.float32 if isinstance(arg_type, types.Float) else arg_type
 
 
-def wrap_intrinsic(typing_function: Any, arity: int) -> Any:
+def wrap_intrinsic(typing_function: CompiledFunction, arity: int) -> CompiledFunction:
     """Return the numba intrinsic of a typing function (typingctx, *argument types)."""
     names = ["typingctx", *(f"value_{i}" for i in range(arity))]
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
@@ -181,7 +184,9 @@ def wrap_intrinsic(typing_function: Any, arity: int) -> Any:
     return intrinsic(typing_function)
 
 
-def make_vector_op(arity: int, emit: Any, get_result: Callable[[Any], Any] = lambda first: first) -> Any:
+def make_vector_op(
+    arity: int, emit: Emitter, get_result: Callable[[types.Type], types.Type] = lambda first: first
+) -> CompiledFunction:
     """Return an intrinsic of vectors, and of numbers, which stand for vectors with the same number in all lanes.
 
     A pointer stands for the number that it points to. The number is loaded for one token after the other: a tile has no registers
@@ -193,10 +198,10 @@ def make_vector_op(arity: int, emit: Any, get_result: Callable[[Any], Any] = lam
         get_result: Returns the type of the result, given that of the first vector.
     """
 
-    def find_first(arg_types: Any) -> Any:
+    def find_first(arg_types):
         return next((arg for arg in arg_types if isinstance(arg, VectorType)), None)
 
-    def emit_vectors(builder: Any, arg_types: Any, *values: Any) -> Any:
+    def emit_vectors(builder, arg_types, *values):
         first = find_first(arg_types)
         if not first:
             value = emit(builder, *(widen_to_vector(builder, value, FLOAT_VECTOR) for value in values))
@@ -210,14 +215,14 @@ def make_vector_op(arity: int, emit: Any, get_result: Callable[[Any], Any] = lam
         ]
         return pack_vector(builder, [emit(builder, *each) for each in zip(*parts, strict=True)])
 
-    def get_type(*arg_types: Any) -> Any:
+    def get_type(*arg_types):
         first = find_first(arg_types)
         return get_result(first) if first else types.float32
 
     return make_token_intrinsic(arity, get_type, emit_vectors)
 
 
-def widen_to_vector(builder: Any, value: Any, vector_type: Any) -> Any:
+def widen_to_vector(builder, value, vector_type):
     """Emit a vector with the number `value`, or the one that it points to, in all lanes."""
     if isinstance(value.type, ir.PointerType):
         value = builder.load(value)
@@ -228,16 +233,16 @@ def widen_to_vector(builder: Any, value: Any, vector_type: Any) -> Any:
     return broadcast(builder, value, vector_type)
 
 
-def shuffle(builder: Any, a: Any, lanes: list[int]) -> Any:
+def shuffle(builder: ir.IRBuilder, a: ir.Value, lanes: list[int]) -> ir.Value:
     """Emit a vector of the lanes of vector `a` with the given indexes."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
     return builder.shuffle_vector(a, ir.Constant(a.type, ir.Undefined), mask)
 
 
-def _make_reduction(combine: Any) -> Any:
+def _make_reduction(combine):
     """Return an intrinsic that reduces a vector to one float; combine(builder, x, y) joins halves, in one fixed order."""
 
-    def emit(builder: Any, v: Any) -> Any:
+    def emit(builder, v):
         n = LANES
         while n > 1:
             n //= 2
@@ -247,29 +252,29 @@ def _make_reduction(combine: Any) -> Any:
     return make_intrinsic(types.float32, vector, emit=emit)
 
 
-def _emit_maximum(builder: Any, a: Any, b: Any) -> Any:
+def _emit_maximum(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _emit_exp2_of_integer(builder: Any, a: Any) -> Any:
+def _emit_exp2_of_integer(builder, a):
     """Emit 2^a for a vector of integral floats in [-126, 127], by the exponent field of a float."""
     biased = builder.add(builder.fptosi(a, INT_VECTOR), make_constant_vector(INT_VECTOR, 127))
     return builder.bitcast(builder.shl(biased, make_constant_vector(INT_VECTOR, 23)), FLOAT_VECTOR)
 
 
-def _emit_zero_unless_positive(builder: Any, x: Any, y: Any) -> Any:
+def _emit_zero_unless_positive(builder, x, y):
     """Emit, lane by lane, x where y > 0 or y is NaN, else 0."""
     return builder.select(
         builder.fcmp_unordered(">", y, make_constant_vector(FLOAT_VECTOR, 0.0)), x, make_constant_vector(FLOAT_VECTOR, 0.0)
     )
 
 
-def make_constant_vector(vector_type: Any, value: Any) -> Any:
+def make_constant_vector(vector_type, value):
     """Return an LLVM constant of a vector type with this number in all lanes."""
     return ir.Constant(vector_type, [value] * vector_type.count)
 
 
-def make_polynomial(*coefficients: float, numba_type: Any = vector) -> Any:
+def make_polynomial(*coefficients: float, numba_type: types.Type = vector) -> CompiledFunction:
     """Return an intrinsic that evaluates a polynomial of a vector or a float64, by Horner's method.
 
     Only the multiply-adds of vectors are fused.
@@ -279,7 +284,7 @@ def make_polynomial(*coefficients: float, numba_type: Any = vector) -> Any:
         numba_type: `vector` or float64.
     """
 
-    def emit(builder: Any, x: Any) -> Any:
+    def emit(builder, x):
         first, *others = (make_constant_vector(x.type, c) if numba_type is vector else x.type(c) for c in coefficients)
         for c in others:
             first = multiply_add(builder, first, x, c) if numba_type is vector else builder.fadd(builder.fmul(first, x), c)
@@ -288,17 +293,17 @@ def make_polynomial(*coefficients: float, numba_type: Any = vector) -> Any:
     return make_intrinsic(numba_type, numba_type, emit=emit)
 
 
-def integers_like(v: Any) -> Any:
+def integers_like(v):
     """Return the LLVM type of a vector of int32 with as many lanes as the vector v."""
     return ir.VectorType(I32, v.type.count)
 
 
-def floats_like(v: Any) -> Any:
+def floats_like(v):
     """Return the LLVM type of a vector of float32 with as many lanes as the vector v."""
     return ir.VectorType(F32, v.type.count)
 
 
-def portable_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+def portable_multiply_add(builder, x, y, z):
     """Emit x y + z of vectors, rounded once, for CPUs without the instruction.
 
     The product is exact in float64. The sum is rounded to odd there, so the second rounding cannot spoil it (Boldo and Melquiond
@@ -319,7 +324,7 @@ def portable_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return builder.fptrunc(builder.bitcast(builder.select(must_be_odd, neighbour, bits), doubles), floats)
 
 
-def _native_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+def _native_multiply_add(builder, x, y, z):
     """Emit x y + z of vectors, rounded once, by the CPU's own instruction."""
     return call_llvm_intrinsic(builder, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
@@ -342,7 +347,7 @@ reduce_add = _make_reduction(lambda b, x, y: b.fadd(x, y))
 reduce_max = _make_reduction(_emit_maximum)
 
 
-def broadcast(builder: Any, scalar: Any, vector_type: Any) -> Any:
+def broadcast(builder, scalar, vector_type):
     """Emit a vector with the scalar in all lanes."""
     lane0 = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))
     return shuffle(builder, lane0, [0] * vector_type.count)
@@ -356,7 +361,7 @@ sqrt = make_intrinsic(types.float32, types.float32, emit=lambda b, x: call_llvm_
 extract_lane = make_intrinsic(types.float32, vector, types.intp, emit=lambda b, v, i: b.extract_element(v, i))
 
 
-def get_element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+def get_element_pointer(context, builder, array_type, array, index, pointee):
     """Emit a pointer to the item of a numba array at a flat index, as a pointer to the LLVM type `pointee`."""
     data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
@@ -375,32 +380,32 @@ class StorageDtype(NamedTuple):
 
     name: str
     item_bytes: int
-    item: Any
-    widen: Callable[[Any, Any], Any]
-    loaded: Any = types.float32
+    item: ir.Type
+    widen: Emitter
+    loaded: types.Type = types.float32
 
     @property
-    def full_vector(self) -> Any:
+    def full_vector(self) -> ir.Type:
         """LLVM type of a vector of LANES items."""
         return self.vector(LANES)
 
-    def vector(self, lanes: int) -> Any:
+    def vector(self, lanes: int) -> ir.Type:
         """Return the LLVM type of a vector of `lanes` items."""
         return ir.VectorType(self.item, lanes)
 
 
-def _widen_bf16(builder: Any, bits: Any) -> Any:
+def _widen_bf16(builder, bits):
     """Emit the conversion of a vector of bf16 bits, each the upper half of a float32, to float32."""
     wide = integers_like(bits)
     return builder.bitcast(builder.shl(builder.zext(bits, wide), make_constant_vector(wide, 16)), floats_like(bits))
 
 
-def _widen_fp16(builder: Any, bits: Any) -> Any:
+def _widen_fp16(builder, bits):
     """Emit the conversion of a vector of fp16 bits to float32 by the CPU's own instruction."""
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), bits.type.count)), floats_like(bits))
 
 
-def _widen_fp16_portable(builder: Any, bits: Any) -> Any:
+def _widen_fp16_portable(builder, bits):
     """Emit the conversion of a vector of fp16 bits to float32 without a CPU instruction for it.
 
     The bits of a float32 with an exponent 112 too small are multiplied by 2^112, which is exact for subnormals too.
@@ -417,12 +422,12 @@ _HALF_VECTOR = ir.VectorType(I16, LANES)
 MIN_FP16_OVERFLOW = 65520.0  # from here on, no number rounds to a finite fp16
 
 
-def _to_nearest_fp16(builder: Any, v: Any) -> Any:
+def _to_nearest_fp16(builder, v):
     """Emit the bits of the fp16 nearest to each float32 of a vector, ties to even, by the CPU's own conversion."""
     return builder.bitcast(builder.fptrunc(v, ir.VectorType(ir.HalfType(), LANES)), _HALF_VECTOR)
 
 
-def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
+def _to_nearest_fp16_portable(builder, v):
     """Emit the bits of the fp16 nearest to each float32 of a vector, ties to even, by integer arithmetic.
 
     Magnitudes must be below MIN_FP16_OVERFLOW. A carry out of the mantissa goes into the exponent. A subnormal is rounded by
@@ -440,7 +445,7 @@ def _to_nearest_fp16_portable(builder: Any, v: Any) -> Any:
     return builder.trunc(builder.or_(rounded, sign), _HALF_VECTOR)
 
 
-def make_narrow_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def make_narrow_fp16(to_nearest: Emitter) -> Emitter:
     """Return a function that emits the conversion of a float32 vector to fp16 bits, with NaN for numbers too large for fp16.
 
     The NaN makes the overflow detectable.
@@ -449,7 +454,7 @@ def make_narrow_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, An
         to_nearest: Function that emits the bits of the nearest fp16, for numbers that fit.
     """
 
-    def narrow(builder: Any, v: Any) -> Any:
+    def narrow(builder, v):
         size = call_llvm_intrinsic(builder, "llvm.fabs.v16f32", FLOAT_VECTOR, v)
         fits = builder.fcmp_ordered("<", size, make_constant_vector(FLOAT_VECTOR, MIN_FP16_OVERFLOW))
         return builder.select(fits, to_nearest(builder, v), make_constant_vector(_HALF_VECTOR, 0x7E00))
@@ -457,7 +462,7 @@ def make_narrow_fp16(to_nearest: Callable[[Any, Any], Any]) -> Callable[[Any, An
     return narrow
 
 
-def _widen_codes(builder: Any, codes: Any) -> Any:
+def _widen_codes(builder, codes):
     """Emit the conversion of a vector of int8 codes to float32."""
     return builder.sitofp(builder.sext(codes, integers_like(codes)), floats_like(codes))
 
@@ -476,18 +481,18 @@ narrow_fp16 = make_narrow_fp16(_to_nearest_fp16 if HAS_FP16_CONVERSION else _to_
 portable_narrow_fp16 = make_narrow_fp16(_to_nearest_fp16_portable)
 
 
-def get_storage_dtype(array_type: Any) -> StorageDtype:
+def get_storage_dtype(array_type: types.Type) -> StorageDtype:
     """Return the `StorageDtype` of a numba array type: float32, int8, or uint16, which holds fp16 bits: numba has no fp16."""
     return {types.uint16: FP16_STORAGE, types.int8: INT8_STORAGE}.get(array_type.dtype, FP32_STORAGE)
 
 
-def make_load(storage: StorageDtype | None) -> Any:
+def make_load(storage: StorageDtype | None) -> CompiledFunction:
     """Return an intrinsic (array, index) that loads LANES items from a flat index on and widens them to a float32 vector.
 
     storage: How the items are stored; None: by the array's dtype, see `get_storage_dtype`.
     """
 
-    def emit(builder: Any, array_storage: StorageDtype, get_pointer: Any) -> Any:
+    def emit(builder: ir.IRBuilder, array_storage: StorageDtype, get_pointer: Callable[..., ir.Value]) -> ir.Value:
         chosen = storage or array_storage
         return chosen.widen(builder, builder.load(get_pointer(chosen.item, chosen.full_vector), align=chosen.item_bytes))
 
@@ -510,13 +515,13 @@ store = make_intrinsic(
 )
 
 
-def _make_store_by_dtype(narrow: Callable[[Any, Any], Any]) -> Any:
+def _make_store_by_dtype(narrow: Emitter) -> CompiledFunction:
     """Return an intrinsic (array, index, value) that stores a float32 vector from a flat index on, as the array's dtype.
 
     narrow: Function that emits the conversion to fp16 bits, for uint16 arrays: see `get_storage_dtype`.
     """
 
-    def emit(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
+    def emit(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
         value = value if storage is FP32_STORAGE else narrow(builder, value)
         builder.store(value, get_pointer(storage.item, storage.full_vector), align=storage.item_bytes)
 
@@ -527,7 +532,7 @@ store_by_dtype = _make_store_by_dtype(narrow_fp16)
 portable_store_by_dtype = _make_store_by_dtype(portable_narrow_fp16)
 
 
-def _emit_store_item(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
+def _emit_store_item(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
     """Emit the store of one float32 to an array, converted to fp16 unless the array holds float32."""
     if storage is not FP32_STORAGE:
         value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, FLOAT_VECTOR)), ir.Constant(I32, 0))
@@ -537,7 +542,7 @@ def _emit_store_item(builder: Any, storage: StorageDtype, get_pointer: Any, valu
 store_item_by_dtype = make_intrinsic(types.void, None, types.intp, types.float32, emit=_emit_store_item)
 
 
-def _make_store(value: Any, convert: Any) -> Any:
+def _make_store(value, convert):
     """Return an intrinsic (array, index, value) that converts a value and stores it at an index counted in bytes.
 
     Args:
@@ -545,7 +550,7 @@ def _make_store(value: Any, convert: Any) -> Any:
         convert: Function that emits the conversion.
     """
 
-    def emit(builder: Any, storage: StorageDtype, get_pointer: Any, value: Any) -> None:
+    def emit(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
         converted = convert(builder, value)
         builder.store(converted, get_pointer(I8, converted.type), align=1)
 
@@ -560,7 +565,7 @@ store_int = _make_store(types.float32, lambda b, v: b.fptosi(v, I32))  # likewis
 load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_pointer: b.zext(b.load(get_pointer(I8, I8)), I64))
 
 
-def offset_pointer(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> Any:
+def offset_pointer(builder, pointer, n_floats, pointee):
     """Emit a pointer n_floats floats after a pointer to float32, as a pointer to the LLVM type `pointee`."""
     return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
 
@@ -569,7 +574,7 @@ def offset_pointer(builder: Any, pointer: Any, n_floats: Any, pointee: Any) -> A
 def call_address(typingctx, function, args):
     """Call function(*args) by the function's address; it takes int64 numbers, which may be addresses, and returns nothing."""
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def codegen(context, builder, signature, values):
         numbers = cgutils.unpack_tuple(builder, values[1])
         signature = ir.FunctionType(ir.VoidType(), [I64] * len(numbers))
         builder.call(builder.inttoptr(values[0], signature.as_pointer()), numbers)
@@ -578,12 +583,12 @@ def call_address(typingctx, function, args):
     return types.void(types.int64, args), codegen
 
 
-def _emit_at_address(emit: Any) -> Any:
+def _emit_at_address(emit):
     """Return a version of `emit` that takes an int64 address in the place of a pointer to an int64."""
     return lambda builder, address, *values: emit(builder, builder.inttoptr(address, I64.as_pointer()), *values)
 
 
-def _emit_compare_exchange(builder: Any, word: Any, expected: Any, value: Any) -> Any:
+def _emit_compare_exchange(builder, word, expected, value):
     return builder.extract_value(builder.cmpxchg(word, expected, value, "seq_cst", "seq_cst"), 0)
 
 

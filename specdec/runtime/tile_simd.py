@@ -5,13 +5,14 @@ The values of all tokens of a tile are a tuple; see `simd.make_token_intrinsic`.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.datamodel.manager import DataModelManager
 from numba.extending import intrinsic, models, register_model
 
+from specdec.runtime.code_cache import CompiledFunction
 from specdec.runtime.simd import (
     FEATURES,
     I8,
@@ -50,7 +51,7 @@ class PointerType(types.Type):
 
 @register_model(PointerType)
 class _PointerModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Any) -> None:
+    def __init__(self, dmm: DataModelManager, fe_type: PointerType) -> None:
         super().__init__(dmm, fe_type, fe_type.storage.item.as_pointer())
 
 
@@ -62,7 +63,7 @@ def _get_int16_type(words: VectorType) -> VectorType:
     return VectorType(types.int16, 2 * words.lanes, words.n_parts)
 
 
-def _cast_to_bytes(builder: Any, words: Any) -> Any:
+def _cast_to_bytes(builder, words):
     return builder.bitcast(words, ir.VectorType(I8, 4 * words.type.count))
 
 
@@ -83,7 +84,7 @@ to_float = make_vector_op(
 )
 
 
-def _emit_dot4(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+def _emit_dot4(builder, acc, w, x):
     """Emit acc plus the products of the bytes of each word, multiplied as int16; w is unsigned, x is signed.
 
     Bytes 0 and 2 of each lane come first, then 1 and 3, like x86's pmaddwd.
@@ -101,44 +102,44 @@ def _emit_dot4(builder: Any, acc: Any, w: Any, x: Any) -> Any:
     return acc
 
 
-def _emit_dot4_vnni(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+def _emit_dot4_vnni(builder, acc, w, x):
     return call_llvm_intrinsic(builder, f"llvm.x86.avx512.vpdpbusd.{32 * acc.type.count}", acc.type, acc, w, x)
 
 
-def _emit_dot4_sdot(builder: Any, acc: Any, w: Any, x: Any) -> Any:
+def _emit_dot4_sdot(builder, acc, w, x):
     w, x = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
     return call_llvm_intrinsic(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", acc.type, acc, w, x)
 
 
-def _emit_absolute_bytes(builder: Any, w: Any) -> Any:
+def _emit_absolute_bytes(builder, w):
     w_bytes = _cast_to_bytes(builder, w)
     name = f"llvm.abs.v{w_bytes.type.count}i8"
     return builder.bitcast(call_llvm_intrinsic(builder, name, w_bytes.type, w_bytes, ir.IntType(1)(0)), w.type)
 
 
-def _emit_sign_bytes(builder: Any, x: Any, w: Any) -> Any:
+def _emit_sign_bytes(builder, x, w):
     x_bytes, w_bytes = _cast_to_bytes(builder, x), _cast_to_bytes(builder, w)
     return builder.bitcast(call_llvm_intrinsic(builder, "llvm.x86.avx2.psign.b", x_bytes.type, x_bytes, w_bytes), x.type)
 
 
-def _emit_byte_pairs_avx2(builder: Any, w: Any, x: Any) -> Any:
+def _emit_byte_pairs_avx2(builder, w, x):
     shorts = ir.VectorType(I16, 2 * w.type.count)
     factors = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
     return call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, *factors)
 
 
-def _emit_add_pairs_avx2(builder: Any, acc: Any, shorts: Any) -> Any:
+def _emit_add_pairs_avx2(builder, acc, shorts):
     ones = make_constant_vector(shorts.type, 1)
     return builder.add(acc, call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, ones))
 
 
-def _emit_dot4_avx2(builder: Any, acc: Any, w: Any, magnitude: Any, x: Any) -> Any:
+def _emit_dot4_avx2(builder, acc, w, magnitude, x):
     """Emit acc plus the products of signed w and x: |w| times x with the sign of w, for which |w| is unsigned."""
     pairs = _emit_byte_pairs_avx2(builder, magnitude, _emit_sign_bytes(builder, x, w))
     return _emit_add_pairs_avx2(builder, acc, pairs)
 
 
-def _emit_byte_products_neon(builder: Any, w: Any, x: Any) -> Any:
+def _emit_byte_products_neon(builder, w, x):
     w, x = _cast_to_bytes(builder, w), _cast_to_bytes(builder, x)
     low, high = (
         call_llvm_intrinsic(
@@ -149,7 +150,7 @@ def _emit_byte_products_neon(builder: Any, w: Any, x: Any) -> Any:
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 16), [*range(16)]))
 
 
-def _emit_add_products_neon(builder: Any, acc: Any, shorts: Any) -> Any:
+def _emit_add_products_neon(builder, acc, shorts):
     halves = (shuffle(builder, shorts, lanes) for lanes in ([*range(8)], [*range(8, 16)]))
     pairs = call_llvm_intrinsic(builder, "llvm.aarch64.neon.addp.v8i16", ir.VectorType(I16, 8), *halves)
     return builder.add(acc, call_llvm_intrinsic(builder, "llvm.aarch64.neon.saddlp.v4i32.v8i16", acc.type, pairs))
@@ -195,12 +196,12 @@ def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
     return ("llvm.aarch64.neon.tbl1.v16i8" if IS_ARM64 else "", 64)
 
 
-def interleave(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+def interleave(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
     """Emit a vector of the lanes of vectors a and b with the given indexes; b's lanes are numbered after a's."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
 
 
-def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
+def emit_lookup(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value, lookup: Lookup) -> ir.Value:
     """Emit a vector of the bytes of a table (16,) selected by codes (n,); the upper 4 bits of a code are ignored."""
     (name, size), n = lookup, codes.type.count
     if n > size:
@@ -218,11 +219,11 @@ def emit_lookup(builder: Any, table: Any, codes: Any, lookup: Lookup) -> Any:
     return found
 
 
-def make_lookup(numbers: Sequence[int]) -> Any:
+def make_lookup(numbers: Sequence[int]) -> CompiledFunction:
     """Return an intrinsic that replaces each byte of a vector of words, which is below 16, by a number of a table."""
     table = ir.Constant(ir.VectorType(I8, TABLE_BYTES), [*numbers])
 
-    def emit(builder: Any, words: Any) -> Any:
+    def emit(builder, words):
         codes = _cast_to_bytes(builder, words)
         found = emit_lookup(builder, table, codes, choose_lookup(FEATURES, codes.type.count))
         return builder.bitcast(found, words.type)
@@ -233,7 +234,7 @@ def make_lookup(numbers: Sequence[int]) -> Any:
 # Pointers, for tiles: they are cheaper to pass than arrays
 
 
-def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: int = REGISTER_LANES) -> Any:
+def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: int = REGISTER_LANES) -> CompiledFunction:
     """Return an intrinsic (array or pointer, index) -> pointer to an item; the index counts items of the array or pointer.
 
     Args:
@@ -242,11 +243,11 @@ def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: 
         lanes: Numbers in a register.
     """
 
-    def typing_function(typingctx: Any, source: Any, index: Any) -> Any:
+    def typing_function(typingctx, source, index):
         known = source.storage if isinstance(source, PointerType) else get_storage_dtype(source)
         result = PointerType(storage or known, rows, lanes)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             start = (
                 args[0]
                 if isinstance(source, PointerType)
@@ -265,11 +266,11 @@ get_item_bytes = make_token_intrinsic(
 )
 
 
-def make_row_splitter(n_tokens: int) -> Any:
+def make_row_splitter(n_tokens: int) -> CompiledFunction:
     """Return an intrinsic (pointer, stride) -> tuple of pointers to the rows of n_tokens tokens, `stride` items apart."""
 
-    def typing_function(typingctx: Any, pointer: Any, stride: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def typing_function(typingctx, pointer, stride):
+        def codegen(context, builder, signature, args):
             rows = [builder.gep(args[0], [builder.mul(args[1], I64(token))]) for token in range(n_tokens)]
             return cgutils.pack_array(builder, rows)
 
@@ -278,12 +279,12 @@ def make_row_splitter(n_tokens: int) -> Any:
     return wrap_intrinsic(typing_function, 2)
 
 
-def _emit_vector_load(builder: Any, arg_types: Any, pointer: Any, index: Any) -> Any:
+def _emit_vector_load(builder, arg_types, pointer, index):
     parts = range(arg_types[0].vector.n_parts)
     return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, part) for part in parts])
 
 
-def _emit_part_load(builder: Any, pointer_type: PointerType, pointer: Any, index: Any, part: int) -> Any:
+def _emit_part_load(builder: ir.IRBuilder, pointer_type: PointerType, pointer: ir.Value, index: ir.Value, part: int) -> ir.Value:
     """Emit the load of one part of a vector, widened."""
     storage, lanes = pointer_type.storage, pointer_type.vector.lanes
     at = builder.gep(pointer, [builder.add(index, I64(part * lanes))])
@@ -291,20 +292,22 @@ def _emit_part_load(builder: Any, pointer_type: PointerType, pointer: Any, index
     return storage.widen(builder, builder.load(at, align=storage.item_bytes))
 
 
-def _emit_prefetch(builder: Any, arg_types: Any, pointer: Any, offset: Any, is_write: int = 0) -> None:
+def _emit_prefetch(
+    builder: ir.IRBuilder, arg_types: Sequence[types.Type], pointer: ir.Value, offset: ir.Value, is_write: int = 0
+) -> None:
     keep, data = 3, 1
     at = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
     flags = [ir.Constant(I32, flag) for flag in (is_write, keep, data)]
     call_llvm_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
 
 
-def _emit_vector_store(builder: Any, arg_types: Any, pointer: Any, index: Any, value: Any) -> None:
+def _emit_vector_store(builder, arg_types, pointer, index, value):
     for i, part in enumerate(split_vector(builder, value)):
         at = builder.gep(pointer, [builder.add(index, I64(i * part.type.count))])
         builder.store(part, builder.bitcast(at, part.type.as_pointer()), align=arg_types[0].storage.item_bytes)
 
 
-def _emit_fill(builder: Any, arg_types: Any, pointer: Any, number: Any) -> Any:
+def _emit_fill(builder, arg_types, pointer, number):
     vector_type = arg_types[0].vector
     return pack_vector(builder, [widen_to_vector(builder, number, vector_type.part)] * vector_type.n_parts)
 
@@ -316,11 +319,11 @@ def fma_loaded(typingctx, w, index, xs, sums):
     Either all weights are loaded first, or all numbers xs, whichever are fewer.
     """
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         sums = [split_vector(builder, each) for each in cgutils.unpack_tuple(builder, args[3])]
         xs = [widen_to_vector(builder, x, w.vector.part) for x in cgutils.unpack_tuple(builder, args[2])]
 
-        def load(part: int) -> Any:
+        def load(part: int) -> ir.Value:
             return _emit_part_load(builder, w, args[0], args[1], part)
 
         if w.vector.n_parts < len(sums):
