@@ -5,10 +5,12 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
     Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
     Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
     Q2_K  d sc q - dmin m, in groups of 16     Q3_K  d (sc - 32) (q - 4), in groups of 16
+    Q1_0  d (2 q - 1), in groups of 128     Q2_0  d (q - 1), in groups of 64     TQ2_0  d (q - 1), in groups of 256
     IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t is ggml's table
     MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number
 """
 
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -55,8 +57,8 @@ def read_byte(source, at):
 
 
 @inlined
-def gather_fifth_bits(bits):
-    """Return a word with the fifth bits of 32 consecutive codes in a group's order: bit 8 b + k is for byte b of code word k."""
+def gather_bits(bits):
+    """Return a word with one bit each of 32 consecutive codes in a group's order: bit 8 b + k is for byte b of code word k."""
     word = np.int64(0)
     for k in range(8):
         word |= (((bits >> 4 * k & 15) * 0x00204081) & EACH_BYTE) << k  # the product has bits 0 to 3 at 0, 8, 16 and 24
@@ -131,7 +133,7 @@ def make_codes_repacker(at: int, bits: int = 4) -> CompiledFunction:
         for k in range(8 if bits == 8 else 4):
             words[k] = read_word(source, at + 2 * k) ^ (SIGN_MASK if bits == 8 else 0)
         if bits == 5:
-            words[4] = gather_fifth_bits(read_word(source, at - 2))
+            words[4] = gather_bits(read_word(source, at - 2))
 
     return repack
 
@@ -179,12 +181,35 @@ def repack_q6_k(factors, words, source):
         words[3 * g + 2] = two_bits
 
 
+def make_two_bit_repacker(n_factors: int) -> CompiledFunction:
+    """Return the function that repacks a block of n_factors bytes of factors and 64 bytes with 4 codes each (32 for 128 codes)."""
+
+    @inlined
+    def repack(factors, words, source):
+        for i in range(n_factors):
+            factors[i] = read_byte(source, i)
+        for i in range(16):
+            words[i] = gather_two_bits(source, n_factors // 2 + 16 * (i // 8) + 8 * (i % 2), 2 * (i % 8 // 2))
+
+    return repack
+
+
 @inlined
-def repack_q2_k(factors, words, source):
-    """Repack a Q2_K block: 16 scales and minima of 4 bits, 64 bytes of four codes (32 for each 128 codes), d, and dmin."""
-    for g in range(16):
-        factors[g] = read_byte(source, g)
-        words[g] = gather_two_bits(source, 8 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2))
+def repack_q1_0(factors, words, source):
+    """Repack a Q1_0 block: d, and 16 bytes of eight codes, the first in the lowest bit."""
+    for i in range(4):
+        words[i] = gather_bits(read_word(source, 1 + 2 * i))
+
+
+@inlined
+def repack_q2_0(factors, words, source):
+    """Repack a Q2_0 block: d, and 16 bytes of four codes, the first in the lowest bits."""
+    for i in range(4):
+        word = np.int64(0)
+        for k in range(4):
+            byte = read_byte(source, 2 + 4 * i + k)
+            word |= ((byte | byte << 6 | byte << 12 | byte << 18) & TWO_BIT_MASK) << 2 * k
+        words[i] = word
 
 
 @inlined
@@ -283,10 +308,13 @@ BLOCK_TYPES = {
         ("Q4_K", 144, GroupLayout(4, 32, 8, True), make_k_quant_repacker(8, 4)),
         ("Q5_K", 176, GroupLayout(5, 32, 8, True), make_k_quant_repacker(24, 5)),
         ("Q6_K", 210, GroupLayout(6, 16, 16, False), repack_q6_k, 208),
-        ("Q2_K", 84, GroupLayout(2, 16, 16, True), repack_q2_k, 80),
+        ("Q2_K", 84, GroupLayout(2, 16, 16, True), make_two_bit_repacker(16), 80),
         ("Q3_K", 110, GroupLayout(3, 16, 16, False), repack_q3_k, 108),
         ("IQ4_NL", 18, GroupLayout(4, 32, 1, False, "nl"), repack_q4_0),
         ("IQ4_XS", 136, GroupLayout(4, 32, 8, False, "nl"), repack_iq4_xs),
+        ("Q1_0", 18, GroupLayout(1, 128, 1, False), repack_q1_0),
+        ("Q2_0", 18, GroupLayout(2, 64, 1, False), repack_q2_0),
+        ("TQ2_0", 66, GroupLayout(2, 256, 1, False), make_two_bit_repacker(0), 64),
     )
 }
 BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_mxfp4, ())
@@ -356,7 +384,7 @@ def find_common_format(types: Collection[str]) -> WeightFormat | None:
         return WEIGHT_FORMATS[next(iter(types))]
     if all(name.endswith("_K") for name in types):
         return MIXED_K
-    if not all(name.endswith(("_0", "_1")) for name in types):
+    if not all(re.fullmatch(r"Q[458]_[01]", name) for name in types):
         return None
     layouts = [BLOCK_TYPES[name].layout for name in types]
     wide = GroupLayout(max(layout.bits for layout in layouts), 32, 1, any(layout.has_minima for layout in layouts))

@@ -1,4 +1,4 @@
-"""Weights of 2 to 8 bits in groups that share a scale and perhaps a minimum: code * scale + minimum, as in GGUF's block types.
+"""Weights of 1 to 8 bits in groups that share a scale and perhaps a minimum: code * scale + minimum, as in GGUF's block types.
 
 Activations are int8 in groups of the same size, as `int8.quantize_activations` makes them. The integer sums of a group are exact,
 so their order is free; its float terms enter their row's chain in order: sum (scale q + minimum) x = scale sum(q x) + minimum
@@ -10,7 +10,7 @@ bits, a byte holds both factors, of 4 bits each. A scale that is a power of two 
 
 Then follow the codes of each group: words of 4 bytes, the rows innermost. Code word k is the 4 codes from 4 k on as bytes, of
 which byte b is made from bits of byte b of the stored words: see `get_bit_fields`. Codes without a minimum have the middle of
-their range as zero point: 4, 8, 16, 32 or 128.
+their range as zero point: 4, 8, 16, 32 or 128. It is 1 for the codes 0 to 3 of 2 bits, and for the codes 0 and 2 of 1 bit.
 """
 
 import functools
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, keep_words
+from specdec.quant.dot4 import DOT4_BY_NAME, Dot4
 from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, count_activation_words
 from specdec.quant.matmul import Tile, TileShape, get_number, start_sums
 from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
@@ -60,7 +60,6 @@ from specdec.runtime.simd import (
 from specdec.runtime.tile_simd import (
     advance,
     bit_and,
-    bit_or,
     load_vector,
     make_lookup,
     make_pointer_getter,
@@ -92,7 +91,7 @@ CODEBOOK_CODES = {name: np.array(numbers) + (1 << (CODEBOOK_BITS[name] - 1)) for
 
 
 class GroupLayout(NamedTuple):
-    """The layout of weights in groups. A group of 5 bits has 32 codes, one of 2, 3 or 6 has 16.
+    """The layout of weights in groups. A group of 5 bits has 32 codes, one of 3 or 6 has 16.
 
     Attributes:
         bits: Bits of a code.
@@ -111,8 +110,8 @@ class GroupLayout(NamedTuple):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code after the codebook lookup."""
-        return CODEBOOK_BITS[self.codebook] if self.codebook else self.bits
+        """Bits of a code in a code word."""
+        return CODEBOOK_BITS[self.codebook] if self.codebook else max(self.bits, 2)
 
     @property
     def block_columns(self) -> int:
@@ -132,7 +131,7 @@ class GroupLayout(NamedTuple):
     @property
     def has_nibble_factors(self) -> bool:
         """Whether a byte holds a group's factors of the scale and, in the upper half, of the minimum."""
-        return self.bits == 2
+        return self.bits == 2 and self.n_groups > 1
 
     @property
     def n_halves(self) -> int:
@@ -177,7 +176,9 @@ class GroupLayout(NamedTuple):
     @property
     def zero_point(self) -> int:
         """The code of a weight of 0, if there are no minima."""
-        return 0 if self.has_minima else 1 << (self.code_bits - 1)
+        if self.has_minima:
+            return 0
+        return 1 if self.bits <= 2 else 1 << (self.code_bits - 1)
 
 
 class BitField(NamedTuple):
@@ -204,65 +205,43 @@ class BitField(NamedTuple):
 def get_bit_fields(layout: GroupLayout) -> list[list[BitField]]:
     """Return the fields of each code word of a unit.
 
-    Codes of 8 bits are bytes. Otherwise a byte holds 4 codes of 2 bits, or the lower 4 bits of 2 codes; these are a quarter or
-    half of a group apart. The other 1 or 2 bits of codes 4 k to 4 k + 3 are in one word, from bit k or 2 k of each byte on.
+    Codes of 8 bits are bytes. A byte holds 8 consecutive codes of 1 bit, 4 of 2 bits, or the lower 4 bits of 2 codes, which are
+    half a group apart. The other 1 or 2 bits of codes 4 k to 4 k + 3 are in one word, from bit k or 2 k of each byte on.
 
     A unit of two groups of 3 bits has a word for each group and one for both. With 2 bits of a code in the one and 1 bit in the
     other, each code would take 5 instructions; this way only one in four does.
     """
-    if layout.bits == 3:
+    bits, n_code_words = layout.bits, layout.group_size // BYTES_PER_WORD
+    if bits == 3:
         pairs = ((BitField(g, 6, 2, 0), BitField(2, 4 * g + 3, 1, 2)) for g in range(2))
         return [
             fields
             for g, pair in enumerate(pairs)
             for fields in ([BitField(g, 0, 3, 0)], [BitField(g, 3, 3, 0)], [BitField(2, 4 * g, 3, 0)], [*pair])
         ]
-    lower_bits = min(layout.bits, 4) if layout.bits < 8 else 8
-    n_words, n_upper, fields = layout.group_size * lower_bits // 32, layout.bits - lower_bits, list[list[BitField]]()
-    for k in range(layout.group_size // BYTES_PER_WORD):
+    if bits <= 2:
+        places = (divmod(k, 8 // bits) for k in range(n_code_words))
+        return [[BitField(word, bits * part, bits, 2 - bits)] for word, part in places]
+    lower_bits = 8 if bits == 8 else 4
+    n_words, n_upper, fields = layout.group_size * lower_bits // 32, bits - lower_bits, list[list[BitField]]()
+    for k in range(n_code_words):
         part, word = divmod(k, n_words)
         upper = BitField(n_words, k * n_upper, n_upper, lower_bits)
         fields.append([BitField(word, part * lower_bits, lower_bits, 0), *[upper][:n_upper]])
     return fields
 
 
-def make_code_reader(layout: GroupLayout) -> CompiledFunction:
-    """Return the function get_codes(words, i_group, k), the k-th code word of a group for the rows of a tile.
-
-    words points to the unit of the group, i_group is the group's number in the unit. See `get_bit_fields` for the layout.
-    """
-    lower_bits = min(layout.bits, 4) if layout.bits < 8 else 8
-    n_words, n_upper = layout.group_size * lower_bits // 32, layout.bits - lower_bits
-    lower_mask, upper_mask = EACH_BYTE * ((1 << lower_bits) - 1), EACH_BYTE * ((1 << n_upper) - 1)
-    look_up = make_lookup(CODEBOOK_CODES[layout.codebook].tolist()) if layout.codebook else keep_words
-
-    @jitable
-    def get_lower_bits(words, i_group, k):
-        part, word = divmod(k, n_words)
-        codes = shift_right(load_vector(words, word * PANEL_ROWS), part * lower_bits)
-        return look_up(bit_and(codes, lower_mask))
-
-    def get_all_bits(words, i_group, k):
-        upper = bit_and(shift_right(load_vector(words, n_words * PANEL_ROWS), k * n_upper), upper_mask)
-        return bit_or(get_lower_bits(words, i_group, k), shift_left(upper, lower_bits))
-
-    def get_bytes(words, i_group, k):
-        return load_vector(words, k * PANEL_ROWS)
-
-    if layout.bits == 8:
-        return get_bytes
-    return get_all_bits if n_upper else get_lower_bits
-
-
-def get_three_bits(words, i_group, k):
-    """Return code word k of group i_group of a unit of two groups of 3 bits; see `get_bit_fields`."""
-    own, shared = load_vector(words, i_group * PANEL_ROWS), shift_right(load_vector(words, 2 * PANEL_ROWS), 4 * i_group)
-    if k < 2:
-        return bit_and(shift_right(own, 3 * k), 7 * EACH_BYTE)
-    if k == 2:
-        return bit_and(shared, 7 * EACH_BYTE)
-    upper = shift_left(bit_and(shift_right(shared, 3), EACH_BYTE), 2)
-    return bit_or(bit_and(shift_right(own, 6), 3 * EACH_BYTE), upper)
+def get_code_source(fields: list[BitField]) -> str:
+    """Return an expression for the code word of these fields, for the rows of a tile. `words` points to the codes of a unit."""
+    parts = []
+    for field in fields:
+        part = f"load_vector(words, {field.word * PANEL_ROWS})"
+        if field.shift > field.to:
+            part = f"shift_right({part}, {field.shift - field.to})"
+        elif field.shift < field.to:
+            part = f"shift_left({part}, {field.to - field.shift})"
+        parts.append(part if field.n_bits == 8 else f"bit_and({part}, {field.mask:#010x})")
+    return functools.reduce(lambda lower, upper: f"bit_or({lower}, {upper})", parts)
 
 
 GROUP_SUM_TEMPLATE = """
@@ -277,33 +256,48 @@ def sum_group(words, i_group, xs, at):
 def make_group_sum_source(layout: GroupLayout, dot: Dot4) -> str:
     """Return the source of sum_group(words, i_group, xs, at) -> sum of (code - zero point) * x over a group, exactly.
 
-    words, i_group: See `make_code_reader`. xs: Pointers to the activations of each token, whose group begins at word `at`. A line
-    adds the products of one code word: LLVM would not unroll a loop over them if a tile has many tokens.
+    words points to the unit of the group, i_group is the group's number in the unit. xs are pointers to the activations of each
+    token, whose group begins at word `at`. A line adds the products of one code word: LLVM would not unroll a loop over them if a
+    tile has many tokens.
     """
-    start = f"shift_right_signed(correction, {8 - layout.code_bits})" if layout.zero_point else "bit_and(correction, 0)"
-    uses_pairs = dot.multiply_pairs and layout.code_bits < 8
-    if dot.is_signed and not uses_pairs:  # the products are those of code - 128
+    start = "bit_and(correction, 0)"
+    if layout.zero_point:
+        start = f"shift_right_signed(correction, {8 - layout.zero_point.bit_length()})"
+    if dot.is_signed and layout.code_bits == 8:  # the products are those of code - 128
         start = f"subtract({start}, correction)"
-    n = layout.group_size // BYTES_PER_WORD
-    max_pairs = min((2**15 - 1) // (2 * (2**layout.code_bits - 1) * 127), n)  # sums of two products that fit 16 bits
-    lines = []
-    fields = get_bit_fields(layout)
-    order = sorted(range(n), key=lambda k: fields[k][0].word)  # so that a stored word is loaded once and not kept
-    for i, k in enumerate(order):
-        codes, x = f"get_codes(words, i_group, {k})", f"advance(xs, at + {GROUP_HEADER_WORDS + k})"
-        if not uses_pairs:
-            lines.append(f"sums = dot4(sums, prepare({codes}), {x})")
-            continue
-        lines.append(f"pairs = add_pairs(pairs, {codes}, {x})" if i % max_pairs else f"pairs = multiply_pairs({codes}, {x})")
-        if (i + 1) % max_pairs == 0:
-            lines.append("sums = widen_pairs(sums, pairs)")
+    fields, n = get_bit_fields(layout), layout.group_size // BYTES_PER_WORD
+    lines = get_product_lines(layout, dot, fields[:n])
+    if layout.unit_groups > 1:
+        last_lines = get_product_lines(layout, dot, fields[n:])
+        lines = ["if i_group == 0:", *(f"    {line}" for line in lines), "else:", *(f"    {line}" for line in last_lines)]
     return GROUP_SUM_TEMPLATE.format(start=start, lines="\n    ".join(lines))
+
+
+def get_product_lines(layout: GroupLayout, dot: Dot4, fields: list[list[BitField]]) -> list[str]:
+    """Return the lines of sum_group that add the products of code words with these fields."""
+    max_pairs = (2**15 - 1) // (2 * (2**layout.code_bits - 1) * 127)  # sums of two products that fit 16 bits
+    order = sorted(range(len(fields)), key=lambda k: fields[k][0].word)  # so that a stored word is loaded once and not kept
+    lines = []
+    for i, k in enumerate(order):
+        codes, x = get_code_source(fields[k]), f"advance(xs, at + {GROUP_HEADER_WORDS + k})"
+        if layout.codebook:
+            codes = f"look_up({codes})"
+        if layout.code_bits == 8:
+            lines.append(f"sums = dot4(sums, prepare({codes}), {x})")
+        elif not dot.multiply_pairs:
+            lines.append(f"sums = dot4(sums, {codes}, {x})")
+        else:
+            lines.append(f"pairs = add_pairs(pairs, {codes}, {x})" if i % max_pairs else f"pairs = multiply_pairs({codes}, {x})")
+            if (i + 1) % max_pairs == 0 or i + 1 == len(order):
+                lines.append("sums = widen_pairs(sums, pairs)")
+    return lines
 
 
 def make_group_sum(layout: GroupLayout, dot: Dot4) -> CompiledFunction:
     """Return the compiled function of `make_group_sum_source`."""
-    get_codes = make_dispatcher(get_three_bits if layout.bits == 3 else make_code_reader(layout), is_inlined=True)
-    names = vars(tile_simd) | dot._asdict() | {"get_codes": get_codes, "get_number": get_number}
+    names = vars(tile_simd) | dot._asdict() | {"get_number": get_number}
+    if layout.codebook:
+        names["look_up"] = make_lookup(CODEBOOK_CODES[layout.codebook].tolist())
     exec(make_group_sum_source(layout, dot), names)
     return make_dispatcher(names["sum_group"], is_inlined=True)
 

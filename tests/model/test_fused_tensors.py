@@ -19,7 +19,7 @@ from tests.tools.random_models import fake_three_threads, run_sequentially, scat
 
 TYPES = [
     ("Q4_K", "Q4_K", "Q6_K"), ("IQ4_XS", "IQ4_XS", "Q5_K"), ("Q8_0", "MXFP4", "Q8_0"), ("Q6_K", "IQ4_NL", "Q4_0"),
-    ("F32", "Q4_K", "F32"),
+    ("F32", "Q4_K", "F32"), ("Q2_0", "Q1_0", "TQ2_0"),
 ]  # fmt: skip
 ROWS = {"q": 256, "k": 128, "v": 128}
 

@@ -40,6 +40,7 @@ MIXES = {
     ("MXFP4", "Q8_0"): "fp32",
     ("Q2_K", "Q6_K", "Q3_K"): "mixed K",
     ("IQ4_XS", "Q6_K"): "fp32",
+    ("Q1_0", "Q2_0", "Q4_0"): "fp32",
 }
 
 
@@ -98,16 +99,19 @@ def test_every_bit_of_a_word_is_one_bit_of_one_code(name):
         for field in fields
         for i in range(field.n_bits)
     ]
+    first_bit = 2 - layout.bits if layout.bits < 2 else 0
     stored, codes = ([*each] for each in zip(*bits, strict=True))
     assert sorted(stored) == [(word, bit) for word in range(layout.unit_words) for bit in range(8)]
     n_code_words = layout.unit_groups * layout.group_size // 4
-    assert sorted(codes) == [(k, bit) for k in range(n_code_words) for bit in range(layout.bits)]
+    assert sorted(codes) == [(k, first_bit + bit) for k in range(n_code_words) for bit in range(layout.bits)]
     words = np.random.default_rng(0).integers(0, 2**32, (2, 3, layout.n_units, layout.unit_words), np.uint32)
     layout = layout._replace(codebook="")
     np.testing.assert_array_equal(pack_codes(layout, unpack_codes(layout, words)), words)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize(
+    "name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "Q1_0", "Q2_0", "TQ2_0"]
+)
 def test_matmul_is_exact_in_a_group_and_one_chain_over_groups(name):
     """Compared with exact arithmetic, rounded after every step of the chain."""
     layout, tensor = BLOCK_TYPES[name].layout, RandomBlockTensor(name, ROWS, N)
@@ -171,7 +175,7 @@ def test_matmul_bits_do_not_depend_on_batch_or_threads(name):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("instruction_set", [instruction_set for instruction_set in RUNS_HERE if instruction_set != DOT4_NAME])
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "MXFP4", "Q1_0", "Q2_0", "TQ2_0"])
 def test_every_instruction_set_gives_the_same_bits(name, instruction_set):
     """Includes rows and tokens of the largest codes, which nearly fill 16-bit sums."""
     if not RUNS_HERE[instruction_set]:

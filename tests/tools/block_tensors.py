@@ -23,9 +23,8 @@ class RandomBlockTensor:
         raw = rng.integers(0, 256, (rows, n // BLOCK_TYPES[type_].layout.block_columns, size), np.uint8)
         scales = (rng.random((*raw.shape[:2], 2)) * 0.01).astype(np.float16)
         scales[0, 0], scales[1, 0], scales[2, 0] = 0, 6e-8, -0.01
-        at = slice(size - 2, size) if type_ in ("Q6_K", "Q3_K") else slice(0, 4 if BLOCK_TYPES[type_].layout.has_minima else 2)
-        at = slice(size - 4, size) if type_ == "Q2_K" else at
-        raw[:, :, at] = scales.view(np.uint8)[:, :, : at.stop - at.start]
+        for i, at in enumerate(BLOCK_TYPES[type_].scale_offsets or (0,)):
+            raw[:, :, at : at + 2] = scales[:, :, i : i + 1].view(np.uint8)
         if type_ == "MXFP4":
             raw[:, :, 0] = rng.integers(104, 124, raw.shape[:2])
             raw[0, 0] = 0

@@ -14,13 +14,22 @@ from tests.tools.gguf_files import BLOCK_SIZES, random_blocks
 FOLDER = Path(__file__).parents[1] / "fixtures" / "gguf"
 
 
+def dequantize(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Return the values of blocks; the package has no code for Q1_0 and Q2_0, whose fp16 scales come first."""
+    if kind not in ("Q1_0", "Q2_0"):
+        return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    bits = np.unpackbits(rows[:, 2:], axis=1, bitorder="little").astype(np.int8)
+    codes = 2 * bits - 1 if kind == "Q1_0" else bits[:, ::2] + 2 * bits[:, 1::2] - 1
+    return codes * rows[:, :2].copy().view(np.float16).astype(np.float32)
+
+
 def write_blocks() -> None:
     rng = np.random.default_rng(1)
     arrays = {}
     for kind, (n_weights, n_bytes) in BLOCK_SIZES.items():
         rows = np.frombuffer(random_blocks(rng, kind, 4, n_weights).data, np.uint8).reshape(4, n_bytes)
         arrays[kind] = rows
-        arrays[f"{kind}_floats"] = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+        arrays[f"{kind}_floats"] = dequantize(rows, kind)
     np.savez_compressed(FOLDER / "blocks.npz", **arrays)
 
 
