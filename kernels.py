@@ -24,7 +24,7 @@ from specdec import kernels
 from specdec.layers import activations
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.loaders.gguf_blocks import BlockTensor
-from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat, groupwise, int8, matmul
+from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat, bf16_12bit, groupwise, int8, matmul
 from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
@@ -294,7 +294,7 @@ def get_source(name: str) -> str:
     """Return the source of the reference matmul and of the tile of a weight format, such as "fp32", "int8" or "Q4_K".
 
     Raises:
-        typer.BadParameter: There is no such format, or its tile is not written as compiled functions.
+        typer.BadParameter: There is no such format.
     """
     parts = [inspect.getsource(matmul.multiply_reference)]
     if name in BLOCK_TYPES:
@@ -305,8 +305,10 @@ def get_source(name: str) -> str:
         parts += [inspect.getsource(int8.make_int8_tile)]
     elif name in ("fp32", "bf16", "fp16"):
         parts += [inspect.getsource(matmul.make_float_tile)]
+    elif name == "12-bit":
+        parts += map(inspect.getsource, (bf16_12bit.make_column_reader, bf16_12bit.make_packed_tile))
     else:
-        raise typer.BadParameter(f"--source must be fp32, bf16, fp16, int8, {', '.join(BLOCK_TYPES)}, got {name}")
+        raise typer.BadParameter(f"--source must be fp32, bf16, fp16, 12-bit, int8, {', '.join(BLOCK_TYPES)}, got {name}")
     return "\n\n".join(parts)
 
 

@@ -5,6 +5,7 @@ latent vector, V rows of a value head, R rows of a panel; W, the columns of a ca
 A slot is one head of one token; the slots of a head follow each other, so that each head's own matrix is read once.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +20,8 @@ from specdec.kernels import (
     mix_values,
 )
 from specdec.layers.kv_formats import compute_scale, encode_q8
-from specdec.runtime.code_cache import jitable
-from specdec.runtime.dot_tile import compute_dots
-from specdec.runtime.matmul_tile import StridedRows
+from specdec.quant.matmul import Rows, Tile, TileShape, point_by_dtype, point_to_floats
+from specdec.runtime.code_cache import CompiledFunction, jitable
 from specdec.runtime.op_program import (
     Bytes4,
     Floats1,
@@ -35,8 +35,36 @@ from specdec.runtime.op_program import (
     Kernel,
     kernel,
 )
-from specdec.runtime.simd import LANES, PANEL_ROWS, ceil_div, load, mul, round_up, splat, store, store_by_dtype
+from specdec.runtime.simd import (
+    FP32_STORAGE,
+    HAS_AVX512,
+    LANES,
+    PANEL_ROWS,
+    ceil_div,
+    fma,
+    load,
+    mul,
+    round_up,
+    splat,
+    store,
+    store_by_dtype,
+)
+from specdec.runtime.tile_simd import (
+    PointerType,
+    add_lanes,
+    advance,
+    fill_vector,
+    load_rows,
+    load_vector,
+    make_pointer_getter,
+    make_row_splitter,
+    store_vector,
+)
 from specdec.runtime.work_stealing import get_chunk_range
+
+MAX_DOT_QUERIES = 4 if HAS_AVX512 else 2
+# Rows of a tile of up to half of these, and of one of more: enough sums to hide an addition's time, few enough for registers.
+DOT_ROWS, MANY_DOT_ROWS = (8, 4) if HAS_AVX512 else (4, 2)
 
 
 @jitable
@@ -207,6 +235,71 @@ def rotate_queries(run: ForwardContext, thread: int, p: RotateQueriesArgs) -> No
             rotate_pairs(p.out[t], to, p.x[t], at, p.cos[position], p.sin[position], p.rope_dim)
 
 
+class DotArgs(NamedTuple):
+    """Arguments of the tile of `make_dot_tile`.
+
+    Attributes:
+        out: `Rows` of dot products, one for each query.
+        rows: Pointer to the first row in the first of its panels; PANEL_ROWS numbers from one row to the next.
+        panel_stride: Numbers from a panel to the next.
+        queries: `Rows` of floats.
+        n_panels: Panels of a row.
+    """
+
+    out: Rows
+    rows: PointerType
+    panel_stride: int
+    queries: Rows
+    n_panels: int
+
+
+def choose_dot_shape(rows: int, n_queries: int) -> TileShape:
+    """Return the shape of a tile of dot products: the rows and the queries of its sums."""
+    return TileShape(DOT_ROWS if n_queries <= MAX_DOT_QUERIES // 2 else MANY_DOT_ROWS, n_queries)
+
+
+def make_dot_tile(shape: TileShape) -> Callable[..., None]:
+    """Return a tile of dot products between queries and rows that lie in panels of columns, such as the cached positions."""
+    n_rows, max_queries = shape
+    get_rows, get_floats = make_pointer_getter(None, n_rows * LANES, LANES), make_pointer_getter(FP32_STORAGE, LANES, LANES)
+    split_queries = make_row_splitter(max_queries)
+
+    def tile(n_queries, p):
+        """out[q, r] = queries[q] . row r for a few rows, and queries q < n_queries.
+
+        A sum is one chain per lane, over the vectors of a row in order, then a tree over lanes. So its bits do not depend on the
+        other sums of the tile. `queries`, `outs` and `sums` are tuples with an element for each query.
+        """
+        queries = split_queries(get_floats(p.queries.start, 0), p.queries.stride)
+        outs = split_queries(get_floats(p.out.start, 0), p.out.stride)
+        rows = get_rows(p.rows, 0)
+        sums = fill_vector(split_queries(rows, 0), 0.0)  # of n_rows parts
+        for panel in range(p.n_panels):
+            for half in range(0, PANEL_ROWS, LANES):
+                query = load_vector(queries, panel * PANEL_ROWS + half)
+                sums = fma(load_rows(rows, panel * p.panel_stride + half), query, sums)
+        store_vector(outs, 0, add_lanes(sums), n_queries)
+
+    return tile
+
+
+dot_tile: CompiledFunction = Tile(make_dot_tile, choose_dot_shape, MAX_DOT_QUERIES)
+
+
+@jitable
+def compute_dots(p, n_rows, n_queries):
+    """Compute the dot products of `DotArgs` for n_queries queries and n_rows rows, a multiple of PANEL_ROWS."""
+    query = 0
+    while query < n_queries:
+        n = min(n_queries - query, MAX_DOT_QUERIES)
+        step = DOT_ROWS if n <= MAX_DOT_QUERIES // 2 else MANY_DOT_ROWS
+        queries = Rows(advance(p.queries.start, query * p.queries.stride), p.queries.stride)
+        for row in range(0, n_rows, step):
+            out = Rows(advance(p.out.start, query * p.out.stride + row), p.out.stride)
+            dot_tile(n, DotArgs(out, advance(p.rows, row * PANEL_ROWS), p.panel_stride, queries, p.n_panels))
+        query += n
+
+
 class LatentAttentionArgs(NamedTuple):
     """Arguments of the kernels of attention over latent vectors, for one layer.
 
@@ -240,14 +333,15 @@ def attend_to_latents(run, thread, p, head, token, n_queries, along_heads):
     cached, scores, acc, width = p.values[0], p.scores[thread], p.acc[thread], p.values.shape[1] * PANEL_ROWS
     tile = make_query_tile(run, p.depths, head, token, n_queries, along_heads)
     block, n_panels = find_score_panels(run, tile, p.window)
-    compute_dots(
-        StridedRows(scores, block * PANEL_ROWS, scores.shape[1]),
-        StridedRows(cached, block * PANEL_ROWS * PANEL_ROWS, cached.shape[1] * PANEL_ROWS),
-        StridedRows(
-            p.queries, token * p.queries.shape[1] + head * width, tile.next_token * p.queries.shape[1] + tile.next_head * width
-        ),
-        cached.shape[0], n_panels * PANEL_ROWS, n_queries,
-    )  # fmt: skip
+    queries = point_to_floats(p.queries, token * p.queries.shape[1] + head * width)
+    dots = DotArgs(
+        Rows(point_to_floats(scores, block * PANEL_ROWS), scores.shape[1]),
+        point_by_dtype(cached, block * PANEL_ROWS * PANEL_ROWS),
+        cached.shape[1] * PANEL_ROWS,
+        Rows(queries, tile.next_token * p.queries.shape[1] + tile.next_head * width),
+        cached.shape[0],
+    )
+    compute_dots(dots, n_panels * PANEL_ROWS, n_queries)
     latents = cached[: acc.shape[1] // PANEL_ROWS]
     mix_values(run, p, tile, scores, acc, (latents, p.value_scales[0]), p.value_scales[0])
     for i in range(n_queries):

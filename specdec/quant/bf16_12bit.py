@@ -12,36 +12,34 @@ bytes of two codes each, the lower nibbles for rows 0 to 15; 64 lower bytes of t
 matrix leave free at its end: slots of 128 bytes, from the end backwards.
 """
 
+import functools
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from specdec.quant.bf16_12bit_llvm import (  # fmt: skip
-    BLOCK_COLUMNS,
-    BLOCK_WORDS,
-    FIRST_SLOT_WORD,
-    FLAGS_END_BYTES,
-    HALF_BLOCK_BYTES,
-    SLOT_BYTES,
-    USED_SLOTS_WORD,
-    PanelBlocks,
-    bf16_to_float,
-    choose_packed_tile_shape,
-    count_words_between,
-    make_packed_tile_body,
-    make_unpack_intrinsic,
-    pack_blocks,
-)
 from specdec.quant.fp16_bf16 import BF16, HalfFormat, view_bits
 from specdec.quant.fp32 import panel_tile, transpose_rows, unpack_rows
-from specdec.quant.matmul import PREFETCH_WORDS, MatmulArgs, Rows, TileArgs, get_chunk_panels, point_to_bytes, point_to_floats
+from specdec.quant.matmul import (
+    PREFETCH_WORDS,
+    MatmulArgs,
+    Rows,
+    Tile,
+    TileArgs,
+    TileShape,
+    choose_tile_shape,
+    get_chunk_panels,
+    get_number,
+    point_to_bytes,
+    point_to_floats,
+    prefetch_lines,
+    start_sums,
+)
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, Matrix, PackingOverflowError, Tensor, pack_matrix
-from specdec.runtime.code_cache import inlined, jitable
-from specdec.runtime.matmul_tile import Panel, StridedRows, make_tile
+from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import (
     Bytes2,
@@ -58,19 +56,43 @@ from specdec.runtime.op_program import (
 )
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import (
-    FEATURES,
+    FP32_STORAGE,
     HAS_AVX512,
+    INT32_STORAGE,
     MAX_TILE_TOKENS,
     N_REGISTERS,
     PANEL_ROWS,
     Float32,
     ceil_div,
-    load_byte,
+    fma,
     round_up,
 )
-from specdec.runtime.tile_simd import TABLE_BYTES, choose_lookup
+from specdec.runtime.tile_simd import (
+    TABLE_BYTES,
+    PointerType,
+    advance,
+    bit_and,
+    join_first_bytes,
+    join_last_bytes,
+    join_parts,
+    load_number,
+    load_vector,
+    look_up_bytes,
+    make_pointer_getter,
+    make_row_splitter,
+    shift_left,
+    shift_right,
+    store_vector,
+    view_as_float,
+)
 from specdec.runtime.work_stealing import get_chunk_range
 
+BLOCK_COLUMNS = 4
+HALF_ROWS, HALF_BLOCK_BYTES = 16, 64  # half of a block's rows
+BLOCK_WORDS, BLOCK_BYTES, SLOT_BYTES = 48, 192, 2 * HALF_BLOCK_BYTES
+FIRST_SLOT_WORD, USED_SLOTS_WORD = 5, 6  # words back from the blocks; the number of used slots is only in the first header
+FLAGS_END_BYTES = 4 * USED_SLOTS_WORD  # bytes back from the blocks
+UPPER_HALF = -1 << 16  # mask of a word's upper bf16, which is a float32
 BLOCKS_PER_SLOT = 16  # 0.9% of the blocks of normal numbers need a slot, 2.4% in the worst matrix of SmolLM2
 MAX_PACKED_TILE_TOKENS = 8 if N_REGISTERS == 32 else 5
 # From this many tokens on, a chunk of columns is unpacked to floats once for all tokens: with AVX2 and 64 tokens it reaches 1.05
@@ -105,32 +127,170 @@ def get_byte_index(row, k):
     return half * HALF_BLOCK_BYTES + row // 4 * 16 + k // 2 * 8 + row % 4 * 2 + k % 2
 
 
-LOOKUP = choose_lookup(FEATURES)
-unpack_blocks = make_unpack_intrinsic(LOOKUP)
-packed_tile, PACKED_TILE_LIMITS = make_tile(
-    "packed_tile", make_packed_tile_body(LOOKUP), choose_packed_tile_shape, MAX_PACKED_TILE_TOKENS
-)
+class PanelBlocks(NamedTuple):
+    """The column blocks of a packed panel.
+
+    A damaged header reads at most what lies between the panel and the end of the matrix.
+
+    Attributes:
+        start: Pointer to the first byte.
+        n: Number of blocks.
+        to_end: Bytes from the start to the end of the matrix, where the overflow pool starts.
+    """
+
+    start: PointerType
+    n: int
+    to_end: int
+
+
+@jitable
+def locate_panel(w, n, panel):
+    """Return the `PanelBlocks` of a panel of n column blocks."""
+    at, to_end = locate_blocks(w, n, panel)
+    return PanelBlocks(point_to_bytes(w, at), n, 4 * to_end)
+
+
+@jitable
+def bf16_to_float(upper, lower):
+    """Return the float32 of a bf16 that is given by its upper and its lower byte."""
+    return np.uint32(upper << 24 | lower << 16).view(np.float32)
+
+
+@jitable
+def get_first_slot(blocks):
+    """Return the number of the overflow slot of the panel's first block that takes one."""
+    slot = 0
+    for i in range(4):
+        slot |= load_number(blocks.start, i - 4 * FIRST_SLOT_WORD) << 8 * i
+    return slot
+
+
+@jitable
+def has_slot(blocks, q):
+    """Return 1 if block q takes an overflow slot, else 0, unless the header is damaged."""
+    return load_number(blocks.start, q - FLAGS_END_BYTES - blocks.n)
+
+
+@jitable
+def locate_slot(blocks, slot):
+    """Return a pointer to an overflow slot."""
+    return advance(blocks.start, blocks.to_end - min((slot + 1) * SLOT_BYTES, blocks.to_end))
+
+
+def make_column_reader(rows: int, look_up: CompiledFunction) -> CompiledFunction:
+    """Return the compiled function read_columns(blocks, q, row, slot) -> the 4 columns of block q, as vectors of floats.
+
+    Args:
+        rows: Rows of a vector, from `row` on.
+        look_up: (codes, table) -> bytes, one of `look_up_bytes` and its portable version.
+    """
+    get_words, get_half = make_pointer_getter(INT32_STORAGE, rows), make_pointer_getter(INT32_STORAGE, min(rows, HALF_ROWS))
+    get_table = make_pointer_getter(INT32_STORAGE, TABLE_BYTES // 4)
+    has_both_halves = rows > HALF_ROWS
+
+    @jitable
+    def get_codes(block, row):
+        codes = load_vector(get_half(block, row % HALF_ROWS * BLOCK_COLUMNS), 0)
+        if has_both_halves:
+            return join_parts(codes, shift_right(codes, 4))
+        return shift_right(codes, row // HALF_ROWS * 4)
+
+    def read_columns(blocks, q, row, slot):
+        block = advance(blocks.start, q * BLOCK_BYTES)
+        if has_slot(blocks, q):
+            upper = load_vector(get_words(locate_slot(blocks, slot), row * BLOCK_COLUMNS), 0)
+        else:
+            upper = look_up(get_codes(block, row), load_vector(get_table(blocks.start, -TABLE_BYTES), 0))
+        lower = load_vector(get_words(block, HALF_BLOCK_BYTES + row * BLOCK_COLUMNS), 0)
+        first, last = join_first_bytes(lower, upper), join_last_bytes(lower, upper)
+        return (
+            view_as_float(shift_left(first, 16)),
+            view_as_float(bit_and(first, UPPER_HALF)),
+            view_as_float(shift_left(last, 16)),
+            view_as_float(bit_and(last, UPPER_HALF)),
+        )
+
+    return make_dispatcher(read_columns, is_inlined=True)
+
+
+def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..., None]:
+    """Return the tile of a shape over weights of 12 bits; for look_up see `make_column_reader`."""
+    rows, max_tokens = shape
+    n_row_blocks = PANEL_ROWS // rows
+    get_out, split_tokens = make_pointer_getter(FP32_STORAGE, rows), make_row_splitter(max_tokens)
+    read_columns = make_column_reader(rows, look_up)
+
+    def tile(n_tokens, p):
+        """out[t, r] (+)= sum over k of w[k, r] * x[t, k] for the rows r of a panel, and tokens t < n_tokens.
+
+        p.n is the number of blocks, p.stride the number of bytes from the first to the end of the matrix. `xs`, `outs` and `sums`
+        are tuples with an element for each token.
+        """
+        xs, step = split_tokens(p.x.start, p.x.stride), p.ahead_step // n_row_blocks
+        blocks = PanelBlocks(point_to_bytes(p.w, 0), p.n, p.stride)
+        for row in range(0, PANEL_ROWS, rows):
+            outs = split_tokens(get_out(p.out.start, row), p.out.stride)
+            ahead = advance(p.ahead, row // rows * step * p.n)
+            sums = start_sums(outs, rows, n_tokens, p.accumulate)
+            slot = get_first_slot(blocks)
+            for q in range(p.n):
+                prefetch_lines(ahead, q * step, BLOCK_BYTES // n_row_blocks)
+                first, second, third, fourth = read_columns(blocks, q, row, slot)
+                slot += has_slot(blocks, q)
+                k = q * BLOCK_COLUMNS
+                sums = fma(first, get_number(xs, k), sums)
+                sums = fma(second, get_number(xs, k + 1), sums)
+                sums = fma(third, get_number(xs, k + 2), sums)
+                sums = fma(fourth, get_number(xs, k + 3), sums)
+            store_vector(outs, 0, sums, n_tokens)
+
+    return tile
+
+
+def make_tile(look_up: CompiledFunction) -> Tile:
+    """Return the tile over weights of 12 bits; for look_up see `make_column_reader`."""
+    choose_shape = functools.partial(choose_tile_shape, is_weight_stationary=True)
+    return Tile(functools.partial(make_packed_tile, look_up), choose_shape, MAX_PACKED_TILE_TOKENS)
+
+
+packed_tile = make_tile(look_up_bytes)
+PACKED_TILE_LIMITS = packed_tile.max_tokens, packed_tile.max_full_panel_tokens
+read_panel_columns = make_column_reader(PANEL_ROWS, look_up_bytes)
+point_to_panel_columns = make_pointer_getter(FP32_STORAGE, PANEL_ROWS)
+
+
+@jitable
+def unpack_blocks(out, blocks, first, last, slot):
+    """Unpack the blocks first to last (exclusive) of a panel to floats (k, R) at a pointer, and return the next block's slot.
+
+    slot: The overflow slot of the first block; block 0 takes it from the panel's header.
+    """
+    if first == 0:
+        slot = get_first_slot(blocks)
+    for q in range(first, last):
+        to = point_to_panel_columns(out, (q - first) * BLOCK_COLUMNS * PANEL_ROWS)
+        for k, column in enumerate(read_panel_columns(blocks, q, 0, slot)):
+            store_vector(to, k * PANEL_ROWS, column, 1)
+        slot += has_slot(blocks, q)
+    return slot
 
 
 @inlined
-def multiply_packed(tile, run, thread, p):
-    """out[t] (+)= W x[t] for this chunk's panels of bf16 packed in 12 bits, by a tile that unpacks them; see `Matrix.matmul`."""
+def multiply_packed(tile, limits, run, thread, p):
+    """out[t] (+)= W x[t] for this chunk's panels of bf16 packed in 12 bits; see `multiply_panels`."""
     first, last = get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
-    x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_PACKED_TILE_TOKENS)
+    x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, limits[0])
     words = locate_blocks(p.w, n, 1)[0] - locate_blocks(p.w, n, 0)[0]
     for panel in range(first, last):
         at, to_end = locate_blocks(p.w, n, panel)
         for i in range(n_tiles):
             t, end = get_chunk_range(n_tokens, i, n_tiles)
-            prefetch_at = at + (
-                PREFETCH_WORDS if n_tokens <= PACKED_TILE_LIMITS.max_full_panel_tokens else words + i * words // n_tiles
-            )
-            tile(
-                StridedRows(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS, p.out.shape[1]),
-                Panel(p.w, at, prefetch_at, ceil_div(BLOCK_WORDS, n_tiles)),
-                StridedRows(x, t * x.shape[1], x.shape[1]), n, to_end, end - t, p.accumulate != 0,
-            )  # fmt: skip
+            ahead = at + (PREFETCH_WORDS if n_tokens <= limits[1] else words + i * words // n_tiles)
+            out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
+            x_rows, step = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1]), 4 * ceil_div(BLOCK_WORDS, n_tiles)
+            weights, ahead_start = point_to_floats(p.w, at), point_to_bytes(p.w, ahead)
+            tile(end - t, TileArgs(out, weights, ahead_start, step, x_rows, n, 4 * to_end, p.accumulate != 0))
 
 
 @inlined
@@ -139,24 +299,20 @@ def multiply_unpacked(run, thread, p):
     first, last = get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_TILE_TOKENS)
-    floats, step = p.scratch[thread], UNPACK_COLUMNS // BLOCK_COLUMNS
-    distance, slot = count_words_between(floats, p.w), np.int64(0)
+    floats, step, slot = point_to_floats(p.scratch[thread], 0), UNPACK_COLUMNS // BLOCK_COLUMNS, 0
+    step_bytes = 4 * ceil_div(BLOCK_WORDS // BLOCK_COLUMNS, n_tiles)
     for panel in range(first, last):
-        at, to_end = locate_blocks(p.w, n, panel)
+        blocks = locate_panel(p.w, n, panel)
         for q in range(0, n, step):
             q_end = min(q + step, n)
-            slot = unpack_blocks(floats, 0, PanelBlocks(p.w, at, n, to_end), q, q_end, slot)
+            slot = unpack_blocks(floats, blocks, q, q_end, slot)
             for i in range(n_tiles):
                 t, end = get_chunk_range(n_tokens, i, n_tiles)
-                prefetch_at = distance + at + q_end * BLOCK_WORDS + i * (step * BLOCK_WORDS) // n_tiles
+                ahead = advance(blocks.start, q_end * BLOCK_BYTES + i * (step * BLOCK_WORDS) // n_tiles * 4)
                 out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
                 columns = Rows(point_to_floats(x, t * x.shape[1] + q * BLOCK_COLUMNS), x.shape[1])
-                step_bytes = 4 * ceil_div(BLOCK_WORDS // BLOCK_COLUMNS, n_tiles)
-                args = TileArgs(
-                    out, point_to_floats(floats, 0), point_to_bytes(floats, prefetch_at), step_bytes, columns,
-                    (q_end - q) * BLOCK_COLUMNS, 0, p.accumulate != 0 or q > 0,
-                )  # fmt: skip
-                panel_tile(end - t, args)
+                n_columns = (q_end - q) * BLOCK_COLUMNS
+                panel_tile(end - t, TileArgs(out, floats, ahead, step_bytes, columns, n_columns, 0, p.accumulate != 0 or q > 0))
 
 
 @kernel
@@ -165,7 +321,7 @@ def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
     if CAN_UNPACK_CHUNKS and (run.n_logits if p.logits_only else run.n_tokens) >= MIN_UNPACK_TOKENS:
         multiply_unpacked(run, thread, p)
     else:
-        multiply_packed(packed_tile, run, thread, p)
+        multiply_packed(packed_tile, PACKED_TILE_LIMITS, run, thread, p)
 
 
 @kernel
@@ -175,23 +331,19 @@ def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: In
     for t in range(run.n_tokens):
         panel, row = divmod(tokens[t], PANEL_ROWS)
         out[t, n:] = 0.0  # an earlier pass may have left NaN there
-        at, to_end = locate_blocks(w, n // BLOCK_COLUMNS, panel)
-        byte, slot = 4 * at, np.int64(0)
-        for i in range(4):
-            slot |= load_byte(w, byte - 4 * FIRST_SLOT_WORD + i) << 8 * i
+        blocks = locate_panel(w, n // BLOCK_COLUMNS, panel)
+        slot = get_first_slot(blocks)
         for q in range(ceil_div(last, BLOCK_COLUMNS)):
-            has_slot = load_byte(w, byte - FLAGS_END_BYTES - n // BLOCK_COLUMNS + q)
-            if BLOCK_COLUMNS * (q + 1) > first:
-                block_byte = byte + 4 * BLOCK_WORDS * q
-                for k in range(max(first - BLOCK_COLUMNS * q, 0), min(last - BLOCK_COLUMNS * q, BLOCK_COLUMNS)):
-                    i = get_byte_index(row, k)
-                    if has_slot:
-                        upper = load_byte(w, byte + 4 * to_end - min((slot + 1) * SLOT_BYTES, 4 * to_end) + i)
-                    else:
-                        code = load_byte(w, block_byte + i % HALF_BLOCK_BYTES) >> i // HALF_BLOCK_BYTES * 4 & 15
-                        upper = load_byte(w, byte - TABLE_BYTES + code)
-                    out[t, BLOCK_COLUMNS * q + k] = bf16_to_float(upper, load_byte(w, block_byte + HALF_BLOCK_BYTES + i))
-            slot += has_slot
+            block = advance(blocks.start, q * BLOCK_BYTES)
+            for k in range(max(first - BLOCK_COLUMNS * q, 0), min(last - BLOCK_COLUMNS * q, BLOCK_COLUMNS)):
+                i = get_byte_index(row, k)
+                if has_slot(blocks, q):
+                    upper = load_number(locate_slot(blocks, slot), i)
+                else:
+                    code = load_number(block, i % HALF_BLOCK_BYTES) >> i // HALF_BLOCK_BYTES * 4 & 15
+                    upper = load_number(blocks.start, code - TABLE_BYTES)
+                out[t, BLOCK_COLUMNS * q + k] = bf16_to_float(upper, load_number(block, HALF_BLOCK_BYTES + i))
+            slot += has_slot(blocks, q)
 
 
 @jitable
@@ -215,6 +367,37 @@ def build_exponent_table(panel_bytes, at, counts, columns):
                 best = upper
         panel_bytes[0, at + i] = best
         counts[0, best] = 0
+
+
+@jitable
+def pack_blocks(panel_bytes, at, n, codes, columns):
+    """Pack columns (k, R) of bf16 bits into the n blocks from byte `at` on; return how many blocks need an overflow slot.
+
+    Uses the table in front of the blocks, and sets each block's flag.
+
+    codes: Scratch (256,) for the code of each upper byte.
+    """
+    codes[:] = TABLE_BYTES  # no code
+    for i in range(TABLE_BYTES - 1, -1, -1):
+        codes[panel_bytes[0, at - TABLE_BYTES + i]] = i
+    n_slots = 0
+    for q in range(n):
+        block = panel_bytes[0, at + q * BLOCK_BYTES : at + (q + 1) * BLOCK_BYTES]
+        block_columns = columns[q * BLOCK_COLUMNS : (q + 1) * BLOCK_COLUMNS]
+        all_codes = np.uint32(0)
+        for row in range(HALF_ROWS):
+            for k in range(BLOCK_COLUMNS):
+                i = get_byte_index(row, k)
+                low, high = block_columns[k, row], block_columns[k, HALF_ROWS + row]
+                low_code, high_code = codes[low >> 8], codes[high >> 8]
+                all_codes |= low_code | high_code
+                block[i] = low_code | high_code << 4
+                block[i + HALF_BLOCK_BYTES] = low & 255
+                block[i + 2 * HALF_BLOCK_BYTES] = high & 255
+        needs_slot = int(all_codes >= TABLE_BYTES)
+        panel_bytes[0, at - FLAGS_END_BYTES - n + q] = needs_slot
+        n_slots += needs_slot
+    return n_slots
 
 
 class PackArgs(NamedTuple):
@@ -245,8 +428,7 @@ class PackArgs(NamedTuple):
 @kernel
 def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
     """Pack rows of bf16 into panels of 12-bit weights, except for the overflow pool, and count the slots each panel needs."""
-    n = p.rows.shape[1] // BLOCK_COLUMNS
-    columns, first_column = p.columns[thread], thread * p.columns.shape[1] * PANEL_ROWS
+    n, columns, counts = p.rows.shape[1] // BLOCK_COLUMNS, p.columns[thread], p.counts[thread]
     begin, end = get_chunk_range(p.slots.size, run.chunk, run.n_chunks)
     for i in range(begin, end):
         rows = p.rows[i * PANEL_ROWS : (i + 1) * PANEL_ROWS]
@@ -255,8 +437,8 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
             for r in range(rows.shape[0], PANEL_ROWS):
                 columns[k, r] = 0
         at, _ = locate_blocks(p.panels, n, p.first + p.stride * i)
-        build_exponent_table(p.panel_bytes, 4 * at - TABLE_BYTES, p.counts[thread], columns)
-        p.slots[i] = pack_blocks(p.panels, at, n, p.columns, first_column)
+        build_exponent_table(p.panel_bytes, 4 * at - TABLE_BYTES, counts, columns)
+        p.slots[i] = pack_blocks(p.panel_bytes, 4 * at, n, counts[0], columns)
 
 
 @kernel
@@ -281,11 +463,10 @@ def fill_overflow_pool(run: ForwardContext, thread: int, p: PackArgs) -> None:
 @kernel
 def unpack_panels(run: ForwardContext, thread: int, out: Floats3, panels: Floats3, first: int) -> None:
     """Unpack panels of 12-bit bf16, from panel `first` on, to floats out (P, n, R)."""
-    n, first_slot = out.shape[1] // BLOCK_COLUMNS, np.int64(0)
+    n = out.shape[1] // BLOCK_COLUMNS
     begin, end = get_chunk_range(out.shape[0], run.chunk, run.n_chunks)
     for i in range(begin, end):
-        at, to_end = locate_blocks(panels, n, first + i)
-        unpack_blocks(out, i * out.shape[1] * PANEL_ROWS, PanelBlocks(panels, at, n, to_end), 0, n, first_slot)
+        unpack_blocks(point_to_floats(out, i * out.shape[1] * PANEL_ROWS), locate_panel(panels, n, first + i), 0, n, 0)
 
 
 def count_slots(n: int) -> int:

@@ -189,8 +189,8 @@ def make_vector_op(
 ) -> CompiledFunction:
     """Return an intrinsic of vectors, and of numbers, which stand for vectors with the same number in all lanes.
 
-    A pointer stands for the number that it points to. The number is loaded for one token after the other: a tile has no registers
-    for those of all tokens.
+    After the first vector, one of a single part stands for one that repeats this part. A pointer stands for the number that it
+    points to. The number is loaded for one token after the other: a tile has no registers for those of all tokens.
 
     Args:
         arity: Number of parameters.
@@ -208,7 +208,7 @@ def make_vector_op(
             return builder.extract_element(value, I32(0))
         scalar_type = next((arg for arg in arg_types if isinstance(arg, VectorType) and arg.dtype != types.int16), first)
         parts = [
-            split_vector(builder, value)
+            split_vector(builder, value) * (first.n_parts // arg.n_parts)
             if isinstance(arg, VectorType)
             else [widen_to_vector(builder, value, scalar_type.part)] * first.n_parts
             for arg, value in zip(arg_types, values, strict=True)
@@ -563,11 +563,6 @@ store_byte = _make_store(types.float32, lambda b, v: b.fptosi(v, I8))  # an inte
 store_int = _make_store(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
 # (array, index) -> the unsigned byte at an index in bytes
 load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_pointer: b.zext(b.load(get_pointer(I8, I8)), I64))
-
-
-def offset_pointer(builder, pointer, n_floats, pointee):
-    """Emit a pointer n_floats floats after a pointer to float32, as a pointer to the LLVM type `pointee`."""
-    return builder.bitcast(builder.gep(pointer, [n_floats]), pointee.as_pointer())
 
 
 @intrinsic

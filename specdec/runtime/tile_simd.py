@@ -21,6 +21,7 @@ from specdec.runtime.simd import (
     I64,
     IS_ARM64,
     LANES,
+    PANEL_ROWS,
     REGISTER_LANES,
     StorageDtype,
     VectorType,
@@ -219,6 +220,20 @@ def emit_lookup(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value, lookup:
     return found
 
 
+def _emit_table_lookup(builder, words, table, max_bytes):
+    codes = _cast_to_bytes(builder, words)
+    lookup = choose_lookup(FEATURES, min(codes.type.count, max_bytes)) if max_bytes else ("", codes.type.count)
+    return builder.bitcast(emit_lookup(builder, _cast_to_bytes(builder, table), codes, lookup), words.type)
+
+
+def _emit_joined_bytes(builder, low, high, first):
+    low_bytes, high_bytes = _cast_to_bytes(builder, low), _cast_to_bytes(builder, high)
+    count = low_bytes.type.count
+    lanes = [i + j for i in range(first, count, 16) for j in range(8)]
+    joined = interleave(builder, low_bytes, high_bytes, [lane for i in lanes for lane in (i, i + count)])
+    return builder.bitcast(joined, low.type)
+
+
 def make_lookup(numbers: Sequence[int]) -> CompiledFunction:
     """Return an intrinsic that replaces each byte of a vector of words, which is below 16, by a number of a table."""
     table = ir.Constant(ir.VectorType(I8, TABLE_BYTES), [*numbers])
@@ -229,6 +244,21 @@ def make_lookup(numbers: Sequence[int]) -> CompiledFunction:
         return builder.bitcast(found, words.type)
 
     return make_vector_op(1, emit)
+
+
+# (codes, table) -> words whose bytes are those of a table (4 words), selected by the lower 4 bits of each byte of the codes
+look_up_bytes = make_vector_op(2, functools.partial(_emit_table_lookup, max_bytes=64))
+portable_look_up_bytes = make_vector_op(2, functools.partial(_emit_table_lookup, max_bytes=0))
+# (low, high) of words -> words of two numbers of 16 bits, whose lower bytes are from `low` and whose upper bytes are from `high`.
+# They take the first 8 or the last 8 bytes of each 16.
+join_first_bytes = make_vector_op(2, functools.partial(_emit_joined_bytes, first=0))
+join_last_bytes = make_vector_op(2, functools.partial(_emit_joined_bytes, first=8))
+# (a, b) -> a vector with the parts of both
+join_parts = make_token_intrinsic(
+    2,
+    lambda a, b: VectorType(a.dtype, a.lanes, a.n_parts + b.n_parts),
+    lambda builder, arg_types, a, b: pack_vector(builder, split_vector(builder, a) + split_vector(builder, b)),
+)
 
 
 # Pointers, for tiles: they are cheaper to pass than arrays
@@ -280,14 +310,22 @@ def make_row_splitter(n_tokens: int) -> CompiledFunction:
 
 
 def _emit_vector_load(builder, arg_types, pointer, index):
-    parts = range(arg_types[0].vector.n_parts)
-    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, part) for part in parts])
+    vector = arg_types[0].vector
+    offsets = range(0, vector.n_parts * vector.lanes, vector.lanes)
+    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, offset) for offset in offsets])
 
 
-def _emit_part_load(builder: ir.IRBuilder, pointer_type: PointerType, pointer: ir.Value, index: ir.Value, part: int) -> ir.Value:
-    """Emit the load of one part of a vector, widened."""
+def _emit_rows_load(builder, arg_types, pointer, index):
+    offsets = range(0, arg_types[0].vector.n_parts * PANEL_ROWS, PANEL_ROWS)
+    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, offset) for offset in offsets])
+
+
+def _emit_part_load(
+    builder: ir.IRBuilder, pointer_type: PointerType, pointer: ir.Value, index: ir.Value, offset: int
+) -> ir.Value:
+    """Emit the load of one part of a vector, `offset` numbers after an index, widened."""
     storage, lanes = pointer_type.storage, pointer_type.vector.lanes
-    at = builder.gep(pointer, [builder.add(index, I64(part * lanes))])
+    at = builder.gep(pointer, [builder.add(index, I64(offset))])
     at = builder.bitcast(at, storage.vector(lanes).as_pointer())
     return storage.widen(builder, builder.load(at, align=storage.item_bytes))
 
@@ -312,6 +350,24 @@ def _emit_fill(builder, arg_types, pointer, number):
     return pack_vector(builder, [widen_to_vector(builder, number, vector_type.part)] * vector_type.n_parts)
 
 
+def _emit_lane_sums(builder, arg_types, v):
+    """Emit a vector of the sum of each of a power of two of parts; each sum is a tree that adds the halves of a part."""
+    vectors = split_vector(builder, v)
+    n = vectors[0].type.count  # lanes per sum
+    while n > 1:
+        half, pairs = n // 2, [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
+        vectors = []
+        for pair in pairs:
+            starts = range(0, sum(vector.type.count for vector in pair), n)
+            low, high = (
+                interleave(builder, pair[0], pair[-1], [start + at + i for start in starts for i in range(half)])
+                for at in (0, half)
+            )
+            vectors.append(builder.fadd(low, high))
+        n = half
+    return vectors[0]
+
+
 @intrinsic
 def fma_loaded(typingctx, w, index, xs, sums):
     """Return fma(load_vector(w, index), xs, sums) for tuples of numbers and of sums, with as few values in registers as possible.
@@ -324,7 +380,7 @@ def fma_loaded(typingctx, w, index, xs, sums):
         xs = [widen_to_vector(builder, x, w.vector.part) for x in cgutils.unpack_tuple(builder, args[2])]
 
         def load(part: int) -> ir.Value:
-            return _emit_part_load(builder, w, args[0], args[1], part)
+            return _emit_part_load(builder, w, args[0], args[1], part * w.vector.lanes)
 
         if w.vector.n_parts < len(sums):
             weights = [load(part) for part in range(w.vector.n_parts)]
@@ -345,6 +401,10 @@ def fma_loaded(typingctx, w, index, xs, sums):
 
 # (pointer, index) -> the vector of numbers from an index on
 load_vector = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_vector_load)
+# (pointer, index) -> a vector whose parts are from rows that are PANEL_ROWS numbers apart
+load_rows = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_rows_load)
+# a vector of several parts -> a vector of the sum of each
+add_lanes = make_token_intrinsic(1, lambda v: VectorType(v.dtype, v.n_parts), _emit_lane_sums)
 # (pointer, index, vector, n_tokens): write a vector from an index on
 store_vector = make_token_intrinsic(4, lambda *arg_types: types.void, _emit_vector_store)
 # (pointer, index) -> the number at an index

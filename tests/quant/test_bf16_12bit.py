@@ -21,29 +21,23 @@ from specdec.quant import (
     PACKED_BF16,
     WeightFormat,
     bf16_12bit,
-    bf16_12bit_llvm,
     choose_weight_format,
 )
 from specdec.quant.matmul import MatmulArgs
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, pack_matrix
-from specdec.runtime.matmul_tile import make_tile
 from specdec.runtime.memory import Arena, zeros
 from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
 from specdec.runtime.simd import PANEL_ROWS, ceil_div, round_up
+from specdec.runtime.tile_simd import portable_look_up_bytes
 from specdec.runtime.work_stealing import get_chunk_range
 from tests.tools.half_precision import assert_same_bits, half_tensors, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
-portable_tile, _ = make_tile(
-    "portable_packed_tile",
-    bf16_12bit_llvm.make_packed_tile_body(("", 64)),
-    bf16_12bit_llvm.choose_packed_tile_shape,
-    bf16_12bit.MAX_PACKED_TILE_TOKENS,
-)
+portable_tile = bf16_12bit.make_tile(portable_look_up_bytes)
 
 
 def portable_matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
-    bf16_12bit.multiply_packed(portable_tile, run, thread, p)
+    bf16_12bit.multiply_packed(portable_tile, bf16_12bit.PACKED_TILE_LIMITS, run, thread, p)
 
 
 def unpacked_matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:

@@ -1,20 +1,19 @@
-"""The tile of dot products: compared with float64, and the same bits in any company."""
+"""The dot products of latent attention: compared with float64, and the same bits in any company."""
 
 import numba
 import numpy as np
 import pytest
 
-from specdec.runtime.dot_tile import compute_dots
-from specdec.runtime.matmul_tile import StridedRows
+from specdec.layers.latent_ops import DotArgs, compute_dots
+from specdec.quant.matmul import Rows, point_by_dtype, point_to_floats
 from specdec.runtime.simd import PANEL_ROWS, round_up
 
 
 @numba.njit
 def run(out, rows, queries, n_panels, n_rows, n_queries):
-    compute_dots(
-        StridedRows(out, 0, out.shape[1]), StridedRows(rows, 0, rows.shape[1] * PANEL_ROWS),
-        StridedRows(queries, 0, queries.shape[1]), n_panels, n_rows, n_queries,
-    )  # fmt: skip
+    dots, queries = Rows(point_to_floats(out, 0), out.shape[1]), Rows(point_to_floats(queries, 0), queries.shape[1])
+    args = DotArgs(dots, point_by_dtype(rows, 0), rows.shape[1] * PANEL_ROWS, queries, n_panels)
+    compute_dots(args, n_rows, n_queries)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8], ids=lambda dtype: dtype.__name__)
