@@ -7,7 +7,7 @@ from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from specdec.draft.model_bundle import DraftSpec, load_bundle
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
@@ -353,6 +353,30 @@ class SpeculativeDecoder:
         The arguments are those of `encode_chat` and `generate`, as are the errors.
         """
         return self._collect(lambda: self.chat(messages, max_tokens, sampling, **kwargs))
+
+    def score(self, query: str, documents: "GenericSequence[str]", instruction: str | None = None) -> list[float]:
+        """Return how well each document fits a query, from 0 to 1, as a reranker such as Qwen3-Reranker judges it.
+
+        Args:
+            query: What is searched for.
+            documents: One or more texts.
+            instruction: What makes a document fit; None for the one that the model was trained with.
+
+        Raises:
+            ValueError: If the target is not a reranker, or a document exceeds the context length or is not valid.
+            TypeError: If a value has the wrong type.
+        """
+        from specdec.engine.reranker import Reranker
+
+        reranker = Reranker(self.bundle)
+        steps = reranker.score(reranker.encode(query, documents, instruction, self.n_positions))
+        self.warm_up()
+        with self._lock:
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return cast(list[float], end.value)
 
     def read_and_stream(
         self,

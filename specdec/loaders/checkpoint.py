@@ -15,7 +15,7 @@ from specdec.head_config import HeadConfig
 from specdec.loaders.model_file import ModelFile
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import all_finite
-from specdec.runtime.simd import Int64
+from specdec.runtime.simd import Float64, Int64
 
 if TYPE_CHECKING:
     from specdec.families.family import TensorSpec
@@ -45,6 +45,9 @@ class Checkpoint:
         default_sampling: Sampling parameters that the model's authors recommend, by the names of `sampling.Sampling`.
         mtp_specs: Tensor specs of the MTP head that the files may contain.
         pooling: Which hidden states make an embedding: "mean", "last", "cls" (the first), or "" if the files do not say.
+        rerank_template: Prompt with {query} and {document}, and maybe {instruction}, if the model is a reranker.
+        rerank_head: Weights (D,) whose product with the last hidden state is the logit of a reranker's score, in float64; None if
+            the classifier gives it.
     """
 
     path: Path
@@ -60,6 +63,8 @@ class Checkpoint:
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     mtp_specs: "Sequence[Mapping[str, TensorSpec]]" = ()
     pooling: str = ""
+    rerank_template: str = ""
+    rerank_head: Float64 | None = None
 
 
 SAMPLING_RANGES = {  # lowest and highest accepted value

@@ -28,6 +28,7 @@ from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, check_id_map, check_target_ids, parse_default_sampling
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.model_file import list_shard_names
+from specdec.loaders.rerankers import find_rerank_template, read_rerank_head
 from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors, is_equal
 from specdec.model_config import ModelConfig
 from specdec.runtime.simd import Float32
@@ -44,6 +45,7 @@ TOKENIZER_PREFIX, TOKENS_KEY, CHAT_TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.
 TOOL_TEMPLATE_KEY = f"{CHAT_TEMPLATE_KEY}.tool_use"
 SPLIT_NUMBER_KEY, SPLIT_COUNT_KEY, SPLIT_TENSORS_KEY = "split.no", "split.count", "split.tensors.count"
 MAX_SHARDS = 99999
+RERANK_HEAD = "cls.output.weight"
 POOLING_TYPES = {"1": "mean", "2": "cls", "3": "last"}
 SAMPLING_KEYS = {
     "temperature": "general.sampling.temp", "top_p": "general.sampling.top_p", "top_k": "general.sampling.top_k",
@@ -84,6 +86,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if extra and not any(".nextn." in name for name in extra):
         raise CheckpointError(f"{path}: {NEXTN_LAYERS_KEY} is {model.n_nextn}; the layer of {extra[0]} is one of the model's own")
     model.ignore([*extra, *model.family.list_unused(config)])
+    rerank_template = find_rerank_template(path, model.family.name, model.metadata)
+    rerank_head = read_rerank_head(model, RERANK_HEAD, config.dim) if rerank_template else None
     model.check_all_used()
     if config.head:  # it uses the target's tokenizer, even if the file has one
         return Checkpoint(path, config, tensors, target_ids=ids)
@@ -95,6 +99,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         tool_template=tool_template if isinstance(tool_template, str) else None,
         default_sampling=parse_default_sampling(model.metadata, SAMPLING_KEYS),
         pooling=POOLING_TYPES.get(str(model.metadata.get(f"{model.family.name}.pooling_type")), ""),
+        rerank_template=rerank_template, rerank_head=rerank_head,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from specdec.loaders.model_file import (
     read_json_object,
     read_optional_json_object,
 )
+from specdec.loaders.rerankers import find_rerank_template, read_rerank_head
 from specdec.loaders.safetensors import SafetensorsFile
 from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors, is_equal
 from specdec.model_config import ModelConfig
@@ -32,6 +33,7 @@ from specdec.model_config import ModelConfig
 MAX_NAME_LENGTH = 255  # of a file, in characters
 
 POOLING_CONFIG = "1_Pooling/config.json"
+RERANK_HEAD = "score.weight"  # of a Qwen3ForSequenceClassification
 ORIGINAL_HINT = "use the original model with safetensors, or a GGUF file of it"
 FOLDER_HINTS = (  # regex of a file's name, and what to do; the first match counts
     (r".+\.(incomplete|part|crdownload|aria2)", "the download of {name} is not finished; continue it"),
@@ -105,6 +107,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     family, config, eos_tokens, bos_token_id = read_config(path)
     folder = HFFolder(path, family.prefix, family.ignored_names)
     specs = select_tensor_specs(family.tensor_specs, family.alternatives, folder, config.n_layers)
+    rerank_template = find_rerank_template(path, family.name, read_json_object(path / CONFIG))
+    rerank_head = read_rerank_head(folder, RERANK_HEAD, config.dim) if rerank_template else None
+    if rerank_head is not None and LM_HEAD not in folder:  # it has no other classifier
+        config = replace(config, shared_classifier=True)
     # The weights decide, not the config, as in transformers.
     if config.shared_classifier and not has_tied_embedding(folder, specs, config):
         config = replace(config, shared_classifier=False)
@@ -123,7 +129,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path, config, tensors, eos_tokens, bos_token_id, family=family.name.removesuffix("_text"),
         default_sampling=sampling, mtp_specs=family.mtp_specs,
-        pooling=_read_pooling(path),
+        pooling=_read_pooling(path), rerank_template=rerank_template, rerank_head=rerank_head,
     )  # fmt: skip
 
 

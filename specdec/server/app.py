@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specdec.engine.metrics import format_prometheus
 from specdec.server import ollama
 from specdec.server.access_control import Receive, Scope, Send
 from specdec.server.anthropic_messages import MessagesFormatter, count_tokens, parse_messages_request
+from specdec.server.auxiliary_tasks import AuxiliaryRequest
 from specdec.server.body_limits import SMALL_BODY_BYTES, BodyBuffer, read_body
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.fair_grammar_builds import FairSemaphore
@@ -33,6 +34,7 @@ from specdec.server.generation_response import (
 from specdec.server.llama_infill import InfillFormatter, parse_infill_request
 from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
 from specdec.server.openai_responses_api import ResponsesFormatter, parse_response_request
+from specdec.server.rerank import RERANK_PATHS, parse_rerank_request
 from specdec.server.response_formatter import ResponseFormatter
 from specdec.server.tokenize import detokenize, tokenize
 from specdec.text.reasoning import make_thinking_options
@@ -50,10 +52,11 @@ OLLAMA_INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
     "/api/chat": (ollama.parse_ollama_chat, ollama.OllamaChatFormatter),
     "/api/generate": (ollama.parse_ollama_generate, ollama.OllamaGenerateFormatter),
 }
-EMBEDDING_PARSERS = {
+AUXILIARY_PARSERS: dict[str, Callable[[Mapping[str, Any], ServedModel], AuxiliaryRequest]] = {
     "/v1/embeddings": parse_embedding_request,
     "/api/embed": ollama.parse_ollama_embedding,
     "/api/embeddings": ollama.parse_ollama_prompt_embedding,
+    **dict.fromkeys(RERANK_PATHS, parse_rerank_request),
 }
 OLLAMA_CHANGES = ("/api/create", "/api/copy", "/api/delete", "/api/push")
 QUERY_HANDLERS = {"/v1/messages/count_tokens": count_tokens, "/tokenize": tokenize, "/detokenize": detokenize}
@@ -78,7 +81,7 @@ class Endpoints:
                 Route("/v1/models/{name:path}", self.model),
                 *(Route(path, self.generate, methods=["POST"]) for path in INTERFACES),
                 *(Route(path, self.query, methods=["POST"]) for path in QUERY_HANDLERS),
-                *(Route(path, self.embeddings, methods=["POST"]) for path in EMBEDDING_PARSERS),
+                *(Route(path, self.run_tasks, methods=["POST"]) for path in AUXILIARY_PARSERS),
                 *(Route(path, self.ollama_generate, methods=["POST"]) for path in OLLAMA_INTERFACES),
                 Route("/api/version", self.ollama_version),
                 Route("/api/tags", self.ollama_models),
@@ -214,15 +217,15 @@ class Endpoints:
         async with acquire_model(self._model_manager, body, request.receive) as (instance, _), permit:
             return JSONResponse(await asyncio.to_thread(handle, body, instance.model))
 
-    async def embeddings(self, request: Request) -> Response:
-        """Return the JSON response to an embedding request, with a vector for each input."""
-        (body, permit), parse = await self._read_body(request), EMBEDDING_PARSERS[request.scope["path"]]
+    async def run_tasks(self, request: Request) -> Response:
+        """Return the JSON response to a request for embeddings or an order of documents, after its tasks have run."""
+        (body, permit), parse = await self._read_body(request), AUXILIARY_PARSERS[request.scope["path"]]
         async with acquire_model(self._model_manager, body, request.receive) as (instance, disconnected):
             async with permit:
-                embedding_request = await asyncio.to_thread(parse, body, instance.model)
-            futures = instance.engine.submit_auxiliary(embedding_request.tasks, request.scope["api_client"])
-            vectors = await wait_unless_disconnected(disconnected, asyncio.gather(*map(asyncio.wrap_future, futures)))
-            data = await asyncio.to_thread(embedding_request.format_response, vectors, instance.model.name)
+                parsed = await asyncio.to_thread(parse, body, instance.model)
+            futures = instance.engine.submit_auxiliary(parsed.tasks, request.scope["api_client"])
+            results = await wait_unless_disconnected(disconnected, asyncio.gather(*map(asyncio.wrap_future, futures)))
+            data = await asyncio.to_thread(parsed.format_response, results, instance.model.name)
             return Response(data, media_type="application/json")
 
 

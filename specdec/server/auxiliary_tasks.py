@@ -5,10 +5,21 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 MAX_QUEUED_TASKS = 4096
 AuxiliaryTask = Generator[None, None, Any]  # yields between its steps and returns its result
+
+
+class AuxiliaryRequest(Protocol):
+    """The protocol of parsed requests that auxiliary tasks answer."""
+
+    @property
+    def tasks(self) -> Sequence[Callable[[Any], AuxiliaryTask]]:
+        """Functions that take the target and return a task."""
+
+    def format_response(self, results: Sequence[Any], name: str) -> bytes:
+        """Return the response as JSON, given the results of the tasks and the model's name."""
 
 
 class AuxiliaryTaskQueue:

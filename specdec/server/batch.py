@@ -7,7 +7,7 @@ that depend on caches and drafts, and a request without a seed gets one from its
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,17 +16,21 @@ from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import validate_request
 from specdec.engine.sequence import Sequence
 from specdec.events import Event, PrefillProgress, Step
-from specdec.server.auxiliary_tasks import AuxiliaryTask
+from specdec.server.auxiliary_tasks import AuxiliaryRequest, AuxiliaryTask
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.field_validation import APIError, check_object, parse_body, wrap_errors
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.json_values import encode_json
 from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
+from specdec.server.rerank import parse_rerank_request
 from specdec.server.response_formatter import ChoiceDelta
 
 GENERATION_PARSERS = {"/v1/chat/completions": parse_chat_request, "/v1/completions": parse_completion_request}
-EMBEDDING_PARSERS = {"/v1/embeddings": parse_embedding_request}
-URLS = (*GENERATION_PARSERS, *EMBEDDING_PARSERS)
+AUXILIARY_PARSERS: dict[str, Callable[[Mapping[str, Any], ServedModel], AuxiliaryRequest]] = {
+    "/v1/embeddings": parse_embedding_request,
+    "/v1/rerank": parse_rerank_request,
+}
+URLS = (*GENERATION_PARSERS, *AUXILIARY_PARSERS)
 DROPPED_FIELDS = ("stream", "stream_options", "specdec")  # of bodies: a result is always whole and has no statistics
 MAX_IDLE_SLOTS = 64  # KV caches that are kept for prompts with a common prefix
 
@@ -175,14 +179,14 @@ class BatchRunner:
             self._jobs.clear()
 
     def _start(self, request: BatchLine) -> bytes | None:
-        """Start a request; return its line if it is an error, or a request for embeddings, which are computed at once."""
+        """Start a request; return its line if it is an error, or one for embeddings or reranking, which runs at once."""
         try:
             if request.error:
                 raise request.error
-            if parse := EMBEDDING_PARSERS.get(request.url):
+            if parse := AUXILIARY_PARSERS.get(request.url):
                 parsed = parse(request.body, self._model)
-                vectors = [_run_task(task(self._model.decoder.target)) for task in parsed.tasks]
-                return format_result(request, json.loads(parsed.format_response(vectors, self._model.name)))
+                results = [_run_task(task(self._model.decoder.target)) for task in parsed.tasks]
+                return format_result(request, json.loads(parsed.format_response(results, self._model.name)))
             self._add_sequences(request)
         except Exception as error:
             return self._fail(request, error)

@@ -56,6 +56,9 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("cache_prompt", "timings_per_token"), bool), "samplers": object, "return_tokens": (False,),
         "n_probs": (0,), "mirostat": (0,), "ignore_eos": (False,), "typical_p": (1,),
     },
+    "rerank field": {
+        "user": str, "priority": int, "rank_fields": (["text"],), "return_embeddings": (False,), "use_activation": (True,),
+    },
     "embeddings field": dict.fromkeys(("user", "input_type", "truncate"), str),
     "ollama field": {
         **dict.fromkeys(("keep_alive", "truncate", "shift"), object), "logprobs": (False,), "top_logprobs": (0,),

@@ -12,10 +12,12 @@ from specdec.engine.scheduler import find_batch_size
 from specdec.server.batch import BatchLine, BatchRunner, parse_line, parse_lines
 from specdec.server.generation_fields import ServedModel
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, TOOL_TEMPLATE_PREFIX
+from tests.tools.hf_folders import FIXTURES
+from tests.tools.rerankers import make_reranker
 from tests.tools.server_requests import random_json
 
-EMBEDDINGS = "/v1/embeddings"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"], "additionalProperties": False}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": CONVERSATION, "max_tokens": 9, "seed": 4}), (CHAT, {"messages": CONVERSATION, "max_tokens": 8}),
@@ -25,6 +27,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "The robin", "max_tokens": 7, "stream": True, "model": "gpt-5"}),
     (EMBEDDINGS, {"input": ["a", "b"], "dimensions": 3}), (CHAT, {"messages": CONVERSATION, "nonsense": 1}),
     (COMPLETIONS, {"prompt": "x " * 400}), (CHAT, {"messages": []}),
+    (RERANK, {"query": "Where?", "documents": ["The robin", {"text": "Sun"}, "day"], "top_n": 2}), (RERANK, {"query": "Where?"}),
 ]  # fmt: skip
 
 
@@ -34,6 +37,15 @@ def make_lines(n: int = len(BODIES)) -> list[bytes]:
         url, body = BODIES[i % len(BODIES)]
         lines.append(json.dumps({"custom_id": f"r{i}", "method": "POST", "url": url, "body": body}).encode())
     return lines
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
+    """Return a reranker that also chats."""
+    path = make_reranker(tmp_path_factory.mktemp("serving") / "Qwen3-Reranker", positions=320)
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + (FIXTURES / "chat" / "smollm2.jinja").read_text())
+    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
 
 
 @pytest.fixture
@@ -50,13 +62,13 @@ def test_results_equal_those_of_the_server_apart_from_times_and_counts(model: Se
     results = [json.loads(line) for line in run(model, lines)]
     assert [result["custom_id"] for result in results] == [f"r{i}" for i in range(len(BODIES))]
     for line, result in zip(lines, results, strict=True):
-        body = {"seed": int(line.random_id[:8], 16)} | line.body if line.url != EMBEDDINGS else line.body
+        body = line.body if line.url in (EMBEDDINGS, RERANK) else {"seed": int(line.random_id[:8], 16)} | line.body
         expected = send_request(app, line.url, {**body, "model": "talker"})
         assert result["response"]["status_code"] == expected.status, result
         if expected.status != 200:
             assert result["response"]["body"] == expected.json and result["error"]["message"] == expected.error["message"]
             continue
-        key = "data" if line.url == EMBEDDINGS else "choices"
+        key = {EMBEDDINGS: "data", RERANK: "results"}.get(line.url, "choices")
         answer, wanted = (without_ids(value[key]) for value in (result["response"]["body"], expected.json))
         assert answer == wanted and result["error"] is None and result["response"]["body"]["model"] == "talker"
     assert results[3]["response"]["body"]["choices"][0]["message"]["content"] in [f'{{"n": {n}}}' for n in (1, 22, 333)]

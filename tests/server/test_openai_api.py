@@ -425,7 +425,7 @@ def test_brackets_in_strings_do_not_count_as_lists(app: Any) -> None:
 
 
 def test_unknown_paths_and_methods_get_openai_errors(app: Any) -> None:
-    assert (send_request(app, "/v1/rerank", {}).status, send_request(app, "/v1/rerank", {}).error["code"]) == (404, None)
+    assert (send_request(app, "/v1/images", {}).status, send_request(app, "/v1/images", {}).error["code"]) == (404, None)
     for method, path, allowed in (
         ("GET", CHAT, {"POST"}),
         ("DELETE", "/v1/models", {"GET", "HEAD"}),

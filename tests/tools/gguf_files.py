@@ -380,9 +380,9 @@ def make_model_keys(name: str) -> Keys:
 # Tokenizers
 
 
-def make_tokenizer_keys(name: str) -> Keys:
-    """Return the metadata that a converter writes for a fixture's tokenizer."""
-    content = json.loads((TOKENIZERS / f"{name}.json").read_text(encoding="utf-8"))
+def make_tokenizer_keys(name: str, path: Path | None = None) -> Keys:
+    """Return the metadata that a converter writes for a fixture's tokenizer, or for a changed copy of it."""
+    content = json.loads((path or TOKENIZERS / f"{name}.json").read_text(encoding="utf-8"))
     vocabulary = dict(content["model"]["vocab"])
     added = {each["id"]: each for each in content["added_tokens"]}
     vocabulary |= {each["content"]: token for token, each in added.items()}

@@ -66,6 +66,13 @@ def make_folder(
         if family == "llama"
         else (gpt2_config(rows, positions), gpt2_shapes(rows, positions))
     )
+    write_random_model(path, config, shapes, seed)
+    shutil.copy(TOKENIZERS / f"{tokenizer}.json", path / "tokenizer.json")
+    return path
+
+
+def write_random_model(path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    """Write config.json and random bf16 weights to a folder."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes.items():
@@ -74,8 +81,6 @@ def make_folder(
         tensors[name] = "BF16", (numbers.view(np.uint32) >> 16).astype(np.uint16)
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    shutil.copy(TOKENIZERS / f"{tokenizer}.json", path / "tokenizer.json")
-    return path
 
 
 def generate_tokens(decoder: SpeculativeDecoder, sampling: Sampling, n: int = 60) -> list[int]:
