@@ -247,8 +247,8 @@ def get_chunk_rows(run, width, unit, base, n_rows):
 
 @kernel
 def add_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats1, unit: int) -> None:
-    """out[t] += bias for this chunk's rows of the preceding matmul."""
-    first, last = get_chunk_rows(run, out.shape[1], unit, 0, out.shape[1])
+    """out[t] += bias for this chunk's rows of the preceding matmul, whose last rows may have no bias."""
+    first, last = get_chunk_rows(run, out.shape[1], unit, 0, bias.size)
     for t in range(run.n_tokens):
         for row in range(first, last, LANES):
             at = t * out.shape[1] + row

@@ -304,7 +304,8 @@ class AttentionConfig:
         value_norm: Apply an RMSNorm without weights to each head of values.
         scale: Factor of attention scores. 0: 1 / sqrt(head_dim).
         softcap: Bound of attention scores: scores become softcap tanh(score / softcap), before the softmax. 0: no bound.
-        gate: Multiply the attention output by the sigmoid of one more matmul.
+        gate: Multiply the attention output by the sigmoid of one more matmul, or by its "softplus"; this matmul
+            has one row for each head if it is "head_softplus".
         sinks: Give each head's softmax one more score, a weight that belongs to no position.
         values_are_keys: Values are the keys before norm and RoPE.
         projection_scales: Factors of queries, keys and values behind their projections. Empty: none.
@@ -321,7 +322,7 @@ class AttentionConfig:
     value_norm: bool = False
     scale: float = 0.0
     softcap: float = 0.0
-    gate: bool = False
+    gate: bool | Literal["softplus", "head_softplus"] = False
     sinks: bool = False
     values_are_keys: bool = False
     projection_scales: tuple[float, ...] = ()
@@ -348,6 +349,7 @@ class LayerConfig:
     The other attributes are those of `ModelConfig`.
     """
 
+    n_heads: int | None = None
     n_kv_heads: int | None = None
     head_dim: int | None = None
     hidden_dim: int | None = None

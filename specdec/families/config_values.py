@@ -115,6 +115,14 @@ class ConfigValues:
             raise self.make_error(key, f"a finite number for each of {n} layers")
         return [float(x) for x in numbers]
 
+    def get_layer_ints(self, key: str, n: int) -> list[int]:
+        """Return the value of a key as an integer for each of n layers; one number counts for all. Raises CheckpointError."""
+        value = self[key]
+        numbers: list[int] = value if isinstance(value, list) else [value] * n
+        if len(numbers) != n or not all(type(x) is int and 1 <= x <= MAX_SIZE for x in numbers):
+            raise self.make_error(key, f"an integer of 1 or more, or one for each of {n} layers")
+        return numbers
+
     def get_layer_indices(self, key: str, n: int) -> list[int]:
         """Return the value of a key as a list of layer indices from 0 to n - 1. Raises CheckpointError."""
         value = self[key]

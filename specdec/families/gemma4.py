@@ -15,7 +15,7 @@ import numpy as np
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import MAX_DIM, MAX_SIZE, ConfigValues
+from specdec.families.config_values import MAX_DIM, ConfigValues
 from specdec.families.family import IGNORED_NAMES as HF_IGNORED_NAMES
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, make_fused_expert_specs, make_tensor_specs
 from specdec.families.gemma3 import BLOCK_FIELDS, compute_embedding_scale
@@ -201,7 +201,7 @@ def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> Mo
     """
     n_layers, dim = metadata.common_fields["n_layers"], metadata.common_fields["dim"]
     full = gguf.get_full_attention_layers(metadata)
-    n_kv_heads, mlp_dims = (_get_per_layer_ints(metadata, key, n_layers) for key in GGUF_PER_LAYER_KEYS)
+    n_kv_heads, mlp_dims = (metadata.get_layer_ints(key, n_layers) for key in GGUF_PER_LAYER_KEYS)
     sizes = gguf.parse_base_fields(
         metadata,
         n_kv_heads=max(n_kv_heads),
@@ -222,9 +222,8 @@ def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> Mo
     for i in range(n_layers):
         is_k_eq_v = i < n_layers - n_shared and f"blk.{i}.attn_v.weight" not in metadata.tensors
         layer_attention = replace(full_attention if i in full else attention, values_are_keys=is_k_eq_v)
-        unshared.append(
-            LayerConfig(n_kv_heads[i], sizes["head_dim"] if i in full else local_head_dim, mlp_dims[i], layer_attention)
-        )
+        head_dim = sizes["head_dim"] if i in full else local_head_dim
+        unshared.append(LayerConfig(None, n_kv_heads[i], head_dim, mlp_dims[i], layer_attention))
     if not (layers := _share_kv_layers(unshared, attention, full, n_shared)):
         raise metadata.make_error(SHARED_KV_LAYERS_KEY, TOO_MANY_SHARED)
     if sizes["experts"]:
@@ -238,18 +237,6 @@ def parse_gguf_config(metadata: GGUFMetadata, n_shared: int | None = None) -> Mo
         metadata.tensors.get_shape("per_layer_token_embd.weight")[0]) if n_inputs else None,
         logit_softcap=metadata.get_float(LOGIT_SOFTCAP_KEY, 0, 1 / MIN_SCALE, 0.0),
     )  # fmt: skip
-
-
-def _get_per_layer_ints(metadata: GGUFMetadata, key: str, n_layers: int) -> list[int]:
-    """Return an integer for each layer from the value of a GGUF key: a list, or one number for all layers.
-
-    Raises:
-        CheckpointError: The value is not valid.
-    """
-    given = metadata[key] if isinstance(metadata[key], list) else [metadata[key]] * n_layers
-    if len(given) != n_layers or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in given):
-        raise metadata.make_error(key, f"an integer of 1 or more, or one for each of {n_layers} layers")
-    return given
 
 
 def _list_kv_sharing_layers(config: ModelConfig) -> list[int]:

@@ -27,7 +27,8 @@ from specdec.model_config import AttentionConfig, ExpertsConfig, RopeConfig, Yar
 RMS_EPS_KEY, LAYER_NORM_EPS_KEY = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EMBEDDING, LM_HEAD, ROPE_FREQS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MLP_DIM_KEY, EXPERT_DIM_KEY, KV_HEADS_KEY = "feed_forward_length", "expert_feed_forward_length", "attention.head_count_kv"
-PER_LAYER_KEYS = ("attention.head_count", KV_HEADS_KEY, MLP_DIM_KEY, EXPERT_DIM_KEY)  # a number, or a list with one per layer
+HEADS_KEY = "attention.head_count"
+PER_LAYER_KEYS = (HEADS_KEY, KV_HEADS_KEY, MLP_DIM_KEY, EXPERT_DIM_KEY)  # a number, or a list with one per layer
 SLIDING_WINDOW_KEY, EXPERT_COUNT_KEY, QUERY_SCALE_KEY = "attention.sliding_window", "expert_count", "attention.temperature_scale"
 RMS_EPS_KEY = "attention.layer_norm_rms_epsilon"
 GATING_FUNC_KEY, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
@@ -166,13 +167,14 @@ def parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeCo
     return replace(rope, scaling=YarnRopeScaling(factor, span, **betas), attention_factor=float(np.float32(attention_factor)))
 
 
-def get_full_attention_layers(metadata: GGUFMetadata, interval: int = 0) -> set[int]:
+def get_full_attention_layers(metadata: GGUFMetadata, interval: int = 0, is_first: bool = False) -> set[int]:
     """Return the indices of the layers without a sliding window, from a GGUF file's list of layers or from an interval.
 
     Args:
         metadata: The file's metadata, which may list the layers.
         interval: Without a list, each interval-th layer has no window, unless the metadata gives another interval; 0: the list is
             required.
+        is_first: Whether they are the first of each interval, not the last.
 
     Raises:
         CheckpointError: The list is not valid.
@@ -180,7 +182,7 @@ def get_full_attention_layers(metadata: GGUFMetadata, interval: int = 0) -> set[
     key, n_layers = f"{SLIDING_WINDOW_KEY}_pattern", metadata.common_fields["n_layers"]
     if interval and not isinstance(metadata[key], list):
         interval = metadata.get_int(key, interval)
-        return {*range(interval - 1, n_layers, interval)}
+        return {*range(0 if is_first else interval - 1, n_layers, interval)}
     flags = metadata.get_per_layer(key, n_layers, (True, False), "true or false")
     return {i for i, flag in enumerate(flags) if not flag}
 

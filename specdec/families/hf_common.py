@@ -281,13 +281,16 @@ def get_rope_values_by_layer_type(values: ConfigValues, local_theta: str = "rope
     return found
 
 
-def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None, has_sections: bool = False) -> RopeConfig:
+def parse_rope(
+    values: ConfigValues, rope_values: ConfigValues | None = None, has_sections: bool = False, is_partial: bool = False
+) -> RopeConfig:
     """Return the RoPE config of a model, with its scaling, from the keys of config.json.
 
     Args:
         values: The keys of config.json.
         rope_values: The RoPE keys; by default the result of `get_rope_values`.
         has_sections: Whether the model may rotate sections of pairs by different positions of an image. In text they are equal.
+        is_partial: Whether RoPE may rotate only a part of each attention head.
 
     Raises:
         CheckpointError: A value is not valid, or the kind of RoPE is not supported.
@@ -295,14 +298,15 @@ def parse_rope(values: ConfigValues, rope_values: ConfigValues | None = None, ha
     rope_values = rope_values or get_rope_values(values)
     if not has_sections:
         rope_values.require("mrope_section", None)
-    rope_values.require("partial_rotary_factor", None, 1)
-    rope = RopeConfig(rope_values.get_float("rope_theta", 1, MAX_THETA))
+    if not is_partial:
+        rope_values.require("partial_rotary_factor", None, 1)
+    rope = parse_partial_rope(rope_values, values, rope_values)
     if rope_values["rope_type"] == "default" or (has_sections and rope_values["rope_type"] == "mrope"):
         return rope
     if rope_values["rope_type"] == "yarn":
         return _parse_yarn(rope, values, rope_values)
     if rope_values["rope_type"] == "linear":  # Chen et al. 2023, arXiv:2306.15595
-        return replace(rope, freq_factors=(rope_values.get_float("factor", 1, 1e6),) * (get_head_dim(values) // 2))
+        return replace(rope, freq_factors=(rope_values.get_float("factor", 1, 1e6),) * ((rope.dim or get_head_dim(values)) // 2))
     n_positions = values.get_int("max_position_embeddings")
     if rope_values["rope_type"] == "dynamic" and get_original_positions(values, rope_values) >= n_positions:
         return replace(rope, max_positions=n_positions)

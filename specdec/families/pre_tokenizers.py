@@ -73,6 +73,7 @@ _PRE_TOKENIZERS_BY_NAMES = {
     "qwen35": PreTokenizer((_MARKED_WORDS,), has_nfc=True),
     "qwen2 deepseek-r1-qwen": _ONE_DIGIT._replace(has_nfc=True),
     "megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": _ONE_DIGIT,
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _WORDS % "")),
     "seed-coder": PreTokenizer((_SEED_WORDS,)),
     "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert jina-es jina-de "
     "jina-v2-es jina-v2-de": PreTokenizer(has_gpt2_regex=True),

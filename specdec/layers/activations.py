@@ -111,6 +111,19 @@ def gate_heads(run: ForwardContext, thread: int, heads: Floats3, gates: Floats2,
 
 
 @kernel
+def gate_heads_by_softplus(
+    run: ForwardContext, thread: int, heads: Floats3, gates: Floats2, base: int, n: int, gate_rows: int
+) -> None:
+    """Compute heads[0, t] *= softplus(gates[t, base : base + n]), where each gate belongs to gate_rows rows of heads."""
+    first, last = get_chunk_range(n, run.chunk, run.n_chunks)
+    for t in range(run.n_tokens):
+        for gate in range(first, last):
+            scale = softplus_scalar(gates[t, base + gate])
+            for row in range(gate * gate_rows, (gate + 1) * gate_rows):
+                heads[0, t, row] *= scale
+
+
+@kernel
 def gate_tokens(run: ForwardContext, thread: int, hidden: Floats3, gates: Floats2) -> None:
     """Compute hidden[0, t] *= sigmoid(gates[t, 0]): one gate for all numbers of a token."""
     first, last = get_chunk_range(hidden.shape[2] // PANEL_ROWS, run.chunk, run.n_chunks)

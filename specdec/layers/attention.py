@@ -1,7 +1,8 @@
 """Attention block (Vaswani et al. 2017, arXiv:1706.03762) with grouped query heads and RoPE, and the variants of families.
 
 Variants: biases of q, k and v (Qwen2) or of all matmuls, norms of each head (Qwen3) or of all heads of a token (OLMo 2), a gate
-(Qwen3.5), windows in all layers (Mistral) or in most (Gemma 3), layers without RoPE (SmolLM3), sinks (gpt-oss).
+(Qwen3.5) or one of each head (Laguna), windows in all layers (Mistral) or in most (Gemma 3), layers without RoPE (SmolLM3), sinks
+(gpt-oss).
 
 Shapes: T tokens of this pass, S cached positions, H query heads, G KV heads, K head dim, R rows of a panel.
 """
@@ -13,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from specdec.kernels import head_norm, rope
-from specdec.layers.activations import gate_heads
+from specdec.layers.activations import gate_heads, gate_heads_by_softplus
 from specdec.layers.block import Block, make_scale_ops, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, RopeTables, pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
@@ -42,7 +43,9 @@ class Attention(Block):
             tensors |= {"bq": (q_dim,), "bk": (kv_dim,), "bv": (kv_dim,)}
         if config.attention.wo_bias:
             tensors["bo"] = (dim,)
-        if config.attention.gate:
+        if config.attention.gate == "head_softplus":
+            tensors["head_gates"] = (config.n_heads, dim)
+        elif config.attention.gate:
             tensors["wg"] = (q_dim, dim)
         if config.attention.qk_norm:
             tensors |= {name: (n,) for name, (n, _, _) in _find_head_norms(config).items()}
@@ -77,9 +80,18 @@ class Attention(Block):
         # No thread has all heads of a token, so a norm of all heads needs a phase of its own.
         head_ops = self._make_head_ops(qkv, n_panels if is_whole_norm else unit)
         phases = [matmul, head_ops] if is_whole_norm else [[*matmul, *head_ops]]
-        gate_row = pad(config.q_dim) + len(_get_kv_tensors(config)) * pad(config.kv_dim)
-        gate_ops = [[gate_heads(heads, qkv, gate_row, config.q_dim)]] if config.attention.gate else []
-        return [*phases, [self._make_attention_op(heads, qkv)], *gate_ops, *self.add_residual("wo", heads, "bo")]
+        gate_row, gate_ops = pad(config.q_dim) + len(_get_kv_tensors(config)) * pad(config.kv_dim), list[Op]()
+        if config.attention.gate == "head_softplus":
+            gates = self.make_rows("head_gates", "head_gates")
+            scratch = self.make_scratch("head_gates_scratch", "head_gates")
+            phases[0].append(self.matrix("head_gates").matmul(gates, source, scratch))
+            gate_ops.append(gate_heads_by_softplus(heads, gates, 0, config.n_heads, config.head_dim))
+        elif config.attention.gate == "softplus":
+            gate_ops.append(gate_heads_by_softplus(heads, qkv, gate_row, config.q_dim, 1))
+        elif config.attention.gate:
+            gate_ops.append(gate_heads(heads, qkv, gate_row, config.q_dim))
+        gate_phases = [gate_ops] if gate_ops else []
+        return [*phases, [self._make_attention_op(heads, qkv)], *gate_phases, *self.add_residual("wo", heads, "bo")]
 
     def _make_head_ops(self, qkv: Float32, unit: int) -> list[Op]:
         """Return the ops of norms of heads, RoPE and writes to the KV cache, for the panels of a chunk of the qkv matmul."""
@@ -164,4 +176,5 @@ def _get_panels_per_unit(config: ModelConfig) -> int:
 
 def _get_qkv_rows(config: ModelConfig) -> tuple[int, ...]:
     """Return the number of rows of each part of the qkv matmul: q, k and v, and the gate if there is one."""
-    return (config.q_dim, *[config.kv_dim] * len(_get_kv_tensors(config)), *[config.q_dim][: config.attention.gate])
+    gate = [config.q_dim] if config.attention.gate in (True, "softplus") else []
+    return (config.q_dim, *[config.kv_dim] * len(_get_kv_tensors(config)), *gate)

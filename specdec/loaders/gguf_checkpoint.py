@@ -16,6 +16,7 @@ from specdec.families.family import GGUFFamily, GGUFMetadata, select_tensor_spec
 from specdec.families.gguf_common import (
     EMBEDDING,
     EXPERT_DIM_KEY,
+    HEADS_KEY,
     LM_HEAD,
     MLP_DIM_KEY,
     NEUTRAL_VALUES,
@@ -237,13 +238,16 @@ def read_config(model: GGUFModel) -> ModelConfig:
     uniform = {prefix + key: numbers[0] for key, numbers in lists.items() if numbers and numbers == numbers[:1] * n_blocks}
     given = model.metadata | uniform
     values = ConfigValues(model.path, given, prefix=prefix)
-    # a placeholder where each layer has its own MLP width
-    mlp_dim = 1 if isinstance(values[MLP_DIM_KEY], list) and MLP_DIM_KEY in family.per_layer_keys else None
+
+    def get_size(key: str) -> int:
+        """Return the value of a key, or a placeholder where each layer has its own."""
+        return 1 if isinstance(values[key], list) and key in family.per_layer_keys else values.get_int(key)
+
     common: dict[str, Any] = {
         "dim": values.get_int("embedding_length", max_value=MAX_DIM),
-        "hidden_dim": mlp_dim or values.get_int(MLP_DIM_KEY if MLP_DIM_KEY in values else EXPERT_DIM_KEY),
+        "hidden_dim": get_size(MLP_DIM_KEY if MLP_DIM_KEY in values else EXPERT_DIM_KEY),
         "n_layers": n_blocks - model.n_nextn,
-        "n_heads": values.get_int("attention.head_count"),
+        "n_heads": get_size(HEADS_KEY),
         "seq_len": values.get_int("context_length"),
         "vocab_size": vocab_size,
         "shared_classifier": not (family.is_head or model.is_mtp_head)

@@ -139,7 +139,8 @@ def _derive_marks(template: ChatTemplate) -> TemplateMarks | None:
     end, is_before_answer, _ = rest.partition(ANSWER)
     n_common = next((i for i, pair in enumerate(zip(before, without, strict=False)) if pair[0] != pair[1]), len(before))
     start, end = before[n_common:].strip(), end.strip()
-    if not start and (match := LAST_TAG.search(before.rstrip())):  # the template writes an empty thought where there is none
+    # where there is no thought, the template writes an empty one, or a tag that begins alike
+    if (match := LAST_TAG.search(before.rstrip())) and match[0].endswith(start):
         start = match[0]
     is_valid = is_before_answer and all(1 < len(mark) <= MAX_MARK_CHARS for mark in (start, end))
     return TemplateMarks(start, end) if is_valid else None

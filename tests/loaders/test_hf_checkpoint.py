@@ -35,6 +35,7 @@ from tests.tools.hf_folders import (
     edit_tensors,
     join_safetensors,
     make_gemma3_layers,
+    make_laguna_layers,
     override_full_layers,
     read_all_tensors,
     split_safetensors,
@@ -439,6 +440,10 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, True, (0, 2, 3), True, True, 0.0, 0.0, 1.0, 28)}),
     ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, False, (0, 2, 3), True, True, 0.0, 0.0, 2.5, 28)}),
     ("nemotron_h_dense", {"norm_eps": 0.1}),
+    ("laguna", {"layers": make_laguna_layers((4, 6, 6, 6, 4), 10)}),
+    ("laguna", {"rope_scale": 1.2}),
+    ("laguna", {"experts": replace(CONFIGS["laguna"].experts, routed_scaling_factor=1.0)}),
+    ("laguna_elements", {"rope_dim": 0, "layers": make_laguna_layers((3, 3, 3))}),
     ("granite_h", {"norm_eps": 1e-1}),
     ("granite_h", {"has_rope": True}),
 ]

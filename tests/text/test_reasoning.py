@@ -45,6 +45,7 @@ def make_tokenizer(specials=()):
     [
         ("Qwen3", {}, False, False), ("Qwen3", {"enable_thinking": True}, False, False),
         ("Qwen3", {"enable_thinking": False}, False, True), ("R1", {}, True, False),
+        ("Laguna", {}, False, True), ("Laguna", {"enable_thinking": True}, True, False),
         ("SmolLM3", {"enable_thinking": False}, False, True), ("qwen35", {}, True, False),
         ("qwen35", {"enable_thinking": False}, False, True),
     ],

@@ -25,6 +25,7 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint
 DELETED = sys.intern("<gone>")  # value, compared by identity, that deletes a key
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
 SIGMOID: dict[str, Any] = {"dense_layers": (0,), "is_sigmoid": True, "has_selection_bias": True, "sum_eps": 1e-20}
+LAGUNA = SIGMOID | {"sum_eps": 0.0}
 NO_ROPE = {"has_rope": False}
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
 PHI3_LONG = {"long_freq_factors": (1.0, 3.5, 6.0, 8.5, 11.0, 13.5), "longrope_threshold": 64}
@@ -80,6 +81,12 @@ def make_gemma4_fields(
 def make_gemma3_layers(full: Collection[int], n_layers: int, divisors: tuple[float, ...] = ()) -> Layers:
     """Return the layers of a Gemma 3 with some full-attention layers."""
     return override_full_layers(full, n_layers, rope_theta=1e6, rope_divisors=divisors)
+
+
+def make_laguna_layers(heads: Collection[int], window: int = 0) -> Layers:
+    """Return the layers of a Laguna, given their numbers of query heads; all but each fourth may have a window."""
+    sliding = {"window": window, "rope_theta": 50, "rope_dim": 0, "rope_scaling": None} if window else {"window": 0}
+    return tuple({"n_heads": n, **({"window": 0} if i % 4 == 0 else sliding)} for i, n in enumerate(heads))
 
 
 CONFIGS = {
@@ -411,6 +418,16 @@ CONFIGS |= {
     "apertus": make_config(
         36, 45, 3, 3, 1, 66, 128, False, rope_theta=5e5, head_dim=10, rope_scaling=Llama3RopeScaling(8, 1, 4, 64), qkv_bias=True,
         wo_bias=True, qk_norm=True, activation="xielu",
+    ),
+    "laguna": make_config(
+        36, 44, 5, 4, 2, 70, 128, False, norm_eps=1e-6, head_dim=12, qk_norm=True, attention_gate="head_softplus",
+        experts=ExpertsConfig(5, 2, 12, **LAGUNA, routed_scaling_factor=2.5, shared_hidden_dim=20), rope_theta=100, rope_dim=6,
+        rope_scaling=YarnRopeScaling(8, 16, 4), layers=make_laguna_layers((4, 6, 6, 6, 4), 9),
+    ),
+    "laguna_elements": make_config(
+        28, 40, 3, 3, 1, 66, 128, False, norm_eps=1e-6, head_dim=10, rope_dim=4, rope_theta=100, qk_norm=True,
+        qkv_bias=True, wo_bias=True, attention_gate="softplus", layers=make_laguna_layers((3, 3, 3)),
+        experts=ExpertsConfig(5, 3, 16, **LAGUNA | {"dense_layers": (0, 1)}, routed_scaling_factor=1.5, shared_hidden_dim=16),
     ),
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     HunYuanDenseV1Config,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -197,6 +198,22 @@ def make_nemotron_h(layers, vocab, dim, hidden, heads, kv_heads, *, n_heads, hea
 
 def make_partial_rope(theta, share, **others):
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
+
+
+LAGUNA_ROPE = {
+    "full_attention": make_partial_rope(100.0, 0.5, rope_type="yarn", factor=8.0, original_max_position_embeddings=16,
+    beta_fast=4.0, attention_factor=1.0),
+    "sliding_attention": make_partial_rope(50.0, 1.0),
+}  # fmt: skip
+
+
+def make_laguna_sizes(*numbers, layers, dense, experts, used, hidden, shared, **others):
+    """Return sizes of a Laguna; in `layers`, w is a layer with a sliding window and a one with full attention."""
+    return make_sizes(
+        *numbers, layer_types=["full_attention" if layer == "a" else "sliding_attention" for layer in layers],
+        mlp_layer_types=["dense"] * dense + ["sparse"] * (len(layers) - dense), num_experts=experts, num_experts_per_tok=used,
+        moe_intermediate_size=hidden, shared_expert_intermediate_size=shared, pad_token_id=0, **others,
+    )  # fmt: skip
 
 
 def make_latent_sizes(*numbers, kv, q, nope, rope, value, **others):
@@ -748,6 +765,42 @@ MODELS = {
         ),
         torch.bfloat16,
         {"as_ling": True},
+    ),
+    "laguna": (  # as XS
+        LagunaConfig(
+            **make_laguna_sizes(
+                70,
+                36,
+                44,
+                5,
+                4,
+                2,
+                layers="awwwa",
+                dense=1,
+                experts=5,
+                used=2,
+                hidden=12,
+                shared=20,
+                head_dim=12,
+                sliding_window=9,
+            ),
+            num_attention_heads_per_layer=[4, 6, 6, 6, 4],
+            moe_routed_scaling_factor=2.5,
+            rope_parameters=LAGUNA_ROPE,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "laguna_elements": (  # as M
+        LagunaConfig(
+            **make_laguna_sizes(66, 28, 40, 3, 3, 1, layers="aaa", dense=2, experts=5, used=3, hidden=16, shared=16, head_dim=10),
+            gating="per-element",
+            attention_bias=True,
+            moe_routed_scaling_factor=1.5,
+            rope_parameters={"full_attention": make_partial_rope(100.0, 0.4)},
+        ),
+        torch.float16,
+        {},
     ),
     "stablelm": (StableLmConfig(**make_sizes(70, 40, 38, 2, 5, 1, use_qkv_bias=True)), torch.bfloat16, {}),
     "ernie4_5_moe": (

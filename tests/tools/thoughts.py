@@ -37,9 +37,16 @@ THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</thi
 SPLIT = "{% set c = m.content.split('</think>')[-1] %}{{ c }}"
 
 
+LAGUNA_END = "{{ '<think>' if enable_thinking else '</think>' }}"
+
+
 SOURCES = {
     "Qwen3": (make_source(THOUGHT, OFF), THINK),
     "GLM 4": (make_source("<think>{{ m.reasoning_content or '' }}</think>\n{{ m.content }}"), THINK),
+    "Laguna": (
+        make_source("{{ '<think>\n' ~ m.reasoning_content ~ '\n' if m.reasoning_content }}</think>\n{{ m.content }}", LAGUNA_END),
+        THINK,
+    ),
     "R1": (make_source(SPLIT, "<think>\n"), THINK),
     "SmolLM3": (make_source(end="{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"), THINK),
     "Ministral": (
