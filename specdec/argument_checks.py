@@ -14,6 +14,9 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 Choice = TypeVar("Choice")
+# Objects of JSON from outside, or the metadata of a GGUF file. The code that reads a value checks its type.
+JSONDict = dict[str, Any]
+JSONObject = Mapping[str, Any]
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -161,7 +164,7 @@ def shorten(value: object, to_string: Callable[[object], str] = str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def is_list(value: object) -> TypeGuard[Collection[Any]]:
+def is_list(value: object) -> TypeGuard[Collection[object]]:
     """Return whether a value is list-like: a sized iterable, such as an array, but no string, bytes or mapping."""
     return hasattr(type(value), "__len__") and hasattr(type(value), "__iter__") and not isinstance(value, str | bytes | Mapping)
 
@@ -186,7 +189,7 @@ def replace_unknown_tokens(tokens: list[int], vocab_size: int) -> list[int]:
     return [token if token < vocab_size else 0 for token in tokens]
 
 
-def count_common_prefix(a: list[Any], b: list[Any], limit: int) -> int:
+def count_common_prefix(a: Sequence[object], b: Sequence[object], limit: int) -> int:
     """Return the length of the common prefix of two lists, at most `limit`; another thread may change the lists meanwhile."""
     a = a[:limit]
     b = b[: len(a)]

@@ -6,7 +6,6 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from specdec.events import Event, Statistics, Step
 from specdec.sampling import Sampling
@@ -102,7 +101,7 @@ class Race:
             wrapped += [name, *textwrap.wrap(line, max(width, 1), initial_indent="  ", subsequent_indent="  ")]
         return wrapped
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the statistics of both runs, their speed ratio and the equality of their texts as a dict for JSON."""
         sides = {"alone": self.alone.statistics, "pair": self.pair.statistics}
         names = ("n_generated", "target_passes", "decode_seconds", "tokens_per_second")

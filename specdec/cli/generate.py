@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specdec.argument_checks import check_strings
+from specdec.argument_checks import JSONDict, check_strings
 from specdec.cli.common_options import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_default_steps, with_models
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
 from specdec.cli.option_fields import decode_utf8, flag, output_option, text_option
@@ -98,7 +98,7 @@ class TextRequest(Request):
             f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {why}" for why, names in idle if names
         )
 
-    def get_settings(self, models: LoadedModels) -> dict[str, Any]:
+    def get_settings(self, models: LoadedModels) -> JSONDict:
         """Return the models and options that the output depends on, except the seed, as a dict for JSON."""
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
         sampling_names = ("temperature", "top_p", "top_k", "min_p", *penalties, "verify", "tree", "quantize")

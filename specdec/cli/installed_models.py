@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from specdec.argument_checks import JSONDict
 from specdec.draft.model_bundle import MTP
 from specdec.draft.self_copy import can_self_draft
 from specdec.draft.settings import parse_quantize
@@ -172,7 +172,7 @@ def _count_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.exists())
 
 
-def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> dict[str, Any]:
+def make_row(entry: CatalogEntry, found: Sequence[CatalogEntry]) -> JSONDict:
     """Return a dict for JSON that describes an installed model or draft head, with the drafts or targets that fit it.
 
     Args:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import specdec
+from specdec.argument_checks import JSONDict
 from specdec.cli.common_options import DRAFT_KEYWORDS, Request, RequestT
 from specdec.cli.option_fields import PARAMETER_OPTIONS
 from specdec.cli.output_errors import print_message
@@ -57,7 +58,7 @@ class LoadedModels:
         return line if pays else f"{line}, which does not pay: -d lookup starts sooner"
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> JSONDict:
         """The formats and the arithmetic revision that the output depends on, besides model names and sampling."""
         return {"weights": self.decoder.weights, "kv": self.decoder.target.kv, "arithmetic": specdec.__arithmetic__}
 
@@ -243,7 +244,7 @@ def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt:
     return min(n, n_free)
 
 
-def get_recommended_sampling(request: Request, decoder: SpeculativeDecoder) -> dict[str, Any]:
+def get_recommended_sampling(request: Request, decoder: SpeculativeDecoder) -> JSONDict:
     """Return the sampling settings that the target's files recommend, by name, without those that options set; print a note."""
     given = {name.removeprefix("served_") for name in request.given}
     recommended_by_files = decoder.bundle.checkpoint.default_sampling if decoder.bundle.checkpoint else {}

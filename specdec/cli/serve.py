@@ -8,12 +8,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from specdec.argument_checks import JSONObject
 from specdec.cli.common_options import DRAFT_KEYWORDS, MODEL_OPTIONS, Request, with_models
 from specdec.cli.model_loading import LoadedModels, get_recommended_sampling, load_decoder, load_models, resolve_model_paths
 from specdec.cli.option_fields import flag, sampling_option, server_option, translate_parameters
@@ -149,7 +150,7 @@ class ServeRequest(Request):
             )
         return keys
 
-    def make_default_sampling(self, recommended: Mapping[str, Any]) -> Sampling:
+    def make_default_sampling(self, recommended: JSONObject) -> Sampling:
         """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
         sampling = replace(ChatSettings(), **recommended).make_sampling(0)
         names = ("temperature", "top_p", "top_k")

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import typer
 from rich.console import Console
 
+from specdec.argument_checks import JSONDict
 from specdec.cli.common_options import Request, parse_gamma, with_models
 from specdec.cli.model_loading import LoadedModels, load_models
 from specdec.cli.option_fields import (
@@ -112,7 +112,7 @@ class SweepRequest(Request):
             raise ValueError(f"--prompts: {self.prompts} has no line with a prompt")
         return prompts
 
-    def get_settings(self, models: LoadedModels, prompts: Sequence[str]) -> dict[str, Any]:
+    def get_settings(self, models: LoadedModels, prompts: Sequence[str]) -> JSONDict:
         """Return the models, prompts and options of the sweep as a dict for JSON."""
         return {
             **self.model_names,

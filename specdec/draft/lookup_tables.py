@@ -16,13 +16,13 @@ candidates for a node.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specdec.runtime.code_cache import compiled, jitable
 from specdec.runtime.elementary import exp, log
-from specdec.runtime.simd import Float32, Float64, Int32, Int64, reduce_max, splat
+from specdec.runtime.simd import Array, Float32, Float64, Int32, Int64, reduce_max, splat
 from specdec.sampling import TARGET_NOISE, find_top_k, make_noise_key, uniform
 
 N_RUNNER_UPS = 8  # R
@@ -530,14 +530,14 @@ class LookupMemory:
         )
         self._prefixes: dict[int, None] = {}  # hashes of the prefixes, of whole blocks, that are in the pool; the oldest first
 
-    def copy_arrays(self) -> list[Any]:
+    def copy_arrays(self) -> list[Array]:
         """Return copies of all arrays of the memory, in the order in which `restore` takes them."""
         prefixes = np.zeros(POOL_TOKENS // POOL_BLOCK_TOKENS, np.int64)
         known = [*self._prefixes][-len(prefixes) :]
         prefixes[: len(known)] = known
         return [prefixes, *(array.copy() for array in (*self.runner_ups, *self.pool))]
 
-    def restore(self, arrays: Sequence[Any], n_ids: int) -> bool:
+    def restore(self, arrays: Sequence[Array], n_ids: int) -> bool:
         """Replace the contents by arrays of another memory, unless these have tokens other than 0 to n_ids - 1.
 
         Args:
@@ -550,7 +550,7 @@ class LookupMemory:
         prefixes, *others = arrays
         if not all(NO_TOKEN <= array.min() <= array.max() < n_ids for array in others if array.dtype == np.int32):
             return False
-        own: list[Any] = [*self.runner_ups, *self.pool]
+        own: list[Array] = [*self.runner_ups, *self.pool]
         for kept, array in zip(own, others, strict=True):
             kept[...] = array
         self._prefixes = dict.fromkeys(prefixes[prefixes != 0].tolist())

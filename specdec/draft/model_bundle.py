@@ -4,13 +4,13 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import Popen
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
-from specdec.argument_checks import CheckpointWarning, check_ints, check_string, is_list, shorten
+from specdec.argument_checks import CheckpointWarning, JSONObject, check_ints, check_string, is_list, shorten
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE
 from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
@@ -135,7 +135,7 @@ class DraftResolver:
 
     target: Model
     tokenizer: AnyTokenizer
-    gguf_metadata: Mapping[str, Any]
+    gguf_metadata: JSONObject
     quantize_options: QuantizeOptions
     loader: Loader
     checkpoint: Checkpoint | None = None
@@ -419,7 +419,7 @@ def load_bundle(
             raise ValueError(f"{one} and {other} are the same object; each needs its own KV cache")
     quantize_options = parse_quantize(quantize)
     checkpoint: Checkpoint | None = None
-    gguf_metadata: Mapping[str, Any] = {}
+    gguf_metadata: JSONObject = {}
     compile_processes = list[Popen[bytes]]()
     if isinstance(target, Model):
         loaded_tokenizer = resolve_tokenizer(tokenizer, None, target.config.vocab_size)

@@ -1,11 +1,11 @@
 """Compilation of the code that passes of models will run, in other processes, while their weights are loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from subprocess import Popen
-from typing import Any
 
 from specdec.layers.buffers import Allocator, BufferSizes
 from specdec.layers.kv_formats import KV_FORMATS
+from specdec.layers.weights import Tensors
 from specdec.model import get_architecture
 from specdec.model.model import KVFormatName, get_kv_format
 from specdec.model_config import ModelConfig
@@ -16,7 +16,7 @@ from specdec.runtime.simd import PANEL_ROWS
 
 
 def compile_passes(
-    config: ModelConfig, tensors: Mapping[str, Any], weight_formats: Sequence[WeightFormat | None], kv: KVFormatName
+    config: ModelConfig, tensors: Tensors, weight_formats: Sequence[WeightFormat | None], kv: KVFormatName
 ) -> list[Popen[bytes]]:
     """Start and return processes that compile the code of forward passes and of sampling while this process loads weights.
 

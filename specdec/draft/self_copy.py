@@ -1,7 +1,6 @@
 """Self-drafts, which are quantized copies of the target."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +8,7 @@ import numpy.typing as npt
 from specdec import quant
 from specdec.draft.settings import MAX_CACHED_BYTES
 from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.layers.weights import Tensors
 from specdec.loaders.model_loader import Loader
 from specdec.model import get_architecture
 from specdec.model.model import Model
@@ -66,7 +66,7 @@ def make_self_draft(target: Model, requested: WeightFormat | None, encode: Calla
     return make(quant.INT8)
 
 
-def can_self_draft(config: ModelConfig, tensors: Mapping[str, Any], requested: WeightFormat | None = None) -> bool:
+def can_self_draft(config: ModelConfig, tensors: Tensors, requested: WeightFormat | None = None) -> bool:
     """Return whether a copy of a model would be small enough to be its draft, without reading weights.
 
     Args:

@@ -3,11 +3,11 @@
 Only the file of the family that a model names is imported.
 """
 
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specdec.argument_checks import JSONObject
 from specdec.model_config import ASSISTANT, UNIFIED_ASSISTANT
 
 # Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
@@ -46,7 +46,7 @@ def load_definition(kind: type[Definition], name: object) -> Definition | None:
     return next((each for each in found if each.name == name), None)
 
 
-def detect_head(config: Mapping[str, Any]) -> str:
+def detect_head(config: JSONObject) -> str:
     """Return the name of the draft head that a parsed config.json describes; "" if it describes none."""
     architectures = config.get("architectures")
     if any(config.get(key) is not None for key in EAGLE3_KEYS) or (

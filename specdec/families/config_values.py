@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, JSONDict, JSONObject, format_json_value
 
 MAX_SIZE = 2**31 - 1
 MAX_DIM = 1 << 20  # limit of dimensions for which lists are made before tensor shapes are checked
 MAX_FLOAT32 = 2.0**128 - 2.0**104
-NO_DEFAULTS: Mapping[str, Any] = {}
+NO_DEFAULTS: JSONObject = {}
 QUANTIZATION_KEYS = ("quantization_config", "quantization")  # MLX writes the second, or both
 ORIGINAL_HINT = "use the original model in BF16 or a GGUF file of it, such as org/name:Q4_K_M"
 
@@ -20,8 +20,8 @@ class ConfigValues:
     def __init__(
         self,
         path: Path,
-        given: Mapping[str, Any],
-        defaults: Mapping[str, Any] = NO_DEFAULTS,
+        given: JSONObject,
+        defaults: JSONObject = NO_DEFAULTS,
         prefix: str = "",
         aliases: Mapping[str, str] = NO_DEFAULTS,
     ) -> None:
@@ -89,14 +89,14 @@ class ConfigValues:
             raise self.make_error(key, "true or false")
         return value
 
-    def get_object(self, key: str, expected: str = "an object") -> dict[str, Any]:
+    def get_object(self, key: str, expected: str = "an object") -> JSONDict:
         """Return the nested object that is the value of a key, or {} if the key is missing. Raises CheckpointError."""
         value = {} if self[key] is None else self[key]
         if not isinstance(value, dict):
             raise self.make_error(key, expected)
         return value
 
-    def get_per_layer(self, key: str, n: int, allowed: Iterable[Any], expected: str) -> list[Any]:
+    def get_per_layer(self, key: str, n: int, allowed: Iterable[object], expected: str) -> list[object]:
         """Return the value of a key as a list with one of the allowed values for each of n layers. Raises CheckpointError."""
         value, known = self[key], [*allowed]
         if (
@@ -130,13 +130,13 @@ class ConfigValues:
             raise self.make_error(key, f"a list of layers from 0 to {n - 1}")
         return value
 
-    def require(self, key: str, *choices: Any) -> None:
+    def require(self, key: str, *choices: object) -> None:
         """Raise CheckpointError if the value of a key is not one of the choices; the error names only the first choice."""
         if not any(_is_same(self[key], choice) for choice in choices):
             raise self.make_error(key, f"{format_json_value(choices[0])}; other values are not supported")
 
 
-def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[object, ...]]) -> None:
     """Raise CheckpointError if a config file has a key that requests arithmetic that is not supported, such as quantization.
 
     Args:
@@ -159,6 +159,6 @@ def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[Any, 
         values.require(key, *neutral[key])
 
 
-def _is_same(value: Any, choice: Any) -> bool:
+def _is_same(value: object, choice: object) -> bool:
     """Return whether a value equals a choice, where 1 and true (or 0 and false) are different."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_DIM, ConfigValues
@@ -106,7 +107,7 @@ GGUF_MTP_TENSORS = {name: GGUF_TENSORS[name] for name in MTP_LAYER_TENSORS} | ma
 )
 
 
-def parse_latent_attention(values: ConfigValues) -> dict[str, Any]:
+def parse_latent_attention(values: ConfigValues) -> JSONDict:
     """Parse the keys of latent attention, and return a dict of fields of `ModelConfig`.
 
     Raises:
@@ -130,7 +131,7 @@ def parse_latent_attention(values: ConfigValues) -> dict[str, Any]:
     return make_latent_fields(latent, rope, share)
 
 
-def make_latent_fields(latent: LatentAttentionConfig, rope: RopeConfig, scale_share: float) -> dict[str, Any]:
+def make_latent_fields(latent: LatentAttentionConfig, rope: RopeConfig, scale_share: float) -> JSONDict:
     """Return the fields of `ModelConfig` for latent attention.
 
     Args:
@@ -170,7 +171,7 @@ def parse_experts(
     return replace(experts, shared_hidden_dim=experts.hidden_dim * values.get_int("n_shared_experts", max_value=MAX_DIM))
 
 
-def parse_groups(values: ConfigValues) -> dict[str, Any]:
+def parse_groups(values: ConfigValues) -> JSONDict:
     """Return the fields of `ExpertsConfig` about groups of experts.
 
     Raises:

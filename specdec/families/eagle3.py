@@ -5,12 +5,10 @@ prefix `model.`. Keys, names and defaults are those of EAGLE and of speculators 
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from specdec.argument_checks import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, JSONObject, format_json_value
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import llama, qwen
@@ -67,7 +65,7 @@ LAYER_TENSORS = {
 # Supported flags, false by default.
 FLAG_KEYS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qkv_bias")
 # Keys that change the arithmetic, and their values that change nothing.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "use_aux_hidden_state": (True, None),
     "use_input_layernorm_in_first_layer": (True, None),
     "use_last_layernorm": (True, None),
@@ -91,7 +89,7 @@ def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
     return D2T if D2T in tensors else ""
 
 
-def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) -> ModelConfig:
+def parse_config(path: Path, given: JSONObject, tensors: TensorSource) -> ModelConfig:
     """Build the `ModelConfig` of an EAGLE-3 draft head from its parsed config.json.
 
     An embedding or a classifier that the folder lacks is the target's.
@@ -135,7 +133,7 @@ def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) ->
     return replace(own_layer, architecture="eagle3", shared_classifier=False, attention=attention, head=head)
 
 
-def _parse_layer_values(path: Path, given: Mapping[str, Any], default_family: str) -> ConfigValues:
+def _parse_layer_values(path: Path, given: JSONObject, default_family: str) -> ConfigValues:
     """Return the keys of an EAGLE-3 head's own layer, with the defaults of the layer's family for missing keys.
 
     Args:
@@ -157,7 +155,7 @@ def _parse_layer_values(path: Path, given: Mapping[str, Any], default_family: st
     return layer
 
 
-def _parse_target_layers(path: Path, given: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...]:
+def _parse_target_layers(path: Path, given: JSONObject, eagle: JSONObject) -> tuple[int, ...]:
     """Return the indices of the target's layers from which an EAGLE-3 head reads the input hidden states.
 
     The ids in eagle_config count the layers before these: they mean those layers' outputs.
@@ -181,7 +179,7 @@ def _parse_layer_ids(values: ConfigValues, offset: int) -> tuple[int, ...]:
     return tuple(i + offset for i in ids)
 
 
-def _get_verifier_architecture(given: Any) -> str:
+def _get_verifier_architecture(given: object) -> str:
     """Return the architecture name of the target that a draft head was trained for, or "" if its config.json has none."""
     for key in ("speculators_config", "verifier", "architectures"):
         given = given.get(key) if isinstance(given, dict) else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from specdec.argument_checks import JSONObject
 from specdec.families.config_values import MAX_SIZE, ConfigValues
 from specdec.model_config import ModelConfig
 
@@ -201,7 +202,7 @@ class HFFamily:
     """
 
     name: str
-    defaults: Mapping[str, Any]
+    defaults: JSONObject
     parse_config: Callable[[ConfigValues], ModelConfig]
     tensor_specs: TensorSpecs
     alternatives: Sequence[TensorSpecs] = ()
@@ -235,7 +236,7 @@ class HFHead:
     """
 
     name: str
-    parse_config: Callable[[Path, Mapping[str, Any], TensorSource], ModelConfig]
+    parse_config: Callable[[Path, JSONObject, TensorSource], ModelConfig]
     get_tensor_specs: Callable[[ModelConfig, TensorSource], TensorSpecs]
     get_id_map_name: Callable[[ModelConfig, TensorSource], str]
     has_id_offsets: bool = False
@@ -253,9 +254,7 @@ class GGUFMetadata(ConfigValues):
         tensors: The file's tensors.
     """
 
-    def __init__(
-        self, path: Path, given: Mapping[str, Any], prefix: str, common_fields: Mapping[str, Any], tensors: TensorSource
-    ) -> None:
+    def __init__(self, path: Path, given: JSONObject, prefix: str, common_fields: JSONObject, tensors: TensorSource) -> None:
         """Store the keys that the file gives, the fields that all families share, and the tensors."""
         super().__init__(path, given, prefix=prefix)
         self.common_fields, self.tensors = common_fields, tensors

@@ -4,9 +4,8 @@ Every second layer has full attention, the others a sliding window. The rest is 
 """
 
 from dataclasses import replace
-from typing import Any
 
-from specdec.argument_checks import MIN_SCALE
+from specdec.argument_checks import MIN_SCALE, JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -14,7 +13,7 @@ from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.gemma3 import BLOCK_FIELDS, GGUF_TENSORS, HF_TENSORS, compute_embedding_scale, compute_score_scale
 from specdec.model_config import ModelConfig
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JSONDict = {
     "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,

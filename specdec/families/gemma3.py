@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE
+from specdec.argument_checks import MIN_SCALE, JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -17,7 +17,7 @@ from specdec.families.family import ONE_PLUS, GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.hf_common import MAX_THETA
 from specdec.model_config import AttentionConfig, ModelConfig, RopeConfig
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JSONDict = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,

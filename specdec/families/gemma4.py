@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE
+from specdec.argument_checks import MIN_SCALE, JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import MAX_DIM, ConfigValues
@@ -22,7 +22,7 @@ from specdec.families.gemma3 import BLOCK_FIELDS, compute_embedding_scale
 from specdec.families.hf_common import FULL_ATTENTION, MAX_THETA, SLIDING_ATTENTION
 from specdec.model_config import AttentionConfig, LayerConfig, ModelConfig, PerLayerInputsConfig, RopeConfig
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JSONDict = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,
@@ -47,7 +47,7 @@ DEFAULT_ROPE: dict[str, dict[str, Any]] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-ROPE_DEFAULTS: dict[str, Any] = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": 1.0}  # for missing keys
+ROPE_DEFAULTS: JSONDict = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": 1.0}  # for missing keys
 FULL_ATTENTION_INTERVAL = 6  # default, if there is no list of layer types
 UNROTATED_DIVISOR = float(np.float32(1e30))  # frequency factor of pairs that are not rotated, also in GGUF files
 FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.experts.%s")

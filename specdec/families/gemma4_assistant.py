@@ -3,11 +3,10 @@
 Keys and tensor names of a folder are those of transformers 5.23 (`models/gemma4_assistant`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.families import gemma3, gemma4
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
@@ -23,7 +22,7 @@ from specdec.model_config import (
     get_assistant_config,
 )
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JSONDict = {
     "backbone_hidden_size": 1536, "use_ordered_embeddings": False, "num_centroids": 2048, "centroid_intermediate_top_k": 32,
     "tie_word_embeddings": True,
 }  # fmt: skip
@@ -42,7 +41,7 @@ def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
     return TOKEN_ORDERING if get_assistant_config(config).n_centroids else ""
 
 
-def parse_config(path: Path, given: Mapping[str, Any], tensors: TensorSource) -> ModelConfig:
+def parse_config(path: Path, given: JSONObject, tensors: TensorSource) -> ModelConfig:
     """Build the `ModelConfig` of a Gemma 4 assistant, a draft head, from its parsed config.json.
 
     The config of its layers, which use the target's keys and values, is in text_config.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE
+from specdec.argument_checks import MIN_SCALE, JSONDict
 from specdec.families.config_values import MAX_DIM
 from specdec.families.family import (
     EXPERT_WEIGHTS,
@@ -36,7 +36,7 @@ ATTENTION_FACTOR_KEY, NEXTN_LAYERS_KEY = "rope.scaling.attn_factor", "nextn_pred
 # Sizes of the heads of layers with a sliding window
 WINDOW_HEAD_KEYS = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
 # Keys after the architecture's name that change the arithmetic, and their values that change nothing.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     key: neutral
     for neutral, keys in (
         (
@@ -92,7 +92,7 @@ def parse_base_fields(
     has_biases: bool = True,
     eps_key: str = RMS_EPS_KEY,
     **more: Any,
-) -> dict[str, Any]:
+) -> JSONDict:
     """Parse the metadata of a GGUF file with keys like Llama's and return a dict of `ModelConfig` fields.
 
     Args:

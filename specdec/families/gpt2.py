@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019): how to read its configs and tensors in folders and GGUF files."""
 
 import re
-from typing import Any
 
+from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -18,7 +18,7 @@ from specdec.families.family import (
 )
 from specdec.model_config import ModelConfig
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JSONDict = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,

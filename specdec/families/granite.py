@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specdec.argument_checks import MIN_SCALE
+from specdec.argument_checks import MIN_SCALE, JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -47,7 +47,7 @@ EXPERT_TENSORS = {
 }
 
 
-def parse_scaled_fields(values: ConfigValues, **more: Any) -> dict[str, Any]:
+def parse_scaled_fields(values: ConfigValues, **more: Any) -> JSONDict:
     """Parse the keys of Granite's config.json and return a dict of `ModelConfig` fields.
 
     The fields are those of Llama and the scales of embeddings, residuals, logits and scores.

@@ -3,13 +3,13 @@
 The keys are those of transformers 5.23, `models/*/configuration_*.py`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE
+from specdec.argument_checks import MIN_SCALE, JSONDict, JSONObject
 from specdec.families.config_values import MAX_DIM, ConfigValues
 from specdec.families.family import (
     EXPERT_WEIGHTS,
@@ -39,14 +39,14 @@ MAX_THETA = 1e18
 FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
 SILU, GELU_TANH = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh")
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: JSONDict = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
     "sliding_window": None, "rope_theta": 10000.0,
 }  # fmt: skip
 # Keys that change the arithmetic in some family, and their values that change nothing.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     key: neutral
     for neutral, keys in (
         ((None,), "quantization_config attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar clip_qkv"),
@@ -98,7 +98,7 @@ FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.mlp.experts.%s")
 
 def parse_base_fields(
     values: ConfigValues, activation: str = "hidden_act", choices: Sequence[str] = SILU, n_layers: int | None = None
-) -> dict[str, Any]:
+) -> JSONDict:
     """Parse the sizes in a config.json with keys like Llama's and return them as a dict of `ModelConfig` fields.
 
     Args:
@@ -218,7 +218,7 @@ def get_head_dim(values: ConfigValues) -> int:
     return head_dim or dim // values.get_int("num_attention_heads")
 
 
-def get_rope_values(values: ConfigValues, default: Mapping[str, Any] | None = None) -> ConfigValues:
+def get_rope_values(values: ConfigValues, default: JSONObject | None = None) -> ConfigValues:
     """Return the RoPE keys of a config.json: rope_parameters of transformers 5, or rope_scaling of older versions.
 
     Args:

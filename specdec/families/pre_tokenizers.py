@@ -3,8 +3,9 @@
 The names and their meaning are llama.cpp's (src/llama-vocab.cpp).
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from specdec.argument_checks import JSONObject
 
 SENTENCEPIECE, BYTE_BPE, CHAR_BPE = "SentencePiece's pieces", "BPE over bytes", "BPE over characters"
 TOKENIZER_MODELS = {"llama": SENTENCEPIECE, "gpt2": BYTE_BPE, "gemma4": CHAR_BPE}  # of tokenizer.ggml.model
@@ -110,7 +111,7 @@ PRE_TOKENIZERS = {
 NON_STRIPPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def has_rstrip_special_tokens(keys: Mapping[str, Any]) -> bool:
+def has_rstrip_special_tokens(keys: JSONObject) -> bool:
     """Return whether a GGUF file is a Phi-3 model, in which special tokens remove the white space that follows them in a text.
 
     Args:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from specdec.argument_checks import CheckpointError, CheckpointWarning, wrap_read_errors
+from specdec.argument_checks import CheckpointError, CheckpointWarning, JSONDict, wrap_read_errors
 from specdec.families import detect_head
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import (
@@ -83,13 +83,13 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
 
 
-def read_vocabulary(path: Path) -> dict[str, Any]:
+def read_vocabulary(path: Path) -> JSONDict:
     """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} for a file that is not GGUF.
 
     Raises:
         CheckpointError: The file cannot be read or is damaged.
     """
-    return cast(dict[str, Any], import_reader("gguf_checkpoint").read_vocabulary(path)) if is_gguf(path) else {}
+    return cast(JSONDict, import_reader("gguf_checkpoint").read_vocabulary(path)) if is_gguf(path) else {}
 
 
 def load_builtin_head(target: Checkpoint) -> Checkpoint | None:

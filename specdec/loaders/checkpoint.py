@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from specdec.argument_checks import CheckpointError
+from specdec.argument_checks import CheckpointError, JSONObject
 from specdec.head_config import HeadConfig
 from specdec.loaders.model_file import ModelFile
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import all_finite
-from specdec.runtime.simd import Float64, Int64
+from specdec.runtime.simd import Array, Float64, Int64
 
 if TYPE_CHECKING:
     from specdec.families.family import TensorSpec
+    from specdec.layers.weights import Tensors
 
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type
-FLOATS: dict[str, np.dtype[Any]] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
+Dtype = np.dtype[Any]
+FLOATS: dict[str, Dtype] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
 MAX_SPREAD = 2  # rows that are read at once for each of some selected rows
 BYTE = np.dtype("u1")  # raw bytes of quantized blocks
 
@@ -52,10 +53,10 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    tensors: Mapping[str, Any]
+    tensors: "Tensors"
     eos_tokens: dict[int, str] = field(default_factory=dict)
     bos_token_id: int | None = None
-    vocabulary: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: JSONObject = field(default_factory=dict)
     chat_template: str | None = None
     tool_template: str | None = None
     target_ids: Int64 | None = None
@@ -73,7 +74,7 @@ SAMPLING_RANGES = {  # lowest and highest accepted value
 }  # fmt: skip
 
 
-def parse_default_sampling(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
+def parse_default_sampling(values: JSONObject, names: Mapping[str, str]) -> dict[str, float]:
     """Return the sampling parameters that a model's file recommends, as a dict from parameter name to number.
 
     Values that are not numbers or out of range are left out without an error, because the parameters are hints only.
@@ -147,7 +148,7 @@ class FileTensor:
     shape: tuple[int, ...]
     start: int
     value_name: str = "weights"
-    dtype: np.dtype[Any] = FP32
+    dtype: Dtype = FP32
 
     @property
     def row_bytes(self) -> int:
@@ -177,7 +178,7 @@ class FileTensor:
         Later, rows that lie close together are read at once, otherwise each run of adjacent rows.
         """
 
-        def read_rows(first: int, last: int) -> npt.NDArray[Any]:
+        def read_rows(first: int, last: int) -> Array:
             selected = indices[first:last]
             low, high = (int(selected.min()), int(selected.max())) if selected.size else (0, -1)
             if high - low < MAX_SPREAD * selected.size:
@@ -188,7 +189,7 @@ class FileTensor:
 
         return DerivedTensor(self, (len(indices), *self.shape[1:]), self.dtype, read_rows)
 
-    def read_columns(self, first: int, last: int) -> npt.NDArray[Any]:
+    def read_columns(self, first: int, last: int) -> Array:
         """Read columns first to last - 1 of this matrix (n, columns) as an array (n, last - first).
 
         Raises:
@@ -198,7 +199,7 @@ class FileTensor:
         data = self.file.read_strided(self.start + first * size, self.shape[0], (last - first) * size, self.row_bytes)
         return self.check_finite(data.view(self.dtype))
 
-    def check_finite(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def check_finite(self, numbers: Array) -> Array:
         """Check that numbers read from this tensor are finite, and return them unchanged; raw bytes are not checked.
 
         Raises:
@@ -222,10 +223,10 @@ class DerivedTensor:
 
     source: Any
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    read_rows: Callable[[int, int], npt.NDArray[Any]]
+    dtype: Dtype
+    read_rows: Callable[[int, int], Array]
 
-    def __getitem__(self, index: slice) -> npt.NDArray[Any]:
+    def __getitem__(self, index: slice) -> Array:
         """Compute and return the rows of a slice."""
         first, last, _ = index.indices(self.shape[0])
         return self.read_rows(first, last)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
+from specdec.argument_checks import CheckpointError, JSONDict, format_json_value, wrap_read_errors
 from specdec.families import load_definition, load_definitions
 from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
 from specdec.families.family import GGUFFamily, GGUFMetadata, select_tensor_specs
@@ -54,7 +54,7 @@ SAMPLING_KEYS = {
 }  # fmt: skip
 
 
-def read_vocabulary(path: Path) -> dict[str, Any]:
+def read_vocabulary(path: Path) -> JSONDict:
     """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml.
 
     Raises:
@@ -207,7 +207,7 @@ def _open_shards(first: GGUFFile) -> list[GGUFFile]:
     return files
 
 
-def _get_vocabulary(file: GGUFFile) -> dict[str, Any]:
+def _get_vocabulary(file: GGUFFile) -> JSONDict:
     """Return the tokenizer's metadata in a GGUF file, by key without the prefix tokenizer.ggml; {} if the file has no tokenizer.
 
     The key `SPECIAL_TOKENS_STRIP_KEY` is added if the tokenizer's special tokens strip the white space after them.
@@ -243,7 +243,7 @@ def read_config(model: GGUFModel) -> ModelConfig:
         """Return the value of a key, or a placeholder where each layer has its own."""
         return 1 if isinstance(values[key], list) and key in family.per_layer_keys else values.get_int(key)
 
-    common: dict[str, Any] = {
+    common: JSONDict = {
         "dim": values.get_int("embedding_length", max_value=MAX_DIM),
         "hidden_dim": get_size(MLP_DIM_KEY if MLP_DIM_KEY in values else EXPERT_DIM_KEY),
         "n_layers": n_blocks - model.n_nextn,

@@ -10,12 +10,12 @@ import math
 import re
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from specdec.argument_checks import CheckpointError, format_json_value
-from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, FileTensor
+from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
+from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, Dtype, FileTensor
 from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, GGUF_MAGIC, MAX_JSON_BYTES, ModelFile, identify_file
 from specdec.quant.gguf_repacking import BLOCK_TYPES
@@ -30,7 +30,7 @@ MAX_NAME_BYTES = 1 << 16
 HEADER_CHUNK_BYTES = 1 << 20  # first read of a header
 STRINGS_CHUNK_BYTES, STRINGS_BETWEEN_CHUNKS = 1 << 18, 64  # strings are read in chunks at once, and in between one by one
 STRING, ARRAY, BOOL, FLOAT32 = 8, 9, 7, 6
-NUMBER_DTYPES: dict[int, np.dtype[Any]] = {
+NUMBER_DTYPES: dict[int, Dtype] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
     FLOAT32: FP32, BOOL: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
 }  # fmt: skip
@@ -77,7 +77,7 @@ class GGUFFile:
         """Open the file and read its header; raise CheckpointError if it is not valid."""
         self.path = path
         self._file = ModelFile(path)
-        self.metadata: dict[str, Any] = {}
+        self.metadata: JSONDict = {}
         self.entries: dict[str, TensorEntry] = {}
         self._read_header(_HeaderReader(self._file))
 
@@ -255,7 +255,7 @@ class _HeaderReader:
             raise CheckpointError(f"{self._file.path} is damaged: a {owner} has a name of {n} bytes")
         return self.read_bytes(n).decode("utf-8", "surrogateescape")
 
-    def read_value(self, key: str, type_id: int) -> Any:
+    def read_value(self, key: str, type_id: int) -> object:
         """Read the next metadata value of the header: a number, a boolean, a string, or a list of one of the three types.
 
         Args:
@@ -276,7 +276,7 @@ class _HeaderReader:
             return self._read_strings(n) if inner == STRING else self._read_numbers(key, inner, n)
         return self._read_numbers(key, type_id, 1)[0]
 
-    def _read_numbers(self, key: str, type_id: int, n: int) -> list[Any]:
+    def _read_numbers(self, key: str, type_id: int, n: int) -> list[object]:
         """Read the next n numbers or booleans of a GGUF type; raise CheckpointError for another type or a damaged boolean."""
         if type_id not in NUMBER_DTYPES:
             raise CheckpointError(
@@ -291,7 +291,7 @@ class _HeaderReader:
             return [bool(number) for number in numbers]
         if type_id == FLOAT32 and n == 1:  # the shortest decimal: 1e-5, not 9.999999747378752e-06
             return [float(str(numbers[0]))]
-        result: list[Any] = numbers.tolist()
+        result: list[object] = numbers.tolist()
         return result
 
     def _read_strings(self, n: int) -> list[str]:

@@ -5,12 +5,11 @@ tensors are those that transformers 5.23 saves (`models/*/modeling_*.py`), and t
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
+from specdec.argument_checks import CheckpointError, JSONDict, JSONObject, format_json_value, wrap_read_errors
 from specdec.families import load_definition, load_definitions
 from specdec.families.config_values import QUANTIZATION_KEYS, ConfigValues, check_neutral_values
 from specdec.families.family import HFFamily, TensorSpec, select_tensor_specs
@@ -191,7 +190,7 @@ def _open_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, Safetensor
     return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
 
 
-def _resolve_shard(index: Path, name: Any) -> Path:
+def _resolve_shard(index: Path, name: object) -> Path:
     """Return the path of a shard from its file name in an index, after checking that the name is safe and the file exists.
 
     A link may lead out of the folder, as in the hub's cache, but a name may not.
@@ -261,7 +260,7 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
     return family, config, *_read_special_ids(folder, given, values, config.vocab_size)
 
 
-def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+def _select_text_config(path: Path, given: JSONDict) -> JSONDict:
     """Return the keys of a config.json that describe the language model.
 
     For a multimodal model these are the keys in text_config, overridden by TOP_LEVEL_KEYS; otherwise all keys. The published
@@ -290,7 +289,7 @@ def _select_text_config(path: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_special_ids(
-    folder: Path, given: Mapping[str, Any], values: ConfigValues, vocab_size: int
+    folder: Path, given: JSONObject, values: ConfigValues, vocab_size: int
 ) -> tuple[dict[int, str], int | None]:
     """Return a dict with the EOS token ids as keys and names as values, and the BOS token id or None.
 

@@ -6,7 +6,7 @@ import os
 import re
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from specdec.argument_checks import (
     UTF16_MARKS,
     CheckpointError,
+    JSONDict,
     decode_text,
     format_json_value,
     shorten,
@@ -122,7 +123,7 @@ def list_shard_names(name: str) -> list[str]:
 # JSON and text files
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> JSONDict:
     """Read a JSON file and return its object as a dict.
 
     Raises:
@@ -134,7 +135,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return parse_json_object(path, file.read(0, file.size).tobytes())
 
 
-def read_optional_json_object(path: Path) -> dict[str, Any]:
+def read_optional_json_object(path: Path) -> JSONDict:
     """Read a JSON file that may be missing, and return its object as a dict, {} if there is no file.
 
     Raises:
@@ -143,7 +144,7 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def parse_json_object(path: Path, data: bytes, part_name: str = "") -> dict[str, Any]:
+def parse_json_object(path: Path, data: bytes, part_name: str = "") -> JSONDict:
     """Parse bytes of a file as a JSON object, and return the object as a dict.
 
     Args:
@@ -186,7 +187,7 @@ def write_text_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         file.publish()
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> JSONDict:
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from specdec import quant
 from specdec.argument_checks import CheckpointError, CheckpointWarning, check_choice, check_int, check_path
@@ -59,7 +59,7 @@ class Loader:
     progress: ProgressCallback = ignore_progress
     pack_mode: PackMode = "auto"
     packed: str | os.PathLike[str] = AUTO
-    loaded: dict[tuple[Any, ...], Weights] = field(default_factory=dict, repr=False)
+    loaded: dict[tuple[object, ...], Weights] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Check the settings; raise TypeError or ValueError if one is not valid."""

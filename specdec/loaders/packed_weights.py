@@ -22,11 +22,11 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from specdec.argument_checks import CheckpointWarning, check_path
+from specdec.argument_checks import CheckpointWarning, JSONDict, check_path
 from specdec.layers.weights import Weights
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import list_shard_names
@@ -169,13 +169,13 @@ class PackedWeightsCache:
         self._store.evict(limit - n_bytes)
         return file
 
-    def _read_info(self, key: str) -> dict[str, Any]:
+    def _read_info(self, key: str) -> JSONDict:
         """Return the description of a file of packed weights; {} if it is missing or damaged."""
         content = self._store.read(f"{key}{INFO_SUFFIX}")
-        info: dict[str, Any] = json.loads(bytes(content)) if content else {}
+        info: JSONDict = json.loads(bytes(content)) if content else {}
         return info
 
-    def write_info(self, key: str, info: dict[str, Any]) -> None:
+    def write_info(self, key: str, info: JSONDict) -> None:
         """Write the description of a file of packed weights; raise OSError if that is not possible."""
         self._store.write(f"{key}{INFO_SUFFIX}", json.dumps(info).encode())
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.argument_checks import CheckpointError, format_json_value
-from specdec.loaders.checkpoint import FLOATS, FileTensor
+from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
+from specdec.loaders.checkpoint import FLOATS, Dtype, FileTensor
 from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, MAX_JSON_BYTES, ModelFile, identify_file, parse_json_object
 from specdec.runtime.simd import Int64
 
@@ -55,7 +55,7 @@ class SafetensorsFile:
         self._file = ModelFile(path)
         self.entries = self._read_header()
 
-    def get_tensor(self, name: str, dtypes: Mapping[str, np.dtype[Any]] = FLOATS) -> FileTensor:
+    def get_tensor(self, name: str, dtypes: Mapping[str, Dtype] = FLOATS) -> FileTensor:
         """Return the tensor with a name for reading later.
 
         Args:
@@ -110,9 +110,9 @@ class SafetensorsFile:
         self._check_spans(entries, start)
         return entries
 
-    def _parse_entry(self, name: str, value: Any, start: int) -> TensorEntry:
+    def _parse_entry(self, name: str, value: object, start: int) -> TensorEntry:
         """Return a checked entry from its JSON value; raise CheckpointError if it is not valid. start: byte after the header."""
-        keys: dict[str, Any] = value if isinstance(value, dict) else {}
+        keys: JSONDict = value if isinstance(value, dict) else {}
         dtype, shape, offsets = (keys.get(key, 0) for key in ("dtype", "shape", "data_offsets"))
         if not (isinstance(dtype, str) and _is_int_list(shape) and _is_int_list(offsets) and len(offsets) == 2):
             raise CheckpointError(

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from specdec.argument_checks import CheckpointError, format_json_value
+from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
 from specdec.families.family import TensorSource, TensorSpec
 from specdec.loaders.checkpoint import FP32, DerivedTensor, FileTensor
 from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import to_float32
-from specdec.runtime.simd import Int64
+from specdec.runtime.simd import Array, Int64
 
 # Inputs that are transposed at once: a cache line of each output. Measured for 3 GB in fp32: 2.7 GB/s, all at once 0.7 GB/s.
 TRANSPOSE_CHUNK_COLUMNS = 16
@@ -74,7 +73,7 @@ class TensorIndex(Generic[File]):
         shape: tuple[int, ...] = file.entries[full].shape
         return shape
 
-    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+    def get_tensor(self, name: str, shape: tuple[int, ...], *types: object) -> Any:
         """Return the tensor with a name for reading later, after checking its shape and type, and mark the tensor as used.
 
         Args:
@@ -111,7 +110,7 @@ class TensorIndex(Generic[File]):
         return self._sources[name]
 
 
-def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> dict[str, Any]:
+def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> JSONDict:
     """Find a model's tensors in its files, and return them in the layout of the model's architecture, by its tensor names.
 
     Checks names, shapes and types; weights are read later. Some values are lists, of one tensor per layer or per expert.
@@ -137,9 +136,9 @@ class TensorAssembler:
             from specdec import heads  # noqa: F401, makes the architectures of heads known
         self.shapes = get_architecture(config).shapes(config)
 
-    def assemble(self) -> dict[str, Any]:
+    def assemble(self) -> JSONDict:
         """Return all tensors by the architecture's names; for the errors see `assemble_tensors`."""
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, object] = {}
         for name, shape in self.shapes.items():
             layer, _, short_name = name.rpartition(".")  # "layer.name" for tensors that only some layers have
             spec = self.specs[short_name]
@@ -276,7 +275,7 @@ def transpose(stored: FileTensor, n_rows: int, first: int, step: int = 1) -> Der
         step: Distance between the stored columns to take.
     """
 
-    def read_rows(begin: int, end: int) -> npt.NDArray[Any]:
+    def read_rows(begin: int, end: int) -> Array:
         n, at = max(end - begin, 0), first + begin * step
         columns = stored.read_columns(at, at + n * step - (step - 1) * (n > 0))[:, ::step]
         read_rows = np.empty(columns.shape[::-1], columns.dtype)

@@ -236,7 +236,7 @@ class Kernel:
         return {name: _get_numba_type(hint) for name, hint in hints.items() if name not in ("run", "thread", "return")}
 
     @functools.cached_property
-    def _dtypes(self) -> list[np.dtype]:
+    def _dtypes(self) -> list[object]:
         """The numpy dtypes of the kernel's parameters, in order, which every op needs."""
         return [as_dtype(getattr(arg_type, "dtype", arg_type)) for arg_type in self._arg_types.values()]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_string
+from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_string
 from specdec.server.field_validation import (
     ANTHROPIC_PREFIX,
     TOO_LONG,
@@ -29,14 +29,14 @@ BILLING_HEADER_PATTERN = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 HEARTBEATS_PER_DELTA = 24  # 120 s
-CONTENT_BLOCKS: Mapping[str, tuple[dict[str, Any], str, str]] = {
+CONTENT_BLOCKS: Mapping[str, tuple[JSONDict, str, str]] = {
     "text": ({"type": "text", "text": ""}, "text_delta", "text"),
     "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     "tool_call": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
 }
 
 
-def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_messages_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of Anthropic's /v1/messages into requests to the engine.
 
     Raises:
@@ -53,7 +53,7 @@ def parse_messages_request(body: Mapping[str, Any], model: ServedModel) -> Parse
     return parsed
 
 
-def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+def count_tokens(body: JSONObject, model: ServedModel) -> JSONDict:
     """Return the response to a body of /v1/messages/count_tokens: the number of tokens of its prompt.
 
     Raises:
@@ -65,7 +65,7 @@ def count_tokens(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     return {"input_tokens": len(request.prompt)}
 
 
-def _parse_chat(chat: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def _parse_chat(chat: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse the body of a chat request; an error for a prompt that is too long gets Anthropic's words, which agents look for.
 
     If the prompt is too long to be tokenized, the error names the smallest number of tokens that its characters can have.
@@ -85,7 +85,7 @@ def _parse_chat(chat: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
         raise APIError(f"prompt is too long: {n} tokens > {maximum} maximum", error.param, TOO_LONG) from None
 
 
-def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
+def _make_chat(fields: Fields, max_tokens: int) -> JSONDict:
     """Convert the fields of a request into the body of a chat request, without Claude Code's billing header.
 
     Raises:
@@ -93,28 +93,28 @@ def _make_chat(fields: Fields, max_tokens: int) -> dict[str, Any]:
     """
     chat = {name: fields.pop(name) for name in COMMON_FIELDS}
     system = BILLING_HEADER_PATTERN.sub("", fields.take("system", _join_paragraphs, ""))
-    if not (messages := fields.take("messages", _parse_messages, list[dict[str, Any]]())):
+    if not (messages := fields.take("messages", _parse_messages, list[JSONDict]())):
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
+    tools = fields.take("tools", _parse_tools, list[JSONDict]())
     chat |= {"messages": messages, "max_tokens": max_tokens, "tools": tools or None}
-    chat |= fields.take("tool_choice", _parse_tool_choice, dict[str, Any]())
+    chat |= fields.take("tool_choice", _parse_tool_choice, JSONDict())
     chat["stop"] = fields.pop("stop_sequences") or None
     chat["thinking"] = fields.pop("thinking")
-    chat |= fields.take("output_config", _parse_output_config, dict[str, Any]())
+    chat |= fields.take("output_config", _parse_output_config, JSONDict())
     fields.take("thread", _check_thread, None)
     fields.reject_remaining("messages field")
     return chat
 
 
-def _join_paragraphs(name: str, value: Any, kind: str = "") -> str:
+def _join_paragraphs(name: str, value: object, kind: str = "") -> str:
     return join_text_parts(name, value, separator="\n\n", kind=kind)
 
 
-def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_messages(name: str, value: object) -> list[JSONDict]:
     """Convert Anthropic's messages into those of a chat request; each tool result becomes a message of its own."""
-    messages = list[dict[str, Any]]()
+    messages = list[JSONDict]()
     for label, each in iter_objects(name, check_list(name, value)):
         content = each.get("content")
         role = check_choice(f"role of {label}", each.get("role"), ["user", "assistant", "system"])
@@ -125,9 +125,9 @@ def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
+def _parse_user_blocks(name: str, blocks: Sequence[object]) -> list[JSONDict]:
     """Convert a user's content blocks into chat messages: one for each tool result, then one with the text, if any."""
-    results, others = list[dict[str, Any]](), list[Any]()
+    results, others = list[JSONDict](), list[object]()
     for label, block in iter_objects(f"content of {name}", check_list(f"content of {name}", blocks)):
         if block.get("type") == "tool_result":
             content = _join_paragraphs(f"content of {label}", block.get("content") or "", "tool output part")
@@ -138,13 +138,13 @@ def _parse_user_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]
     return [*results, *([{"role": "user", "content": _join_paragraphs(f"content of {name}", others)}] if others else [])]
 
 
-def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
+def _parse_assistant_blocks(name: str, blocks: Sequence[object]) -> list[JSONDict]:
     """Return a list of one chat message, made from an assistant's content blocks: text, reasoning and tool calls.
 
     Redacted thinking is dropped. A note in the text replaces the blocks of tools that Anthropic's servers run.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    text_blocks, tool_calls, reasoning = list[Any](), list[Any](), ""
+    message: JSONDict = {"role": "assistant", "content": ""}
+    text_blocks, tool_calls, reasoning = list[object](), list[object](), ""
     for label, block in iter_objects(f"content of {name}", blocks):
         match block.get("type"):
             case "thinking":
@@ -161,8 +161,8 @@ def _parse_assistant_blocks(name: str, blocks: Sequence[Any]) -> list[dict[str, 
     return [message | {key: value for key, value in others.items() if value}]
 
 
-def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
-    tools = list[dict[str, Any]]()
+def _parse_tools(name: str, value: object) -> list[JSONDict]:
+    tools = list[JSONDict]()
     for label, tool in iter_objects(name, value):
         if (tool_type := tool.get("type") or "custom") != "custom":
             skip_extra("messages tool", label, tool_type)
@@ -174,7 +174,7 @@ def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
+def _parse_tool_choice(name: str, value: Any) -> JSONDict:
     choice_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["tool", *TOOL_CHOICES])
     is_single_call = check_bool(f"disable_parallel_tool_use of {name}", value.get("disable_parallel_tool_use") or False)
     function = {"type": "function", "function": {"name": value.get("name")}}
@@ -182,9 +182,9 @@ def _parse_tool_choice(name: str, value: Any) -> dict[str, Any]:
     return {"tool_choice": choice, "parallel_tool_calls": not is_single_call}
 
 
-def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
+def _parse_output_config(name: str, value: object) -> JSONDict:
     """Convert the field `output_config` into a dict of chat fields: the reasoning effort and the response format."""
-    fields, chat = Fields(check_object(name, value)), dict[str, Any]()
+    fields, chat = Fields(check_object(name, value)), JSONDict()
     if effort := fields.take_string("effort"):
         chat["reasoning_effort"] = effort
     if response_format := fields.take_object("format"):
@@ -194,7 +194,7 @@ def _parse_output_config(name: str, value: Any) -> dict[str, Any]:
     return chat
 
 
-def _check_thread(name: str, value: Any) -> None:
+def _check_thread(name: str, value: object) -> None:
     """Raise APIError if the field `thread` asks to continue a conversation, since the server stores none.
 
     After this error, a client sends the whole conversation instead of only the new messages. The type "create" is accepted.
@@ -254,10 +254,10 @@ class MessagesFormatter(PartsFormatter):
         """Return the server-sent event that reports an error within a stream."""
         return _format_event(error.format_body(ANTHROPIC_PREFIX))
 
-    def _make_response(self) -> dict[str, Any]:
+    def _make_response(self) -> JSONDict:
         return self._make_message([self._format_block(part) for part in self._parts], self._format_stop())
 
-    def _format_block(self, part: OutputPart) -> dict[str, Any]:
+    def _format_block(self, part: OutputPart) -> JSONDict:
         block, _, key = CONTENT_BLOCKS[part.kind]
         if part.kind != "tool_call":
             return block | {key: part.text}
@@ -265,24 +265,24 @@ class MessagesFormatter(PartsFormatter):
             return {"type": "text", "text": f"{part.name} {part.text}"}
         return block | _format_tool_use(part) | {"input": arguments}
 
-    def _format_stop(self) -> dict[str, Any]:
+    def _format_stop(self) -> JSONDict:
         string = self.choices[0].stop_string
         reason = "stop_sequence" if string is not None else STOP_REASONS[self._finish_reason]
         return {"stop_reason": reason, "stop_sequence": string}
 
-    def _make_message(self, content: Sequence[Mapping[str, Any]], stop: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _make_message(self, content: Sequence[JSONObject], stop: JSONObject | None) -> JSONDict:
         header = {"id": f"msg_{self.random_id}", "type": "message", "role": "assistant", "model": self.model.name}
         stop = stop or {"stop_reason": None, "stop_sequence": None}
         return {**header, "content": [*content], **stop, "usage": self._format_usage()}
 
-    def _format_usage(self) -> dict[str, Any]:
+    def _format_usage(self) -> JSONDict:
         cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": self.n_cached}
         return {"input_tokens": self.n_prompt - self.n_cached, **cached, "output_tokens": self.n_generated}
 
 
-def _format_tool_use(part: OutputPart) -> dict[str, Any]:
+def _format_tool_use(part: OutputPart) -> JSONDict:
     return {"id": f"toolu_{part.id}", "name": part.name} if part.kind == "tool_call" else {}
 
 
-def _format_event(value: Mapping[str, Any]) -> bytes:
+def _format_event(value: JSONObject) -> bytes:
     return format_sse_event(value, value["type"])

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 
+from specdec.argument_checks import JSONDict
 from specdec.engine.metrics import format_prometheus
 from specdec.server import ollama
 from specdec.server.access_control import Receive, Scope, Send
@@ -134,9 +134,9 @@ class Endpoints:
             raise APIError(f"model not found; {hint}", "model", "model_not_found", 404)
         return n_bytes
 
-    def _format_model(self, name: str, n_bytes: int) -> dict[str, Any]:
+    def _format_model(self, name: str, n_bytes: int) -> JSONDict:
         """Return a model in OpenAI's format, with its size and, if it is loaded, the details that the chat page needs."""
-        instance, details = self._model_manager.get_instance(name), dict[str, Any]()
+        instance, details = self._model_manager.get_instance(name), JSONDict()
         if instance:
             decoder, template = instance.model.decoder, instance.model.template
             details = {
@@ -150,7 +150,7 @@ class Endpoints:
         status = {"is_loaded": instance is not None, "bytes": n_bytes, **details}
         return {"id": name, "object": "model", "created": created, "owned_by": "specdec", "specdec": status}
 
-    async def _read_body(self, request: Request) -> tuple[dict[str, Any], AbstractAsyncContextManager[None]]:
+    async def _read_body(self, request: Request) -> tuple[JSONDict, AbstractAsyncContextManager[None]]:
         """Receive a request and return its parsed JSON body, and a context manager to enter while the body is tokenized.
 
         A large body waits for a permit before it is parsed, and in that context again, so that it does not delay small ones.
@@ -165,11 +165,11 @@ class Endpoints:
             async with parsing:
                 return await asyncio.to_thread(parse_body, data), tokenizing
 
-    async def generate(self, request: Request) -> Any:
+    async def generate(self, request: Request) -> object:
         """Read the body of a request and return the response, which generates tokens in the format of the path's API."""
         return ResponseStreamer(self._state, INTERFACES[request.scope["path"]], *await self._read_body(request))
 
-    async def ollama_generate(self, request: Request) -> Any:
+    async def ollama_generate(self, request: Request) -> object:
         """Return the response to a request of ollama's API; one without a prompt only loads the model and generates nothing."""
         body, permit = await self._read_body(request)
         body = ollama.normalize_body(body)

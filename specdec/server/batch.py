@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from specdec.argument_checks import check_string, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_string, shorten
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import validate_request
 from specdec.engine.sequence import Sequence
@@ -49,7 +49,7 @@ class BatchLine(NamedTuple):
     number: int
     custom_id: str | None = None
     url: str = ""
-    body: Mapping[str, Any] = {}
+    body: Mapping[str, object] = {}
     error: APIError | None = None
 
     @property
@@ -111,7 +111,7 @@ class BatchFormatter(CompletionFormatter):
         self.created = 0
 
     @property
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JSONDict:
         """Token counts, without those that depend on caches and drafts."""
         usage = {name: n for name, n in super().usage.items() if isinstance(n, int)}
         return usage | {"completion_tokens_details": {"reasoning_tokens": self.n_reasoning_tokens}}
@@ -267,7 +267,7 @@ def _run_task(task: AuxiliaryTask) -> Any:
             return end.value
 
 
-def format_result(request: BatchLine, body: Mapping[str, Any], status: int = 200, error: Any = None) -> bytes:
+def format_result(request: BatchLine, body: JSONObject, status: int = 200, error: object = None) -> bytes:
     """Return the line of a result in OpenAI's batch format."""
     response = {"status_code": status, "request_id": request.random_id, "body": body}
     line = encode_json({"id": request.id, "custom_id": request.custom_id, "response": response, "error": error})

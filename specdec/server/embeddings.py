@@ -1,14 +1,14 @@
 """OpenAI's embeddings endpoint: a request becomes auxiliary tasks, and their vectors the response. Knows no server."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from specdec.argument_checks import check_string
+from specdec.argument_checks import JSONObject, check_string
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.model import Model
 from specdec.runtime.simd import Float32
@@ -55,7 +55,7 @@ class EmbeddingRequest:
         return [float(str(number)) for number in vector]
 
 
-def parse_embedding_request(body: Mapping[str, Any], model: ServedModel) -> EmbeddingRequest:
+def parse_embedding_request(body: JSONObject, model: ServedModel) -> EmbeddingRequest:
     """Parse a body of /v1/embeddings into an EmbeddingRequest with tokenized inputs.
 
     Raises:

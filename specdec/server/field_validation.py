@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from specdec.argument_checks import check_choice, check_int, check_string, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_int, check_string, shorten
 from specdec.server.json_values import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
@@ -32,7 +32,7 @@ MAX_LOGGED = 100  # different things that were left out
 # - a tuple: a field is accepted if it has one of these values, which change nothing
 # - SKIP: left out, which the log says once; also a field with any value
 # - a message: rejected with this message
-EXTRAS: Mapping[str, Mapping[str, Any]] = {
+EXTRAS: Mapping[str, JSONObject] = {
     "chat field": {
         **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"), str),
         "service_tier": str, "metadata": dict, "cache_prompt": (True, False), "modalities": (["text"],), "suffix": ("",),
@@ -115,7 +115,7 @@ class APIError(Exception):
         """The error code and the name of the wrong parameter, for the log."""
         return f"{self.code or ''} {self.param or ''}".strip()
 
-    def format_body(self, path: str = "") -> dict[str, Any]:
+    def format_body(self, path: str = "") -> JSONDict:
         """Return the JSON body of the error response, as a dict, in the format of the API that the request path belongs to.
 
         Paths of ollama's API get only the message, and those of Anthropic's API its error types. All others get OpenAI's format.
@@ -130,7 +130,7 @@ class APIError(Exception):
         return {"error": {**error, **details}, "type": "error"}
 
 
-def parse_body(data: bytes) -> dict[str, Any]:
+def parse_body(data: bytes) -> JSONDict:
     """Parse the bytes of a JSON body into a dict.
 
     Raises:
@@ -149,7 +149,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         found = "a list" if isinstance(value, list) else shorten(json.dumps(value))
         raise APIError(f"the body is {found}; expected an object", None)
-    level, depth = list[Any]([value]), 0
+    level, depth = list[object]([value]), 0
     while level:
         depth += 1
         if depth > MAX_BODY_DEPTH:
@@ -168,7 +168,7 @@ def _iter_containers(value: Any) -> Iterator[Any]:
                 check_string("a string of the body", each)
 
 
-def _reject_constant(name: str) -> Any:
+def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON number")
 
 
@@ -190,11 +190,11 @@ class Fields:
     All methods named `take_*` raise APIError for an invalid value, as `take` does.
     """
 
-    def __init__(self, body: Mapping[str, Any]) -> None:
+    def __init__(self, body: JSONObject) -> None:
         """Copy the fields that are not null."""
         self._body = {name: value for name, value in body.items() if value is not None}
 
-    def take(self, name: str, check: Callable[[str, Any], Value], default: Default) -> Value | Default:
+    def take(self, name: str, check: Callable[[str, object], Value], default: Default) -> Value | Default:
         """Remove a field from the body and return its checked value, or the default if it is missing or null.
 
         Args:
@@ -222,7 +222,7 @@ class Fields:
         """Remove a field from the body and return its value, one of the given strings, or the default if it is missing."""
         return self.take(name, partial(check_choice, choices=choices), default)
 
-    def take_object(self, name: str) -> dict[str, Any]:
+    def take_object(self, name: str) -> JSONDict:
         """Remove a field from the body and return its value, a JSON object, which is empty if the field is missing."""
         return self.take(name, check_object, {})
 
@@ -237,7 +237,7 @@ class Fields:
         """
         return self.take(name, _check_limit, default)
 
-    def pop(self, name: str) -> Any:
+    def pop(self, name: str) -> object:
         """Remove a field from the body and return its value as it is, or None if it is missing or null."""
         return self._body.pop(name, None)
 
@@ -258,11 +258,11 @@ class Fields:
                 _check_extra_field(f"{name} of {label}" if label else name, value, rule)
 
 
-def _check_limit(name: str, value: Any) -> int | None:
+def _check_limit(name: str, value: object) -> int | None:
     return None if value == -1 else check_integer(name, value, 1)
 
 
-def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
     """Return an integer field as `check_int` does, also for a whole float such as 2.0, which some JSON writers make of 2."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -285,7 +285,7 @@ def _check_extra_field(name: str, value: Any, rule: Any) -> None:
             {str: check_string, dict: check_object, bool: check_bool, int: check_number}[rule](name, value)
 
 
-def skip_extra(kind: str, label: str, value: Any) -> None:
+def skip_extra(kind: str, label: str, value: object) -> None:
     """Log once that a part of a request is left out; raise APIError if the table `EXTRAS` rejects it.
 
     Args:
@@ -308,35 +308,35 @@ def log_once(message: str) -> None:
         logger.warning(message)
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Return the value of the field `name` if it is true or false; raises TypeError for another value."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected true or false")
     return value
 
 
-def check_number(name: str, value: Any) -> float:
+def check_number(name: str, value: object) -> float:
     """Return the value of the field `name` if it is a number; raises TypeError for another value."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a number")
     return value
 
 
-def check_object(name: str, value: Any) -> dict[str, Any]:
+def check_object(name: str, value: object) -> JSONDict:
     """Return the value of the field `name` if it is a JSON object, a dict; raises TypeError for another value."""
     if not isinstance(value, dict):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected an object")
     return value
 
 
-def check_list(name: str, value: Any) -> list[Any]:
+def check_list(name: str, value: object) -> list[object]:
     """Return the value of the field `name` if it is a list that is not empty; raises TypeError for another value."""
     if not isinstance(value, list) or not value:
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of one or more")
     return value
 
 
-def iter_objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_objects(name: str, values: object) -> Iterator[tuple[str, JSONDict]]:
     """Yield the objects of the list `values`, each after its label for error messages, such as `messages[0]`.
 
     Raises:
@@ -348,7 +348,9 @@ def iter_objects(name: str, values: Any) -> Iterator[tuple[str, dict[str, Any]]]
         yield f"{name}[{i}]", check_object(f"{name}[{i}]", value)
 
 
-def join_text_parts(name: str, value: Any, part_types: Collection[str] = ("text",), separator: str = "", kind: str = "") -> str:
+def join_text_parts(
+    name: str, value: object, part_types: Collection[str] = ("text",), separator: str = "", kind: str = ""
+) -> str:
     """Return the content of a message as one string: the string that it is, or the joined texts of its content parts.
 
     Args:

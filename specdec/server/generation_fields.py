@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_float, check_strings, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_float, check_strings, shorten
 from specdec.engine.request import GenerationRequest
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
@@ -71,7 +71,7 @@ class ServedModel:
         template, checkpoint = None, decoder.bundle.checkpoint
         with suppress(TemplateError):
             template = decoder.chat_template
-        recommended: Mapping[str, Any] = checkpoint.default_sampling if checkpoint else {}
+        recommended: JSONObject = checkpoint.default_sampling if checkpoint else {}
         return cls(name, decoder, template, replace(ChatSettings(), **recommended).make_sampling(0))
 
     @property
@@ -202,7 +202,7 @@ def _parse_sampling(fields: Fields, model: ServedModel) -> Sampling:
     for name, attribute in SAMPLING_FIELDS.items():
         if (value := fields.pop(name)) is not None:
             with wrap_errors(name):
-                changes: dict[str, Any] = {attribute: _check_sampling_value(name, value, model.decoder.n_ids)}
+                changes: JSONDict = {attribute: _check_sampling_value(name, value, model.decoder.n_ids)}
                 sampling = replace(sampling, **changes)
     # in OpenAI's API a top_p of 0 means the most probable token; in `Sampling` it means all tokens
     return sampling if sampling.top_p else replace(sampling, top_k=1)
@@ -237,7 +237,7 @@ def _check_sampling_value(name: str, value: Any, n_ids: int) -> Any:
     return value
 
 
-def _parse_stops(name: str, value: Any) -> list[str]:
+def _parse_stops(name: str, value: object) -> list[str]:
     given = value if isinstance(value, list) else [value]
     stops = check_strings(name, [stop for stop in given if stop != ""])  # some clients send an empty one for none
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):

@@ -1,12 +1,13 @@
 """The response of a generation request: streamed or complete, with cancellation when the client disconnects. Knows no paths."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from specdec.argument_checks import JSONObject
 from specdec.events import Event
 from specdec.server.access_control import Receive, Scope, Send, to_api_error
 from specdec.server.fair_grammar_builds import ConstraintBuilder
@@ -20,7 +21,7 @@ from specdec.server.response_formatter import ChoiceDelta, ResponseFormatter, fo
 MAX_WRITE_BYTES = 64 << 10  # per write of a response, each with the listener's write timeout
 PROGRESS_INTERVAL_S = 1.0  # between progress comments while a model is being loaded
 HEARTBEAT_INTERVAL_S = 5.0  # between comments in a stream without output
-RequestParser = Callable[[Mapping[str, Any], ServedModel], ParsedRequest]
+RequestParser = Callable[[JSONObject, ServedModel], ParsedRequest]
 Value = TypeVar("Value")
 
 
@@ -40,7 +41,7 @@ class ServerState:
 @asynccontextmanager
 async def acquire_model(
     model_manager: ModelManager,
-    body: Mapping[str, Any],
+    body: JSONObject,
     receive: Receive,
     on_loading: Callable[[ModelEntry], Awaitable[None]] | None = None,
 ) -> "AsyncIterator[tuple[ModelInstance, asyncio.Future[Any]]]":
@@ -124,7 +125,7 @@ class ResponseStreamer:
         self,
         state: ServerState,
         interface: tuple[RequestParser, type[ResponseFormatter]],
-        body: Mapping[str, Any],
+        body: JSONObject,
         permit: AbstractAsyncContextManager[None],
     ) -> None:
         """Store the request; it is parsed when the response starts."""

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from contextlib import suppress
-from typing import Any
 
 WHITESPACE = " \t\n\r"  # of JSON
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
@@ -20,7 +19,7 @@ def parse_finite_float(digits: str) -> float:
     return max(-MAX_FLOAT, min(float(digits), MAX_FLOAT))
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Parse a JSON text into a value that can be serialized again; constants such as NaN become strings.
 
     Raises:
@@ -37,7 +36,7 @@ def parse_json(text: str) -> Any:
     raise ValueError("nested too deeply")
 
 
-def encode_json(value: Any) -> bytes:
+def encode_json(value: object) -> bytes:
     """Encode a value as compact JSON in UTF-8, with lone surrogates escaped as in `format_sse_event`.
 
     The value is encoded piece by piece, so that other threads can run in between.

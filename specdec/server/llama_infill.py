@@ -1,9 +1,8 @@
 """llama.cpp's /infill, which editors call: a completion of the text between two others. Knows no server."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from specdec.argument_checks import check_string
+from specdec.argument_checks import JSONDict, JSONObject, check_string
 from specdec.server.field_validation import TOO_LONG, APIError, Fields, iter_objects
 from specdec.server.generation_fields import SAMPLING_FIELDS, ServedModel, wrap_encoding_errors
 from specdec.server.infill import END_NAMES, encode_infill, end_infills
@@ -13,7 +12,7 @@ from specdec.server.response_formatter import TRUNCATING_STOP_REASONS, ChoiceDel
 DEFAULT_FILE_NAME = "tmp"
 
 
-def parse_infill_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_infill_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of llama.cpp's /infill into requests to the engine.
 
     Raises:
@@ -38,7 +37,7 @@ def parse_infill_request(body: Mapping[str, Any], model: ServedModel) -> ParsedR
     return end_infills(requests, model.decoder.tokenizer), options
 
 
-def _parse_files(name: str, value: Any) -> list[tuple[str, str]]:
+def _parse_files(name: str, value: object) -> list[tuple[str, str]]:
     """Return the name and the text of other files of the project."""
     return [
         (
@@ -49,7 +48,7 @@ def _parse_files(name: str, value: Any) -> list[tuple[str, str]]:
     ]
 
 
-def _parse_response_fields(name: str, value: Any) -> list[str]:
+def _parse_response_fields(name: str, value: object) -> list[str]:
     if not isinstance(value, list):
         raise TypeError(f"{name} is not a list; expected names of fields, such as timings/prompt_n")
     return [check_string(f"{name}[{i}]", each) for i, each in enumerate(value)]
@@ -71,7 +70,7 @@ class InfillFormatter(ResponseFormatter):
         """Return the server-sent event that ends a stream after an error."""
         return format_sse_event(error.format_body())
 
-    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> JSONDict:
         """Return the complete response as a JSON object, or only the fields that the request names in `response_fields`.
 
         A name may be a path, such as `timings/prompt_n`. Fields that do not exist are left out.
@@ -82,7 +81,7 @@ class InfillFormatter(ResponseFormatter):
         found = {name: _get_nested(response, name.split("/")) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _make_response(self, content: str) -> dict[str, Any]:
+    def _make_response(self, content: str) -> JSONDict:
         choice = self.choices[0]
         statistics, stop_string = choice.statistics, None if choice.stop_string in END_NAMES else choice.stop_string
         is_limited = statistics.stop_reason in TRUNCATING_STOP_REASONS
@@ -110,7 +109,7 @@ class InfillFormatter(ResponseFormatter):
         }
 
 
-def _get_nested(value: Any, keys: Sequence[str]) -> Any:
+def _get_nested(value: object, keys: Sequence[str]) -> object:
     """Return the value at a path of keys in nested objects; None if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -1,14 +1,13 @@
 """ollama's API, translated to and from chat and completion requests; streams have one JSON object per line. Knows no server."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import check_string
+from specdec.argument_checks import JSONDict, JSONObject, check_string
 from specdec.model import count_parameters
 from specdec.runtime.simd import Float32
 from specdec.server.embeddings import EmbeddingRequest, parse_embedding_request
@@ -25,30 +24,30 @@ NS_PER_S = 10**9
 MESSAGE_FIELDS = {"thinking": "reasoning_content", "tool_name": "name"}  # the names in chat requests
 
 
-def normalize_body(body: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_body(body: JSONObject) -> JSONDict:
     """Return a copy of a request body with the model's name under `model`, without the default tag; None if it has no name."""
     name = body.get("model") or body.get("name")
     return {**body, "model": name.removesuffix(DEFAULT_TAG) if isinstance(name, str) else None}
 
 
-def is_load_request(body: Mapping[str, Any]) -> bool:
+def is_load_request(body: JSONObject) -> bool:
     """Return whether a request only loads its model, since it has neither messages nor a prompt."""
     return not (body.get("messages") or body.get("prompt"))
 
 
-def parse_ollama_chat(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_ollama_chat(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of ollama's /api/chat into requests to the engine.
 
     Raises:
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
+    messages = fields.take("messages", _parse_messages, list[JSONDict]())
     chat = {"messages": messages, "tools": fields.pop("tools")}
     return parse_chat_request(chat | _parse_common(fields), model)
 
 
-def parse_ollama_generate(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_ollama_generate(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of ollama's /api/generate into requests to the engine.
 
     It is a chat of one message, or a completion if it is raw, has a suffix, or the model cannot chat.
@@ -67,7 +66,7 @@ def parse_ollama_generate(body: Mapping[str, Any], model: ServedModel) -> Parsed
     return parse_chat_request({"messages": messages} | common, model)
 
 
-def _parse_common(fields: Fields) -> dict[str, Any]:
+def _parse_common(fields: Fields) -> JSONDict:
     """Convert the fields that /api/chat and /api/generate share into those of a chat request; raises APIError for all others."""
     options = Fields(fields.take_object("options"))
     common = {name: options.pop(name) for name in (*SAMPLING_FIELDS, "stop")}
@@ -86,14 +85,14 @@ def _parse_common(fields: Fields) -> dict[str, Any]:
     return common
 
 
-def _parse_format(name: str, value: Any) -> dict[str, Any] | None:
+def _parse_format(name: str, value: object) -> JSONDict | None:
     """Convert ollama's field `format` ("json", a JSON schema, or "" for text) into a chat's `response_format`; None for text."""
     if value in ("", "json"):
         return {"type": "json_object"} if value else None
     return {"type": "json_object", "schema": check_object(name, value)}
 
 
-def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_messages(name: str, value: object) -> list[JSONDict]:
     """Convert ollama's messages into those of a chat request, whose fields have other names."""
     return [
         {MESSAGE_FIELDS.get(key, key): item for key, item in each.items()} | {"content": each.get("content") or ""}
@@ -111,14 +110,14 @@ class OllamaEmbeddingRequest(EmbeddingRequest):
         return encode_json({"model": name, "embeddings": embeddings, "prompt_eval_count": n_tokens})
 
 
-def parse_ollama_embedding(body: Mapping[str, Any], model: ServedModel) -> OllamaEmbeddingRequest:
+def parse_ollama_embedding(body: JSONObject, model: ServedModel) -> OllamaEmbeddingRequest:
     """Parse a body of /api/embed into an embedding request; inputs are cut off at the context, unless `truncate` is false.
 
     Raises:
         APIError: The body is invalid, or an input is too long.
     """
     fields, decoder = Fields(body), model.decoder
-    inputs: Any = fields.pop("input")
+    inputs: object = fields.pop("input")
     if fields.take_bool("truncate", True) and isinstance(inputs, str | list):
         texts = [inputs] if isinstance(inputs, str) else inputs
         with wrap_encoding_errors(model, "input"):
@@ -141,7 +140,7 @@ class OllamaPromptEmbeddingRequest(OllamaEmbeddingRequest):
         return encode_json({"embedding": [float(str(number)) for number in vectors[0]]})
 
 
-def parse_ollama_prompt_embedding(body: Mapping[str, Any], model: ServedModel) -> OllamaPromptEmbeddingRequest:
+def parse_ollama_prompt_embedding(body: JSONObject, model: ServedModel) -> OllamaPromptEmbeddingRequest:
     """Parse a body of ollama's older /api/embeddings, whose input is a `prompt`, into an embedding request.
 
     Raises:
@@ -181,7 +180,7 @@ class OllamaChatFormatter(PartsFormatter):
             return self._format_line(self._format_call(part)) if change == "end" else b""
         return self._format_line(self._format_output(part.kind, text)) if change == "delta" else b""
 
-    def _make_response(self) -> dict[str, Any]:
+    def _make_response(self) -> JSONDict:
         texts = {kind: "".join(part.text for part in self._parts if part.kind == kind) for kind in ("reasoning", "text")}
         message = self._format_output("reasoning", texts["reasoning"])["message"] if texts["reasoning"] else {}
         message |= self._format_output("text", texts["text"])["message"]
@@ -192,12 +191,12 @@ class OllamaChatFormatter(PartsFormatter):
                 message["tool_calls"] = [*message.get("tool_calls", ()), *call.get("tool_calls", ())]
         return self._make_object({"message": message} | self._format_statistics())
 
-    def _format_output(self, kind: str, text: str) -> dict[str, Any]:
+    def _format_output(self, kind: str, text: str) -> JSONDict:
         """Return the fields of a line with new text or reasoning."""
         thinking = {"thinking": text} if kind == "reasoning" else {}
         return {"message": {"role": "assistant", "content": "" if thinking else text, **thinking}}
 
-    def _format_call(self, part: OutputPart) -> dict[str, Any]:
+    def _format_call(self, part: OutputPart) -> JSONDict:
         """Return the fields of a line with a tool call; if its arguments were cut off, the call is returned as plain text."""
         if (arguments := part.parse_arguments()) is None:
             return self._format_output("text", f"{part.name} {part.text}")
@@ -205,7 +204,7 @@ class OllamaChatFormatter(PartsFormatter):
         function = {"name": part.name, "arguments": arguments, "index": index}
         return {"message": {"role": "assistant", "content": "", "tool_calls": [{"id": part.id, "function": function}]}}
 
-    def _format_statistics(self) -> dict[str, Any]:
+    def _format_statistics(self) -> JSONDict:
         """Return the fields that end a response: the stop reason, the token counts, and the times in nanoseconds."""
         statistics = self.choices[0].statistics
         prompt_ns, ns = (int(NS_PER_S * seconds) for seconds in (statistics.prefill_seconds, statistics.decode_seconds))
@@ -220,29 +219,29 @@ class OllamaChatFormatter(PartsFormatter):
             "eval_duration": ns,
         }
 
-    def _make_object(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_object(self, fields: JSONObject) -> JSONDict:
         return {"model": self.model.name, "created_at": format_time(), "done": False, **fields}
 
-    def _format_line(self, fields: Mapping[str, Any]) -> bytes:
+    def _format_line(self, fields: JSONObject) -> bytes:
         return encode_json(self._make_object(fields)) + b"\n"
 
 
 class OllamaGenerateFormatter(OllamaChatFormatter):
     """A formatter of responses in the format of ollama's /api/generate, whose text is in the field `response`."""
 
-    def _make_object(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_object(self, fields: JSONObject) -> JSONDict:
         message = {key: value for key, value in fields["message"].items() if key != "role"}
         others = {key: value for key, value in fields.items() if key != "message"}
         return super()._make_object({"response": message.pop("content"), **message, **others})
 
 
-def format_loaded(name: str) -> dict[str, Any]:
+def format_loaded(name: str) -> JSONDict:
     """Return the response to a request that only loads a model."""
     message = {"role": "assistant", "content": ""}
     return {"model": name, "created_at": format_time(), "response": "", "message": message, "done": True, "done_reason": "load"}
 
 
-def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str, Any]:
+def format_model(name: str, n_bytes: int, model: ServedModel | None) -> JSONDict:
     """Return a model as an item of /api/tags; its family and weights are empty if it is not loaded, so that `model` is None."""
     digest = hashlib.sha256(name.encode()).hexdigest()  # of the name: the file's own would take minutes
     file, family, size, weights = name, "", "", ""
@@ -258,9 +257,9 @@ def format_model(name: str, n_bytes: int, model: ServedModel | None) -> dict[str
     return {"name": name, "model": name, "modified_at": format_time(), "size": n_bytes, "digest": digest, "details": details}
 
 
-def format_model_details(name: str, n_bytes: int, model: ServedModel | None) -> dict[str, Any]:
+def format_model_details(name: str, n_bytes: int, model: ServedModel | None) -> JSONDict:
     """Return the response of /api/show; without template and context length if the model is not loaded (`model` is None)."""
-    item, info = format_model(name, n_bytes, model), dict[str, Any]()
+    item, info = format_model(name, n_bytes, model), JSONDict()
     if model:
         family = model.decoder.target.config.architecture
         info = {"general.architecture": family, f"{family}.context_length": model.decoder.n_positions}

@@ -4,13 +4,13 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from specdec.argument_checks import check_choice, check_string, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_string, shorten
 from specdec.engine.request import GenerationRequest
 from specdec.server.field_validation import (
     TOO_LONG,
@@ -47,7 +47,7 @@ MIN_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have; OpenAI's 
 ParsedRequest = tuple[list[GenerationRequest], ResponseOptions]  # one request per output
 
 
-def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_chat_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of OpenAI's /v1/chat/completions into requests to the engine, and render the chat as a prompt of tokens.
 
     Raises:
@@ -57,7 +57,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     fields.take_string("model")
     if not model.template:
         raise APIError("this model has no chat template; use /v1/completions", "messages", "unsupported_model")
-    tools = fields.take("tools", _parse_tools, list[dict[str, Any]]())
+    tools = fields.take("tools", _parse_tools, list[JSONDict]())
     strict_names = {tool["function"]["name"] for tool in tools if tool.pop("strict")}
     choice, callable_tools = fields.take("tool_choice", partial(_parse_tool_choice, tools=tools), ("auto", tools))
     is_single_call = not fields.take_bool("parallel_tool_calls", True)
@@ -65,7 +65,7 @@ def parse_chat_request(body: Mapping[str, Any], model: ServedModel) -> ParsedReq
     tool_parser = _choose_tool_parser(template) if tools else find_tool_parser(template.source)
     if body.get("messages") is None:
         raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
-    messages = fields.take("messages", _parse_messages, list[dict[str, Any]]())
+    messages = fields.take("messages", _parse_messages, list[JSONDict]())
     has_logprobs = fields.take_bool("logprobs")
     n_top_logprobs = fields.take_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if n_top_logprobs and not has_logprobs:
@@ -104,10 +104,10 @@ def _choose_tool_parser(template: ChatTemplate) -> type[ToolParser]:
 def _make_tool_grammar(
     model: ServedModel,
     tool_parser: type[ToolParser],
-    functions: list[dict[str, Any]],
+    functions: list[JSONDict],
     is_required: bool,
     is_single_call: bool,
-    response_schema: Mapping[str, Any] | None,
+    response_schema: JSONObject | None,
 ) -> Grammar | None:
     """Return a grammar that makes the tool calls valid; None if no field needs it and llguidance is not installed."""
     is_needed = is_required or response_schema is not None or any(function["strict"] for function in functions)
@@ -119,8 +119,8 @@ def _make_tool_grammar(
 def _encode_messages(
     model: ServedModel,
     template: ChatTemplate,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]],
+    messages: list[JSONDict],
+    tools: list[JSONDict],
     options: Options,
 ) -> list[int]:
     """Return the token ids of a chat; if the template rejects the messages, simplify them and try again.
@@ -151,14 +151,14 @@ def _encode_messages(
     raise errors[0]
 
 
-def _join_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _join_system_messages(messages: list[JSONDict]) -> list[JSONDict]:
     """Return the messages with the leading system messages joined into one, since many templates support only one."""
     n = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
     system = "\n\n".join(each["content"] for each in messages[:n] if each["content"])
     return [{"role": "system", "content": system}, *messages[n:]] if n > 1 else messages
 
 
-def _simplify_messages(messages: list[dict[str, Any]], n_kept: int) -> list[dict[str, Any]]:
+def _simplify_messages(messages: list[JSONDict], n_kept: int) -> list[JSONDict]:
     """Return the messages in a form that more templates accept.
 
     System messages after the first `n_kept` messages become the user's, adjacent messages of the user are joined, and arguments
@@ -178,13 +178,13 @@ def _simplify_messages(messages: list[dict[str, Any]], n_kept: int) -> list[dict
     return simple
 
 
-def _simplify_call(call: dict[str, Any]) -> dict[str, Any]:
+def _simplify_call(call: JSONDict) -> JSONDict:
     function = call["function"]
     is_broken = isinstance(function["arguments"], str)
     return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_broken else call
 
 
-def parse_completion_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_completion_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of OpenAI's /v1/completions into requests to the engine, with its prompts as tokens.
 
     Raises:
@@ -229,7 +229,7 @@ def _parse_template_options(fields: Fields, template: ChatTemplate, is_thinking:
     Raises:
         APIError: A field is invalid.
     """
-    options = fields.take("chat_template_kwargs", _check_template_options, dict[str, Any]())
+    options = fields.take("chat_template_kwargs", _check_template_options, JSONDict())
     effort = fields.take("reasoning_effort", _check_word, "")
     takes_effort = template.takes_variable("reasoning_effort")
     if is_thinking is not None:
@@ -243,7 +243,7 @@ def _parse_template_options(fields: Fields, template: ChatTemplate, is_thinking:
     return options
 
 
-def _check_template_options(name: str, value: Any) -> dict[str, Any]:
+def _check_template_options(name: str, value: Any) -> JSONDict:
     """Return a copy of template options, whose values may have any JSON type.
 
     Raises:
@@ -260,7 +260,7 @@ def _check_template_options(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_word(name: str, value: Any) -> str:
+def _check_word(name: str, value: object) -> str:
     """Return the value of a field if it is a word that cannot be the name of a special token; raises ValueError otherwise."""
     if not isinstance(value, str) or not OPTION_PATTERN.fullmatch(value):
         raise ValueError(f"{name} is {shorten(value, repr)}; expected a word of letters, digits, _ and -")
@@ -278,7 +278,7 @@ def _parse_prompts(name: str, value: Any) -> list[str | list[int]]:
     return [each if isinstance(each, list) else check_string(name, each) for each in value]
 
 
-def _parse_tool_choice(name: str, value: Any, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+def _parse_tool_choice(name: str, value: Any, tools: list[JSONDict]) -> tuple[str, list[JSONDict]]:
     """Return the kind of choice ("auto", "none" or "required"), and its tools: the one that the field names, else all.
 
     Raises:
@@ -296,13 +296,13 @@ def _parse_tool_choice(name: str, value: Any, tools: list[dict[str, Any]]) -> tu
     return choice, tools
 
 
-def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_tools(name: str, value: object) -> list[JSONDict]:
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of at most {MAX_TOOLS}")
     return [_parse_tool(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
-def _parse_tool(name: str, value: Any) -> dict[str, Any]:
+def _parse_tool(name: str, value: Any) -> JSONDict:
     """Return a validated tool in the form that chat templates expect, and with the key `strict`."""
     check_choice(f"type of {name}", check_object(name, value).get("type"), ["function"])
     function = check_object(f"function of {name}", value.get("function"))
@@ -316,7 +316,7 @@ def _parse_tool(name: str, value: Any) -> dict[str, Any]:
     return {"type": "function", "function": known, "strict": is_strict}
 
 
-def _parse_messages(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_messages(name: str, value: object) -> list[JSONDict]:
     parser = MessageParser()
     return [parser.parse(label, each) for label, each in iter_objects(name, check_list(name, value))]
 
@@ -332,7 +332,7 @@ class MessageParser:
         self._tool_names = dict[str, str]()  # of all calls so far, by id
         self._unanswered = list[str]()  # ids of the last calls that have no result yet
 
-    def parse(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+    def parse(self, name: str, value: JSONDict) -> JSONDict:
         """Return a validated chat message in the form that chat templates expect.
 
         Raises:
@@ -347,7 +347,7 @@ class MessageParser:
         if role in ("assistant", "tool") and content is None:
             content = ""
         text = join_text_parts(f"content of {name}", content, kind="tool output part" if role == "tool" else "")
-        message: dict[str, Any] = {"role": role, "content": text}
+        message: JSONDict = {"role": role, "content": text}
         thoughts = [fields.pop("reasoning_content"), fields.pop("reasoning")]
         calls, function_call = fields.pop("tool_calls"), fields.pop("function_call")
         call_id, tool_name = fields.pop("tool_call_id"), fields.pop("name")
@@ -366,7 +366,7 @@ class MessageParser:
             message |= {"tool_call_id": call_id, "name": tool_name}
         return message
 
-    def _parse_call(self, name: str, value: Any) -> dict[str, Any]:
+    def _parse_call(self, name: str, value: Any) -> JSONDict:
         """Return a validated tool call of a message with its arguments as a dict, as chat templates expect it.
 
         Arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
@@ -384,7 +384,7 @@ class MessageParser:
         return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _parse_response_format(name: str, value: Any) -> Mapping[str, Any] | None:
+def _parse_response_format(name: str, value: Any) -> JSONObject | None:
     """Return the JSON schema that a `response_format` requires of the output; None for text.
 
     Raises:
@@ -424,13 +424,13 @@ class CompletionFormatter(ResponseFormatter):
         """Return the last chunk with the token counts, if the request asks for them, and the end mark of the stream."""
         return (format_sse_event(self._make_chunk([], None, self.usage)) if self.options.shared.include_usage else b"") + SSE_DONE
 
-    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> JSONDict:
         """Return the complete response as a JSON object, from the merged deltas of each choice."""
         choices = [self._format_choice(index, delta, True) for index, delta in enumerate(deltas)]
         details = next((delta.details for delta in deltas if delta.details), None)
         return self._make_chunk(choices, details, self.usage, "")
 
-    def _format_choice(self, index: int, delta: ChoiceDelta, is_complete: bool) -> dict[str, Any]:
+    def _format_choice(self, index: int, delta: ChoiceDelta, is_complete: bool) -> JSONDict:
         """Return a choice as a JSON object, from a part of its output for a chunk or from all of it (`is_complete`).
 
         The names of fields are those that most clients know.
@@ -438,7 +438,7 @@ class CompletionFormatter(ResponseFormatter):
         finish = {"logprobs": self._format_logprobs(index, delta), "finish_reason": delta.finish_reason}
         if not self.options.is_chat:
             return {"index": index, "text": delta.get_text("text"), **finish}
-        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
+        message: JSONDict = {"role": "assistant", "content": "", "refusal": None} if is_complete else {}
         reasoning = delta.get_text("reasoning")  # which clients know by either name
         texts = {"reasoning_content": reasoning, "reasoning": reasoning, "content": delta.get_text("text")}
         message |= {name: text for name, text in texts.items() if text}
@@ -446,7 +446,7 @@ class CompletionFormatter(ResponseFormatter):
             message |= ({"content": texts["content"] or None} if is_complete else {}) | {"tool_calls": calls}
         return {"index": index, "message" if is_complete else "delta": message, **finish}
 
-    def _format_call(self, index: int, call: Delta, is_complete: bool) -> dict[str, Any]:
+    def _format_call(self, index: int, call: Delta, is_complete: bool) -> JSONDict:
         self._n_calls[index] += call.name is not None
         position = {} if is_complete else {"index": self._n_calls[index] - 1}
         if call.name is None:
@@ -455,7 +455,7 @@ class CompletionFormatter(ResponseFormatter):
         return position | {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
 
     @property
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JSONDict:
         """Token counts of the prompts and of all choices, as OpenAI's `usage` object."""
         parts = [choice.statistics for choice in self.choices]
         accepted, drafted = sum(part.n_accepted for part in parts), sum(part.n_drafted for part in parts)
@@ -472,8 +472,8 @@ class CompletionFormatter(ResponseFormatter):
         }
 
     def _make_chunk(
-        self, choices: list[dict[str, Any]], details: dict[str, Any] | None, usage: Any = None, object_suffix: str = ".chunk"
-    ) -> dict[str, Any]:
+        self, choices: list[JSONDict], details: JSONDict | None, usage: object = None, object_suffix: str = ".chunk"
+    ) -> JSONDict:
         """Return a JSON object with the given choices: a chunk, or the complete response if `object_suffix` is empty."""
         chunk = {
             "id": f"{'chatcmpl' if self.options.is_chat else 'cmpl'}-{self.random_id}",
@@ -486,7 +486,7 @@ class CompletionFormatter(ResponseFormatter):
         chunk |= {"usage": usage} if usage or self.options.shared.include_usage else {}
         return chunk | ({"specdec": details} if details else {})
 
-    def _format_logprobs(self, index: int, delta: ChoiceDelta) -> dict[str, Any] | None:
+    def _format_logprobs(self, index: int, delta: ChoiceDelta) -> JSONDict | None:
         """Return the log-probabilities of a delta in the format of chats or of completions; None if it has none.
 
         For a completion, also advances the text offset of the choice.
@@ -511,7 +511,7 @@ class CompletionFormatter(ResponseFormatter):
             "text_offset": offsets,
         }
 
-    def _format_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+    def _format_logprob(self, token: int, logprob: float) -> JSONDict:
         text, token_bytes = self._get_token_text(token)
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": token_bytes}
 

@@ -1,10 +1,9 @@
 """OpenAI's Responses API, translated to and from chat requests. Knows no server."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from specdec.argument_checks import check_choice, check_string, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_string, shorten
 from specdec.server.field_validation import (
     TOO_LONG,
     UNSUPPORTED,
@@ -30,7 +29,7 @@ ENCRYPTED_PREFIX = "specdec:"  # of a thought that clients keep as `encrypted_co
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> ParsedRequest:
+def parse_response_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
     """Parse a body of OpenAI's /v1/responses into requests to the engine.
 
     Raises:
@@ -40,24 +39,24 @@ def parse_response_request(body: Mapping[str, Any], model: ServedModel) -> Parse
     if isinstance(include := body.get("include"), list) and LOGPROBS_INCLUDE in include:
         raise APIError(f"{LOGPROBS_INCLUDE} is not supported; use logprobs of /v1/chat/completions", "include", UNSUPPORTED)
     chat = {name: fields.pop(name) for name in (*COMMON_FIELDS, *CHAT_FIELDS)}
-    messages = fields.take("input", _parse_input, list[dict[str, Any]]())
+    messages = fields.take("input", _parse_input, list[JSONDict]())
     if instructions := fields.take_string("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages or None
-    chat["tools"] = fields.take("tools", _parse_tools, list[dict[str, Any]]()) or None
+    chat["tools"] = fields.take("tools", _parse_tools, list[JSONDict]()) or None
     chat["tool_choice"] = fields.take("tool_choice", _parse_tool_choice, None)
     chat["max_tokens"] = fields.take_limit("max_output_tokens")
-    chat |= fields.take("text", _parse_text_format, dict[str, Any]())
-    chat |= fields.take("reasoning", _parse_reasoning, dict[str, Any]())
+    chat |= fields.take("text", _parse_text_format, JSONDict())
+    chat |= fields.take("reasoning", _parse_reasoning, JSONDict())
     fields.reject_remaining("responses field")
     return parse_chat_request(chat, model)
 
 
-def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_input(name: str, value: object) -> list[JSONDict]:
     """Convert the field `input` into chat messages; reasoning, text and calls in a row become one assistant message."""
     if isinstance(value, str):
         return [{"role": "user", "content": check_string(name, value)}]
-    messages = list[dict[str, Any]]()
+    messages = list[JSONDict]()
     for label, each in iter_objects(name, check_list(name, value)):
         item_type = each.get("type") or "message"
         match item_type:
@@ -84,7 +83,7 @@ def _parse_input(name: str, value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _parse_reasoning_item(name: str, item: Mapping[str, Any]) -> str:
+def _parse_reasoning_item(name: str, item: JSONObject) -> str:
     """Return the thought of a reasoning item; encrypted content of other servers is ignored."""
     if content := item.get("content") or item.get("summary"):
         return join_text_parts(f"content of {name}", content, TEXT_PART_TYPES)
@@ -92,16 +91,16 @@ def _parse_reasoning_item(name: str, item: Mapping[str, Any]) -> str:
     return encrypted.removeprefix(ENCRYPTED_PREFIX) if encrypted.startswith(ENCRYPTED_PREFIX) else ""
 
 
-def _get_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _get_assistant_message(messages: list[JSONDict]) -> JSONDict:
     """Return the last message if it is the assistant's; otherwise append an empty assistant message and return that."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
+def _parse_tools(name: str, value: object) -> list[JSONDict]:
     """Convert the field `tools` into the tools of a chat request; leaves out those of other types."""
-    tools, namespaces = list[dict[str, Any]](), dict[str, str]()  # by name
+    tools, namespaces = list[JSONDict](), dict[str, str]()  # by name
     for label, tool in _iter_tools(name, value):
         if tool.get("type") != "function":
             skip_extra("responses tool", label, tool.get("type"))
@@ -114,7 +113,7 @@ def _parse_tools(name: str, value: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def _iter_tools(name: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _iter_tools(name: str, value: object) -> Iterator[tuple[str, JSONDict]]:
     """Yield each tool after its label; the tools of a namespace, such as those of an MCP server, with the key `namespace`."""
     for label, tool in iter_objects(name, value):
         if tool.get("type") != "namespace":
@@ -125,7 +124,7 @@ def _iter_tools(name: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield inner_label, {**inner, "namespace": namespace}
 
 
-def _join_tool_name(value: Mapping[str, Any]) -> Any:
+def _join_tool_name(value: JSONObject) -> object:
     """Return the name of a tool or of a call as the template gets it: with its namespace, if it has one, in front."""
     namespace, name = value.get("namespace"), value.get("name")
     if not (namespace and isinstance(namespace, str) and isinstance(name, str)):
@@ -133,13 +132,13 @@ def _join_tool_name(value: Mapping[str, Any]) -> Any:
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def _parse_tool_choice(name: str, value: Any) -> Any:
+def _parse_tool_choice(name: str, value: object) -> object:
     if isinstance(value, dict) and "name" in value:
         return {"type": value.get("type"), "function": {"name": _join_tool_name(value)}}
     return value
 
 
-def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
+def _parse_text_format(name: str, value: object) -> JSONDict:
     """Convert the field `text` into a dict with the chat field `response_format`, or an empty one without a format.
 
     Its `verbosity` has no effect; any other key is an error.
@@ -153,7 +152,7 @@ def _parse_text_format(name: str, value: Any) -> dict[str, Any]:
     return {"response_format": response_format} if response_format else {}
 
 
-def _parse_reasoning(name: str, value: Any) -> dict[str, Any]:
+def _parse_reasoning(name: str, value: object) -> JSONDict:
     fields = Fields(check_object(name, value))
     for each in ("summary", "generate_summary"):
         fields.take_string(each)
@@ -209,14 +208,14 @@ class ResponsesFormatter(PartsFormatter):
         response["error"] = {"code": error.code or "server_error", "message": str(error)}
         return self._format_event("response.failed", response=response)
 
-    def _make_response(self) -> dict[str, Any]:
+    def _make_response(self) -> JSONDict:
         return self._make_response_object("incomplete" if self._finish_reason == "length" else "completed", self._format_items())
 
     def _format_part(self, change: str, part: OutputPart, text: str) -> bytes:
         is_call, is_text = part.kind == "tool_call", part.kind == "text"
         name = "function_call_arguments" if is_call else "output_text" if is_text else "reasoning_text"
         position = {"item_id": _format_id(part), "output_index": part.index} | ({} if is_call else {"content_index": 0})
-        logprobs: dict[str, Any] = {"logprobs": []} if is_text else {}
+        logprobs: JSONDict = {"logprobs": []} if is_text else {}
         if change == "delta":
             return self._format_event(f"response.{name}.delta", **position, delta=text, **logprobs)
         if change == "start":
@@ -230,15 +229,15 @@ class ResponsesFormatter(PartsFormatter):
             event += self._format_event("response.content_part.done", **position, part=_format_content(part, part.text))
         return event + self._format_event("response.output_item.done", output_index=part.index, item=self._format_item(part))
 
-    def _format_items(self) -> list[dict[str, Any]]:
+    def _format_items(self) -> list[JSONDict]:
         return [self._format_item(part) for part in self._parts]
 
-    def _format_item(self, part: OutputPart) -> dict[str, Any]:
+    def _format_item(self, part: OutputPart) -> JSONDict:
         """Return a part as an output item, incomplete if it was cut off by the maximum length and completed otherwise."""
         is_incomplete = self._finish_reason == "length" and part is self._parts[-1]
         return self._make_item(part, "incomplete" if is_incomplete else "completed")
 
-    def _make_item(self, part: OutputPart, status: str) -> dict[str, Any]:
+    def _make_item(self, part: OutputPart, status: str) -> JSONDict:
         """Return a part of the output as an output item of the Responses API, with the given status."""
         header = {"id": _format_id(part), "status": status}
         if part.kind == "tool_call":
@@ -259,11 +258,11 @@ class ResponsesFormatter(PartsFormatter):
                 return {"name": tool["name"], "namespace": tool["namespace"]}
         return {"name": part.name}
 
-    def _format_event(self, event_type: str, **fields: Any) -> bytes:
+    def _format_event(self, event_type: str, **fields: object) -> bytes:
         self._n_events += 1
         return format_sse_event({"type": event_type, "sequence_number": self._n_events - 1, **fields}, event_type)
 
-    def _make_response_object(self, status: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _make_response_object(self, status: str, items: Sequence[JSONObject]) -> JSONDict:
         sampling = self.requests[0].sampling
         usage = {
             "input_tokens": self.n_prompt,
@@ -297,12 +296,12 @@ class ResponsesFormatter(PartsFormatter):
         }
 
 
-def _make_early_response(random_id: str) -> dict[str, Any]:
+def _make_early_response(random_id: str) -> JSONDict:
     """Return the response object for events before the request is parsed, with little more than its id."""
     return {"id": f"resp_{random_id}", "object": "response", "status": "in_progress", "error": None, "output": []}
 
 
-def _number_events(events: Sequence[tuple[str, Mapping[str, Any]]], first: int) -> bytes:
+def _number_events(events: Sequence[tuple[str, JSONObject]], first: int) -> bytes:
     """Return server-sent events from pairs of a type and a response, numbered from the given number."""
     numbered = [({"type": name, "sequence_number": first + i, "response": each}, name) for i, (name, each) in enumerate(events)]
     return b"".join([format_sse_event(*each) for each in numbered])
@@ -317,7 +316,7 @@ def _format_id(part: OutputPart) -> str:
     return f"{'fc' if part.kind == 'tool_call' else 'rs' if part.kind == 'reasoning' else 'msg'}_{part.id}"
 
 
-def _format_content(part: OutputPart, content: str) -> dict[str, Any]:
+def _format_content(part: OutputPart, content: str) -> JSONDict:
     if part.kind == "text":
         return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
     return {"type": "reasoning_text", "text": content}

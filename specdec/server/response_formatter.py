@@ -5,12 +5,13 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import specdec
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.engine.request import GenerationRequest
 from specdec.events import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
@@ -41,7 +42,7 @@ class ChoiceDelta:
     deltas: list[Delta] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
-    details: dict[str, Any] | None = None
+    details: JSONDict | None = None
 
     def __bool__(self) -> bool:
         """Return whether there is anything to send."""
@@ -132,7 +133,7 @@ class Choice:
             return False
 
 
-def format_statistics(statistics: Statistics) -> dict[str, Any]:
+def format_statistics(statistics: Statistics) -> JSONDict:
     """Return the statistics of an output as a JSON object.
 
     The seconds are those of shared passes, so they do not measure the target alone.
@@ -146,7 +147,7 @@ def format_statistics(statistics: Statistics) -> dict[str, Any]:
     }
 
 
-def format_draft_details(step: Step) -> dict[str, Any]:
+def format_draft_details(step: Step) -> JSONDict:
     """Return a JSON object that shows which text of a step was drafted.
 
     `runs` is the text split by its source ("guessed" for accepted draft tokens, "own" for the target's); `wrong` is the
@@ -175,7 +176,7 @@ class ResponseFormatter:
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    body: Mapping[str, Any]
+    body: JSONObject
     requests: Sequence[GenerationRequest]
     options: ResponseOptions
     model: ServedModel
@@ -257,7 +258,7 @@ class ResponseFormatter:
         """Return the server-sent events that end a stream after an error."""
         return format_sse_event(error.format_body()) + SSE_DONE
 
-    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> JSONDict:
         """Return the complete response as a JSON object, from the merged deltas of each choice."""
         raise NotImplementedError
 
@@ -266,7 +267,7 @@ def _format_comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def format_sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
+def format_sse_event(value: JSONObject, name: str = "") -> bytes:
     """Return a server-sent event in UTF-8 with a JSON object as its data, and with a name if there is one.
 
     A lone surrogate, which JSON escapes can produce, is escaped again.
@@ -293,7 +294,7 @@ class OutputPart:
     name: str = ""
     text: str = ""
 
-    def parse_arguments(self) -> Any:
+    def parse_arguments(self) -> object:
         """Return the arguments of a tool call as a JSON value, or None if they were cut off."""
         with suppress(ValueError):
             return parse_json(self.text or "{}")
@@ -311,7 +312,7 @@ class PartsFormatter(ResponseFormatter):
         """Add a delta to the parts of the output, and return the server-sent events for it."""
         return b"".join([self._format_part(*each) for each in self._update_parts(delta)])
 
-    def format_response(self, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    def format_response(self, deltas: Sequence[ChoiceDelta]) -> JSONDict:
         """Add the deltas to the parts of the output, and return the complete response as a JSON object."""
         for delta in deltas:
             deque(self._update_parts(delta), 0)  # no events are needed
@@ -333,7 +334,7 @@ class PartsFormatter(ResponseFormatter):
         """Return the server-sent events for a change of a part: its "start", a "delta" with new text, or its "end"."""
         raise NotImplementedError
 
-    def _make_response(self) -> dict[str, Any]:
+    def _make_response(self) -> JSONDict:
         """Return the complete response as a JSON object, from all parts of the output."""
         raise NotImplementedError
 

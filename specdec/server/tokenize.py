@@ -1,14 +1,11 @@
 """Tokenization endpoints, with llama-server's request format. Knows no server."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from specdec.argument_checks import check_ints, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_ints, shorten
 from specdec.server.field_validation import Fields
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 
 
-def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+def tokenize(body: JSONObject, model: ServedModel) -> JSONDict:
     """Return the response to a body of /tokenize: the token ids of its `content`, with BOS only if `add_special` is true.
 
     Raises:
@@ -24,7 +21,7 @@ def tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     return {"tokens": tokens if add_special or tokens[: len(prefix)] != prefix else tokens[len(prefix) :]}
 
 
-def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+def detokenize(body: JSONObject, model: ServedModel) -> JSONDict:
     """Return the response to a body of /detokenize: the text of its list of token ids, `tokens`.
 
     Raises:
@@ -37,7 +34,7 @@ def detokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     return {"content": model.decoder.tokenizer.decode(tokens)}
 
 
-def _check_token_ids(name: str, value: Any, model: ServedModel) -> list[int]:
+def _check_token_ids(name: str, value: object, model: ServedModel) -> list[int]:
     """Return a list of token ids; raises TypeError for another value and ValueError for an id outside the vocabulary."""
     if not isinstance(value, list) or any(isinstance(each, bool) for each in value):
         raise TypeError(f"{name} is {shorten(value, repr)}; expected a list of token ids")

@@ -9,9 +9,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from specdec.argument_checks import check_choice, check_path, check_string, decode_text, shorten
+from specdec.argument_checks import JSONObject, check_choice, check_path, check_string, decode_text, shorten
 from specdec.loaders import Checkpoint, optional_dependencies, read_optional_json_object
 from specdec.loaders.llama2c import CHAT_TEMPLATES
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer, read_file_bytes
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from specdec.text.jinja_renderer import Rendering
 
 # role and content; an answer can have tokens, the ids that were generated; tool calls have the other MESSAGE_KEYS
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as templates take them
-Options = Mapping[str, Any]  # template variables next to the messages, for example enable_thinking
+Message = JSONObject
+Tools = Sequence[JSONObject]  # functions that a model may call, as templates take them
+Options = JSONObject  # template variables next to the messages, for example enable_thinking
 MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # passed to templates
 NO_OPTIONS: Options = {}
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
@@ -110,7 +110,7 @@ class ChatTemplate:
         """Whether the template renders a content that is a list of parts, and drops one that is a string, as SmolVLM's does."""
         from specdec.text.jinja_renderer import Rendering, RenderingError
 
-        def render(content: Any) -> str:
+        def render(content: object) -> str:
             return Rendering(self.source, self.variables, [{"role": "user", "content": content}]).text
 
         try:
@@ -312,7 +312,7 @@ def _read_template(path: Path) -> str:
         raise TemplateError(f"{path} is not valid UTF-8 at byte {error.start}; expected a chat template") from None
 
 
-def _parse_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _parse_special_tokens(config: JSONObject) -> dict[str, str]:
     """Return the names of special tokens by variable (bos_token and so on) from a parsed JSON file.
 
     A value can be a string or an object with `content`; variables with any other value are left out.
@@ -321,11 +321,11 @@ def _parse_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return _keep_strings({name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()})
 
 
-def _parse_gguf_special_tokens(keys: Mapping[str, Any]) -> dict[str, str]:
+def _parse_gguf_special_tokens(keys: JSONObject) -> dict[str, str]:
     tokens = keys.get("tokens")  # not validated if another tokenizer is given
     names = dict(enumerate(tokens)) if isinstance(tokens, list) else {}
     return _keep_strings({name: names.get(i) for name, key in GGUF_TOKEN_ID_KEYS.items() if type(i := keys.get(key)) is int})
 
 
-def _keep_strings(values: Mapping[str, Any]) -> dict[str, str]:
+def _keep_strings(values: JSONObject) -> dict[str, str]:
     return {name: value for name, value in values.items() if isinstance(value, str)}

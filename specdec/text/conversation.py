@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from specdec import argument_checks
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.events import Event, PrefillProgress, Proposal, Step, ThoughtStep
 from specdec.loaders import CheckpointError, read_json_object, write_text_atomically
 from specdec.protocols import Constraint
@@ -208,13 +209,13 @@ class Conversation:
         system: str = "",
         settings: ChatSettings | None = None,
         model: str = "",
-        metadata: Mapping[str, Any] = MappingProxyType({}),
+        metadata: JSONObject = MappingProxyType({}),
         constraint: Constraint | None = None,
     ) -> None:
         """Start a conversation without messages."""
         self._decoder, self.settings, self.model, self.metadata = decoder, settings or ChatSettings(), model, metadata
         self.system = argument_checks.check_string("the system prompt", system)
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[JSONDict] = []
         self.n_dropped, self._constraint = 0, constraint
         self.thinking: bool | None = None
 
@@ -260,7 +261,7 @@ class Conversation:
         *self.messages, last = self.messages
         return self._stream_answer(last["attempt"] + 1, before)
 
-    def _stream_answer(self, attempt: int, before: tuple[list[dict[str, Any]], int]) -> Generator[Event | PrefillProgress]:
+    def _stream_answer(self, attempt: int, before: tuple[list[JSONDict], int]) -> Generator[Event | PrefillProgress]:
         tokens, is_complete, text, thought_filter = list[int](), False, "", None
         try:
             prompt = self._encode_prompt()
@@ -405,7 +406,7 @@ class Conversation:
         return model
 
 
-def _read_saved(path: Path) -> dict[str, Any]:
+def _read_saved(path: Path) -> JSONDict:
     """Return the JSON object in a saved conversation after a check of its format and revision; other fields are not validated.
 
     Raises:
@@ -419,14 +420,14 @@ def _read_saved(path: Path) -> dict[str, Any]:
     return content
 
 
-def _get_field(content: dict[str, Any], name: str, expected_type: type) -> Any:
+def _get_field(content: JSONDict, name: str, expected_type: type) -> Any:
     if not isinstance(content.get(name), expected_type):
         expected = TYPE_PHRASES[expected_type]
         raise ValueError(f"{name} is {argument_checks.shorten(content.get(name), repr)}; expected {expected}")
     return content[name]
 
 
-def _parse_message(i: int, value: Any) -> dict[str, Any]:
+def _parse_message(i: int, value: Any) -> JSONDict:
     """Validate the i-th message of a saved conversation and return a copy with only the known fields.
 
     Messages alternate: user for even `i`, assistant for odd `i`.

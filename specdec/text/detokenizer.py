@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.tokenizer import NO_TOKENS, AnyTokenizer, StreamingDetokenizer
@@ -42,7 +42,7 @@ class Generation:
                 tokens += event.tokens
         return cls(prompt + "".join(texts), statistics, tokens, "".join(texts))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Return an iterator over the text and the statistics."""
         return iter((self.text, self.statistics))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specdec.argument_checks import shorten
+from specdec.argument_checks import JSONDict, JSONObject, shorten
 from specdec.families.pre_tokenizers import (
     BYTE_BPE,
     DEFAULT_PRE_TOKENIZER,
@@ -46,7 +46,7 @@ HARMONY_END = "<|end|>"  # does not end an answer if the vocabulary has both tok
 CHANNEL_EOS_PAIRS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
-def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> AnyTokenizer:
+def load_gguf_tokenizer(path: Path, keys: JSONObject, eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> AnyTokenizer:
     """Build the tokenizer of a GGUF file from the file's metadata.
 
     Args:
@@ -72,7 +72,7 @@ def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping
         raise
 
 
-def read_gguf_bos_and_eos(path: Path, keys: Mapping[str, Any], n_rows: int) -> tuple[int | None, dict[int, str]]:
+def read_gguf_bos_and_eos(path: Path, keys: JSONObject, n_rows: int) -> tuple[int | None, dict[int, str]]:
     """Return the BOS id (or None) and the named end-of-sequence ids of a GGUF file, for a tokenizer that replaces the file's own.
 
     Args:
@@ -104,7 +104,7 @@ class _TokenizerKeys:
         TokenizerError: Any method, for a key with an invalid value.
     """
 
-    def __init__(self, path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> None:
+    def __init__(self, path: Path, keys: JSONObject, eos_tokens: Mapping[int, str] = NO_EOS_TOKENS) -> None:
         self._path, self._keys, self._extra_eos_tokens = path, keys, eos_tokens
         self.tokens: list[str] = self._get_list("tokens", str)
         self.types: list[int] = self._get_list("token_type", int) if "token_type" in keys else [NORMAL] * len(self.tokens)
@@ -237,7 +237,7 @@ def _make_sentencepiece_vocab(keys: _TokenizerKeys) -> SentencePieceVocab:
     )
 
 
-def _make_character_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
+def _make_character_bpe(keys: _TokenizerKeys) -> JSONDict:
     """Return the contents of a tokenizer.json for BPE over characters with byte fallback, in which spaces are letters.
 
     The text is split only at the ends of lines.
@@ -251,7 +251,7 @@ def _make_character_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _make_byte_level_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
+def _make_byte_level_bpe(keys: _TokenizerKeys) -> JSONDict:
     """Return the contents of a tokenizer.json for BPE over bytes, with the pre-tokenizer that the key `pre` names.
 
     Raises:
@@ -270,13 +270,13 @@ def _make_byte_level_bpe(keys: _TokenizerKeys) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _make_split(regex: str) -> dict[str, Any]:
+def _make_split(regex: str) -> JSONDict:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def _make_tokenizer_json(
     keys: _TokenizerKeys, add_bos: bool, unk_token: str | None, is_byte_level: bool, ignore_merges: bool, **parts: Any
-) -> dict[str, Any]:
+) -> JSONDict:
     """Return the contents of a BPE tokenizer.json with the special tokens of a GGUF file, but without vocabulary and merges.
 
     Args:
@@ -307,7 +307,7 @@ def _make_tokenizer_json(
     }  # fmt: skip
 
 
-def _make_bos_template(name: str, token: int) -> dict[str, Any]:
+def _make_bos_template(name: str, token: int) -> JSONDict:
     """Return the tokenizer.json post-processor that puts the token with this name and id in front of a text."""
     single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     return {

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from specdec import argument_checks
+from specdec.argument_checks import JSONDict
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE
 from specdec.text.hf_encoder import BPETables, Encoder
@@ -280,7 +281,7 @@ def _find_tokenizer_file(path: Path) -> Path:
     raise TokenizerError(f"{path} has no {TOKENIZER_FILE}; {advice}")
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> JSONDict:
     """Return the JSON object in a file, or {} if the file is missing, damaged or holds something else."""
     try:
         value = json.loads(path.read_bytes())

@@ -30,6 +30,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specdec.argument_checks import JSONObject
 from specdec.tokenizer import RenderedSegment
 
 MIN_JINJA_VERSION = [3, 1, 6]  # earlier sandboxes have known escapes
@@ -156,23 +157,23 @@ def track(text: str) -> TrackedStr:
     return TrackedStr(text, b"\1" * len(text))
 
 
-def track_result(result: Any, *inputs: Any) -> Any:
+def track_result(result: object, *inputs: object) -> object:
     """Return the result of an operation: a string of strings from the template's source is the template's, too."""
     return track(result) if isinstance(result, str) and _is_from_template(inputs) else result
 
 
-def _is_from_template(value: Any) -> bool:
+def _is_from_template(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_from_template, value))
     return isinstance(value, TrackedStr) and 0 not in value._mask
 
 
-def is_markup(value: Any) -> bool:
+def is_markup(value: object) -> bool:
     """Return whether a value escapes the strings that are added to it, or is no string."""
     return not isinstance(value, str) or hasattr(value, "__html__")
 
 
-def join_strings(parts: Iterable[Any]) -> str:
+def join_strings(parts: Iterable[object]) -> str:
     """Return the concatenation of values as one string; raise RenderingError if it is too long."""
     strings = [*map(str, parts)]
     check_size(sum(map(len, strings)))
@@ -186,7 +187,7 @@ def check_result(value: Any) -> Any:
     return value
 
 
-def get_size(value: Any) -> int:
+def get_size(value: object) -> int:
     """Return the length of a string, list or tuple, an integer itself (it can be a repeat count), and 0 for other values."""
     return value if type(value) is int else len(value) if isinstance(value, str | list | tuple) else 0
 
@@ -197,7 +198,7 @@ def check_size(size: float) -> None:
         raise RenderingError(f"the template makes more than {MAX_SIZE} characters or items")
 
 
-def check_time(*_: Any) -> None:
+def check_time(*_: object) -> None:
     """Raise RenderingError if the CPU time limit of the rendering in this thread is exceeded; ignore the arguments."""
     if time.thread_time() > STATE.deadline:
         raise RenderingError("the template takes too long")
@@ -218,14 +219,14 @@ class GenerationExtension(Extension):
 class TrackingCodeGenerator(CodeGenerator):
     """A compiler of templates that makes the strings of their source `TrackedStr`s."""
 
-    def visit_Const(self, node: nodes.Const, frame: Any) -> None:  # noqa: N802 (jinja2's interface)
+    def visit_Const(self, node: nodes.Const, frame: object) -> None:  # noqa: N802 (jinja2's interface)
         """Write a constant."""
         if isinstance(node.value, str):
             self.write(self._output_const_repr([node.value]))
         else:
             super().visit_Const(node, frame)
 
-    def _output_const_repr(self, group: Iterable[Any]) -> str:
+    def _output_const_repr(self, group: Iterable[object]) -> str:
         return f"environment.track({super()._output_const_repr(group)})"
 
 
@@ -240,7 +241,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     track = staticmethod(functools.lru_cache(maxsize=4096)(track))
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
+    def _parse(self, source: str, name: str | None, filename: str | None) -> object:
         tree = super()._parse(source, name, filename)
         for node in [*tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))]:
             check = nodes.Filter(nodes.Const(None), "check_time", [], [], None, None)
@@ -251,7 +252,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             check_size(get_size(node.value))
         return tree
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: object, operator: str, left: object, right: object) -> object:
         """Return the result of a binary operator in a template; raise RenderingError if the result is too large."""
         if operator == "*":
             check_size(get_size(left) * get_size(right))
@@ -259,7 +260,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             check_size(2 ** min(get_size(left).bit_length() * get_size(right), 64))
         return track_result(check_result(super().call_binop(context, operator, left, right)), left, right)
 
-    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+    def call(self, context: object, function: object, *arguments: object, **named: object) -> object:
         """Return the result of a function or method that a template calls."""
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         result = super().call(context, function, *arguments, **named)
@@ -279,7 +280,7 @@ def tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def join(context: Any, values: Any, separator: str = "", attribute: Any = None) -> str:
+def join(context: object, values: object, separator: str = "", attribute: object = None) -> str:
     """Return the strings with a separator between each two of them, as jinja2's filter does, but tracked."""
     joined: str = do_join(context, values, TrackedStr(separator), attribute)
     return joined
@@ -367,9 +368,9 @@ class Rendering:
         self,
         source: str,
         variables: Mapping[str, str],
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        options: Mapping[str, Any] = {},
+        messages: Sequence[JSONObject],
+        tools: Sequence[object] | None = None,
+        options: Mapping[str, object] = {},
     ) -> None:
         """Store the template and the conversation; raise RenderingError if jinja2 is too old to be safe."""
         self._source, self._messages = source, [_track_role(message) for message in messages]
@@ -395,7 +396,7 @@ class Rendering:
         return [edge for run in re.finditer(rb"\0+", get_mask(self._tracked_text)) for edge in run.span()]
 
     @wrap_render_errors()
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, messages: Sequence[JSONObject]) -> str:
         STATE.now = self._now
         STATE.deadline = time.thread_time() + MAX_CPU_S + MAX_CPU_S_PER_CHARACTER * self.n_characters
         text: str = compile_template(self._source).render(self._variables | self._options, messages=messages)
@@ -430,7 +431,7 @@ class Rendering:
             self.prefix_ends.append(end if hash(self.text[:end]) == prefix_hash else -1)
 
 
-def find_strings(value: Any) -> Iterator[str]:
+def find_strings(value: object) -> Iterator[str]:
     """Yield every string in a nested JSON value, including the names in objects."""
     if isinstance(value, str):
         yield value
@@ -439,6 +440,6 @@ def find_strings(value: Any) -> Iterator[str]:
             yield from find_strings(each)
 
 
-def _track_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _track_role(message: JSONObject) -> JSONObject:
     """Return a message whose role may be a part of a special token, if it is one word."""
     return {**message, "role": track(message["role"])} if WORD.fullmatch(message["role"]) else message

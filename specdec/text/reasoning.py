@@ -9,8 +9,9 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from specdec.argument_checks import JSONDict
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, TemplateError
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer
 
@@ -109,7 +110,7 @@ class ReasoningMarks:
         return replace(self, end=self.message_end, before_end="", header_end="", closing_tokens=self.message_end_tokens)
 
 
-def make_thinking_options(template: ChatTemplate, is_on: bool) -> dict[str, Any]:
+def make_thinking_options(template: ChatTemplate, is_on: bool) -> JSONDict:
     """Return the template variables that switch thoughts on or off and that the template reads; empty if it reads none."""
     options = dict.fromkeys(THINKING_OPTIONS, is_on) | ({} if is_on else {"thinking_budget": 0})  # the last one of Seed-OSS
     return {name: value for name, value in options.items() if template.takes_variable(name)}

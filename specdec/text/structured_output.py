@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from specdec import argument_checks
+from specdec.argument_checks import JSONObject
 from specdec.loaders import optional_dependencies
 from specdec.protocols import ConstraintState
 from specdec.text.grammar_worker import WorkerLostError, make_matcher, try_grammar
@@ -437,7 +438,7 @@ class Grammar(NamedTuple):
         return constraint
 
 
-def json_schema(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> GrammarConstraint:
+def json_schema(tokenizer: AnyTokenizer, schema: JSONObject) -> GrammarConstraint:
     """Build a constraint by which a completion is one JSON value that matches a schema (the JSON Schema subset of llguidance).
 
     There is white space only after "," and ":".
@@ -458,7 +459,7 @@ def json_object(tokenizer: AnyTokenizer) -> GrammarConstraint:
     return json_schema(tokenizer, ANY_OBJECT_SCHEMA)
 
 
-def make_schema_grammar(tokenizer: AnyTokenizer, schema: Mapping[str, Any]) -> Grammar:
+def make_schema_grammar(tokenizer: AnyTokenizer, schema: JSONObject) -> Grammar:
     """Return the `Grammar` of a JSON Schema, which is not built yet.
 
     Raises:
@@ -473,7 +474,7 @@ def is_installed() -> bool:
     return not optional_dependencies.format_missing_packages(REQUIRED_PACKAGES)
 
 
-def serialize_schema(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
+def serialize_schema(schema: JSONObject, is_lenient: bool = False) -> str:
     """Return a JSON Schema as a JSON string that also has llguidance's formatting options.
 
     Args:
@@ -555,7 +556,7 @@ def _format_reason(error: str) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def _find_patterns(schema: Any) -> list[str]:
+def _find_patterns(schema: object) -> list[str]:
     """Return a list of all regexes in a JSON Schema: its values of `pattern` and its names in `patternProperties`."""
     patterns, stack = list[str](), [schema]
     while stack:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
-from specdec.argument_checks import check_path
+from specdec.argument_checks import JSONObject, check_path
 from specdec.loaders import Checkpoint, read_vocabulary
 from specdec.loaders.model_file import TOKENIZER_FILE, identify_file
 from specdec.loaders.model_paths import find_tokenizer
@@ -42,7 +42,7 @@ def load_tokenizer(path: Path, bos: int | None = None, eos_tokens: Mapping[int, 
         raise
 
 
-def load_gguf_tokenizer(path: Path, keys: Mapping[str, Any], eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
+def load_gguf_tokenizer(path: Path, keys: JSONObject, eos_tokens: Mapping[int, str] | None = None) -> AnyTokenizer:
     """Build the tokenizer of a GGUF file from the file's metadata; see `gguf_tokenizer.load_gguf_tokenizer`."""
     module = import_module("specdec.text.gguf_tokenizer")
     return cast(AnyTokenizer, module.load_gguf_tokenizer(path, keys, eos_tokens or {}))
@@ -90,7 +90,7 @@ class NamedTokens(Protocol):
     def is_same_file(self, path: Path) -> bool:
         """Return whether a tokenizer.json, or that in a folder, has the same bytes as this tokenizer's own file."""
 
-    def has_same_decoder(self, other: Any) -> bool:
+    def has_same_decoder(self, other: object) -> bool:
         """Return whether both tokenizers decode equally, so that tokens of the same name have the same bytes."""
 
 
@@ -228,7 +228,7 @@ def _get_meanings(tokenizer: AnyTokenizer, n: int) -> list[bytes | str]:
 
 
 def resolve_shared_vocabulary(
-    tokenizer: AnyTokenizer, n_target_rows: int, keys: Mapping[str, Any], name: str, draft: Checkpoint
+    tokenizer: AnyTokenizer, n_target_rows: int, keys: JSONObject, name: str, draft: Checkpoint
 ) -> SharedVocabulary:
     """Return the token ids that a target and a draft can both generate.
 

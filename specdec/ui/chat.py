@@ -8,13 +8,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from specdec import argument_checks
+from specdec.argument_checks import JSONObject
 from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step, ThoughtStep
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.keyboard import Keyboard
@@ -218,7 +219,7 @@ class ChatSession:
     """
 
     def __init__(
-        self, conversation: Conversation, labels: ModelLabels, plain: bool = False, json_extra: Mapping[str, Any] | None = None
+        self, conversation: Conversation, labels: ModelLabels, plain: bool = False, json_extra: JSONObject | None = None
     ) -> None:
         """Connect the conversation with the terminal and its commands."""
         self._conversation, self._labels, self._json_extra = conversation, labels, json_extra

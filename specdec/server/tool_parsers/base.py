@@ -6,14 +6,15 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from specdec.argument_checks import JSONObject
 from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote, quote_json
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 from specdec.text.structured_output import Grammar
 from specdec.tokenizer import AnyTokenizer
 
-ToolSchemas = Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by tool name
+ToolSchemas = Mapping[str, JSONObject]  # schemas of the arguments, by tool name
 Reader = Generator[None, str, None]  # is sent the characters of an output, then "" until it stops
 Layout = Literal["sequence", "lines", "list"]
 
@@ -188,10 +189,10 @@ class ToolParser:
     def make_grammar(
         cls,
         tokenizer: AnyTokenizer,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JSONObject],
         is_required: bool,
         is_single_call: bool,
-        response_schema: Mapping[str, Any] | None = None,
+        response_schema: JSONObject | None = None,
     ) -> Grammar:
         """Return a grammar, not built yet, of outputs that call the tools in this format.
 
@@ -221,7 +222,7 @@ class ToolParser:
         return grammar.build(tokenizer, start)
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool, without the marks around it; a JSON object unless it is overridden.
 
         Args:

@@ -1,8 +1,8 @@
 """Gemma's tool calls, `<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`, and those of FunctionGemma with other marks."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.server.tool_parsers.grammar import (
     ANY_TEXT,
     OBJECT_KEYS,
@@ -28,7 +28,7 @@ class GemmaParser(LiteralCallParser):
     open_mark, close_mark = "<|tool_call>", "<tool_call|>"
     extra_marks = GEMMA_QUOTES[:1]
 
-    def iter_calls(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def iter_calls(self, text: str) -> Iterator[tuple[str, JSONDict]]:
         """Yield the name and arguments of the only call of a text; raises ValueError if it is something else."""
         reader = LiteralReader(text.removeprefix("call:"))
         name = reader.read_name()
@@ -37,13 +37,13 @@ class GemmaParser(LiteralCallParser):
         reader.expect_end()
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool: its name, and the arguments as an object."""
         check_names([name, *(key for key, *_ in get_properties(schema))])
         return f"{quote(f'call:{name}')} {cls._write_object(grammar, schema, schema, 0)}"
 
     @classmethod
-    def _write_object(cls, grammar: GrammarBuilder, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    def _write_object(cls, grammar: GrammarBuilder, schema: JSONObject, root: JSONObject, depth: int) -> str:
         properties = get_properties(schema)
         grammar.check_supported_keys("an object", schema, *OBJECT_KEYS)
         check_names([key for key, *_ in properties])
@@ -54,7 +54,7 @@ class GemmaParser(LiteralCallParser):
         return f'"{{" {grammar.write_items(items, ",")} "}}"'
 
     @classmethod
-    def _write_value(cls, grammar: GrammarBuilder, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    def _write_value(cls, grammar: GrammarBuilder, schema: JSONObject, root: JSONObject, depth: int) -> str:
         """Return a Lark expression for a value of a schema. Beyond `MAX_SCHEMA_DEPTH` levels any value is allowed."""
         schema = resolve_ref(schema, root)
         choices = schema.get("anyOf")
@@ -69,15 +69,13 @@ class GemmaParser(LiteralCallParser):
         return f"({' | '.join(alternatives) or cls._write_any(grammar, 'any')})"
 
     @classmethod
-    def _write_constant(cls, grammar: GrammarBuilder, value: Any) -> str:
+    def _write_constant(cls, grammar: GrammarBuilder, value: object) -> str:
         (mark,) = grammar.write_marks(*cls.extra_marks)
         constant = grammar.write_constant(value, *cls.extra_marks, cls.close_mark)
         return f"{mark} {constant} {mark}" if isinstance(value, str) else constant
 
     @classmethod
-    def _write_type(
-        cls, grammar: GrammarBuilder, type_name: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
-    ) -> str:
+    def _write_type(cls, grammar: GrammarBuilder, type_name: str, schema: JSONObject, root: JSONObject, depth: int) -> str:
         """Return a Lark expression for a value of the given JSON type by a schema."""
         match type_name:
             case "integer" | "number" | "boolean" | "null":

@@ -4,9 +4,9 @@ The tools, earlier calls and their results are described in ordinary messages, a
 """
 
 import json
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
 
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.server.json_values import WHITESPACE
 from specdec.server.tool_parsers.base import Reader, ToolParser
 from specdec.server.tool_parsers.grammar import GrammarBuilder, quote_json
@@ -59,7 +59,7 @@ class GenericParser(ToolParser):
         return f'{opening or quote_json(cls.open_mark)} ": " "[" {call}{grammar.write_repeated(comma + call)} "]}}"'
 
 
-def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def describe_tools(messages: Sequence[JSONObject], tools: Sequence[JSONObject]) -> list[JSONDict]:
     """Return chat messages with the tools described in the system message, and with calls and results as JSON in their content.
 
     Args:
@@ -75,7 +75,7 @@ def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
     return described
 
 
-def _describe_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_message(message: JSONObject) -> JSONDict:
     if message["role"] == "tool":
         return {"role": "user", "content": _to_json({"tool_result": {"name": message["name"], "content": message["content"]}})}
     others = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -85,5 +85,5 @@ def _describe_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return others
 
 
-def _to_json(value: Any) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -1,10 +1,9 @@
 """GLM's tool calls: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`, as of GLM 4.5 to 4.7."""
 
 import json
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Generator
 
-from specdec.argument_checks import shorten
+from specdec.argument_checks import JSONObject, shorten
 from specdec.server.tool_parsers.base import Delta, Reader
 from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
 from specdec.server.tool_parsers.qwen3_coder import MAX_TAG_CHARS, Qwen3CoderParser
@@ -58,7 +57,7 @@ class GLMParser(Qwen3CoderParser):
         return text
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool: its name, then its parameters in their order."""
         return f"{quote(name)} {cls.write_parameters(grammar, schema)} {NEWLINE}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from specdec.argument_checks import shorten
+from specdec.argument_checks import JSONObject, shorten
 from specdec.text.structured_output import Grammar, serialize_schema
 from specdec.tokenizer import AnyTokenizer
 
@@ -39,7 +39,7 @@ class GrammarBuilder:
         self._error_prefix, self._is_strict = "", True
 
     @contextmanager
-    def begin_tool(self, tool: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    def begin_tool(self, tool: JSONObject) -> Iterator[JSONObject]:
         """Yield the JSON schema of a tool's arguments; errors in the context, and in rules that it adds, name the tool.
 
         A schema whose keys are all in `PLAIN_SCHEMA_KEYS` gets `additionalProperties: false`. If the tool is not `strict`,
@@ -78,7 +78,7 @@ class GrammarBuilder:
         self._lines.append((f"{name}{attributes}: {body}", self._error_prefix))
         return name
 
-    def add_json_rule(self, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:
+    def add_json_rule(self, schema: JSONObject, root: JSONObject | None = None) -> str:
         """Add a rule for JSON with a schema, which may refer to the definitions of a root schema, and return its name."""
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root} if root else {}
         text = serialize_schema({**definitions, **schema}, not self._is_strict)
@@ -117,7 +117,7 @@ class GrammarBuilder:
             tail = self.add_rule(rest if is_required else f"{rest} | {tail}")
         return head
 
-    def check_supported_keys(self, value_name: str, schema: Mapping[str, Any], *supported: str) -> None:
+    def check_supported_keys(self, value_name: str, schema: JSONObject, *supported: str) -> None:
         """Raise ValueError if a strict schema has unsupported keys, for tool formats that cannot use a `%json` rule.
 
         Args:
@@ -164,7 +164,7 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"{shorten(name, repr)} is not an identifier, which names in this model's calls must be")
 
 
-def get_properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+def get_properties(schema: JSONObject) -> list[tuple[str, JSONObject, bool]]:
     """Return the name and schema of each property of an object's schema, and whether the property is required."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping):
@@ -173,7 +173,7 @@ def get_properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
     return [(key, each if isinstance(each, Mapping) else {}, key in required) for key, each in properties.items()]
 
 
-def get_schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
+def get_schema_types(schema: JSONObject, root: JSONObject) -> set[str]:
     """Return the JSON types that a value may have by a schema; empty if the schema does not list them.
 
     Without a type, a list of allowed values decides: {"string"} if all of them are strings, otherwise {"any"}.
@@ -185,18 +185,18 @@ def get_schema_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[
     return {types} if isinstance(types, str) else {str(name) for name in types} if isinstance(types, list) else set()
 
 
-def get_enum_values(schema: Mapping[str, Any]) -> list[Any]:
+def get_enum_values(schema: JSONObject) -> list[object]:
     """Return the values that a JSON schema allows by `enum` or `const`; empty if it has neither."""
     values = schema.get("enum")
     return values if isinstance(values, list) else [schema["const"]] if "const" in schema else []
 
 
-def resolve_ref(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve_ref(schema: JSONObject, root: JSONObject) -> JSONObject:
     """Return the schema that `$ref` of a schema refers to within the root schema; without a reference, the schema itself."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(name := schema.get("$ref"), str) or not name.startswith("#/"):
             return schema
-        target: Any = root
+        target: object = root
         for key in name[2:].split("/"):
             target = target.get(key) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):

@@ -1,8 +1,8 @@
 """OpenAI's Harmony format, in which all output is in messages: `<|channel|>NAME<|message|>text<|end|>`."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
+from specdec.argument_checks import JSONObject
 from specdec.server.json_values import JsonScanner
 from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
 from specdec.server.tool_parsers.grammar import ANY_TEXT, GrammarBuilder, quote
@@ -65,7 +65,7 @@ class HarmonyParser(ToolParser):
             self.emit(Delta(self._kind, text))
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool, a message to a function."""
         channel, constrain, message = grammar.write_marks(CHANNEL, CONSTRAIN, MESSAGE)
         header = quote(f"commentary {RECIPIENT_PREFIX}{name} ")

@@ -1,8 +1,8 @@
 """LFM2's tool calls in Python's syntax: `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.server.tool_parsers.grammar import OBJECT_KEYS, GrammarBuilder, check_names, get_properties, quote
 from specdec.server.tool_parsers.literals import LiteralCallParser, LiteralReader
 
@@ -14,7 +14,7 @@ class LFM2Parser(LiteralCallParser):
     open_mark, close_mark = "<|tool_call_start|>", "<|tool_call_end|>"
     layout = "list"
 
-    def iter_calls(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def iter_calls(self, text: str) -> Iterator[tuple[str, JSONDict]]:
         """Yield the name and arguments of each call of a text; raises ValueError if it is something else."""
         reader = LiteralReader(text)
         reader.expect("[")
@@ -25,7 +25,7 @@ class LFM2Parser(LiteralCallParser):
         reader.expect_end()
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool: its name, and the arguments in JSON."""
         properties = get_properties(schema)
         check_names([name, *(key for key, *_ in properties)])

@@ -4,8 +4,8 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
+from specdec.argument_checks import JSONDict
 from specdec.server.json_values import parse_json
 from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
@@ -75,7 +75,7 @@ class LiteralReader:
         self._advance()
         return name
 
-    def read_items(self, close_char: str, separator: str, depth: int = 0) -> dict[str, Any]:
+    def read_items(self, close_char: str, separator: str, depth: int = 0) -> JSONDict:
         """Read names with values up to the closing character, and return them as a dict. Names may be quoted.
 
         Args:
@@ -83,14 +83,14 @@ class LiteralReader:
             separator: The character between a name and its value.
             depth: Levels of nesting so far.
         """
-        items = dict[str, Any]()
+        items = JSONDict()
         for _ in self.iter_until(close_char):
             key = self.read_value() if self.lexeme and (self.lexeme[1] or self.lexeme[2]) else self.read_name()
             self.expect(separator)
             items[str(key)] = self.read_value(depth)
         return items
 
-    def read_value(self, depth: int = 0) -> Any:
+    def read_value(self, depth: int = 0) -> object:
         """Read a string, number, constant, list or object, and return its value.
 
         Raises:
@@ -132,7 +132,7 @@ class LiteralCallParser(ToolParser):
 
     has_special_marks = True
 
-    def iter_calls(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def iter_calls(self, text: str) -> Iterator[tuple[str, JSONDict]]:
         """Yield the name and arguments of each call of the text between the marks; raises ValueError for other texts."""
         raise NotImplementedError
 

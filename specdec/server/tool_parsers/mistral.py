@@ -1,8 +1,8 @@
 """Mistral's tool calls: a list of JSON objects after `[TOOL_CALLS]`, or `[TOOL_CALLS]NAME[ARGS]{...}` once per call."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from specdec.argument_checks import JSONObject
 from specdec.server.json_values import WHITESPACE, JsonScanner
 from specdec.server.tool_parsers.base import Delta, Layout, Reader, ToolParser
 from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
@@ -77,6 +77,6 @@ class MistralParser(MistralListParser):
     layout = "sequence"
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool: its name, and the arguments in JSON."""
         return " ".join([quote(name), *grammar.write_marks(ARGS), grammar.add_json_rule(schema)])

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Generator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from specdec.argument_checks import shorten
+from specdec.argument_checks import JSONObject, shorten
 from specdec.server.json_values import JsonScanner, parse_json
 from specdec.server.tool_parsers.base import Delta, Layout, Reader, ToolParser
 from specdec.server.tool_parsers.grammar import (
@@ -79,7 +79,7 @@ class Qwen3CoderParser(ToolParser):
                 break
         return text
 
-    def _read_value(self, key: str, root: Mapping[str, Any]) -> Generator[None, str, str]:
+    def _read_value(self, key: str, root: JSONObject) -> Generator[None, str, str]:
         """Return the value of a parameter as JSON; if the output ends before it does, as an unterminated string."""
         properties = root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
@@ -106,12 +106,12 @@ class Qwen3CoderParser(ToolParser):
         return json.dumps(value, ensure_ascii=False)
 
     @classmethod
-    def write_call(cls, grammar: GrammarBuilder, name: str, schema: Mapping[str, Any]) -> str:
+    def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool: its parameters on lines of their own, in their order."""
         return f"{quote(f'{FUNCTION_OPEN}{name}>')} {cls.write_parameters(grammar, schema)} {quote(chr(10) + FUNCTION_CLOSE)}"
 
     @classmethod
-    def write_parameters(cls, grammar: GrammarBuilder, schema: Mapping[str, Any]) -> str:
+    def write_parameters(cls, grammar: GrammarBuilder, schema: JSONObject) -> str:
         """Return a Lark expression for the parameters of a call, where those that are not required may be missing."""
         grammar.check_supported_keys("an object", schema, *OBJECT_KEYS)
         parameters = [
@@ -131,7 +131,7 @@ class Qwen3CoderParser(ToolParser):
         return quote(f"\n{PARAMETER_OPEN}{key}>\n")
 
     @classmethod
-    def _write_parameter(cls, grammar: GrammarBuilder, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    def _write_parameter(cls, grammar: GrammarBuilder, key: str, schema: JSONObject, root: JSONObject) -> str:
         """Return a Lark expression for a parameter with its tags: a string as plain text, anything else as JSON.
 
         Raises:
@@ -148,7 +148,7 @@ class Qwen3CoderParser(ToolParser):
         return f"{prefix} {grammar.add_rule('/(?s:.*)/', f'[suffix={quote(cls.value_close)}]')}"
 
 
-def _get_value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
+def _get_value_types(schema: JSONObject, root: JSONObject) -> set[str]:
     """Return the JSON types that a parameter may have by its schema and those of its `anyOf` and `oneOf`; empty for any."""
     schema = resolve_ref(schema, root)
     choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
@@ -156,6 +156,6 @@ def _get_value_types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[
     return set[str]().union(*types)
 
 
-def _is_string(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+def _is_string(schema: JSONObject, root: JSONObject) -> bool:
     """Return whether a parameter is plain text instead of JSON: a string, or one without a schema."""
     return get_schema_types(schema, root) == {"string"} or not schema
