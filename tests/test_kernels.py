@@ -15,7 +15,7 @@ from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
 from specdec.quant.int8 import DOT4_NAME
 from specdec.quant.matmul import add_product
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.memory import lazy_zeros, zeros
+from specdec.runtime.memory import LazyMemory, zeros
 from specdec.runtime.op_program import Executor, Op
 from specdec.runtime.peak_arithmetic import make_chains_kernel
 from specdec.runtime.simd import FP32_STORAGE, INT32_STORAGE, REGISTER_LANES, round_up
@@ -183,7 +183,7 @@ print(mix_bits.stats.cache_path, mix_bits(1))
 
 def test_kv_cache_larger_than_memory_raises_memory_error():
     with pytest.raises(MemoryError):
-        lazy_zeros(np.float32, 1 << 50)
+        LazyMemory().zeros((1 << 50,))
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 7])

@@ -12,9 +12,11 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, move_kv_slots
 from specdec.quant.packed_matrix import LazyTable
-from specdec.runtime.memory import copy_nonzero_pages, lazy_zeros, zeros
+from specdec.runtime.memory import LazyMemory, copy_nonzero_pages, zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import PANEL_ROWS, Array, Float32, Int64, ceil_div, round_up
+
+PLAN_ITEM = bytes(8)  # each item of an array without memory
 
 
 def pad(n: int) -> int:
@@ -163,6 +165,7 @@ class Allocator:
         self.own = list[SequenceArray]()
         self.is_plan = is_plan
         self._old = deque(old)  # dropped as they are replaced
+        self._lazy = LazyMemory()
         self._token_bytes = dict[int, tuple[Array, int]]()
 
     @property
@@ -230,9 +233,9 @@ class Allocator:
     def make(self, shape: Sequence[int], dtype: type = np.float32, is_sparse: bool = False) -> Array:
         """Return a new array of zeros, or in a plan one without memory."""
         if self.is_plan:
-            return np.broadcast_to(np.zeros((), dtype), shape)
+            return np.ndarray(shape, dtype, PLAN_ITEM, strides=(0,) * len(shape))
         if is_sparse:
-            return lazy_zeros(dtype, *shape)
+            return self._lazy.zeros(shape, dtype)
         return zeros(*shape) if dtype is np.float32 else np.zeros(shape, dtype)
 
 

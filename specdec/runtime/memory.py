@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,6 +38,7 @@ PAGE_WORDS = 4096 // 8  # words of 8 bytes
 CHECKSUM_BYTES, CHECKSUM_LANES = 16, 8  # lanes: independent chains of multiplications
 ROTATE_BITS = np.uint64(29)
 GOLDEN_RATIO_64 = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, which is odd
+SHARED_MAPPING_BYTES = 4 << 20  # so much stays in use until the last of the arrays is dropped
 TOUCH_AHEAD_WORDS = 1 << 23  # enough that each thread touches huge pages of its own
 
 
@@ -124,32 +125,46 @@ class Arena:
         return self._used
 
 
-def lazy_zeros(dtype: type, *shape: int) -> Array:
-    """Return an array of zeros in which only pages that are written become resident; numpy would request pages of 2 MB.
+class LazyMemory:
+    """Memory for arrays of zeros in which only written pages become resident; numpy would request pages of 2 MB.
 
-    Raises:
-        MemoryError: The system refuses the memory.
+    Small arrays share a mapping, where each begins at a page: a mapping for each took half of the time of a new sequence.
     """
-    # Private, because a forked process would write to shared memory.
-    private: dict[str, int] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
-    try:
-        buffer = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, **private)
-    except OSError as error:
-        raise MemoryError(error.strerror) from None
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a system without huge pages
-            buffer.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(buffer, dtype).reshape(shape)
+
+    def __init__(self) -> None:
+        """Begin with an empty mapping."""
+        self._mapping, self._n_used = mmap.mmap(-1, 1), 1
+
+    def zeros(self, shape: Sequence[int], dtype: type = np.float32) -> Array:
+        """Return an array of zeros.
+
+        Raises:
+            MemoryError: The system refuses the memory.
+        """
+        n, start = math.prod(shape), round_up(self._n_used, mmap.PAGESIZE)
+        n_bytes = n * np.dtype(dtype).itemsize
+        if start + n_bytes > len(self._mapping):
+            # Private, because a forked process would write to shared memory.
+            private: dict[str, int] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+            try:
+                self._mapping, start = mmap.mmap(-1, max(n_bytes, SHARED_MAPPING_BYTES), **private), 0
+            except OSError as error:
+                raise MemoryError(error.strerror) from None
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                with suppress(OSError):  # a system without huge pages
+                    self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        self._n_used = start + n_bytes
+        return np.frombuffer(self._mapping, dtype, n, start).reshape(shape)
 
 
 def release_pages(rows: Array, first: int, last: int) -> None:
     """Give the memory of elements `first` to `last` (exclusive) of each row back to the system; they read as zeros afterwards.
 
     Releases only whole pages that hold nothing after these elements and nothing of another row. Elements before `first` must not
-    be needed any more either. Does nothing if the system cannot release pages or `rows` is no view of `lazy_zeros`.
+    be needed any more either. Does nothing if the system cannot release pages or `rows` is no view of `LazyMemory`.
 
     Args:
-        rows: A view (N, n) of `lazy_zeros`.
+        rows: A view (N, n) of `LazyMemory`.
         first: First element of each row.
         last: End of the elements of each row.
     """
@@ -174,7 +189,7 @@ def release_pages(rows: Array, first: int, last: int) -> None:
 def copy_nonzero_pages(to: Array, source: Array) -> None:
     """Copy an array to another without writing pages that are zeros in both.
 
-    So pages of `lazy_zeros` that were never written, or were released, take no memory in the copy either.
+    So pages of `LazyMemory` that were never written, or were released, take no memory in the copy either.
 
     Args:
         to: Array to write, of whole 8-byte words.

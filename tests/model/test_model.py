@@ -202,7 +202,7 @@ def test_logits_survive_buffer_growth(name):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(buffers, "zeros"), (buffers, "lazy_zeros"), (architecture, "Executor")])
+@pytest.mark.parametrize(("module", "where"), [(buffers, "zeros"), (buffers.LazyMemory, "zeros"), (architecture, "Executor")])
 def test_failed_growth_keeps_model_usable(monkeypatch, module, where, error):
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens = random_tokens(config, 300)

@@ -17,7 +17,7 @@ from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
 from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model_config import ModelConfig
-from specdec.runtime.memory import CAN_RELEASE_PAGES, copy_nonzero_pages, lazy_zeros, release_pages
+from specdec.runtime.memory import CAN_RELEASE_PAGES, LazyMemory, copy_nonzero_pages, release_pages
 from tests.tools.configs import replace_config
 from tests.tools.family_models import FAMILIES, random_tensors
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens, run_in_blocks
@@ -234,14 +234,14 @@ def test_evicting_a_layer_keeps_other_layers(no_slack: None) -> None:
 
 
 def test_shared_pages_are_not_released() -> None:
-    array = lazy_zeros(np.float32, 3, 5000)
+    array = LazyMemory().zeros((3, 5000))
     array[...] = 1.0
     release_pages(array, 0, 3200)
     assert (array[:, 3200:] == 1).all() and 3 * 1024 <= (array == 0).sum() <= 3 * 3200
     array[...] = 1.0
     release_pages(array, 2100, 3200)
     assert (array[:, 3200:] == 1).all() and (array[:, :1024] == 1).all() and (array == 0).any(axis=1).all()
-    other = lazy_zeros(np.float32, 3, 9000)
+    other = LazyMemory().zeros((3, 9000))
     copy_nonzero_pages(other[:, :5000], array)
     np.testing.assert_array_equal(other[:, :5000], array)
     array[1, 7] = -0.0
