@@ -66,9 +66,9 @@ class HeadArchitecture(Llama):
         n_taps, width = get_feature_shape(config)
         return HeadBuffers(
             **vars(super().make_buffers(config, weights, sizes, new)),
-            taps=new.rows("taps", pad(width), n_taps),
-            embedded=new.rows("embedded", pad(config.dim), 1),
-            pairs=new.rows("pairs", pad(config.dim + pad(config.dim)), sizes.n_threads),
+            taps=new.rows(pad(width), n_taps),
+            embedded=new.rows(pad(config.dim), 1),
+            pairs=new.rows(pad(config.dim + pad(config.dim)), sizes.n_threads),
             outputs=new.cache(sizes.n_positions, config.dim, positions_axis=0),
         )
 
@@ -127,7 +127,7 @@ class Eagle3(HeadArchitecture):
         n_taps, width = get_feature_shape(config)
         tapped, norms = b.taps, list[Op]()
         if get_head_config(config).fc_norm:
-            tapped = b.new.rows("tapped", pad((n_taps - 1) * width + pad(width)), b.n_threads)
+            tapped = b.new.share(Eagle3).rows(pad((n_taps - 1) * width + pad(width)), b.n_threads)
             for i in range(n_taps):
                 weight = weights.vectors[f"fc_norm.{i}"]
                 norms.append(rms_norm(tapped, b.taps[i : i + 1], weight, width, config.norm_eps, False, i * width))
@@ -139,7 +139,7 @@ class Eagle3(HeadArchitecture):
         attention = Attention(config, weights, b, 0).attend_to(b.pairs, self.make_pair_norms(config, weights, b))
         layer = [list(phase) for half in (attention, MLP(config, weights, b, 0).ops()) for phase in half]
         if get_head_config(config).norm_before_residual:
-            residual = b.new.rows("residual", pad(dim), 1)
+            residual = b.new.share(Eagle3).rows(pad(dim), 1)
             layer[0].append(copy_rows(residual[0], b.pairs, 0, dim, dim, False))
             layer[1].append(copy_rows(b.x[0], residual, 0, 0, dim, False))  # next to attention, when all threads have read x
         return [layer]

@@ -90,10 +90,10 @@ class Gemma4Assistant(Llama):
         longer = sizes._replace(n_positions=sizes.n_positions + PANEL_ROWS)
         return AssistantBuffers(
             **vars(super().make_buffers(config, weights, longer, new)),
-            embedded=new.rows("embedded", width, 1),
-            pairs=new.rows("pairs", pad(head.target_dim + width), 1),
-            outputs=new.rows("outputs", width),
-            nearness=new.rows("nearness", pad(max(head.n_centroids, 1))),
+            embedded=new.rows(width, 1),
+            pairs=new.rows(pad(head.target_dim + width), 1),
+            outputs=new.rows(width),
+            nearness=new.rows(pad(max(head.n_centroids, 1))),
         )
 
     def allocate_layers(self, config: ModelConfig, b: Buffers) -> None:

@@ -69,7 +69,7 @@ class MTPHead(HeadArchitecture):
 
 def _with_joined(b: Buffers) -> Buffers:
     """Return the buffers with an x of their own: what the layer updates, since b.x holds features or outputs."""
-    return replace(b, x=b.new.rows("joined", b.x.shape[2], 1))
+    return replace(b, x=b.new.share(MTPHead).rows(b.x.shape[2], 1))
 
 
 MTP = MTPHead()

@@ -69,7 +69,7 @@ class Attention(Block):
         The program writes keys and values to the KV cache. before: Ops that compute source (threads, T, ...).
         """
         config = self.config
-        qkv, heads = self.make_rows("qkv", "qkv"), self.b.new.rows("heads", pad(config.output_dim), 1)
+        qkv, heads = self.make_rows("qkv"), self.new.rows(pad(config.output_dim), 1)
         is_whole_norm = config.attention.qk_norm == "whole"
         is_per_head = not is_whole_norm and (config.attention.qk_norm or self.b.kv_format.is_scaled)
         unit, n_panels = _get_panels_per_unit(config) if is_per_head else 1, sum(map(count_panels, _get_qkv_rows(config)))
@@ -125,7 +125,7 @@ class Attention(Block):
         scale = np.float32(config.softmax_scale)
         no_sinks = np.full(config.n_heads, -np.inf, np.float32)
         sinks = self.vector("sinks") / scale if config.attention.sinks else no_sinks  # the kernel multiplies them by scale
-        mixed = b.new.scratch("mixed", b.n_threads, MAX_TILE_TOKENS, kv.values.shape[1] * PANEL_ROWS)
+        mixed = self.new.scratch(b.n_threads, MAX_TILE_TOKENS, kv.values.shape[1] * PANEL_ROWS)
         numbers = config.n_heads, config.attention_window, config.softmax_scale, config.attention.softcap
         op = b.kv_format.attention(heads, qkv, *kv, b.scores, mixed, b.depths, b.paths, sinks, *numbers)
         return op._replace(bytes_per_slot=count_bytes_per_slot(kv))
@@ -143,7 +143,7 @@ def make_scales(sizes: BufferSizes, new: Allocator, n_heads: int) -> Float32:
     """Return the scales of keys or of values (G, S); (G, 0) if the KV cache is not quantized."""
     if sizes.kv.is_scaled:
         return new.cache(n_heads, sizes.n_positions, positions_axis=1)
-    return new.scratch("no scales", n_heads, 0)
+    return np.zeros((n_heads, 0), np.float32)
 
 
 def count_bytes_per_slot(kv: KVState) -> int:

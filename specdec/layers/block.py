@@ -39,6 +39,7 @@ class Block(ABC):
         w: The model's weights.
         b: The model's buffers.
         layer: The layer's part of the buffers.
+        new: Makes arrays of passes, the same for all blocks of the class.
     """
 
     fused: ClassVar[FusedNames] = {}
@@ -47,7 +48,7 @@ class Block(ABC):
     def __init__(self, config: ModelConfig, weights: Weights, b: Buffers, i: int) -> None:
         """Bind the block to weights and buffers."""
         self.config, self.w, self.b, self.i = config, weights, b, i
-        self.layer = b.layers[i]
+        self.layer, self.new = b.layers[i], b.new.share(type(self))
 
     @classmethod
     @abstractmethod
@@ -93,13 +94,13 @@ class Block(ABC):
         """Return the ops of out = W x for a matrix that may have several shards."""
         return self.w.matmul(f"{self.i}.{name}", out, x, self.b.scratches, unit=unit)
 
-    def make_rows(self, name: str, matrix: str) -> Float32:
+    def make_rows(self, matrix: str) -> Float32:
         """Return an array (T, rows) of passes for the output of the layer's matrix of this name."""
-        return self.b.new.rows(name, self.matrix(matrix).n_total_rows)
+        return self.new.rows(self.matrix(matrix).n_total_rows)
 
-    def make_scratch(self, name: str, matrix: str) -> Float32:
+    def make_scratch(self, matrix: str) -> Float32:
         """Return scratch for another matmul of a phase that has one already, since the chunks of a thread share scratch."""
-        return self.b.new.rows(name, self.matrix(matrix).scratch_words, self.b.n_threads)
+        return self.new.rows(self.matrix(matrix).scratch_words, self.b.n_threads)
 
     def norm(self) -> Op:
         """Return the op that norms x with the weights of the norm before the block."""
@@ -119,10 +120,10 @@ class Block(ABC):
         if self.config.norm_placement == "before":
             matmul = self.matrix(matrix).matmul(b.x[0], source, b.scratch, accumulate=True)
             return [[matmul, *self.make_bias_ops(b.x[0], bias)]]
-        weight = self.vector(f"{self.norm_name}_out")
+        weight, branch = self.vector(f"{self.norm_name}_out"), self.new.rows(b.x.shape[2], 1)
         return [
-            [self.matrix(matrix).matmul(b.branch[0], source, b.scratch), *self.make_bias_ops(b.branch[0], bias)],
-            [add_norm(b.x[0], b.branch, weight, self.config.dim, self.config.norm_eps, factor)],
+            [self.matrix(matrix).matmul(branch[0], source, b.scratch), *self.make_bias_ops(branch[0], bias)],
+            [add_norm(b.x[0], branch, weight, self.config.dim, self.config.norm_eps, factor)],
         ]
 
     def get_layer_scale(self, is_last: bool = True) -> float:

@@ -3,6 +3,7 @@
 Shapes: T tokens of this pass, S cached positions, D dim, L layers, V vocab, G KV heads, K head dim, R rows of a panel.
 """
 
+import copy
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,13 @@ class RopeTables(NamedTuple):
     sin: Float32
 
 
+class LayerInputs(NamedTuple):
+    """The tokens' rows of the table that stays in its file (T, L P), and the inputs of all layers (T, L P padded)."""
+
+    token_rows: Float32
+    inputs: Float32
+
+
 @dataclass
 class LayerBuffers:
     """The arrays of one layer that outlive a pass.
@@ -129,12 +137,14 @@ class SharedBuffers:
     """The arrays that all caches of a model share.
 
     Attributes:
-        arrays: Arrays of passes, by name and shape.
+        arrays: Arrays of passes, by what uses them, the order of its calls, shape and dtype.
+        scores: Scratch for attention scores, as long as the longest sequence.
         ropes: RoPE tables, by what their angles depend on.
         executors: Executors by (n_positions, hidden layers); the second of each list, if any, is for long RoPE factors.
     """
 
     arrays: dict[Hashable, Array] = field(default_factory=dict)
+    scores: Float32 | None = None
     ropes: dict[Hashable, RopeTables] = field(default_factory=dict)
     executors: dict[tuple[int, tuple[int, ...]], list[Executor]] = field(default_factory=dict)
 
@@ -142,7 +152,8 @@ class SharedBuffers:
     def n_bytes(self) -> int:
         """Size in bytes of all arrays and RoPE tables."""
         tables = (table for rope in self.ropes.values() for table in rope)
-        return sum(array.nbytes for array in (*self.arrays.values(), *tables))
+        scores = [] if self.scores is None else [self.scores]
+        return sum(array.nbytes for array in (*self.arrays.values(), *tables, *scores))
 
 
 class Allocator:
@@ -167,40 +178,53 @@ class Allocator:
         self._old = deque(old)  # dropped as they are replaced
         self._lazy = LazyMemory()
         self._token_bytes = dict[int, tuple[Array, int]]()
+        self._user: object = None
+        self._n_taken = 0  # arrays of passes
+
+    def share(self, user: object) -> "Allocator":
+        """Return an allocator that makes the arrays of passes of one of several users that run one after another.
+
+        It returns the arrays that the other users got, in the order of the calls.
+
+        Args:
+            user: What they have in common, such as a class of blocks.
+        """
+        other = copy.copy(self)
+        other._user, other._n_taken = user, 0
+        return other
 
     @property
     def token_arrays(self) -> list[tuple[Array, int]]:
         """The arrays with a row for each token of a pass, each with the bytes from one row to the next."""
         return [*self._token_bytes.values()]
 
-    def rows(self, name: str, width: int, copies: int = 0, dtype: type = np.float32) -> Array:
-        """Return the array (T, width), or (copies, T, width), of passes: any pass may overwrite it.
-
-        Calls with the same name and sizes return the same array.
-        """
+    def rows(self, width: int, copies: int = 0, dtype: type = np.float32) -> Array:
+        """Return an array (T, width), or (copies, T, width), of passes: any pass may overwrite it."""
         shape = (copies, MAX_BATCH_TOKENS, width) if copies else (MAX_BATCH_TOKENS, width)
-        array = self.scratch(name, *shape, dtype=dtype)
+        array = self.scratch(*shape, dtype=dtype)
         self._token_bytes[id(array)] = array, array.shape[-1] * array.itemsize
         return array
 
-    def numbers(self, name: str) -> Int64:
+    def numbers(self) -> Int64:
         """Return an array (T,) with an integer for each token of a pass."""
-        array = self.scratch(name, MAX_BATCH_TOKENS, dtype=np.int64)
+        array = self.scratch(MAX_BATCH_TOKENS, dtype=np.int64)
         self._token_bytes[id(array)] = array, array.itemsize
         return array
 
-    def scratch(self, name: str, *shape: int, dtype: type = np.float32) -> Array:
+    def scratch(self, *shape: int, dtype: type = np.float32) -> Array:
         """Return an array of passes of any other shape; see `rows`."""
-        if (name, shape) not in self.shared.arrays:
-            self.shared.arrays[name, shape] = self.make(shape, dtype)
-        return self.shared.arrays[name, shape]
+        key = self._user, self._n_taken, shape, dtype
+        self._n_taken += 1
+        if key not in self.shared.arrays:
+            self.shared.arrays[key] = self.make(shape, dtype)
+        return self.shared.arrays[key]
 
     def scores(self, *shape: int) -> Float32:
         """Return scratch for attention scores (..., S), of this shape or with more positions."""
-        found = self.shared.arrays.get("scores")
+        found = self.shared.scores
         if found is None or found.shape[-1] < shape[-1]:
             self.shared.executors.clear()  # they use the smaller array
-            found = self.shared.arrays["scores"] = self.make(shape, np.float32)
+            found = self.shared.scores = self.make(shape, np.float32)
         return found
 
     def sequence(
@@ -258,7 +282,7 @@ class Buffers:
         layers: What the layers keep between passes.
         hidden_states: (S, layers D), of the cache's slots; only if hidden states are kept.
         long_rope: RoPE tables of sequences with long factors, if there are any.
-        token_rows: Rows of the table that stays in its file, of the tokens of a pass, if there is one.
+        layer_inputs: The per-layer inputs, if there are any.
     """
 
     sizes: BufferSizes
@@ -275,7 +299,7 @@ class Buffers:
     layers: list[LayerBuffers]
     hidden_states: Float32 | None = None
     long_rope: RopeTables | None = None
-    token_rows: Float32 | None = None
+    layer_inputs: LayerInputs | None = None
 
     @property
     def kv_format(self) -> KVFormat:
@@ -293,11 +317,6 @@ class Buffers:
         return self.scratches[0]
 
     @property
-    def branch(self) -> Float32:
-        """Output of a block before its norm (1, T, D padded)."""
-        return self.new.rows("branch", self.x.shape[2], 1)
-
-    @property
     def recurrent_states(self) -> list[RecurrentState]:
         """The states of all mixers, in the order of layers."""
         return [layer.recurrent for layer in self.layers if layer.recurrent]
@@ -312,8 +331,8 @@ class Buffers:
         rows = slice(at, at + len(tokens))
         self.tokens[rows] = tokens
         if table:
-            assert self.token_rows is not None
-            self.token_rows[rows] = table.read_rows(tokens)
+            assert self.layer_inputs
+            self.layer_inputs.token_rows[rows] = table.read_rows(tokens)
 
     def copy_sequence(self, other: "Buffers", n: int) -> None:
         """Copy the first n positions, whole panels, and all arrays of fixed size, of the sequence in other buffers."""

@@ -57,12 +57,12 @@ class DeltaNet(Block):
 
     def ops(self) -> Program:
         """Return the block's program."""
-        d, new, n_threads = require_type(self.config.mixer, DeltaNetConfig), self.b.new, self.b.n_threads
+        d, new, n_threads = require_type(self.config.mixer, DeltaNetConfig), self.new, self.b.n_threads
         (source, before), (inputs, scan) = self.prepare_input(), self.recurrent
         assert scan
-        projected, values = self.make_rows("projected", "in"), new.rows("mixed_values", pad(d.total_value_dim), 1)
-        scratch = new.scratch("delta_scratch", n_threads, MAX_BATCH_TOKENS, 2 * d.key_head_dim + pad(d.value_head_dim))
-        draft_state = new.scratch("draft_state", n_threads, d.key_head_dim, PANEL_ROWS)
+        projected, values = self.make_rows("in"), new.rows(pad(d.total_value_dim), 1)
+        scratch = new.scratch(n_threads, MAX_BATCH_TOKENS, 2 * d.key_head_dim + pad(d.value_head_dim))
+        draft_state = new.scratch(n_threads, d.key_head_dim, PANEL_ROWS)
         arrays = values, projected, *scan, scratch, draft_state, self.vector("rates"), self.vector("delta_norm")
         op = delta_net(*arrays, self.config.norm_eps, d.value_head_dim, d.n_key_heads, d.tiled_heads)
         return [

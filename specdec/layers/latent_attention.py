@@ -76,30 +76,30 @@ class LatentAttention(Block):
 
     def ops(self) -> Program:
         """Return the block's program."""
-        config, b, new, kv = self.config, self.b, self.b.new, self.kv
+        config, b, new, kv = self.config, self.b, self.new, self.kv
         a, heads = get_latent_config(config), config.n_heads
         assert self.layer.rope
         tables = *self.layer.rope, b.depths
         source, before = self.prepare_input()
         # down-projections of queries, keys and values, and up-projection of queries
-        qkv = queries = self.make_rows("qkv", "qkv")
+        qkv = queries = self.make_rows("qkv")
         phases = [[*before, *self.matmul("qkv", qkv, source)]]
         if a.q_rank:
-            normed, queries = new.rows("q_normed", pad(a.q_rank), b.n_threads), new.rows("q_b", pad(config.q_dim))
+            normed, queries = new.rows(pad(a.q_rank), b.n_threads), new.rows(pad(config.q_dim))
             q_norm = norm_columns(normed, qkv, self.vector("q_a_norm"), a.q_rank, LATENT_NORM_EPS)
             phases.append([q_norm, *self.matmul("q_b", queries, normed)])
         # writes to the KV cache, absorption of the key matrices, RoPE of queries
-        latent, kv_base = new.rows("latent", a.cache_width), pad(a.q_rank or config.q_dim)
+        latent, kv_base = new.rows(a.cache_width), pad(a.q_rank or config.q_dim)
         latent_args = latent, qkv, kv_base, self.vector("kv_a_norm"), LATENT_NORM_EPS, a.kv_rank, a.rope_dim
         store = STORE_LATENT[b.kv_format.dtype](kv.values, kv.value_scales, *latent_args, *tables)
-        absorbed, mixed = new.rows("queries", heads * a.cache_width), new.rows("mixed_latents", heads * a.latent_width)
+        absorbed, mixed = new.rows(heads * a.cache_width), new.rows(heads * a.latent_width)
         absorb = [
             store,
             *self._multiply_heads("k_b", absorbed, a.cache_width, a.kv_rank, queries, a.head_dim, a.nope_dim),
             rotate_queries(absorbed, queries, 0, heads, a.head_dim, a.rope_dim, a.cache_width, a.latent_width, *tables),
         ]
         # attention, value matrices
-        out = new.rows("heads", pad(config.output_dim), 1)
+        out = new.rows(pad(config.output_dim), 1)
         mix = self._multiply_heads("v_b", out[0], a.value_dim, a.value_dim, mixed, a.latent_width, a.kv_rank)
         return [*phases, absorb, [self._attend(mixed, absorbed, kv)], mix, *self.add_residual("wo", out, "bo")]
 
@@ -111,14 +111,15 @@ class LatentAttention(Block):
         A slot is a head of a token. input (threads, T H, N or C padded) and output (T H, C or V padded) hold the slots' rows,
         scratch the rows of input in the form that the matmul reads. Each head is an expert.
         """
-        a, heads, new, n_threads = get_latent_config(self.config), self.config.n_heads, self.b.new, self.b.n_threads
+        a, heads, n_threads = get_latent_config(self.config), self.config.n_heads, self.b.n_threads
         n_slots, width = MAX_BATCH_TOKENS * heads, max(a.latent_width, pad(max(a.nope_dim, a.value_dim)))
         words = max(self.matrix(name).scratch_words for name in ("k_b", "v_b"))
-        rows = new.scratch("head_input", n_threads, n_slots, width)
-        output = new.scratch("head_output", n_slots, width)
-        scratch = new.scratch("head_scratch", n_threads, n_slots, words)
-        starts = new.scratch("head_starts", n_threads, heads + 1, dtype=np.int64)
-        routing = ExpertRouting(new.scratch("head_tokens", n_threads, 1, dtype=np.int64), starts)
+        new = self.b.new.share(gather_heads)  # both calls use the same arrays
+        rows = new.scratch(n_threads, n_slots, width)
+        output = new.scratch(n_slots, width)
+        scratch = new.scratch(n_threads, n_slots, words)
+        starts = new.scratch(n_threads, heads + 1, dtype=np.int64)
+        routing = ExpertRouting(new.scratch(n_threads, 1, dtype=np.int64), starts)
         return [
             gather_heads(rows, starts, x, 0, x_stride, n),
             self.matrix(matrix).expert_matmul(output, rows, scratch, scratch, routing, per_token=heads),
@@ -128,7 +129,7 @@ class LatentAttention(Block):
     def _attend(self, out: Float32, queries: Float32, kv: KVState) -> Op:
         """Return the op of out = softmax attention of each query head over the cached rows that a token sees."""
         config, b = self.config, self.b
-        mixed = b.new.scratch("mixed", b.n_threads, MAX_TILE_TOKENS, get_latent_config(config).latent_width)
+        mixed = self.new.scratch(b.n_threads, MAX_TILE_TOKENS, get_latent_config(config).latent_width)
         sinks = np.full(config.n_heads, -np.inf, np.float32)
         numbers = config.n_heads, config.attention_window, config.softmax_scale, config.attention.softcap
         arrays = out, queries, kv.values, kv.value_scales, b.scores, mixed, b.depths, b.paths, sinks

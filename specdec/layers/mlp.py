@@ -48,7 +48,7 @@ class MLP(Block):
         """Return the block's program."""
         config, (source, before) = self.config, self.prepare_input()
         unit, n_panels = 1 + is_gated(config), pad(config.hidden_dim) // PANEL_ROWS
-        up, hidden = self.make_rows("up", "up"), self.b.new.rows("hidden", pad(config.hidden_dim), 1)
+        up, hidden = self.make_rows("up"), self.new.rows(pad(config.hidden_dim), 1)
         phase = [*before, self.matrix("up").matmul(up, source, self.b.scratch, unit=unit), *self.make_bias_ops(up, "b13", unit)]
         phase += make_scale_ops(up, config.mlp_scales * n_panels, (PANEL_ROWS, PANEL_ROWS) * n_panels, unit)
         if config.activation == XIELU:

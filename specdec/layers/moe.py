@@ -92,17 +92,17 @@ class MoE(Block):
 
     def ops(self) -> Program:
         """Return the block's program."""
-        config, new, scratch = self.config, self.b.new, self.b.scratch
+        config, new, scratch = self.config, self.new, self.b.scratch
         e, (source, before) = get_experts_config(config), self.prepare_input()
         router_ops, expert_ops, sum_ops = self.make_expert_ops(source, source, before, self.b.x[0])
         if e.shared_hidden_dim:
-            up, hidden = self.make_rows("shared_up", "shared_up"), new.rows("shared_hidden", pad(e.shared_hidden_dim), 1)
+            up, hidden = self.make_rows("shared_up"), new.rows(pad(e.shared_hidden_dim), 1)
             router_ops.append(self.matrix("shared_up").matmul(up, source, scratch, unit=1 + is_gated(config)))
             router_ops.append(activate(config, hidden, up))
             sum_ops.append(self.matrix("shared_down").matmul(self.b.x[0], hidden, scratch, accumulate=True))
             if e.shared_gate:
-                gates = new.rows("shared_gates", PANEL_ROWS)
-                gate_scratch = self.make_scratch("gate_scratch", "shared_gate")
+                gates = new.rows(PANEL_ROWS)
+                gate_scratch = self.make_scratch("shared_gate")
                 router_ops.append(self.matrix("shared_gate").matmul(gates, source, gate_scratch))
                 expert_ops.append(gate_tokens(hidden, gates))
         return [[*before, *router_ops], expert_ops, sum_ops]
@@ -124,24 +124,24 @@ class MoE(Block):
             before: Ops that compute source.
             out: Output (T, D padded).
         """
-        config, b, new, n_threads = self.config, self.b, self.b.new, self.b.n_threads
+        config, b, new, n_threads = self.config, self.b, self.new, self.b.n_threads
         e, n_parts = get_experts_config(config), 1 + is_gated(config)
         n_slots = MAX_BATCH_TOKENS * e.n_experts_used
         widest = max(pad(config.dim), self.w.scratch_words)
         up, slot_out = (
-            new.scratch("slot_up", n_slots, n_parts * pad(e.hidden_dim)),
-            new.scratch("slot_out", n_slots, pad(config.dim)),
+            new.scratch(n_slots, n_parts * pad(e.hidden_dim)),
+            new.scratch(n_slots, pad(config.dim)),
         )
-        hidden = new.scratch("slot_hidden", 1, n_slots, pad(e.hidden_dim))
-        scratch = new.scratch("slot_scratch", n_threads, n_slots, self.matrix("experts_down").scratch_words)
-        gathered = new.scratch("gathered", n_threads, MAX_BATCH_TOKENS, widest)
+        hidden = new.scratch(1, n_slots, pad(e.hidden_dim))
+        scratch = new.scratch(n_threads, n_slots, self.matrix("experts_down").scratch_words)
+        gathered = new.scratch(n_threads, MAX_BATCH_TOKENS, widest)
         routing = self._make_routing_args()
         slots = ExpertRouting(routing.tokens, routing.starts)
         up_op = self.matrix("experts_up").expert_matmul(up, source, b.scratch, gathered, slots, unit=n_parts)
         down_op = self.matrix("experts_down").expert_matmul(
             slot_out, hidden, scratch, gathered, slots, per_token=e.n_experts_used
         )
-        router = self.matrix("router").matmul(routing.scores, routed, self.make_scratch("router_scratch", "router"))
+        router = self.matrix("router").matmul(routing.scores, routed, self.make_scratch("router"))
         router_ops, down_ops, activation = [router], [down_op], activate(config, hidden, up, e.n_experts_used)
         if e.swiglu_limit:
             activation = clamped_swiglu(hidden, up, self.vector("experts_b13"), slots.starts, e.swiglu_limit, e.swiglu_alpha)
@@ -154,17 +154,17 @@ class MoE(Block):
         return router_ops, [*before, route(*routing), up_op, activation], [route(*routing), *down_ops, sum_op]
 
     def _make_routing_args(self) -> "RoutingArgs":
-        new, n_threads, e = self.b.new, self.b.n_threads, get_experts_config(self.config)
+        new, n_threads, e = self.new, self.b.n_threads, get_experts_config(self.config)
         n_slots, width, scoring = MAX_BATCH_TOKENS * e.n_experts_used, pad(e.n_experts), get_scoring(e)
         bias = self.find_vector("router_bias")
         return RoutingArgs(
-            scores=new.rows("router", width),
+            scores=new.rows(width),
             bias=bias if bias.size else zeros(width),
-            probs=new.scratch("router_probs", n_threads, width + pad(e.n_groups)),
-            tokens=new.scratch("slot_tokens", n_threads, n_slots, dtype=np.int64),
-            starts=new.scratch("starts", n_threads, e.n_experts + 1, dtype=np.int64),
-            slots=new.scratch("token_slots", n_threads, n_slots, dtype=np.int64),
-            weights=new.scratch("slot_weights", n_threads, n_slots),
+            probs=new.scratch(n_threads, width + pad(e.n_groups)),
+            tokens=new.scratch(n_threads, n_slots, dtype=np.int64),
+            starts=new.scratch(n_threads, e.n_experts + 1, dtype=np.int64),
+            slots=new.scratch(n_threads, n_slots, dtype=np.int64),
+            weights=new.scratch(n_threads, n_slots),
             n_experts_used=e.n_experts_used,
             scoring=scoring,
             norm_topk_prob=int(e.norm_topk_prob),
@@ -197,16 +197,17 @@ class ParallelMoE(MoE):
 
     def ops(self) -> Program:
         """Return the block's program."""
-        config, b, new = self.config, self.b, self.b.new
+        config, b, new = self.config, self.b, self.new
         dim, eps, width = config.dim, config.norm_eps, pad(config.dim)
-        routed, experts_input = new.rows("routed", width, b.n_threads), new.rows("experts_input", width, b.n_threads)
+        routed, experts_input = new.rows(width, b.n_threads), new.rows(width, b.n_threads)
         router_weight = self.vector("router_scale") * np.float32(1 / np.sqrt(np.float32(dim)))
         before = [rms_norm(experts_input, b.x, self.vector("rms_experts"), dim, eps, False, 0)]
-        experts = new.rows("experts_output", width, 1)
+        experts = new.rows(width, 1)
         router_ops, expert_ops, sum_ops = self.make_expert_ops(experts_input, routed, before, experts[0])
-        up, hidden = self.make_rows("up", "up"), new.rows("hidden", pad(config.hidden_dim), 1)
+        up, hidden = self.make_rows("up"), new.rows(pad(config.hidden_dim), 1)
         norms = (self.vector(name) for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
-        factor, branch_sum = self.get_layer_scale(not config.per_layer_inputs), new.rows("branch_sum", width, b.n_threads)
+        factor = self.get_layer_scale(not config.per_layer_inputs)
+        branch, branch_sum = new.rows(width, 1), new.rows(width, b.n_threads)
         return [
             [
                 self.norm(),
@@ -215,9 +216,9 @@ class ParallelMoE(MoE):
                 rms_norm(routed, b.x, router_weight, dim, eps, False, 0),
                 *router_ops,
             ],
-            [self.matrix("down").matmul(b.branch[0], hidden, self.make_scratch("mlp_scratch", "down")), *expert_ops],
+            [self.matrix("down").matmul(branch[0], hidden, self.make_scratch("down")), *expert_ops],
             sum_ops,
-            [add_parallel_branches(b.x[0], b.branch, experts, branch_sum, *norms, dim, eps, factor)],
+            [add_parallel_branches(b.x[0], branch, experts, branch_sum, *norms, dim, eps, factor)],
         ]
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from specdec.kernels import head_norm
 from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
 from specdec.layers.block import Block
-from specdec.layers.buffers import Buffers, pad
+from specdec.layers.buffers import Allocator, Buffers, LayerInputs, pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes, Weights
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
 from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.op_program import Program
-from specdec.runtime.simd import PANEL_ROWS, Float32
+from specdec.runtime.simd import PANEL_ROWS
 
 GATE, PROJECTION, TOKEN_TABLE = "inputs_gate", "inputs_back", "input_rows"
 
@@ -39,8 +39,8 @@ class PerLayerInputs(Block):
     def ops(self) -> Program:
         """Return the block's program."""
         n, b = get_inputs_config(self.config).dim, self.b
-        gates, gated = b.new.rows("input_gates", pad(n)), b.new.rows("gated_inputs", pad(n), 1)
-        gate = gate_per_layer_inputs(gated, gates, make_layer_inputs(self.config, b), self.i * n, n)
+        gates, gated = self.new.rows(pad(n)), self.new.rows(pad(n), 1)
+        gate = gate_per_layer_inputs(gated, gates, get_layer_inputs(b).inputs, self.i * n, n)
         phase = [self.matrix(GATE).matmul(gates, b.x, b.scratch), gate]
         return [phase, *self.add_residual(PROJECTION, gated, factor=self.get_layer_scale())]
 
@@ -60,14 +60,15 @@ def global_shapes(config: ModelConfig) -> Shapes:
     return {TOKEN_TABLE: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
 
 
-def make_layer_inputs(config: ModelConfig, b: Buffers) -> Float32:
-    """Return the array (T, L P padded) of the embedding's matmul, then of the layers' inputs."""
-    return b.new.rows("layer_inputs", pad(config.n_layers * get_inputs_config(config).dim))
+def make_layer_inputs(config: ModelConfig, new: Allocator) -> LayerInputs:
+    """Return the arrays of the per-layer inputs."""
+    width = config.n_layers * get_inputs_config(config).dim
+    return LayerInputs(new.rows(width), new.rows(pad(width)))
 
 
-def make_token_rows(config: ModelConfig, b: Buffers) -> Float32:
-    """Return the array (T, L P) of the tokens' rows of the table."""
-    return b.new.rows("token_rows", config.n_layers * get_inputs_config(config).dim)
+def get_layer_inputs(b: Buffers) -> LayerInputs:
+    """Return b.layer_inputs, which must be set."""
+    return require_type(b.layer_inputs, LayerInputs)
 
 
 def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
@@ -80,11 +81,11 @@ def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) ->
     n_panels = count_panels(config.n_layers * n)
     unit = unit if n_panels % unit == 0 else n_panels
     row_scale, scale = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
-    inputs = make_layer_inputs(config, b)
+    token_rows, inputs = get_layer_inputs(b)
     return [
         [
             weights.matrices["inputs"].matmul(inputs, b.x, b.scratch, unit=unit),
             head_norm(inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
-            combine_per_layer_inputs(inputs, make_token_rows(config, b), unit, row_scale, scale),
+            combine_per_layer_inputs(inputs, token_rows, unit, row_scale, scale),
         ]
     ]

@@ -44,7 +44,7 @@ class ShortConv(Block):
     def ops(self) -> Program:
         """Return the block's program."""
         source, before = self.prepare_input()
-        projected, gated = self.make_rows("projected", "in"), self.b.new.rows("gated", pad(self.config.dim), 1)
+        projected, gated = self.make_rows("in"), self.new.rows(pad(self.config.dim), 1)
         phase = [
             *before,
             self.matrix("in").matmul(projected, source, self.b.scratch, unit=len(PROJECTIONS)),

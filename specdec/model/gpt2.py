@@ -45,7 +45,7 @@ class GPT2MLP(Block):
 
     def ops(self) -> Program:
         """Return the block's program."""
-        up, hidden = self.make_rows("up", "up"), self.b.new.rows("hidden", pad(self.config.hidden_dim), 1)
+        up, hidden = self.make_rows("up"), self.new.rows(pad(self.config.hidden_dim), 1)
         norm = make_layer_norm(self.config, self.w, self.b, f"{self.i}.ln_ffn")
         matmul = self.matrix("up").matmul(up, self.b.normed, self.b.scratch)
         return [[norm, matmul, *self.make_bias_ops(up, "b1"), gelu(hidden, up)], *self.add_residual("down", hidden, "b2")]

@@ -153,9 +153,9 @@ class Llama(Architecture):
             long_config = replace(config, attention=replace(config.attention, rope=rope))
             b.long_rope = make_rope_tables(long_config, b.sizes.n_positions, b.new)
         if config.per_layer_inputs:
-            from specdec.layers.per_layer_inputs import make_token_rows
+            from specdec.layers.per_layer_inputs import make_layer_inputs
 
-            b.token_rows = make_token_rows(config, b)
+            b.layer_inputs = make_layer_inputs(config, b.new)
 
     def embed(self, config: ModelConfig, weights: Weights, b: Buffers) -> Program:
         """Return the program that sets x to the tokens' scaled embeddings and computes the per-layer inputs, if there are any."""

@@ -182,7 +182,7 @@ def repack_q6_k(factors, words, source):
 
 
 def make_two_bit_repacker(n_factors: int) -> CompiledFunction:
-    """Return the function that repacks a block of n_factors bytes of factors and 64 bytes with 4 codes each (32 for 128 codes)."""
+    """Return the function that repacks a block of n_factors bytes of factors and 64 bytes of 4 codes each (32 for 128 codes)."""
 
     @inlined
     def repack(factors, words, source):

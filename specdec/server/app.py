@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 
-from specdec.argument_checks import JSONDict
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.engine.metrics import format_prometheus
 from specdec.server import ollama
 from specdec.server.access_control import Receive, Scope, Send
@@ -52,7 +52,7 @@ OLLAMA_INTERFACES: dict[str, tuple[RequestParser, type[ResponseFormatter]]] = {
     "/api/chat": (ollama.parse_ollama_chat, ollama.OllamaChatFormatter),
     "/api/generate": (ollama.parse_ollama_generate, ollama.OllamaGenerateFormatter),
 }
-AUXILIARY_PARSERS: dict[str, Callable[[Mapping[str, Any], ServedModel], AuxiliaryRequest]] = {
+AUXILIARY_PARSERS: dict[str, Callable[[JSONObject, ServedModel], AuxiliaryRequest]] = {
     "/v1/embeddings": parse_embedding_request,
     "/api/embed": ollama.parse_ollama_embedding,
     "/api/embeddings": ollama.parse_ollama_prompt_embedding,

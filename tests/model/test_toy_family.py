@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from specdec import kernels
+from specdec.layers.attention import Attention
 from specdec.layers.buffers import Buffers, pad
+from specdec.layers.mlp import MLP
 from specdec.layers.weights import fuse_tensors
 from specdec.model import ARCHITECTURES
 from specdec.model.kv_cache import INITIAL_CAPACITY
@@ -77,13 +79,17 @@ class Toy(Llama):
 
     def layers(self, config, weights, b):
         w, v = weights.matrices, weights.vectors
-        heads, hidden = b.new.rows("heads", pad(config.dim), 1), b.new.rows("hidden", pad(config.hidden_dim), 1)
+        # the arrays of Llama's blocks, whose matmuls have the first ones
+        attention, mlp = b.new.share(Attention), b.new.share(MLP)
+        _, heads = attention.rows(w["0.qkv"].n_total_rows), attention.rows(pad(config.dim), 1)
+        _, hidden = mlp.rows(w["0.up"].n_total_rows), mlp.rows(pad(config.hidden_dim), 1)
+        branch = b.new.share(Toy).rows(pad(config.dim), 1)
 
         def norm(name, x=b.x):
             return kernels.rms_norm(b.normed, x, v[name], config.dim, config.norm_eps, False, 0)
 
         def add_branch(name):
-            return [norm(name, b.branch), ADD_NORMED(b.x[0], b.normed)]
+            return [norm(name, branch), ADD_NORMED(b.x[0], b.normed)]
 
         def layer(i, own):
             (_, *qkv), attention, _, (_, *mlp), _ = own  # norms and matmuls are Llama's; what follows differs
@@ -91,10 +97,10 @@ class Toy(Llama):
                 [STATE(b.x[0], b.states[i], v[f"{i}.decay"], v[f"{i}.gain"])],
                 [norm(f"{i}.rms_att"), *qkv],
                 attention,
-                [w[f"{i}.wo"].matmul(b.branch[0], heads, b.scratch)],
+                [w[f"{i}.wo"].matmul(branch[0], heads, b.scratch)],
                 add_branch(f"{i}.rms_att_out"),
                 [norm(f"{i}.rms_ffn"), *mlp],
-                [w[f"{i}.down"].matmul(b.branch[0], hidden, b.scratch)],
+                [w[f"{i}.down"].matmul(branch[0], hidden, b.scratch)],
                 add_branch(f"{i}.rms_ffn_out"),
             ]
 
