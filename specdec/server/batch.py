@@ -26,7 +26,7 @@ from specdec.server.rerank import parse_rerank_request
 from specdec.server.response_formatter import ChoiceDelta
 
 GENERATION_PARSERS = {"/v1/chat/completions": parse_chat_request, "/v1/completions": parse_completion_request}
-AUXILIARY_PARSERS: dict[str, Callable[[Mapping[str, Any], ServedModel], AuxiliaryRequest]] = {
+AUXILIARY_PARSERS: dict[str, Callable[[JSONObject, ServedModel], AuxiliaryRequest]] = {
     "/v1/embeddings": parse_embedding_request,
     "/v1/rerank": parse_rerank_request,
 }

@@ -1,11 +1,11 @@
 """The rerank endpoint, in the format of Jina, Cohere and vLLM: a request becomes auxiliary tasks. Knows no server."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from specdec.argument_checks import check_string
+from specdec.argument_checks import JSONDict, JSONObject, check_string
 from specdec.engine.reranker import Reranker
 from specdec.model.model import Model
 from specdec.server.auxiliary_tasks import AuxiliaryTask
@@ -53,7 +53,7 @@ class RerankRequest:
             name: Name of the model.
         """
         joined = [score for part in scores for score in part]
-        results = list[dict[str, Any]]()
+        results = list[JSONDict]()
         for i in sorted(range(len(joined)), key=lambda i: -joined[i])[: self.n_results]:
             results.append({"index": i, "relevance_score": joined[i]})
             if self.has_documents:
@@ -63,7 +63,7 @@ class RerankRequest:
         return encode_json({"object": "list", "model": name, "results": results, "usage": usage})
 
 
-def parse_rerank_request(body: Mapping[str, Any], model: ServedModel) -> RerankRequest:
+def parse_rerank_request(body: JSONObject, model: ServedModel) -> RerankRequest:
     """Parse a body of /v1/rerank into a RerankRequest with tokenized prompts.
 
     Raises:
