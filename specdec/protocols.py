@@ -55,7 +55,13 @@ class LengthPolicy(Protocol):
 
 
 class Drafter(Protocol):
-    """The interface of drafters, which propose draft tokens for one sequence."""
+    """The interface of drafters, which propose draft tokens for one sequence.
+
+    Attributes:
+        has_variable_length: Whether a policy may end a proposal early; if not, its length is the same in each round.
+    """
+
+    has_variable_length: bool
 
     def prepare(self, tokens: list[int]) -> None:
         """Prefill the drafter with the tokens of a sequence; called after each prefill of the target."""

@@ -143,6 +143,8 @@ class LookupDrafter:
         can_branch: Whether proposals may be token trees.
     """
 
+    has_variable_length = True
+
     def __init__(
         self,
         eos_tokens: Iterable[int],

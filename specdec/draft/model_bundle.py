@@ -4,28 +4,30 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import Popen
 from typing import Literal, TypeVar, cast
 
 from specdec.argument_checks import CheckpointWarning, JSONObject, check_ints, check_string, is_list, shorten
-from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE
-from specdec.draft.lookup import LookupDrafter
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, Acceptance
+from specdec.draft.cost_curves import CostCurve
+from specdec.draft.lookup import LookupDrafter, warm_up_lookup
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.precompile_models import compile_passes
-from specdec.draft.settings import AUTO, QuantizeOptions, parse_quantize
+from specdec.draft.settings import AUTO, QuantizeOptions, SpeculativeSettings, parse_quantize
 from specdec.layers.weights import Weights
 from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_builtin_head
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory_headroom, open_checkpoint
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.model_config import ASSISTANT, ModelConfig
+from specdec.protocols import Drafter
 from specdec.quant import WeightFormat
 from specdec.quant.packed_matrix import convert
 from specdec.runtime.garbage_collection import pause_garbage_collection
-from specdec.sampling import Sampler
+from specdec.sampling import Sampler, Sampling
 from specdec.text.tokenizer_lookup import (
     SharedVocabulary,
     assume_shared_vocabulary,
@@ -34,6 +36,7 @@ from specdec.text.tokenizer_lookup import (
     resolve_tokenizer,
 )
 from specdec.tokenizer import AnyTokenizer
+from specdec.verification import Verifier
 
 SELF = "self"  # draft keyword: a copy of the target in fewer bits
 MTP = "mtp"  # draft keyword: the head in the target's own file or next to it
@@ -321,6 +324,68 @@ class ModelBundle:
         chain_only = next((name for name, model in self.models.items() if not model.can_run_trees), None)
         reason = f'trees are not supported by the {chain_only}: its recurrent state holds one sequence; leave out tree "on"'
         return reason if chain_only else ""
+
+    def _drafts_trees(self, settings: SpeculativeSettings, is_alone: bool = True) -> bool:
+        """Return whether the draft model proposes token trees for a sequence with these settings."""
+        is_requested = settings.tree == "on" and (is_alone or settings.verify != "coupled")
+        return is_requested and self.draft.model is not None and not self.tree_incompatibility
+
+    def can_lookup_branch(self, settings: SpeculativeSettings) -> bool:
+        """Return whether looked-up proposals of a sequence with these settings may be token trees, where these are profitable."""
+        return self.uses_lookup and settings.tree != "off" and settings.is_adaptive and not self.tree_incompatibility
+
+    def can_branch(self, settings: SpeculativeSettings) -> bool:
+        """Return whether proposals of a sequence with these settings may be token trees."""
+        return self._drafts_trees(settings) or self.can_lookup_branch(settings)
+
+    def make_drafter(
+        self,
+        caches: SequenceCaches,
+        sampling: Sampling,
+        verifier: Verifier,
+        settings: SpeculativeSettings,
+        is_alone: bool,
+        calibration: tuple[CostCurve, Acceptance] | None,
+    ) -> Drafter | None:
+        """Return a tree, staged or plain drafter for one sequence, or None without a draft.
+
+        Args:
+            caches: The KV caches for the sequence.
+            sampling: The sampling parameters of the target.
+            verifier: The verifier of the proposals.
+            settings: The settings of speculative decoding.
+            is_alone: Whether the sequence's batch is only this sequence.
+            calibration: The result of `measure_draft`, if that was called.
+        """
+        vocabulary, eos_tokens, noise = self.draft.vocabulary, self.tokenizer.eos_tokens, verifier.get_draft_stream
+        sampler = Sampler(vocabulary.n_target, sampling, vocabulary.n_common)
+        if self._drafts_trees(settings, is_alone) and caches.draft:
+            from specdec.draft.tree import TreeDrafter
+
+            return TreeDrafter(caches.draft, sampler, noise, eos_tokens)
+        if calibration:
+            from specdec.draft.staged import make_staged_drafter
+
+            return make_staged_drafter(self, caches, calibration, sampler, noise, eos_tokens)
+        # with other verifiers the output depends on the draft, so matches in the sequence alone are looked up
+        return self.draft.make_drafter(caches.draft, sampler, noise, eos_tokens)
+
+    def measure_draft(self) -> tuple[CostCurve, Acceptance] | None:
+        """Measure and return what `make_drafter` needs of a draft with a second level; None for other drafts."""
+        if self.stage.is_empty:
+            return None
+        from specdec.draft.staged import measure_stage
+
+        return measure_stage(self)
+
+    def list_warm_ups(self, settings: SpeculativeSettings) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yield the tasks, with their names, that compile or load the code of drafters, next to that of forward passes."""
+        if LOOKUP in (self.draft.model_or_lookup, self.stage.model_or_lookup):
+            yield "lookup", warm_up_lookup
+        if self.can_branch(settings):
+            from specdec.draft.tree import warm_up_trees
+
+            yield "trees", lambda: warm_up_trees(self.new_caches().all, self.draft.vocabulary)
 
     def new_caches(self) -> SequenceCaches:
         """Return empty KV caches for a new sequence."""

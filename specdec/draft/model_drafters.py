@@ -46,6 +46,8 @@ class ModelDrafter:
         eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
     """
 
+    has_variable_length = True
+
     def __init__(self, cache: DraftCache, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
         """Create a drafter without a proposal."""
         self._cache, self._model = cache, cache.model

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 from specdec.draft.acceptance import Acceptance
+from specdec.draft.cost_calibration import measure
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy
 from specdec.draft.lookup import LookupDrafter
@@ -143,6 +144,13 @@ class StagedDrafter(ModelDrafter):
             return super().propose(tokens, policy, tail)
 
 
+def measure_stage(bundle: ModelBundle) -> tuple[CostCurve, Acceptance]:
+    """Return the costs of a bundle's draft model and second-level draft, measured, and the acceptance of the latter."""
+    caches = bundle.new_caches()
+    assert caches.draft
+    return measure(caches.draft, caches.stage, bundle.draft.vocabulary), Acceptance(bundle.stage.prior_acceptance)
+
+
 def make_staged_drafter(
     bundle: ModelBundle,
     caches: SequenceCaches,
@@ -156,7 +164,7 @@ def make_staged_drafter(
     Args:
         bundle: The models; it must have a second-level draft.
         caches: The sequence's caches of the models.
-        calibration: The costs of the draft model and its second-level draft, and the acceptance of the latter.
+        calibration: The result of `measure_stage`.
         sampler: See `ModelDrafter`.
         noise: See `ModelDrafter`.
         eos_tokens: See `ModelDrafter`.

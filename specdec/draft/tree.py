@@ -27,6 +27,7 @@ class TreeDrafter(ModelDrafter):
     after an end-of-sequence token, or without probability, are left out.
     """
 
+    has_variable_length = False
     _cache: KVCache
 
     def propose(self, tokens: list[int], policy: LengthPolicy, tail: Sequence[int] = ()) -> Draft:

@@ -57,7 +57,7 @@ class Autotuner:
     Attributes:
         bundle: The models.
         acceptance: How often draft tokens were accepted so far.
-        stage_calibration: The costs and the acceptance of the second-level draft; None before they are measured, or without one.
+        draft_calibration: What `ModelBundle.measure_draft` has returned; None before.
         prefill_limit: How many prompt tokens a pass runs.
         thread_choices: The numbers of threads to choose from.
         relative_step_times: By number of threads, the time of a step relative to that on the first number; empty without a trial.
@@ -67,7 +67,7 @@ class Autotuner:
         """Create an autotuner that has measured nothing yet."""
         self.bundle = bundle
         self.acceptance = Acceptance(bundle.draft.prior_acceptance)
-        self.stage_calibration: tuple[CostCurve, Acceptance] | None = None
+        self.draft_calibration: tuple[CostCurve, Acceptance] | None = None
         self.prefill_limit = PrefillLimit()
         self.thread_choices = get_thread_choices() if bundle.can_choose_threads else [bundle.target.n_threads]
         self.relative_step_times: dict[int, float] = {}
@@ -160,14 +160,12 @@ class Autotuner:
 
         Threads are tried only if there are several numbers to choose from and steps are short; a `ThreadTuner` then adapts the
         number in later steps. It also makes the first trial if steps are long.
-        Costs are found only if there is a draft. They are measured, unless those in the calibration file suffice. With a
-        second-level draft, its costs are measured too.
+        Costs are found only if there is a draft. They are measured, unless those in the calibration file suffice.
 
         Args:
             time_generation: A function that generates the given number of tokens and returns the seconds that it took.
             step_seconds: Time of a step.
         """
-        draft, stage = self.bundle.draft, self.bundle.stage
         if len(self.thread_choices) > 1:
             if is_slow := step_seconds > MAX_TRIAL_STEP_S:
                 Executor([])(0, 0, 0, 1)  # loads the code of a single thread
@@ -175,14 +173,9 @@ class Autotuner:
                 self.relative_step_times = choose_threads(self._set_n_threads, self.thread_choices, time_generation)
             n_threads = self.bundle.target.n_threads
             self._thread_tuner = ThreadTuner(self.thread_choices, n_threads, self._set_n_threads, is_untried=is_slow)
-        if not draft.is_empty:
+        if not self.bundle.draft.is_empty:
             self._calibrate()
-        if not stage.is_empty:
-            caches = self.bundle.new_caches()
-            if caches.draft:
-                self.stage_calibration = (
-                    measure(caches.draft, caches.stage, draft.vocabulary), Acceptance(stage.prior_acceptance)
-                )  # fmt: skip
+        self.draft_calibration = self.bundle.measure_draft()
 
     def _calibrate(self) -> None:
         """Read the costs and the acceptance that earlier processes have stored, measure the costs again, and keep the lower ones.

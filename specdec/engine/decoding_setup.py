@@ -4,14 +4,13 @@ from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, Acceptance
 from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.lookup import LookupDrafter, PredictionDrafter
 from specdec.draft.lookup_tables import LookupMemory
-from specdec.draft.model_bundle import ModelBundle, SequenceCaches
+from specdec.draft.model_bundle import SequenceCaches
 from specdec.draft.settings import SpeculativeSettings
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.request import GenerationRequest
 from specdec.protocols import Drafter, LengthPolicy
-from specdec.sampling import Sampler, Sampling
 from specdec.speculative import DecodingState
-from specdec.verification import VERIFIERS, Verifier
+from specdec.verification import VERIFIERS
 
 
 def make_decoding_state(
@@ -50,12 +49,12 @@ def make_decoding_state(
         )
     elif bundle.uses_lookup and verifier.is_coupled:
         is_too_fast = settings.is_adaptive and autotuner.is_too_fast_for_lookup
-        can_branch = can_lookup_branch(bundle, settings) and not (request.constraint or request.sampling.has_logit_adjustments)
+        can_branch = bundle.can_lookup_branch(settings) and not (request.constraint or request.sampling.has_logit_adjustments)
         drafter = None if is_too_fast else LookupDrafter(eos_tokens, request.sampling, memory, vocabulary.n_target, can_branch)
     else:
-        drafter = _make_drafter(autotuner, caches, request.sampling, verifier, settings, is_alone)
+        drafter = bundle.make_drafter(caches, request.sampling, verifier, settings, is_alone, autotuner.draft_calibration)
     policy: LengthPolicy = FixedLength(settings.fixed_gamma)
-    if costs and drafter and settings.is_adaptive and not is_tree_drafting(bundle, settings, is_alone):
+    if costs and drafter and settings.is_adaptive and drafter.has_variable_length:
         is_free = is_predicted or draft.model is None
         acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(LOOKUP_ACCEPTANCE)
         policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free)
@@ -78,38 +77,3 @@ def make_decoding_state(
         bundle.n_ids,
         autotuner.step_costs,
     )
-
-
-def is_tree_drafting(bundle: ModelBundle, settings: SpeculativeSettings, is_alone: bool = True) -> bool:
-    """Return whether proposals of a sequence with these settings are token trees."""
-    is_requested = settings.tree == "on" and (is_alone or settings.verify != "coupled")
-    return is_requested and bundle.draft.model is not None and not bundle.tree_incompatibility
-
-
-def can_lookup_branch(bundle: ModelBundle, settings: SpeculativeSettings) -> bool:
-    """Return whether looked-up proposals of a sequence with these settings may be token trees, where these are profitable."""
-    return bundle.uses_lookup and settings.tree != "off" and settings.is_adaptive and not bundle.tree_incompatibility
-
-
-def _make_drafter(
-    autotuner: Autotuner,
-    caches: SequenceCaches,
-    sampling: Sampling,
-    verifier: Verifier,
-    settings: SpeculativeSettings,
-    is_alone: bool,
-) -> Drafter | None:
-    """Return a tree, staged or plain drafter for one sequence, or None without a draft; see `make_decoding_state`."""
-    bundle = autotuner.bundle
-    vocabulary, eos_tokens, noise = bundle.draft.vocabulary, bundle.tokenizer.eos_tokens, verifier.get_draft_stream
-    sampler = Sampler(vocabulary.n_target, sampling, vocabulary.n_common)
-    if is_tree_drafting(bundle, settings, is_alone) and caches.draft:
-        from specdec.draft.tree import TreeDrafter
-
-        return TreeDrafter(caches.draft, sampler, noise, eos_tokens)
-    if autotuner.stage_calibration:
-        from specdec.draft.staged import make_staged_drafter
-
-        return make_staged_drafter(bundle, caches, autotuner.stage_calibration, sampler, noise, eos_tokens)
-    # with other verifiers the output depends on the draft, so matches in the sequence alone are looked up
-    return bundle.draft.make_drafter(caches.draft, sampler, noise, eos_tokens)

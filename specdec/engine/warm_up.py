@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
-from specdec.draft.lookup import warm_up_lookup
-from specdec.draft.model_bundle import LOOKUP
 from specdec.draft.settings import SpeculativeSettings
 from specdec.engine.autotuner import Autotuner
-from specdec.engine.decoding_setup import can_lookup_branch, is_tree_drafting
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.scheduler import Scheduler
@@ -54,12 +51,8 @@ class WarmUp:
         yield f"passes {[model.n_threads > 1 for model in models]}", lambda: self._run_passes(settings)
         if not self._bundle.draft.is_empty:
             yield verify, lambda: warm_up_verifier(verifier, n_ids)
-        if self._bundle.uses_lookup or self._bundle.stage.model_or_lookup == LOOKUP:
-            yield "lookup", warm_up_lookup
-        if is_tree_drafting(self._bundle, settings) or can_lookup_branch(self._bundle, settings):
-            from specdec.draft.tree import warm_up_trees
-
-            yield "trees", lambda: warm_up_trees(self._bundle.new_caches().all, self._bundle.draft.vocabulary)
+        yield from self._bundle.list_warm_ups(settings)
+        if self._bundle.can_branch(settings):
             yield f"{verify} of trees", lambda: warm_up_verifier(verifier, n_ids, [-1, -1])
         yield "measures", lambda: self._measure(settings)
 

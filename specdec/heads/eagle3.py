@@ -69,7 +69,7 @@ class HeadArchitecture(Llama):
             taps=new.rows(pad(width), n_taps),
             embedded=new.rows(pad(config.dim), 1),
             pairs=new.rows(pad(config.dim + pad(config.dim)), sizes.n_threads),
-            outputs=new.cache(sizes.n_positions, config.dim, positions_axis=0),
+            outputs=new.sequence(sizes.n_positions, config.dim, positions_axis=0),
         )
 
     def embed(self, config: ModelConfig, weights: Weights, b: Buffers) -> Program:

@@ -131,7 +131,7 @@ class Architecture(ABC):
             depths=new.sequence(MAX_BATCH_TOKENS, dtype=np.int64),
             paths=new.sequence(MAX_BATCH_TOKENS, MAX_BATCH_TOKENS, dtype=np.int64),
             layers=[LayerBuffers() for _ in range(config.n_layers)],
-            hidden_states=new.cache(sizes.n_positions, n_hidden, positions_axis=0) if n_hidden else None,
+            hidden_states=new.sequence(sizes.n_positions, n_hidden, positions_axis=0) if n_hidden else None,
         )
         self.allocate_layers(config, b)
         return b

@@ -134,15 +134,15 @@ class Attention(Block):
 def make_kv_state(config: ModelConfig, sizes: BufferSizes, new: Allocator) -> KVState:
     """Return an empty KV cache of one layer."""
     n, dtype, heads, rows = sizes.n_positions, sizes.kv.dtype, config.n_kv_heads, config.head_dim
-    keys = new.cache(heads, n // PANEL_ROWS, rows, PANEL_ROWS, dtype=dtype, positions_axis=1, per_index=PANEL_ROWS)
-    values = new.cache(heads, ceil_div(rows, PANEL_ROWS), n, PANEL_ROWS, dtype=dtype, positions_axis=2)
+    keys = new.sequence(heads, n // PANEL_ROWS, rows, PANEL_ROWS, dtype=dtype, positions_axis=1, per_index=PANEL_ROWS)
+    values = new.sequence(heads, ceil_div(rows, PANEL_ROWS), n, PANEL_ROWS, dtype=dtype, positions_axis=2)
     return KVState(keys, values, make_scales(sizes, new, heads), make_scales(sizes, new, heads))
 
 
 def make_scales(sizes: BufferSizes, new: Allocator, n_heads: int) -> Float32:
     """Return the scales of keys or of values (G, S); (G, 0) if the KV cache is not quantized."""
     if sizes.kv.is_scaled:
-        return new.cache(n_heads, sizes.n_positions, positions_axis=1)
+        return new.sequence(n_heads, sizes.n_positions, positions_axis=1)
     return np.zeros((n_heads, 0), np.float32)
 
 

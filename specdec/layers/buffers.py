@@ -48,13 +48,11 @@ class SequenceArray(NamedTuple):
         array: The array.
         positions_axis: Axis that grows with the sequence; None: its size is fixed.
         positions_per_index: Number of positions per index of that axis.
-        is_sparse: Only written pages become resident, since most sequences do not fill the array.
     """
 
     array: Array
     positions_axis: int | None = None
     positions_per_index: int = 1
-    is_sparse: bool = False
 
     def select(self, first: int, end: int) -> Array:
         """Return a view of positions first to end (exclusive), whole indexes of the axis; of all of an array of fixed size."""
@@ -66,10 +64,10 @@ class SequenceArray(NamedTuple):
     def copy_to(self, other: Array) -> None:
         """Copy the contents to the beginning of a larger array, or to one of the same shape."""
         region = other[tuple(map(slice, self.array.shape))]
-        if self.is_sparse:
-            copy_nonzero_pages(region, self.array)
-        else:
+        if self.positions_axis is None:
             region[...] = self.array
+        else:  # most sequences do not fill the array
+            copy_nonzero_pages(region, self.array)
 
 
 class KVState(NamedTuple):
@@ -232,8 +230,7 @@ class Allocator:
         *shape: int,
         dtype: type = np.float32,
         positions_axis: int | None = None,
-        positions_per_index: int = 1,
-        is_sparse: bool = False,
+        per_index: int = 1,
     ) -> Array:
         """Return an array that belongs to the sequence: the old one, or a larger one with its contents; see `SequenceArray`.
 
@@ -244,22 +241,16 @@ class Allocator:
         if old and old.array.shape == shape:
             array = old.array
         else:
-            array = self.make(shape, dtype, is_sparse)
+            array = self.make(shape, dtype) if self.is_plan else self._lazy.zeros(shape, dtype)
             if old:
                 old.copy_to(array)
-        self.own.append(SequenceArray(array, positions_axis, positions_per_index, is_sparse))
+        self.own.append(SequenceArray(array, positions_axis, per_index))
         return array
 
-    def cache(self, *shape: int, dtype: type = np.float32, positions_axis: int | None = None, per_index: int = 1) -> Array:
-        """Return a sparse array of the sequence; see `sequence`."""
-        return self.sequence(*shape, dtype=dtype, positions_axis=positions_axis, positions_per_index=per_index, is_sparse=True)
-
-    def make(self, shape: Sequence[int], dtype: type = np.float32, is_sparse: bool = False) -> Array:
+    def make(self, shape: Sequence[int], dtype: type = np.float32) -> Array:
         """Return a new array of zeros, or in a plan one without memory."""
         if self.is_plan:
             return np.ndarray(shape, dtype, PLAN_ITEM, strides=(0,) * len(shape))
-        if is_sparse:
-            return self._lazy.zeros(shape, dtype)
         return zeros(*shape) if dtype is np.float32 else np.zeros(shape, dtype)
 
 

@@ -47,10 +47,10 @@ class DeltaNet(Block):
         d = require_type(config.mixer, DeltaNetConfig)
         width, heads = pad(d.value_head_dim), d.n_value_heads
         scan = ScanState(
-            new.cache(2, heads * (width // PANEL_ROWS), d.key_head_dim, PANEL_ROWS),
+            new.sequence(2, heads * (width // PANEL_ROWS), d.key_head_dim, PANEL_ROWS),
             new.sequence(heads, 2, dtype=np.int64),
-            new.cache(heads, RING_SLOTS, d.key_head_dim),
-            new.cache(heads, RING_SLOTS, width),
+            new.sequence(heads, RING_SLOTS, d.key_head_dim),
+            new.sequence(heads, RING_SLOTS, width),
             new.sequence(heads, RING_SLOTS),
         )
         layer.recurrent = RecurrentState(make_ring(new, d.kernel_size, pad(d.conv_dim)), scan)

@@ -70,7 +70,7 @@ class LatentAttention(Block):
     def allocate(cls, config: ModelConfig, sizes: BufferSizes, new: Allocator, layer: LayerBuffers) -> None:
         """Make the KV cache: values (1, W / R, S, R), and no keys."""
         n_panels = get_latent_config(config).cache_width // PANEL_ROWS
-        values = new.cache(1, n_panels, sizes.n_positions, PANEL_ROWS, dtype=sizes.kv.dtype, positions_axis=2)
+        values = new.sequence(1, n_panels, sizes.n_positions, PANEL_ROWS, dtype=sizes.kv.dtype, positions_axis=2)
         scales = make_scales(sizes, new, 1)
         layer.kv = KVState(values[:, :, :0], values, scales[:, :0], scales)
 

@@ -50,10 +50,10 @@ class Mamba2(Block):
         m = require_type(config.mixer, Mamba2Config)
         width = pad(m.head_dim)
         scan = ScanState(
-            new.cache(2, m.n_heads * (width // PANEL_ROWS), m.state_dim, PANEL_ROWS),
+            new.sequence(2, m.n_heads * (width // PANEL_ROWS), m.state_dim, PANEL_ROWS),
             new.sequence(m.n_heads, 2, dtype=np.int64),
-            new.cache(KEY_RING_SLOTS, m.n_groups * m.state_dim),
-            new.cache(m.n_heads, RING_SLOTS, width),
+            new.sequence(KEY_RING_SLOTS, m.n_groups * m.state_dim),
+            new.sequence(m.n_heads, RING_SLOTS, width),
             new.sequence(m.n_heads, RING_SLOTS),
         )
         layer.recurrent = RecurrentState(make_ring(new, m.kernel_size, pad(m.conv_dim)), scan)

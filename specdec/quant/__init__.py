@@ -5,7 +5,7 @@ The module of a format is imported when the format is first used.
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,9 +26,10 @@ _MODULES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> WeightFormat:
     if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        found: WeightFormat = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -43,21 +44,17 @@ def choose_weight_format(tensors: Sequence[Tensor], weight_format: WeightFormat 
     has_groups = any(getattr(tensor, "group", 0) for tensor in tensors)
     if has_groups or types != {""}:
         blocks = None if has_groups else import_module("specdec.quant.gguf_repacking").find_common_format(types)
-        found = cast(WeightFormat, blocks or _get_format("INT8" if has_groups else "FP32"))
+        found: WeightFormat = blocks or __getattr__("INT8" if has_groups else "FP32")
         n = tensors[0].shape[1]
         is_smaller = weight_format and weight_format.get_panel_words(n) <= MAX_REQUANTIZED_SHARE * found.get_panel_words(n)
         return weight_format if weight_format and is_smaller and not weight_format.fallback else found
     dtypes = {np.dtype(getattr(tensor, "dtype", np.float32)) for tensor in tensors}
     names = {np.dtype(np.float16): "FP16", np.dtype(np.uint16): "BF16"}
-    stored_format = _get_format(names.get(dtypes.pop(), "FP32") if len(dtypes) == 1 else "FP32")
+    stored_format = __getattr__(names.get(dtypes.pop(), "FP32") if len(dtypes) == 1 else "FP32")
     if weight_format and weight_format.fallback:
         fits = stored_format is weight_format.fallback and tensors[0].shape[1] % weight_format.column_multiple == 0
         return weight_format if fits else stored_format
     return weight_format or stored_format
-
-
-def _get_format(name: str) -> WeightFormat:
-    return cast(WeightFormat, __getattr__(name))
 
 
 __all__ = ["BF16", "DRAFT_INT4", "FP16", "FP32", "INT4", "INT8", "PACKED_BF16", "WeightFormat", "choose_weight_format"]
