@@ -82,8 +82,8 @@ class Attention(Block):
         phases = [matmul, head_ops] if is_whole_norm else [[*matmul, *head_ops]]
         gate_row, gate_ops = pad(config.q_dim) + len(_get_kv_tensors(config)) * pad(config.kv_dim), list[Op]()
         if config.attention.gate == "head_softplus":
-            gates = self.make_rows("head_gates", "head_gates")
-            scratch = self.make_scratch("head_gates_scratch", "head_gates")
+            gates = self.make_rows("head_gates")
+            scratch = self.make_scratch("head_gates")
             phases[0].append(self.matrix("head_gates").matmul(gates, source, scratch))
             gate_ops.append(gate_heads_by_softplus(heads, gates, 0, config.n_heads, config.head_dim))
         elif config.attention.gate == "softplus":

@@ -136,13 +136,11 @@ class SharedBuffers:
 
     Attributes:
         arrays: Arrays of passes, by what uses them, the order of its calls, shape and dtype.
-        scores: Scratch for attention scores, as long as the longest sequence.
         ropes: RoPE tables, by what their angles depend on.
         executors: Executors by (n_positions, hidden layers); the second of each list, if any, is for long RoPE factors.
     """
 
     arrays: dict[Hashable, Array] = field(default_factory=dict)
-    scores: Float32 | None = None
     ropes: dict[Hashable, RopeTables] = field(default_factory=dict)
     executors: dict[tuple[int, tuple[int, ...]], list[Executor]] = field(default_factory=dict)
 
@@ -150,8 +148,7 @@ class SharedBuffers:
     def n_bytes(self) -> int:
         """Size in bytes of all arrays and RoPE tables."""
         tables = (table for rope in self.ropes.values() for table in rope)
-        scores = [] if self.scores is None else [self.scores]
-        return sum(array.nbytes for array in (*self.arrays.values(), *tables, *scores))
+        return sum(array.nbytes for array in (*self.arrays.values(), *tables))
 
 
 class Allocator:
@@ -219,10 +216,10 @@ class Allocator:
 
     def scores(self, *shape: int) -> Float32:
         """Return scratch for attention scores (..., S), of this shape or with more positions."""
-        found = self.shared.scores
+        found = self.shared.arrays.get(Allocator.scores)
         if found is None or found.shape[-1] < shape[-1]:
             self.shared.executors.clear()  # they use the smaller array
-            found = self.shared.scores = self.make(shape, np.float32)
+            found = self.shared.arrays[Allocator.scores] = self.make(shape, np.float32)
         return found
 
     def sequence(

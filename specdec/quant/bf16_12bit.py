@@ -477,6 +477,9 @@ def count_slots(n: int) -> int:
 class PackedBF16Format(HalfFormat):
     """Panels of bf16 in 12 bits, with an overflow pool that all panels of a matrix share; see the module."""
 
+    expert_format = fallback = BF16
+    column_multiple = BLOCK_COLUMNS
+
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the lines of a panel's header, column blocks and share of the overflow pool, and the words of a line."""
         n_blocks = n // BLOCK_COLUMNS
@@ -516,10 +519,7 @@ class PackedBF16Format(HalfFormat):
         return unpack_rows(floats, n)
 
 
-PACKED_BF16 = PackedBF16Format(
-    name="bf16 in 12 bits", matmul=matmul, embed=embed, expert_matmul=BF16.expert_matmul, expert_format=BF16, fallback=BF16,
-    column_multiple=BLOCK_COLUMNS,
-)  # fmt: skip
+PACKED_BF16 = PackedBF16Format(name="bf16 in 12 bits", matmul=matmul, embed=embed, expert_matmul=BF16.expert_matmul)
 
 
 # Benchmark on the model's own matrices: whether 12 bits are faster than 16 on this machine

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from specdec.quant.fp32 import FP32Format, get_float_activations, make_weight_getter, pack_rows, unpack_rows
-from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
+from specdec.quant.matmul import Tile, make_float_tile, make_kernels
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, to_float32
 from specdec.runtime.code_cache import CompiledFunction
 from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, PANEL_ROWS, Float32, StorageDtype, load_bf16, load_fp16
@@ -45,10 +45,8 @@ class HalfFormat(FP32Format):
 
 
 def _make_weight_format(name: str, storage: StorageDtype, load_halves: CompiledFunction) -> HalfFormat:
-    tile = Tile(partial(make_float_tile, storage))
-    matmul, expert_matmul = make_matmul_kernels(__name__, f"{name}_", tile, get_float_activations)
-    embed = make_embed_kernel(__name__, f"{name}_", make_weight_getter(load_halves))
-    return HalfFormat(name=name, matmul=matmul, embed=embed, expert_matmul=expert_matmul)
+    tile, get_weight = Tile(partial(make_float_tile, storage)), make_weight_getter(load_halves)
+    return HalfFormat(name=name, **make_kernels(__name__, f"{name}_", tile, get_float_activations, get_weight))
 
 
 BF16, FP16 = _make_weight_format("bf16", BF16_STORAGE, load_bf16), _make_weight_format("fp16", FP16_STORAGE, load_fp16)

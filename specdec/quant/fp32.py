@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from specdec.quant.matmul import Tile, make_embed_kernel, make_float_tile, make_matmul_kernels
+from specdec.quant.matmul import Tile, make_float_tile, make_kernels
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
 from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Halves2, Halves3, kernel, run_on_all_threads
@@ -105,6 +105,4 @@ class FP32Format(WeightFormat):
 
 
 panel_tile: CompiledFunction = Tile(partial(make_float_tile, FP32_STORAGE))
-matmul, expert_matmul = make_matmul_kernels(__name__, "", panel_tile, get_float_activations)
-embed = make_embed_kernel(__name__, "", make_weight_getter(load))
-FP32 = FP32Format(name="fp32", matmul=matmul, embed=embed, expert_matmul=expert_matmul)
+FP32 = FP32Format(name="fp32", **make_kernels(__name__, "", panel_tile, get_float_activations, make_weight_getter(load)))

@@ -32,7 +32,7 @@ from specdec.quant.groupwise import (
     unpack_codes,
 )
 from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, get_quantized_activations
-from specdec.quant.matmul import make_embed_kernel, make_matmul_kernels
+from specdec.quant.matmul import make_kernels
 from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
 from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, kernel, run_on_all_threads
@@ -365,10 +365,9 @@ class GGUFFormat(GroupedFormat):
 
 
 def _make_weight_format(name: str, layout: GroupLayout) -> GGUFFormat:
-    prefix = f"{name.replace(' ', '_')}_"
-    matmul, expert_matmul = make_matmul_kernels(__name__, prefix, make_tile(layout, DOT4_NAME), get_quantized_activations)
-    embed = make_embed_kernel(__name__, prefix, make_weight_getter(layout))
-    return GGUFFormat(name=name, layout=layout, matmul=matmul, embed=embed, expert_matmul=expert_matmul)
+    prefix, tile = f"{name.replace(' ', '_')}_", make_tile(layout, DOT4_NAME)
+    kernels = make_kernels(__name__, prefix, tile, get_quantized_activations, make_weight_getter(layout))
+    return GGUFFormat(name=name, layout=layout, **kernels)
 
 
 WEIGHT_FORMATS = {name: _make_weight_format(name, block.layout) for name, block in BLOCK_TYPES.items()}

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4
-from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, count_activation_words
+from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, QuantizedFormat
 from specdec.quant.matmul import Tile, TileShape, get_number, start_sums
-from specdec.quant.packed_matrix import ALL_PANELS, WeightFormat
+from specdec.quant.packed_matrix import ALL_PANELS
 from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import (
@@ -588,7 +588,7 @@ def ungroup(layout: GroupLayout, rows: GroupedRows) -> Float32:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedFormat(WeightFormat):
+class GroupedFormat(QuantizedFormat):
     """Panels (P, blocks, words) of a group layout; subclasses say from what they are packed.
 
     Attributes:
@@ -604,10 +604,6 @@ class GroupedFormat(WeightFormat):
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the blocks and words of a panel."""
         return ceil_div(n, self.layout.block_columns), self.layout.block_words
-
-    def get_scratch_words(self, n: int, group_size: int) -> int:
-        """Return the words of a token's n activations in groups of int8."""
-        return count_activation_words(n, group_size)
 
     def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
         """Return the rows of panels as float32; see `WeightFormat.unpack`."""

@@ -10,13 +10,12 @@ of codes for weights that are stored as w + 128, the sum of scale * codes, and t
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, choose_dot4
-from specdec.quant.matmul import Tile, TileShape, get_number, make_embed_kernel, make_matmul_kernels, prefetch_lines, start_sums
+from specdec.quant.matmul import Tile, TileShape, get_number, make_kernels, prefetch_lines, start_sums
 from specdec.quant.packed_matrix import ALL_PANELS, Floats, Int8Rows, WeightFormat, to_float32
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.op_program import Codes3, Floats2, ForwardContext, Words2, Words3, Words4, kernel, run_on_all_threads
@@ -177,13 +176,6 @@ def get_weight(w, panel, row, k, n, group_size):
     return np.float32(code) * w[panel, i_group, row]
 
 
-matmul, expert_matmul = make_matmul_kernels(__name__, "", make_tile(choose_dot4(CPU_FEATURES)), get_quantized_activations)
-portable_matmul, portable_expert_matmul = make_matmul_kernels(
-    __name__, "portable_", make_tile("portable"), get_quantized_activations
-)
-embed = make_embed_kernel(__name__, "", get_weight)
-
-
 @jitable
 def quantize_group(values, scales, rows, row, g, group_size):
     """Quantize group g of one row of rows (rows, n) to int8, into values (rows, groups, group size) and scales (rows, groups).
@@ -232,11 +224,6 @@ def quantize_rows(rows: Float32, group_size: int) -> Int8Rows:
     return Int8Rows(values, scales)
 
 
-def count_activation_words(n: int, group_size: int) -> int:
-    """Return the words of a token's n activations in groups of int8; see `quantize_activations`."""
-    return int(ceil_div(n, group_size) * (GROUP_HEADER_WORDS + ceil_div(group_size, BYTES_PER_WORD)))
-
-
 @kernel
 def pack_words(run: ForwardContext, thread: int, words: Words4, first: int, stride: int, codes: Words3, scales: Words2) -> None:
     """Pack codes (rows, groups, words), 4 to a word, and scales (rows, groups) into every stride-th panel of words."""
@@ -252,7 +239,15 @@ def pack_words(run: ForwardContext, thread: int, words: Words4, first: int, stri
                     out[g, 1 + q, r] = (codes[row, g, q] if row < rows else 0) ^ ZERO_CODES_WORD
 
 
-class Int8Format(WeightFormat):
+class QuantizedFormat(WeightFormat):
+    """A format whose activations are int8 in groups; see `quantize_activations`."""
+
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return the words of a token's n activations in groups of int8."""
+        return int(ceil_div(n, group_size) * (GROUP_HEADER_WORDS + ceil_div(group_size, BYTES_PER_WORD)))
+
+
+class Int8Format(QuantizedFormat):
     """Panels (P, groups, words) of int8 weights in groups that share a scale; see the module."""
 
     def get_group_size(self, n: int, file_group: int) -> int:
@@ -268,10 +263,6 @@ class Int8Format(WeightFormat):
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the groups and words of a panel."""
         return ceil_div(n, group_size), (1 + ceil_div(group_size, BYTES_PER_WORD)) * PANEL_ROWS
-
-    def get_scratch_words(self, n: int, group_size: int) -> int:
-        """Return the words of a token's n activations in groups of int8."""
-        return count_activation_words(n, group_size)
 
     def pack(self, panels: Float32, first: int, stride: int, rows: Floats | Int8Rows, group_size: int) -> None:
         """Pack rows, quantized if they are floats; see `WeightFormat.pack`. The weights that pad rows and groups are 0."""
@@ -295,6 +286,10 @@ class Int8Format(WeightFormat):
         return np.ascontiguousarray(values.reshape(-1, n_groups * group_size)[:, :n])
 
 
-PORTABLE_INT8 = Int8Format(name="int8", matmul=portable_matmul, embed=embed, expert_matmul=portable_expert_matmul)
-NATIVE_INT8 = replace(PORTABLE_INT8, matmul=matmul, expert_matmul=expert_matmul)
+def _make_weight_format(prefix: str, tile: Tile) -> Int8Format:
+    return Int8Format(name="int8", **make_kernels(__name__, prefix, tile, get_quantized_activations, get_weight))
+
+
+NATIVE_INT8 = _make_weight_format("", make_tile(choose_dot4(CPU_FEATURES)))
+PORTABLE_INT8 = _make_weight_format("portable_", make_tile("portable"))
 INT8 = PORTABLE_INT8 if DOT4_NAME == "portable" else NATIVE_INT8

@@ -465,21 +465,8 @@ def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callabl
     return expert_matmul
 
 
-def make_matmul_kernels(module: str, prefix: str, tile: Tile, get_activations: CompiledFunction) -> tuple[Kernel, Kernel]:
-    """Return the matmul and the expert matmul kernel of a tile, registered in a module under names that start with `prefix`.
-
-    The other arguments are those of `make_matmul`.
-    """
-    kernels = make_matmul(tile, get_activations), make_expert_matmul(tile, get_activations)
-    matmul, expert_matmul = (Kernel(kernel).register(prefix + kernel.__name__, module) for kernel in kernels)
-    return matmul, expert_matmul
-
-
-def make_embed_kernel(module: str, prefix: str, get_weight: CompiledFunction) -> Kernel:
-    """Return the kernel of `Matrix.embed`, out[t] = W[tokens[t]], registered in a module under a name that starts with `prefix`.
-
-    get_weight is an inlined function (w, panel, row, k, n, group_size) that returns column k of a panel's row as float32.
-    """
+def make_embed(get_weight: CompiledFunction) -> Callable[..., None]:
+    """Return the kernel function of `Matrix.embed`, out[t] = W[tokens[t]]; get_weight: see `make_kernels`."""
 
     def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: Ints1, n: int, group_size: int) -> None:
         first, last = get_chunk_range(n, run.chunk, run.n_chunks)
@@ -489,4 +476,20 @@ def make_embed_kernel(module: str, prefix: str, get_weight: CompiledFunction) ->
             for k in range(first, last):
                 out[t, k] = get_weight(w, panel, row, k, n, group_size)
 
-    return Kernel(embed).register(f"{prefix}embed", module)
+    return embed
+
+
+def make_kernels(
+    module: str, prefix: str, tile: Tile, get_activations: CompiledFunction, get_weight: CompiledFunction
+) -> dict[str, Kernel]:
+    """Return the kernels of a `WeightFormat` by their names there, registered in a module with a prefix.
+
+    Args:
+        module: Name of the module.
+        prefix: Prefix of their names in the module.
+        tile: The tile; see `make_matmul`.
+        get_activations: See `make_matmul`.
+        get_weight: Inlined function (w, panel, row, k, n, group_size) that returns column k of a panel's row as float32.
+    """
+    functions = make_matmul(tile, get_activations), make_expert_matmul(tile, get_activations), make_embed(get_weight)
+    return {function.__name__: Kernel(function).register(prefix + function.__name__, module) for function in functions}

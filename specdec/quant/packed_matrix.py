@@ -113,10 +113,10 @@ class WeightFormat(ABC):
     matmul: Kernel
     embed: Kernel
     expert_matmul: Kernel
-    embedding_format: "WeightFormat | None" = None
-    expert_format: "WeightFormat | None" = None
-    fallback: "WeightFormat | None" = None
-    column_multiple: int = 1
+    embedding_format: ClassVar["WeightFormat | None"] = None
+    expert_format: ClassVar["WeightFormat | None"] = None
+    fallback: ClassVar["WeightFormat | None"] = None
+    column_multiple: ClassVar[int] = 1
     is_gguf_block: ClassVar[bool] = False
 
     @abstractmethod

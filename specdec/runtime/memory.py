@@ -150,9 +150,8 @@ class LazyMemory:
                 self._mapping, start = mmap.mmap(-1, max(n_bytes, SHARED_MAPPING_BYTES), **private), 0
             except OSError as error:
                 raise MemoryError(error.strerror) from None
-            if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                with suppress(OSError):  # a system without huge pages
-                    self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+            with suppress(OSError, AttributeError):  # a system without huge pages
+                self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self._n_used = start + n_bytes
         return np.frombuffer(self._mapping, dtype, n, start).reshape(shape)
 
