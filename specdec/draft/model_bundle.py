@@ -12,7 +12,9 @@ from typing import Literal, TypeVar, cast
 
 from specdec.argument_checks import CheckpointWarning, JSONObject, check_ints, check_string, is_list, shorten
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, Acceptance
+from specdec.draft.cost_calibration import measure
 from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostModel, DraftLengthPolicy
 from specdec.draft.lookup import LookupDrafter, warm_up_lookup
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.precompile_models import compile_passes
@@ -363,20 +365,22 @@ class ModelBundle:
             from specdec.draft.tree import TreeDrafter
 
             return TreeDrafter(caches.draft, sampler, noise, eos_tokens)
-        if calibration:
-            from specdec.draft.staged import make_staged_drafter
+        stage_sampler = Sampler(vocabulary.n_target, sampling, self.stage.vocabulary.n_common)
+        second_level = self.stage.make_drafter(caches.stage, stage_sampler, noise, eos_tokens)
+        if calibration and second_level:
+            from specdec.draft.staged import StagedDrafter
 
-            return make_staged_drafter(self, caches, calibration, sampler, noise, eos_tokens)
+            costs, acceptance = CostModel(calibration[0]), calibration[1].for_sequence()
+            policy = DraftLengthPolicy(costs, acceptance, is_free=self.stage.model is None)
+            return StagedDrafter(caches.drafts, second_level, costs, policy, sampler, noise, eos_tokens)
         # with other verifiers the output depends on the draft, so matches in the sequence alone are looked up
         return self.draft.make_drafter(caches.draft, sampler, noise, eos_tokens)
 
     def measure_draft(self) -> tuple[CostCurve, Acceptance] | None:
-        """Measure and return what `make_drafter` needs of a draft with a second level; None for other drafts."""
-        if self.stage.is_empty:
+        """Measure and return the costs of a draft with a second level, and the acceptance of that; None for other drafts."""
+        if self.stage.is_empty or not (caches := self.new_caches()).draft:
             return None
-        from specdec.draft.staged import measure_stage
-
-        return measure_stage(self)
+        return measure(caches.draft, caches.stage, self.draft.vocabulary), Acceptance(self.stage.prior_acceptance)
 
     def list_warm_ups(self, settings: SpeculativeSettings) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield the tasks, with their names, that compile or load the code of drafters, next to that of forward passes."""

@@ -9,12 +9,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
-from specdec.draft.acceptance import Acceptance
-from specdec.draft.cost_calibration import measure
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel, DraftLengthPolicy
+from specdec.draft.draft_length import CostModel
 from specdec.draft.lookup import LookupDrafter
-from specdec.draft.model_bundle import ModelBundle, SequenceCaches
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import get_token_headroom
@@ -142,38 +138,3 @@ class StagedDrafter(ModelDrafter):
                 locks.enter_context(model.lock)
             self._staged_cache.start_round(tokens, policy.max_tokens)
             return super().propose(tokens, policy, tail)
-
-
-def measure_stage(bundle: ModelBundle) -> tuple[CostCurve, Acceptance]:
-    """Return the costs of a bundle's draft model and second-level draft, measured, and the acceptance of the latter."""
-    caches = bundle.new_caches()
-    assert caches.draft
-    return measure(caches.draft, caches.stage, bundle.draft.vocabulary), Acceptance(bundle.stage.prior_acceptance)
-
-
-def make_staged_drafter(
-    bundle: ModelBundle,
-    caches: SequenceCaches,
-    calibration: tuple[CostCurve, Acceptance],
-    sampler: Sampler,
-    noise: Callable[[int], int],
-    eos_tokens: Collection[int],
-) -> StagedDrafter:
-    """Return a new drafter for one sequence from the draft and the second-level draft of a bundle.
-
-    Args:
-        bundle: The models; it must have a second-level draft.
-        caches: The sequence's caches of the models.
-        calibration: The result of `measure_stage`.
-        sampler: See `ModelDrafter`.
-        noise: See `ModelDrafter`.
-        eos_tokens: See `ModelDrafter`.
-    """
-    draft, stage = bundle.draft, bundle.stage
-    curve, acceptance = calibration
-    costs = CostModel(curve)
-    policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free=stage.model is None)
-    stage_sampler = Sampler(draft.vocabulary.n_target, sampler.sampling, stage.vocabulary.n_common)
-    second_level = stage.make_drafter(caches.stage, stage_sampler, noise, eos_tokens)
-    assert second_level
-    return StagedDrafter(caches.drafts, second_level, costs, policy, sampler, noise, eos_tokens)
