@@ -95,7 +95,7 @@ def make_query_rope_tables(config: ModelConfig, keys: RopeTables, new: Allocator
         for table, key_table in zip(tables, keys, strict=True):
             table[start:] = key_table[start:] * np.array(scales, np.float32)[:, None]
 
-    return _extend("queries", len(keys.cos), config, new, fill)
+    return _extend(make_query_rope_tables, len(keys.cos), config, new, fill)
 
 
 def _extend(
