@@ -139,5 +139,5 @@ class Int4Format(DraftInt4Format):
     embedding_format = INT8
 
 
-FIELDS = vars(WEIGHT_FORMATS["Q4_1"]) | {"name": "int4"}
-INT4, DRAFT_INT4 = Int4Format(**FIELDS), DraftInt4Format(**FIELDS)
+Q4_1_FIELDS = vars(WEIGHT_FORMATS["Q4_1"]) | {"name": "int4"}  # layout and kernels
+INT4, DRAFT_INT4 = Int4Format(**Q4_1_FIELDS), DraftInt4Format(**Q4_1_FIELDS)
