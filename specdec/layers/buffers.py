@@ -222,13 +222,7 @@ class Allocator:
             found = self.shared.arrays[Allocator.scores] = self.make(shape, np.float32)
         return found
 
-    def sequence(
-        self,
-        *shape: int,
-        dtype: type = np.float32,
-        positions_axis: int | None = None,
-        per_index: int = 1,
-    ) -> Array:
+    def sequence(self, *shape: int, dtype: type = np.float32, positions_axis: int | None = None, per_index: int = 1) -> Array:
         """Return an array that belongs to the sequence: the old one, or a larger one with its contents; see `SequenceArray`.
 
         Raises:

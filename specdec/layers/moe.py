@@ -128,10 +128,8 @@ class MoE(Block):
         e, n_parts = get_experts_config(config), 1 + is_gated(config)
         n_slots = MAX_BATCH_TOKENS * e.n_experts_used
         widest = max(pad(config.dim), self.w.scratch_words)
-        up, slot_out = (
-            new.scratch(n_slots, n_parts * pad(e.hidden_dim)),
-            new.scratch(n_slots, pad(config.dim)),
-        )
+        up = new.scratch(n_slots, n_parts * pad(e.hidden_dim))
+        slot_out = new.scratch(n_slots, pad(config.dim))
         hidden = new.scratch(1, n_slots, pad(e.hidden_dim))
         scratch = new.scratch(n_threads, n_slots, self.matrix("experts_down").scratch_words)
         gathered = new.scratch(n_threads, MAX_BATCH_TOKENS, widest)

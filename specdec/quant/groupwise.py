@@ -353,11 +353,8 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     get_params, sum_group = make_param_reader(layout, rows, dot.lanes), make_group_sum(layout, dot)
     _, group_size, n_groups, has_minima, _ = layout
     n_units, unit_groups, unit_words = layout.n_units, layout.unit_groups, layout.unit_words * PANEL_ROWS
-    x_words, block_words, codes_offset = (
-        GROUP_HEADER_WORDS + group_size // BYTES_PER_WORD,
-        layout.block_words,
-        layout.codes_offset,
-    )
+    x_words = GROUP_HEADER_WORDS + group_size // BYTES_PER_WORD
+    block_words, codes_offset = layout.block_words, layout.codes_offset
     step_words = block_words // (block_words // PANEL_ROWS)  # that p.ahead_step covers
     header_lines = ceil_div(codes_offset if n_groups > 1 else block_words, LINE_WORDS)
     unit_lines = unit_words // LINE_WORDS if n_groups > 1 else 0

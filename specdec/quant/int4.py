@@ -67,14 +67,10 @@ def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats
                 group_minimum = np.float32(0.5) * (width - np.float32(MAX_CODE) * scale)
                 for _ in range(1 + N_FITS):
                     inverse = np.float32(1.0) / scale if scale > 0.0 else np.float32(0.0)
-                    p, q = (
-                        quantize_vector(a, splat(inverse), splat(-group_minimum * inverse)),
-                        quantize_vector(b, splat(inverse), splat(-group_minimum * inverse)),
-                    )
-                    residual_a, residual_b = (
-                        fma(p, splat(-scale), add(a, splat(-group_minimum))),
-                        fma(q, splat(-scale), add(b, splat(-group_minimum))),
-                    )
+                    p = quantize_vector(a, splat(inverse), splat(-group_minimum * inverse))
+                    q = quantize_vector(b, splat(inverse), splat(-group_minimum * inverse))
+                    residual_a = fma(p, splat(-scale), add(a, splat(-group_minimum)))
+                    residual_b = fma(q, splat(-scale), add(b, splat(-group_minimum)))
                     error = reduce_add(fma(residual_a, residual_a, mul(residual_b, residual_b)))
                     if error < best_error:
                         best_error, best_scale, best_minimum = error, scale, group_minimum

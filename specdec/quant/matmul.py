@@ -456,10 +456,8 @@ def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callabl
                     for k in range(rows.shape[1]):
                         gathered[i, k] = rows[token, k]
                 x = gathered[:n]
-            w, matmul_slice = (
-                p.w[expert * expert_panels : (expert + 1) * expert_panels],
-                MatmulSlice(p.unit * first, p.unit * last, n, 0),
-            )
+            w = p.w[expert * expert_panels : (expert + 1) * expert_panels]
+            matmul_slice = MatmulSlice(p.unit * first, p.unit * last, n, 0)
             multiply_panels(tile, limits, p.out[start:end], w, x, group_words, matmul_slice, False)
 
     return expert_matmul
