@@ -5,15 +5,17 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
+from inspect import getdoc
 from typing import Any, cast
 
 import typer
 
 from specdec.cli import batch, bench, chat, compile, generate, models, race, serve, sweep
+from specdec.cli.common_options import Request, get_given_options
 from specdec.cli.option_fields import translate_parameters
 from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
-from specdec.cli.suggestions import explain_invalid_number
-from specdec.cli.typer_commands import CommandGroup, Subcommand, make_command
+from specdec.cli.typer_commands import CommandGroup, Subcommand
 from specdec.loaders import CheckpointError, CheckpointWarning
 from specdec.tokenizer import TokenizerError
 from specdec.ui.signals import exit_code, signals
@@ -25,15 +27,20 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.callback(invoke_without_command=True)(make_command(generate.TextRequest, generate.run))
-app.command("race", cls=Subcommand)(make_command(race.RaceRequest, race.run))
-app.command("chat", cls=Subcommand)(make_command(chat.ChatRequest, chat.run))
-app.command("serve", cls=Subcommand)(make_command(serve.ServeRequest, serve.run))
-app.command("batch", cls=Subcommand)(make_command(batch.BatchJobRequest, batch.run))
-app.command("sweep", cls=Subcommand)(make_command(sweep.SweepRequest, sweep.run))
-app.command("models", cls=Subcommand)(make_command(models.ModelsRequest, models.run))
-app.command("bench", cls=Subcommand)(make_command(bench.BenchRequest, bench.run))
-app.command("compile", cls=Subcommand)(make_command(compile.CompileRequest, compile.run))
+# The request of each command, and the function that runs it.
+COMMANDS: dict[str, tuple[type[Request], Callable[[Any], None]]] = {
+    "race": (race.RaceRequest, race.run),
+    "chat": (chat.ChatRequest, chat.run),
+    "serve": (serve.ServeRequest, serve.run),
+    "batch": (batch.BatchJobRequest, batch.run),
+    "sweep": (sweep.SweepRequest, sweep.run),
+    "models": (models.ModelsRequest, models.run),
+    "bench": (bench.BenchRequest, bench.run),
+    "compile": (compile.CompileRequest, compile.run),
+}
+app.callback(invoke_without_command=True, help=getdoc(generate.run))(generate.TextRequest)
+for _name, (_request_class, _run) in COMMANDS.items():
+    app.command(_name, cls=Subcommand, help=getdoc(_run))(_request_class)
 COMPLETION_VARIABLE = "_COMPLETE"  # suffix of the variable that a shell's completion sets; the program's name comes first
 # Overrides of the terminal's size. POSIX treats anything but a number from 1 on as unset; Rich and Typer fail on it.
 SIZE_VARIABLES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
@@ -55,7 +62,12 @@ def main() -> None:
     warnings.filterwarnings("always", category=CheckpointWarning)
     try:
         with guard_output():
-            code = app(prog_name="specdec", standalone_mode=False)
+            request = app(prog_name="specdec", standalone_mode=False)
+            code: Any = 0 if isinstance(request, Request) else request  # the exit code of Typer's own options, such as --help
+            if isinstance(request, Request):
+                warn_of_misplaced_options(request.context)
+                run = dict(COMMANDS.values()).get(type(request), generate.run)
+                run(request)
     except typer.Exit as done:
         code = done.exit_code
     except UsageError as error:
@@ -73,6 +85,15 @@ def main() -> None:
         # Typer exits with 1 for shell completion; Rich exits with 1 when the reader of its output has closed the pipe.
         code = BROKEN_PIPE_EXIT_CODE if end.code == 1 and COMPLETION_VARIABLE not in " ".join(os.environ) else end.code
     sys.exit(exit_code(signals.end_signal) if signals.end_signal else code or 0)
+
+
+def warn_of_misplaced_options(context: typer.Context) -> None:
+    """Print a message if options come before the name of a command."""
+    if context.parent and (given := ", ".join(get_given_options(cast(typer.Context, context.parent)).values())):
+        name = context.info_name
+        print_message(
+            f"options before {name} have no effect: {given}; put them after {name}, or use -i {name} if it is the prompt"
+        )
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
@@ -94,4 +115,4 @@ def format_usage_error(error: Exception) -> str:
         similar = begun[:2] or list(getattr(error, "possibilities", None) or [])[:1]
         return f"unknown option {name}; " + (f"did you mean {' or '.join(similar)}?" if similar else "--help lists all options")
     message: str = error.format_message()  # type: ignore[attr-defined]
-    return explain_invalid_number(error) or message.removeprefix("Invalid value: ")
+    return message.removeprefix("Invalid value: ")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.cli.common_options import MODEL_OPTIONS, with_models
+from specdec.cli.common_options import with_models
 from specdec.cli.model_loading import load_models, resolve_model_paths
-from specdec.cli.option_fields import argument, text_option
+from specdec.cli.option_fields import argument, option
 from specdec.cli.output_errors import print_message
-from specdec.cli.serve import ServeRequest, describe_model
+from specdec.cli.serve import ServedRequest, describe_model
 from specdec.draft.settings import AUTO
 from specdec.engine.metrics import Metrics
 from specdec.loaders.model_file import write_text_atomically
@@ -29,18 +29,12 @@ SHARD_PATTERN = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchJobRequest(ServeRequest):
+class BatchJobRequest(ServedRequest):
     """The options of `specdec batch`."""
 
-    option_names = (
-        f"files model draft {MODEL_OPTIONS} template gamma tree served_temperature served_top_p served_top_k threads "
-        "shard cache reasoning_budget"
-    )
-    files: list[str] | None = argument(
-        None, metavar="IN OUT", help="The file of requests, and the file to which their results are added."
-    )
-    shard: str = text_option(
-        "1/1", "--shard", metavar="I/N", help="Take every N-th line, from line I: one of N parts of the job, for N machines."
+    files: list[str] | None = argument("IN OUT", "The file of requests, and the file to which their results are added.")
+    shard: str = option(
+        "1/1", "--shard I/N", "Generation", "Take every N-th line, from line I: one of N parts of the job, for N machines."
     )
 
     def select(self, lines: Sequence["BatchLine"]) -> list["BatchLine"]:

@@ -1,12 +1,13 @@
 """`specdec bench`: times a model of your own, or passes of a model with random weights."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 from rich.console import Console
 
-from specdec.cli.common_options import Request
-from specdec.cli.option_fields import flag, machine_option, measuring_option, model_option
+from specdec.argument_checks import check_choice
+from specdec.cli.common_options import AS_JSON, KV, MODEL, Request
+from specdec.cli.option_fields import option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.typer_commands import parse_list
 from specdec.loaders.model_loader import Loader, open_checkpoint
@@ -24,29 +25,27 @@ FILE_OPTIONS, SHAPE_OPTIONS = ("prompts", "counts", "depths", "kv"), ("shape", "
 class BenchRequest(Request):
     """The options of `specdec bench`."""
 
-    option_names = "model prompts counts depths thread_counts kv shape int8 as_json"
-    prompts: str = measuring_option("512", "-p", "--n-prompt", metavar="LIST", help="Prompt lengths to time, in tokens. 0: none.")
-    counts: str = measuring_option(
-        "128", "-n", "--n-gen", metavar="LIST", help="Numbers of tokens to generate one by one. 0: none."
+    model: str | None = MODEL
+    prompts: str = option("512", "-p, --n-prompt LIST", "Measuring", "Prompt lengths to time, in tokens. 0: none.")
+    counts: str = option("128", "-n, --n-gen LIST", "Measuring", "Numbers of tokens to generate one by one. 0: none.")
+    depths: str = option("0", "-d, --depth LIST", "Measuring", "Numbers of tokens in the KV cache before the timed ones.")
+    thread_counts: str = option(
+        "0", "-j, --threads LIST", "Machine", "Numbers of CPU threads. 0: one per core, and the other numbers that may be faster."
     )
-    depths: str = measuring_option(
-        "0", "-d", "--depth", metavar="LIST", help="Numbers of tokens in the KV cache before the timed ones."
-    )
-    thread_counts: str = machine_option(
-        "0", "-j", "--threads", metavar="LIST",
-        help="Numbers of CPU threads. 0: one per core, and the other numbers that may be faster.",
-    )  # fmt: skip
-    shape: str = model_option(
+    kv: str = KV
+    shape: str = option(
         "42M",
-        "--shape",
-        metavar="SHAPE",
-        help="Shape of the random model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
+        "--shape SHAPE",
+        "Random model",
+        "Shape of the random model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
     )
-    int8: bool = flag("--int8", group="Random model", help="Quantize the weights to int8, as --quantize does.")
+    int8: bool = option(False, "--int8", "Random model", "Quantize the weights to int8, as --quantize does.")
+    as_json: bool = AS_JSON
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
+        check_choice("kv", self.kv, get_args(KVFormatName))
         _ = self.timed_thread_counts
         if not any((*self.parse_token_counts("--n-prompt", self.prompts), *self.parse_token_counts("--n-gen", self.counts))):
             raise ValueError("-p and -n are both 0; at least one must be more")

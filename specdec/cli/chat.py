@@ -5,9 +5,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from specdec.argument_checks import check_string
-from specdec.cli.common_options import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_models
+from specdec.cli.common_options import (
+    AS_JSON,
+    TEMPLATE,
+    ConstraintOptions,
+    PromptCacheOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    with_models,
+)
 from specdec.cli.model_loading import get_recommended_sampling, load_models, make_constraint_factory, resolve_model_paths
-from specdec.cli.option_fields import common_option, decode_utf8, flag, text_option
+from specdec.cli.option_fields import argument, decode_utf8, option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import STDIN, read_first_message
 from specdec.draft.settings import AUTO
@@ -28,31 +36,26 @@ def reject_steps(value: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest(Request):
+class ChatRequest(SpeculationOptions, SamplingOptions, ConstraintOptions, PromptCacheOptions):
     """The options of `specdec chat`."""
 
-    option_names = (
-        f"word model draft {MODEL_OPTIONS} template system prompt file steps max_tokens schema regex temperature "
-        f"{SAMPLING_OPTIONS} "
-        "seed threads plain as_json no_history"
-    )
-    draft: str = common_option(AUTO, "-d", "--draft", metavar="NAME", help="Draft, as for specdec.")
-    system: str = text_option("", "-y", "--system", metavar="TEXT", callback=decode_utf8, help="System prompt.")
-    prompt: str = text_option("", "-i", "--prompt", metavar="TEXT", callback=decode_utf8, help="The first message.")
-    file: str = text_option(
-        "", "-f", "--file", metavar="FILE", help="Append this file to the first message; piped input follows both."
-    )
-    steps: int | None = text_option(None, "-n", "--steps", help="", hidden=True, callback=reject_steps)
-    max_tokens: int = text_option(1024, "--max-tokens", metavar="N", min=1, help="Maximum number of tokens in an answer.")
-    temperature: float = 0.7
-    plain: bool = flag("--plain", group="Output", help="Disable colors.")
-    no_history: bool = flag(
-        "--no-history", group="Output", help="Do not keep the messages and the conversation after the session."
-    )
+    word: str | None = argument("MODEL", "The target, as for -m.")
+    template: str = TEMPLATE
+    system: str = option("", "-y, --system TEXT", "Generation", "System prompt.", callback=decode_utf8)
+    prompt: str = option("", "-i, --prompt TEXT", "Generation", "The first message.", callback=decode_utf8)
+    file: str = option("", "-f, --file FILE", "Generation", "Append this file to the first message; piped input follows both.")
+    steps: int | None = option(None, "-n, --steps", "Generation", "", hidden=True, callback=reject_steps)
+    max_tokens: int = option(1024, "--max-tokens N", "Generation", "Maximum number of tokens in an answer.", min=1)
+    temperature: float = option(0.7, "-t, --temperature X", "Most used", "Sampling temperature. 0: greedy.", min=0.0)
+    plain: bool = option(False, "--plain", "Output", "Disable colors.")
+    as_json: bool = AS_JSON
+    no_history: bool = option(False, "--no-history", "Output", "Do not keep the messages and the conversation after the session.")
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
+        self.check_word(self.word)
+        check_string("prompt", self.prompt)
         check_string("system", self.system)
 
     @property
@@ -66,10 +69,10 @@ class ChatRequest(Request):
         Raises:
             ValueError: No model is given, or no message although stdin is not a terminal.
         """
-        self = replace(self, word=None) if self.word == STDIN else self  # stdin is read in any case
-        if not (self.word or self.model):
+        model = self.model if self.word in (None, STDIN) else self.word  # stdin is read in any case
+        if not model:
             raise ValueError("no model is given; name one, such as -m HuggingFaceTB/SmolLM2-135M-Instruct")
-        request = with_models(replace(self, prompt=read_first_message(self.prompt, self.file)))
+        request = with_models(replace(self, word=None, model=model, prompt=read_first_message(self.prompt, self.file)), AUTO)
         if not (self.is_interactive or request.prompt):
             raise ValueError("no message is given, and stdin is not a terminal; give one with -i TEXT")
         return request

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 
-from specdec.cli.common_options import Request, with_models
+from specdec.cli.common_options import ModelRequest, with_models
 from specdec.cli.model_loading import load_models
 from specdec.cli.option_fields import argument
 from specdec.cli.output_errors import guard_output
@@ -14,13 +14,10 @@ from specdec.ui.plain_views import sanitize_line
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileRequest(Request):
+class CompileRequest(ModelRequest):
     """The options of `specdec compile`."""
 
-    option_names = "names draft stage quantize kv pack weight_cache packed tokenizer"
-    names: list[str] | None = argument(
-        None, metavar="MODEL", help="Targets: folders, files or hub names, as for -m of other commands."
-    )
+    names: list[str] | None = argument("MODEL", "Targets: folders, files or hub names, as for -m.")
 
 
 def run(request: CompileRequest) -> None:
@@ -37,7 +34,7 @@ def run(request: CompileRequest) -> None:
     if not code_cache.get_cache_dir():
         folders = " or ".join(str(path) for path in code_cache.list_cache_candidates())
         raise ValueError(f"compiled code cannot be kept: {folders} is not writable; set NUMBA_CACHE_DIR to a folder that is")
-    for name in request.names or (None,):
+    for name in request.names or (request.model,):
         begin, known = time.perf_counter(), list_cached_names()
         resolved = with_models(replace(request, model=name), AUTO)
         with load_models(resolved) as models:  # the warm-up at its end compiles

@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from specdec.argument_checks import JSONDict, check_strings
-from specdec.cli.common_options import MODEL_OPTIONS, SAMPLING_OPTIONS, Request, with_default_steps, with_models
+from specdec.argument_checks import JSONDict, check_strings, shorten
+from specdec.cli.common_options import (
+    AS_JSON,
+    ConstraintOptions,
+    PromptCacheOptions,
+    PromptRequest,
+    with_default_steps,
+    with_models,
+)
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
-from specdec.cli.option_fields import decode_utf8, flag, output_option, text_option
+from specdec.cli.option_fields import decode_utf8, option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import STDIN, read_prompt
 from specdec.cli.suggestions import explain_misplaced_word
@@ -32,27 +39,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRequest(Request):
+class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
     """The options of the command without a name."""
 
-    option_names = (
-        f"prompt model draft steps max_tokens temperature file stop schema regex samples {MODEL_OPTIONS} {SAMPLING_OPTIONS} "
-        f"logit_bias "
-        "seed gamma verify tree threads plain pace stats as_json version"
+    file: str = option("", "-f, --file FILE", "Generation", "Read the prompt from this file.")
+    stop: list[str] | None = option(
+        None, "--stop TEXT", "Generation", "Stop before this string. Can be repeated.", callback=decode_utf8
     )
-    stop: list[str] | None = text_option(
-        None, "--stop", metavar="TEXT", callback=decode_utf8, help="Stop before this string. Can be repeated."
+    samples: int = option(1, "--samples N", "Generation", "Generate N outputs, with this seed and the following ones.", min=1)
+    logit_bias: list[str] | None = option(
+        None, "--logit-bias ID=X", "Sampling", "Add X (-100 to 100) to the logit of token ID. Can be repeated."
     )
-    samples: int = text_option(
-        1, "--samples", metavar="N", min=1, help="Generate N outputs, with this seed and the following ones."
-    )
-    plain: bool = flag("--plain", group="Output", help="Disable the panel: the text goes to stdout, the result to stderr.")
-    pace: float | None = output_option(
-        None, "--pace", metavar="X", min=0.0,
-        help="Maximum passes per second in the panel. 0: full speed. By default a short output takes four seconds.",
+    verify: str = option(
+        "coupled", "--verify coupled|rejection|block", "Speculation",
+        "coupled: the output of the target alone with this seed. rejection and block keep only its distribution.",
     )  # fmt: skip
-    stats: bool = flag("--stats", group="Output", help="Print all statistics at the end.")
-    version: bool = flag("--version", group="Output", help="Print the version and the arithmetic revision, and exit.")
+    plain: bool = option(False, "--plain", "Output", "Disable the panel: the text goes to stdout, the result to stderr.")
+    pace: float | None = option(
+        None, "--pace X", "Output",
+        "Maximum passes per second in the panel. 0: full speed. By default a short output takes four seconds.", min=0.0,
+    )  # fmt: skip
+    stats: bool = option(False, "--stats", "Output", "Print all statistics at the end.")
+    as_json: bool = AS_JSON
+    version: bool = option(False, "--version", "Output", "Print the version and the arithmetic revision, and exit.")
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
@@ -64,26 +73,43 @@ class TextRequest(Request):
         """The strings of --stop before which the output ends; empty if none is given."""
         return self.stop or []
 
+    @property
+    def logit_biases(self) -> list[tuple[int, float]]:
+        """The logit biases from --logit-bias as (token id, bias).
+
+        Raises:
+            ValueError: An entry is not ID=X.
+        """
+        biases = []
+        for each in self.logit_bias or []:
+            token, _, bias = each.partition("=")
+            try:
+                biases.append((int(token), float(bias)))
+            except ValueError:
+                raise ValueError(f"logit_bias is {shorten(each, repr)}; expected ID=X, such as 42=-100") from None
+        return biases
+
     def resolve(self) -> "TextRequest":
         """Return a copy of the request with the prompt's text and the names of the models filled in.
 
         Raises:
             ValueError: The positional words are not at most one model and one prompt, or options contradict each other.
         """
-        if error := explain_misplaced_word(self.words, has_prompt=self.prompt is not None or bool(self.file)):
+        words = self.context.args if self.context else []
+        if error := explain_misplaced_word(words, has_prompt=self.prompt is not None or bool(self.file)):
             raise ValueError(error)
-        models = [word for word in self.words if word != STDIN and is_model_name(word)]
-        texts = [decode_utf8(word) for word in self.words if word not in models]
+        models = [word for word in words if word != STDIN and is_model_name(word)]
+        texts = [decode_utf8(word) for word in words if word not in models]
         if len(models) > 1 or len(texts) > 1:
             advice = "put quotes around a prompt of several words, or use -i TEXT"
             advice = "name the draft with -d" if len(models) > 1 else advice
             expected = f"expected one {'model' if len(models) > 1 else 'prompt'}"
-            raise ValueError(f"{expected}, got {len(self.words)} words: {' '.join(self.words)!r}; {advice}")
-        self = with_default_steps(replace(self, word=models[0] if models else None))
-        self = replace(self, prompt=read_prompt(self.prompt, self.file, texts[0] if texts else None))
-        return with_models(
-            self, AUTO if self.verify == "coupled" else ""
-        )  # under coupled verification no draft changes the output
+            raise ValueError(f"{expected}, got {len(words)} words: {' '.join(words)!r}; {advice}")
+        if models:
+            self.check_word(models[0])
+        prompt = read_prompt(self.prompt, self.file, texts[0] if texts else None)
+        request = with_default_steps(replace(self, prompt=prompt, model=models[0] if models else self.model))
+        return with_models(request, AUTO if self.verify == "coupled" else "")  # coupled: no draft changes the output
 
     def describe_ineffective_options(self) -> str:
         """Return a message that names the given options that have no effect, and why; "" for none."""
@@ -120,12 +146,6 @@ def run(request: TextRequest) -> None:
     specdec "Once upon a time" -t 0
     specdec -m openai-community/gpt2-medium -d distilbert/distilgpt2 -i "Why"
     """
-    if name := request.command:
-        if given := ", ".join(request.given.values()):
-            print_message(
-                f"options before {name} have no effect: {given}; put them after {name}, or use -i {name} if it is the prompt"
-            )
-        return
     if request.version:
         print_version()
         return

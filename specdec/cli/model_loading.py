@@ -10,7 +10,7 @@ from typing import cast
 
 import specdec
 from specdec.argument_checks import JSONDict
-from specdec.cli.common_options import DRAFT_KEYWORDS, Request, RequestT
+from specdec.cli.common_options import DRAFT_KEYWORDS, ModelRequest, PromptRequest, RequestT
 from specdec.cli.option_fields import PARAMETER_OPTIONS
 from specdec.cli.output_errors import print_message
 from specdec.cli.resolve_with_progress import find_model
@@ -64,7 +64,7 @@ class LoadedModels:
 
 
 @contextmanager
-def load_models(request: Request, paths: list[str | Path] | None = None) -> Iterator[LoadedModels]:
+def load_models(request: ModelRequest, paths: list[str | Path] | None = None) -> Iterator[LoadedModels]:
     """Load the models of a request, yield them before the warm-up, and warm them up when the context is left.
 
     Show a status line meanwhile, and print notes on a very high temperature and on a draft that fits the target badly.
@@ -106,7 +106,9 @@ def load_models(request: Request, paths: list[str | Path] | None = None) -> Iter
             )
 
 
-def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Callable[[str, float], None]) -> SpeculativeDecoder:
+def load_decoder(
+    request: ModelRequest, paths: Sequence[str | Path], on_progress: Callable[[str, float], None]
+) -> SpeculativeDecoder:
     """Load the models at the given paths into a decoder without warming it up.
 
     If a draft was found next to the target, and cannot be used, the target is loaded without it.
@@ -143,14 +145,14 @@ def load_decoder(request: Request, paths: Sequence[str | Path], on_progress: Cal
         return load(draft)
 
 
-def open_prompt_cache(request: Request) -> PromptCache | None:
+def open_prompt_cache(request: ModelRequest) -> PromptCache | None:
     """Return the disk cache of processed prompts in the folder of --prompt-cache, None without that option."""
     if not request.prompt_cache:
         return None
     return PromptCache(request.prompt_cache, request.prompt_cache_size * 10**6, specdec.__arithmetic__, print_message)
 
 
-def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
+def resolve_model_paths(request: ModelRequest, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
     """Return the paths of target, draft and stage, and download the models if needed; keywords such as lookup are kept.
 
     The draft "auto" becomes the path of a draft next to the target, if there is one.
@@ -175,7 +177,7 @@ def resolve_model_paths(request: Request, packages: Mapping[str, str] = NO_PACKA
     return paths
 
 
-def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], Constraint | None]:
+def make_constraint_factory(request: ModelRequest) -> Callable[[SpeculativeDecoder], Constraint | None]:
     """Return a function that takes a decoder and makes the constraint of --regex or --schema, None without these options.
 
     The schema file is read now, so that an error in it is reported before models load.
@@ -198,7 +200,7 @@ def make_constraint_factory(request: Request) -> Callable[[SpeculativeDecoder], 
     return lambda decoder: decoder.json_schema(schema)
 
 
-def resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
+def resolve_max_tokens(request: PromptRequest, decoder: SpeculativeDecoder, n_prompt: int) -> int:
     """Return the limit of new tokens by -n, --max-tokens and the context's size.
 
     Print a note if an option exceeds the context, and if the KV cache may be large.
@@ -218,7 +220,7 @@ def resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt: 
     return n
 
 
-def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt: int) -> int:
+def _resolve_max_tokens(request: PromptRequest, decoder: SpeculativeDecoder, n_prompt: int) -> int:
     n_positions = decoder.target.n_positions
     n_free = n_positions + 1 - n_prompt  # the last token is never run
     name, option, steps = "max_tokens", "--max-tokens", request.steps
@@ -244,7 +246,7 @@ def _resolve_max_tokens(request: Request, decoder: SpeculativeDecoder, n_prompt:
     return min(n, n_free)
 
 
-def get_recommended_sampling(request: Request, decoder: SpeculativeDecoder) -> JSONDict:
+def get_recommended_sampling(request: ModelRequest, decoder: SpeculativeDecoder) -> JSONDict:
     """Return the sampling settings that the target's files recommend, by name, without those that options set; print a note."""
     given = {name.removeprefix("served_") for name in request.given}
     recommended_by_files = decoder.bundle.checkpoint.default_sampling if decoder.bundle.checkpoint else {}

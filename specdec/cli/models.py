@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.common_options import Request
-from specdec.cli.option_fields import argument, flag
+from specdec.cli.common_options import AS_JSON, Request
+from specdec.cli.option_fields import argument, option
 from specdec.cli.output_errors import guard_output
 from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.model_bundle import LOOKUP, SELF
@@ -36,12 +36,9 @@ NO_MODELS_MESSAGE = "no models found in models/ or in the hub's cache; download 
 class ModelsRequest(Request):
     """The options of `specdec models`."""
 
-    option_names = "what yes as_json"
-    what: list[str] | None = argument(
-        None, metavar="WHAT",
-        help=f"A folder or a model to list, or an action: {ACTIONS_HELP}.",
-    )  # fmt: skip
-    yes: bool = flag("-y", "--yes", group="Output", help="Remove without asking.")
+    what: list[str] | None = argument("WHAT", f"A folder or a model to list, or an action: {ACTIONS_HELP}.")
+    yes: bool = option(False, "-y, --yes", "Output", "Remove without asking.")
+    as_json: bool = AS_JSON
 
 
 def run(request: ModelsRequest) -> None:

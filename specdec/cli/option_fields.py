@@ -1,15 +1,16 @@
-"""Helpers that declare command-line options as dataclass fields with Typer metadata."""
+"""Helpers that declare command-line options as fields of dataclasses, and that name the options in the library's errors."""
 
 import os
 import re
 from contextlib import suppress
-from dataclasses import field
-from functools import partial
 from typing import Any
 
 import typer
 
-OPTION = "option"  # key of the Typer option in a field's metadata
+# The panels of the help, in their order.
+PANELS = (
+    "Most used", "Generation", "Models", "Random model", "Sampling", "Speculation", "Measuring", "Server", "Machine", "Output",
+)  # fmt: skip
 # The library's parameter names, which its errors mention, and the command-line option of each.
 PARAMETER_OPTIONS = {
     name: f"--{name.replace('_', '-')}"
@@ -26,64 +27,25 @@ _PARAMETER_REFERENCE = re.compile(
 )
 
 
-def option(default: Any, *names: str, group: str, help: str, **more: Any) -> Any:
-    """Return a dataclass field that is a command-line option.
+def option(default: Any, declaration: str, panel: str, help: str, **more: Any) -> Any:
+    """Return a Typer option, the default of a dataclass field.
 
     Args:
-        default: Default value.
-        *names: Option names, such as "-n" and "--steps".
-        group: Panel of the help that lists the option.
+        default: Default value; False declares a flag.
+        declaration: Names and metavar as the help shows them, such as "-n, --steps N".
+        panel: Panel of the help that lists the option.
         help: Help text.
         **more: Further arguments of `typer.Option`.
     """
-    info = typer.Option(*names, help=help, rich_help_panel=group, **more)
-    return field(default=default, metadata={OPTION: info})
+    *names, last = declaration.replace(",", "").split()
+    if last.startswith("-"):
+        return typer.Option(default, *names, last, metavar="", help=help, rich_help_panel=panel, **more)
+    return typer.Option(default, *names, metavar=last, help=help, rich_help_panel=panel, **more)
 
 
-# The panels of the help, and a function for each that declares an option in it.
-PANELS = (
-    "Most used",
-    "Generation",
-    "Models",
-    "Random model",
-    "Sampling",
-    "Speculation",
-    "Measuring",
-    "Server",
-    "Machine",
-    "Output",
-)
-(
-    common_option,
-    text_option,
-    models_option,
-    model_option,
-    sampling_option,
-    speculation_option,
-    measuring_option,
-    server_option,
-    machine_option,
-    output_option,
-) = (partial(option, group=panel) for panel in PANELS)
-
-
-def flag(*names: str, group: str, help: str) -> Any:
-    """Return a boolean dataclass field that is False unless its command-line option is given."""
-    return option(False, *names, group=group, help=help, metavar="")
-
-
-def argument(default: Any, **more: Any) -> Any:
-    """Return a dataclass field that is a positional command-line argument; `more` has arguments of `typer.Argument`."""
-    return field(default=default, metadata={OPTION: typer.Argument(show_default=False, **more)})
-
-
-def get_option_info(request_class: type, name: str) -> Any:
-    """Return the Typer option of a request class's field, from the first class in the MRO that declares one.
-
-    Subclasses may override a field's default alone.
-    """
-    fields = [each.__dict__.get("__dataclass_fields__", {}).get(name) for each in request_class.__mro__]
-    return next(each.metadata[OPTION] for each in fields if each and OPTION in each.metadata)
+def argument(metavar: str, help: str) -> Any:
+    """Return a positional Typer argument, None by default."""
+    return typer.Argument(None, metavar=metavar, help=help, show_default=False)
 
 
 def translate_parameters(message: str) -> str:

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import typer
 from rich.console import Console
 
-from specdec.cli.common_options import Request, with_default_steps, with_models
+from specdec.cli.common_options import AS_JSON, PromptRequest, with_default_steps, with_models
 from specdec.cli.model_loading import load_models, resolve_max_tokens
-from specdec.cli.option_fields import common_option
 from specdec.cli.output_errors import guard_output
 from specdec.cli.prompt_sources import read_prompt
 from specdec.draft.settings import AUTO
@@ -17,14 +16,10 @@ from specdec.ui.terminal_window import Window, find_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaceRequest(Request):
+class RaceRequest(PromptRequest):
     """The options of `specdec race`."""
 
-    option_names = (
-        "model draft stage quantize kv pack tokenizer prompt steps max_tokens temperature top_p top_k seed gamma tree "
-        "threads as_json"
-    )
-    draft: str = common_option("", "-d", "--draft", metavar="NAME", help="Draft, as for specdec.")
+    as_json: bool = AS_JSON
 
     def resolve(self) -> "RaceRequest":
         """Return a copy of the request with the prompt's text and the names of target and draft filled in.

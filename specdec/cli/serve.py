@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.argument_checks import JSONObject
-from specdec.cli.common_options import DRAFT_KEYWORDS, MODEL_OPTIONS, Request, with_models
+from specdec.cli.common_options import (
+    DRAFT_KEYWORDS,
+    TEMPLATE,
+    PromptCacheOptions,
+    SpeculationOptions,
+    with_models,
+)
 from specdec.cli.model_loading import LoadedModels, get_recommended_sampling, load_decoder, load_models, resolve_model_paths
-from specdec.cli.option_fields import flag, sampling_option, server_option, translate_parameters
+from specdec.cli.option_fields import argument, option, translate_parameters
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
 from specdec.cli.resolve_with_progress import find_model
@@ -47,59 +53,66 @@ CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave fr
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeRequest(Request):
+class ServedRequest(SpeculationOptions, PromptCacheOptions):
+    """The options of `specdec serve` and `specdec batch`."""
+
+    template: str = TEMPLATE
+    served_temperature: float | None = option(
+        None, "-t, --temperature X", "Sampling", f"Temperature {_DEFAULT_HELP} 0.7. 0: greedy.", min=0.0
+    )
+    served_top_p: float | None = option(
+        None, "-p, --top-p X", "Sampling", f"Top-p {_DEFAULT_HELP} 0.9. 0, 1: off.", min=0.0, max=1.0
+    )
+    served_top_k: int | None = option(None, "-k, --top-k N", "Sampling", f"Top-k {_DEFAULT_HELP} 0. 0: off.", min=0)
+    cache: int = option(0, "--cache MB", "Server", "Memory for all KV caches. 0: half of what the weights leave free.", min=0)
+    reasoning_budget: int = option(
+        -1, "--reasoning-budget N", "Server", "Maximum number of tokens of a thought. -1: off.", min=-1
+    )
+
+    def make_default_sampling(self, recommended: JSONObject) -> Sampling:
+        """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
+        sampling = replace(ChatSettings(), **recommended).make_sampling(0)
+        names = ("temperature", "top_p", "top_k")
+        return override_sampling(sampling, **{name: getattr(self, f"served_{name}") for name in names})
+
+    def get_cache_bytes(self, decoder: SpeculativeDecoder) -> int:
+        """Return the memory limit of all KV caches in bytes: that of --cache, else a share of what the weights leave free."""
+        return self.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients: its name on the hub, or its file's name, never its path."""
+        return self.display_names[0] if os.path.exists(str(self.model)) else sanitize_line(str(self.model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest(ServedRequest):
     """The options of `specdec serve`."""
 
-    option_names = (
-        f"word model draft {MODEL_OPTIONS} template gamma tree served_temperature served_top_p served_top_k threads host port "
-        "models api_key_file no_key slots queue cache keep_alive grace reasoning_budget"
-    )
-    served_temperature: float | None = sampling_option(
-        None, "-t", "--temperature", metavar="X", min=0.0, help=f"Temperature {_DEFAULT_HELP} 0.7. 0: greedy."
-    )
-    served_top_p: float | None = sampling_option(
-        None, "-p", "--top-p", metavar="X", min=0.0, max=1.0, help=f"Top-p {_DEFAULT_HELP} 0.9. 0, 1: off."
-    )
-    served_top_k: int | None = sampling_option(
-        None, "-k", "--top-k", metavar="N", min=0, help=f"Top-k {_DEFAULT_HELP} 0. 0: off."
-    )
-    host: str = server_option(
-        "127.0.0.1", "--host", metavar="HOST",
-        help="Address to listen on. One that other machines can reach needs --api-key-file or --no-key.",
+    word: str | None = argument("MODEL", "The target, as for -m.")
+    host: str = option(
+        "127.0.0.1", "--host HOST", "Server",
+        "Address to listen on. One that other machines can reach needs --api-key-file or --no-key.",
     )  # fmt: skip
-    port: int = server_option(8080, "--port", metavar="N", min=0, max=65535, help="Port to listen on. 0: any free port.")
-    models: str = server_option(
-        "", "--models", metavar="DIR", help="Offer the models of this folder, such as GGUF files, instead of the installed ones."
+    port: int = option(8080, "--port N", "Server", "Port to listen on. 0: any free port.", min=0, max=65535)
+    models: str = option(
+        "", "--models DIR", "Server", "Offer the models of this folder, such as GGUF files, instead of the installed ones."
     )
-    api_key_file: str = server_option(
-        "", "--api-key-file", metavar="FILE", help="Require one of the API keys in this file (one per line)."
+    api_key_file: str = option("", "--api-key-file FILE", "Server", "Require one of the API keys in this file (one per line).")
+    no_key: bool = option(False, "--no-key", "Server", "Let other machines connect without a key.")
+    slots: int = option(8, "--slots N", "Server", "Maximum number of sequences that are generated at once.", min=1, max=256)
+    queue: int = option(64, "--queue N", "Server", "Maximum number of waiting sequences; more are rejected.", min=0, max=4096)
+    keep_alive: float = option(
+        300.0, "--keep-alive S", "Server", "Without -m: seconds until an unused model is unloaded.", min=0.0, max=1e9
     )
-    no_key: bool = flag("--no-key", group="Server", help="Let other machines connect without a key.")
-    slots: int = server_option(
-        8, "--slots", metavar="N", min=1, max=256, help="Maximum number of sequences that are generated at once."
-    )
-    queue: int = server_option(
-        64, "--queue", metavar="N", min=0, max=4096, help="Maximum number of waiting sequences; more are rejected."
-    )
-    cache: int = server_option(
-        0, "--cache", metavar="MB", min=0,
-        help="Memory for all KV caches. 0: half of what the weights leave free.",
-    )  # fmt: skip
-    keep_alive: float = server_option(
-        300.0, "--keep-alive", metavar="S", min=0.0, max=1e9,
-        help="Without -m: seconds until an unused model is unloaded.",
-    )  # fmt: skip
-    grace: float = server_option(
-        10.0, "--grace", metavar="S", min=0.0, max=3600.0, help="Seconds that running requests get to finish after SIGTERM."
+    grace: float = option(
+        10.0, "--grace S", "Server", "Seconds that running requests get to finish after SIGTERM.", min=0.0, max=3600.0
     )
 
-    reasoning_budget: int = server_option(
-        -1,
-        "--reasoning-budget",
-        metavar="N",
-        min=-1,
-        help="Maximum number of tokens of a thought. -1: off.",
-    )
+    def __post_init__(self) -> None:
+        """Check the options; raise ValueError if two name the target."""
+        super().__post_init__()
+        self.check_word(self.word)
 
     def resolve(self) -> "ServeRequest":
         """Return a copy of the request with the names of its models filled in, after checking the address and the options.
@@ -149,21 +162,6 @@ class ServeRequest(Request):
                 f"{self.api_key_file} must have one API key per line, in printable ASCII of at most {MAX_KEY_LENGTH} characters"
             )
         return keys
-
-    def make_default_sampling(self, recommended: JSONObject) -> Sampling:
-        """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
-        sampling = replace(ChatSettings(), **recommended).make_sampling(0)
-        names = ("temperature", "top_p", "top_k")
-        return override_sampling(sampling, **{name: getattr(self, f"served_{name}") for name in names})
-
-    def get_cache_bytes(self, decoder: SpeculativeDecoder) -> int:
-        """Return the memory limit of all KV caches in bytes: that of --cache, else a share of what the weights leave free."""
-        return self.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
-
-    @property
-    def name(self) -> str:
-        """The model's name for clients: its name on the hub, or its file's name, never its path."""
-        return self.display_names[0] if os.path.exists(str(self.model)) else sanitize_line(str(self.model))
 
 
 def run(request: ServeRequest) -> None:
@@ -243,7 +241,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     signals.clear_end_signal()
 
 
-def describe_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ServedModel":
+def describe_model(request: ServedRequest, decoder: SpeculativeDecoder, name: str) -> "ServedModel":
     """Return a loaded decoder with its template and default sampling; print a note if it has no template or recommends some."""
     from specdec.server.generation_fields import ServedModel
 

@@ -31,26 +31,24 @@ NUMBER = re.compile(r"[-+.]*\d[-+.\d]*")
 TEXT_FILE_NAME = re.compile(r"\S+\.(txt|text|md)", re.IGNORECASE)
 
 
-def explain_invalid_number(error: Any) -> str:
-    """Return the error message for an option's value that is not a number or outside its limits; "" for another error.
+def explain_invalid_number(param: Any, context: Any, value: str) -> str:
+    """Return the error message for an option's value that is not a number or outside its limits.
 
     Args:
-        error: The exception of Typer's validation.
+        param: Typer's parameter.
+        context: Typer's context.
+        value: The value.
     """
-    param: Any = getattr(error, "param", None)
-    validation: Any = getattr(error.__cause__, "errors", None)
-    value_type = param and validation and param.type_descriptor.annotation
-    if value_type not in TYPE_NAMES:
-        return ""
-    limits, name, value = param.type_descriptor.parameter_info, max(param.opts, key=len), str(validation()[0]["input"])
+    limits = param.type_descriptor.parameter_info
+    name = max(param.opts, key=len)
     minimum = "" if limits.min is None else f", {limits.min:g} or more"
     span = f" from {limits.min:,.10g} to {limits.max:,.10g}" if limits.max is not None else minimum
     hint = "; use -n 0 for as many as fit" if name == "--steps" and value.startswith("-") else ""
-    if name == "--top-p" and error.ctx.info_name == "serve":
+    if name == "--top-p" and context.info_name == "serve":
         hint = f"; use --port {value if value.isdecimal() else 'N'} for the port"
     elif name == "--top-p" and not NUMBER.fullmatch(value):
         hint = "; use -i TEXT for the prompt"
-    return f"{name} is {shorten(value, repr)}; expected {TYPE_NAMES[value_type]}{span}{hint}"
+    return f"{name} is {shorten(value, repr)}; expected {TYPE_NAMES[param.type_descriptor.annotation]}{span}{hint}"
 
 
 def explain_foreign_option(arguments: Sequence[str]) -> str:

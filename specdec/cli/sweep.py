@@ -9,17 +9,9 @@ import typer
 from rich.console import Console
 
 from specdec.argument_checks import JSONDict
-from specdec.cli.common_options import Request, parse_gamma, with_models
+from specdec.cli.common_options import AS_JSON, TOP_P, ModelRequest, parse_gamma, with_models
 from specdec.cli.model_loading import LoadedModels, load_models
-from specdec.cli.option_fields import (
-    common_option,
-    flag,
-    measuring_option,
-    output_option,
-    sampling_option,
-    speculation_option,
-    text_option,
-)
+from specdec.cli.option_fields import option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
 from specdec.cli.typer_commands import parse_list
@@ -30,29 +22,22 @@ from specdec.ui.signals import signals
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRequest(Request):
+class SweepRequest(ModelRequest):
     """The options of `specdec sweep`."""
 
-    option_names = (
-        "model draft stage quantize kv pack tokenizer prompts tokens temperatures top_p gammas rounds seeds full threads "
-        "as_json as_csv svg"
+    prompts: str = option("", "--prompts FILE", "Generation", "File with one prompt per line. By default a dozen story openings.")
+    tokens: str = option(
+        "", "--max-tokens LIST", "Generation", "New tokens per output. By default 50,200; with --full 50,100,200,500."
     )
-    draft: str = common_option("", "-d", "--draft", metavar="NAME", help="Draft, as for specdec.")
-    prompts: str = text_option(
-        "", "--prompts", metavar="FILE", help="File with one prompt per line. By default a dozen story openings."
-    )
-    tokens: str = text_option(
-        "", "--max-tokens", metavar="LIST", help="New tokens per output. By default 50,200; with --full 50,100,200,500."
-    )
-    temperatures: str = sampling_option("0,1", "--temperatures", metavar="LIST", help="Sampling temperatures. 0: greedy.")
-    gammas: str = speculation_option(
-        "1,2,4,8,auto", "-g", "--gammas", metavar="LIST", help="Draft tokens per step (γ), 1 to 63, or auto."
-    )
-    rounds: int = measuring_option(0, "--rounds", metavar="N", min=0, help="Timed runs of each output. 0: 3; with --full 5.")
-    seeds: int = measuring_option(0, "--seeds", metavar="N", min=0, help="Sampled outputs per prompt. 0: 1; with --full 3.")
-    full: bool = flag("--full", group="Measuring", help="Measure more lengths, rounds and seeds; takes minutes instead of one.")
-    as_csv: bool = flag("--csv", group="Output", help="Print CSV rows to stdout.")
-    svg: str = output_option("", "--svg", metavar="FILE", help="Write the speed-ups to this file as an SVG bar chart.")
+    temperatures: str = option("0,1", "--temperatures LIST", "Sampling", "Sampling temperatures. 0: greedy.")
+    top_p: float = TOP_P
+    gammas: str = option("1,2,4,8,auto", "-g, --gammas LIST", "Speculation", "Draft tokens per step (γ), 1 to 63, or auto.")
+    rounds: int = option(0, "--rounds N", "Measuring", "Timed runs of each output. 0: 3; with --full 5.", min=0)
+    seeds: int = option(0, "--seeds N", "Measuring", "Sampled outputs per prompt. 0: 1; with --full 3.", min=0)
+    full: bool = option(False, "--full", "Measuring", "Measure more lengths, rounds and seeds; takes minutes instead of one.")
+    as_json: bool = AS_JSON
+    as_csv: bool = option(False, "--csv", "Output", "Print CSV rows to stdout.")
+    svg: str = option("", "--svg FILE", "Output", "Write the speed-ups to this file as an SVG bar chart.")
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid or two exclude each other."""

@@ -1,100 +1,66 @@
-"""Typer commands built from request dataclasses, and the parsing of words among options."""
+"""Typer commands with hints for wrong command lines: values, and words among options."""
 
-import re
 from collections.abc import Callable
-from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specdec.cli.common_options import RequestT
-from specdec.cli.option_fields import get_option_info
-from specdec.cli.suggestions import explain_extra_word, explain_foreign_option, explain_unknown_command
+from specdec.cli.option_fields import PANELS
+from specdec.cli.suggestions import (
+    explain_extra_word,
+    explain_foreign_option,
+    explain_invalid_number,
+    explain_unknown_command,
+)
 from specdec.loaders.model_paths import is_model_name
 
 T = TypeVar("T")
 Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Command")
-NUMBER_PATTERNS = {int: re.compile("[0-9]{1,18}"), float: re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
-def build_request(request_class: type[RequestT], context: Any, values: dict[str, Any]) -> RequestT:
-    """Return the request object of a command line that Typer has parsed.
+def convert_value(param: Any, context: Any, value: Any) -> Any:
+    """Return a parameter's value as Typer does, but without pydantic, whose import takes 0.15 s of every start.
 
     Args:
-        request_class: Class of the request.
+        param: Typer's parameter.
         context: Typer's context.
-        values: Values of the request's fields.
+        value: The text of the command line, or the default.
 
     Raises:
-        ValueError: A value is invalid.
+        ValueError: The value is not a number within the parameter's limits.
     """
-    given = {
-        param.name: max(param.opts, key=len)
-        for param in context.command.params
-        if getattr(context.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
-    }
-    return request_class(**values, given=given, words=tuple(context.args), command=context.invoked_subcommand or "")
+    number_type = param.type_descriptor.annotation
+    limits = param.type_descriptor.parameter_info
+    if value is None and (param.multiple or param.nargs == -1):
+        value = ()
+    elif number_type in (int, float) and isinstance(value, str):
+        text = value
+        try:
+            value = number_type(text)
+        except ValueError:
+            value = None
+        if value is None or (limits.min is not None and value < limits.min) or (limits.max is not None and value > limits.max):
+            raise ValueError(explain_invalid_number(param, context, text))
+    return param.callback(context, param, value) if param.callback else value
 
 
-def make_command(request_class: type[RequestT], run: Callable[[RequestT], None]) -> Callable[..., None]:
-    """Return a function for Typer that calls `run` with a request; its parameters are the options of the request class."""
-
-    def command(context: typer.Context, **values: Any) -> None:
-        run(build_request(request_class, context, values))
-
-    fields: dict[str, Any] = {name: request_class.__dataclass_fields__[name] for name in request_class.option_names.split()}
-    hints: dict[str, Any] = {name: Annotated[field.type, get_option_info(request_class, name)] for name, field in fields.items()}
-    hints["context"] = typer.Context
-    defaults = {name: field.default for name, field in fields.items()} | {"context": Parameter.empty}
-    parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]) for name in hints]
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__, command.__doc__ = hints, run.__doc__
-    return command
-
-
-class FastProcessValue:
-    """A fast replacement of a Typer parameter's `process_value` for defaults, strings, and plain numbers within the limits.
-
-    All other values go to Typer, which imports pydantic to validate them: 0.1 s of every start.
-    """
-
-    def __init__(self, param: Any) -> None:
-        """Remember the parameter, and its own `process_value` as the fallback."""
-        self._param, self.fallback = param, param.process_value
-
-    def __call__(self, context: Any, value: Any) -> Any:
-        """Convert and check a command-line value of the parameter, call the parameter's callback, and return the result."""
-        param = self._param
-        value_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
-        if value is None and not param.required:
-            value = () if param.multiple or param.nargs == -1 else None
-        elif isinstance(value, str) and value_type in NUMBER_PATTERNS and NUMBER_PATTERNS[value_type].fullmatch(value):
-            number = value_type(value)
-            if (limits.min is not None and number < limits.min) or (limits.max is not None and number > limits.max):
-                return self.fallback(context, value)
-            value = number
-        elif type(value) is not value_type or value_type not in (str, *NUMBER_PATTERNS):
-            return self.fallback(context, value)
-        return param.callback(context, param, value) if param.callback else value
-
-
-class FastParameters:
-    """A mixin of commands whose parameters convert their values as `FastProcessValue` does."""
+class CommandParameters:
+    """A mixin of commands whose parameters are converted by `convert_value` and sorted by the panels of the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the command's parameters, with faster conversion, and with Typer's own flags in the output panel."""
+        """Return the command's parameters, with Typer's own flags in the output panel."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if not getattr(param, "rich_help_panel", "") and getattr(param, "is_flag", False):
                 param.rich_help_panel, param.metavar = "Output", ""
-            # older Typers leave validation to Click
-            if hasattr(param, "type_descriptor") and not isinstance(param.process_value, FastProcessValue):
-                param.process_value = FastProcessValue(param)
-        return params
+            if hasattr(param, "type_descriptor"):  # older Typers leave validation to Click
+                param.process_value = partial(convert_value, param)
+        return sorted(params, key=lambda param: PANELS.index(getattr(param, "rich_help_panel", None) or PANELS[0]))
 
 
-class Subcommand(FastParameters, TyperCommand):
+class Subcommand(CommandParameters, TyperCommand):
     """A Typer command with a name, such as `specdec chat`, that rejects extra words with a hint."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -111,7 +77,7 @@ class Subcommand(FastParameters, TyperCommand):
         return words
 
 
-class CommandGroup(FastParameters, TyperGroup):
+class CommandGroup(CommandParameters, TyperGroup):
     """The group of all commands, which also parses the command without a name.
 
     If the first word is not the name of a command, the words go to the context's `args`.

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from typer.models import OptionInfo
 
 import specdec
 from specdec import Sampling, SpeculativeDecoder
@@ -21,7 +22,6 @@ from specdec.bench import sweep
 from specdec.bench.race import RecordedRun
 from specdec.bench.sweep import Setting, SettingResult, SweepCase, SweepRuns
 from specdec.cli import bootstrap
-from specdec.cli.option_fields import get_option_info
 from specdec.cli.sweep import SweepRequest
 from specdec.events import Event, Prompt, Proposal, Step
 from specdec.ui import signals
@@ -575,8 +575,8 @@ def test_help_fits_80_columns_and_lists_every_option(monkeypatch: pytest.MonkeyP
     code, out, err = run(monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
-    options = [get_option_info(SweepRequest, name) for name in SweepRequest.option_names.split()]
-    names = [name for info in options for name in (info.default, *info.param_decls)]
+    options = [each.default for each in dataclasses.fields(SweepRequest)]
+    names = [name for info in options if isinstance(info, OptionInfo) and not info.hidden for name in info.param_decls or ()]
     assert len(names) > 20
     for name in ["-h", "--help", *names]:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name

@@ -8,17 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from typer.models import OptionInfo
 
 import specdec
 from specdec.cli.bench import BenchRequest
 from specdec.cli.common_options import Request
 from specdec.cli.generate import TextRequest
-from specdec.cli.option_fields import get_option_info
 from specdec.cli.serve import ServeRequest
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
@@ -530,10 +531,10 @@ def test_help_fits_80_columns_and_lists_every_option(run: Run, monkeypatch: pyte
     assert (code, err) == (0, "")
     assert max(map(cell_len, out.splitlines())) <= 80
     request_class: type[Request] = {"": TextRequest, "bench": BenchRequest, "serve": ServeRequest}["".join(of)]
-    offered = [get_option_info(request_class, name) for name in request_class.option_names.split()]
-    options = [info for info in offered if info.param_decls is not None and not info.hidden]  # an argument has no option name
+    offered = [each.default for each in fields(request_class)]
+    options = [info for info in offered if isinstance(info, OptionInfo) and not info.hidden]
     assert len(options) > 3
-    names = [name for info in options for name in (info.default, *info.param_decls)]
+    names = [name for info in options for name in info.param_decls or ()]
     for name in ["-h", "--help", *names]:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
     assert "<bool>" not in out

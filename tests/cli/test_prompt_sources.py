@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from typer.core import TyperOption
 from typer.main import get_command
 
 from specdec.cli.app import UsageError, app, format_usage_error
-from specdec.cli.typer_commands import FastProcessValue
 from specdec.head_config import HeadConfig
 from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders import model_paths as files
@@ -72,19 +72,18 @@ VALUES = (
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_fast_process_value_equals_typers_own(value: str | None) -> None:
+def test_converted_value_equals_typers_own(value: str | None) -> None:
     """Check every option, given and as default."""
     group = get_command(app)
     context = group.make_context("specdec", [], resilient_parsing=True)
     n_validated = 0
     for command in (group, *group.commands.values()):
         for param in command.get_params(context):
-            if isinstance(param.process_value, FastProcessValue):
+            if hasattr(TyperOption, "get_runtime_param") and not getattr(param, "is_flag", False):
                 of_it = value if value is None or not param.multiple else [value]
                 for given in (of_it, param.default):
-                    assert process_result(param.process_value, context, given) == process_result(
-                        param.process_value.fallback, context, given
-                    )
+                    typers_own = partial(type(param).process_value, param)
+                    assert process_result(param.process_value, context, given) == process_result(typers_own, context, given)
                     n_validated += 1
     assert n_validated or not hasattr(TyperOption, "get_runtime_param")  # parameters of older Typers have no such validation
 
@@ -107,8 +106,8 @@ def test_error_for_missing_number_describes_expected_value() -> None:
 def process_result(process: Callable[..., object], context: object, value: object) -> str:
     try:
         return repr(process(context, value))
-    except Exception as error:
-        return repr(error)
+    except Exception:
+        return "an error"
 
 
 def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
