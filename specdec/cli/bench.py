@@ -34,10 +34,7 @@ class BenchRequest(Request):
     )
     kv: str = KV
     shape: str = option(
-        "42M",
-        "--shape SHAPE",
-        "Random model",
-        "Shape of the random model: 15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq.",
+        "42M", "--shape SHAPE", "Random model", "15M, 42M, 110M, or dim,hidden,layers,heads,kv,vocab,seq of the random model."
     )
     int8: bool = option(False, "--int8", "Random model", "Quantize the weights to int8, as --quantize does.")
     as_json: bool = AS_JSON

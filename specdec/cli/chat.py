@@ -55,7 +55,6 @@ class ChatRequest(SpeculationOptions, SamplingOptions, ConstraintOptions, Prompt
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
         self.check_word(self.word)
-        check_string("prompt", self.prompt)
         check_string("system", self.system)
 
     @property

@@ -107,10 +107,7 @@ class ModelRequest(Request):
     )  # fmt: skip
     kv: str = KV
     pack: str = option(
-        AUTO,
-        "--pack auto|on|none",
-        "Models",
-        "Store bf16 weights in 12 bits, without loss. auto: if a trial shows that it is faster.",
+        AUTO, "--pack auto|on|none", "Models", "Store bf16 weights in 12 bits, without loss. auto: if a trial is faster."
     )
     weight_cache: str = option(
         AUTO, "--weight-cache auto|on|off|DIR", "Models",
@@ -128,7 +125,12 @@ class ModelRequest(Request):
         super().__post_init__()
         check_choice("kv", self.kv, get_args(KVFormatName))
         check_choice("pack", self.pack, get_args(PackMode))
+        check_string("prompt", getattr(self, "prompt", None) or "")
         parse_quantize(self.quantize)
+        if "prompt_cache_size" in self.given and not self.prompt_cache:
+            raise ValueError("--prompt-cache-size needs --prompt-cache DIR")
+        if self.schema and self.regex:
+            raise ValueError("--schema and --regex exclude each other; leave one of them out")
         if self.threads > get_available_threads():
             expected = f"at most {get_available_threads()} (this machine has {get_topology().description})"
             raise ValueError(f"threads is {self.threads}; expected {expected}")
@@ -194,7 +196,7 @@ class SamplingOptions(ModelRequest):
         1.0,
         "--repeat-penalty X",
         "Sampling",
-        "Above 1: make tokens of the prompt and the output less likely.",
+        "Above 1: make earlier tokens, also of the prompt, less likely.",
         min=0.01,
         max=100.0,
     )
@@ -202,9 +204,8 @@ class SamplingOptions(ModelRequest):
         0.0, "--presence-penalty X", "Sampling", "Subtract X from the logit of each token in the output.", min=-100.0, max=100.0
     )
     frequency_penalty: float = option(
-        0.0, "--frequency-penalty X", "Sampling", "Subtract X from a token's logit for each time that it is in the output.",
-        min=-100.0, max=100.0,
-    )  # fmt: skip
+        0.0, "--frequency-penalty X", "Sampling", "Subtract X for each time that a token is in the output.", min=-100.0, max=100.0
+    )
     seed: int = option(0, "-s, --seed N", "Sampling", "Random seed. 0: a new one each time.", min=0)
 
     def __post_init__(self) -> None:
@@ -230,20 +231,11 @@ class PromptCacheOptions(ModelRequest):
     """The options of the prompt cache on disk."""
 
     prompt_cache: str = option(
-        "",
-        "--prompt-cache DIR",
-        "Models",
-        "Keep processed prompts, which contain the conversations, in this folder for later runs.",
+        "", "--prompt-cache DIR", "Models", "Keep processed prompts, which contain the conversations, in this folder."
     )
     prompt_cache_size: int = option(
         10_000, "--prompt-cache-size MB", "Models", "Maximum size of --prompt-cache in megabytes.", min=1, max=10**8
     )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise ValueError if the size has no effect."""
-        super().__post_init__()
-        if "prompt_cache_size" in self.given and not self.prompt_cache:
-            raise ValueError("--prompt-cache-size needs --prompt-cache DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,15 +243,7 @@ class ConstraintOptions(ModelRequest):
     """The options of structured output."""
 
     schema: str = option("", "--schema FILE|json", "Generation", "Generate JSON that matches this JSON Schema. json: any object.")
-    regex: str = option(
-        "", "--regex REGEX", "Generation", "Generate text that this regex matches as a whole.", callback=decode_utf8
-    )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise ValueError if both are given."""
-        super().__post_init__()
-        if self.schema and self.regex:
-            raise ValueError("--schema and --regex exclude each other; leave one of them out")
+    regex: str = option("", "--regex REGEX", "Generation", "Generate text that matches this regex.", callback=decode_utf8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,14 +258,7 @@ class PromptRequest(SpeculationOptions, SamplingOptions):
         None, "-n, --steps N", "Most used",
         "Total number of tokens, prompt included. 0: as many as fit. [dim]\\[default: 256][/dim]", min=0,
     )  # fmt: skip
-    max_tokens: int | None = option(
-        None, "--max-tokens N", "Most used", "Maximum number of new tokens, without the prompt.", min=1
-    )
-
-    def __post_init__(self) -> None:
-        """Check the options; raise ValueError if one is not valid."""
-        super().__post_init__()
-        check_string("prompt", self.prompt or "")
+    max_tokens: int | None = option(None, "--max-tokens N", "Most used", "Maximum number of new tokens.", min=1)
 
 
 def with_models(request: RequestT, draft: str = "") -> RequestT:

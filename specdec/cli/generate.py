@@ -48,7 +48,7 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
     )
     samples: int = option(1, "--samples N", "Generation", "Generate N outputs, with this seed and the following ones.", min=1)
     logit_bias: list[str] | None = option(
-        None, "--logit-bias ID=X", "Sampling", "Add X (-100 to 100) to the logit of token ID. Can be repeated."
+        None, "--logit-bias ID=X", "Sampling", "Add X to the logit of token ID. Can be repeated."
     )
     verify: str = option(
         "coupled", "--verify coupled|rejection|block", "Speculation",

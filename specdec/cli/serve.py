@@ -65,9 +65,7 @@ class ServedRequest(SpeculationOptions, PromptCacheOptions):
     )
     served_top_k: int | None = option(None, "-k, --top-k N", "Sampling", f"Top-k {_DEFAULT_HELP} 0. 0: off.", min=0)
     cache: int = option(0, "--cache MB", "Server", "Memory for all KV caches. 0: half of what the weights leave free.", min=0)
-    reasoning_budget: int = option(
-        -1, "--reasoning-budget N", "Server", "Maximum number of tokens of a thought. -1: off.", min=-1
-    )
+    reasoning_budget: int = option(-1, "--reasoning-budget N", "Server", "Maximum tokens of a thought. -1: off.", min=-1)
 
     def make_default_sampling(self, recommended: JSONObject) -> Sampling:
         """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
@@ -95,19 +93,13 @@ class ServeRequest(ServedRequest):
         "Address to listen on. One that other machines can reach needs --api-key-file or --no-key.",
     )  # fmt: skip
     port: int = option(8080, "--port N", "Server", "Port to listen on. 0: any free port.", min=0, max=65535)
-    models: str = option(
-        "", "--models DIR", "Server", "Offer the models of this folder, such as GGUF files, instead of the installed ones."
-    )
+    models: str = option("", "--models DIR", "Server", "Offer the models of this folder instead of the installed ones.")
     api_key_file: str = option("", "--api-key-file FILE", "Server", "Require one of the API keys in this file (one per line).")
     no_key: bool = option(False, "--no-key", "Server", "Let other machines connect without a key.")
     slots: int = option(8, "--slots N", "Server", "Maximum number of sequences that are generated at once.", min=1, max=256)
     queue: int = option(64, "--queue N", "Server", "Maximum number of waiting sequences; more are rejected.", min=0, max=4096)
-    keep_alive: float = option(
-        300.0, "--keep-alive S", "Server", "Without -m: seconds until an unused model is unloaded.", min=0.0, max=1e9
-    )
-    grace: float = option(
-        10.0, "--grace S", "Server", "Seconds that running requests get to finish after SIGTERM.", min=0.0, max=3600.0
-    )
+    keep_alive: float = option(300.0, "--keep-alive S", "Server", "Seconds until an unused model is unloaded.", min=0.0, max=1e9)
+    grace: float = option(10.0, "--grace S", "Server", "Seconds for running requests after SIGTERM.", min=0.0, max=3600.0)
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if two name the target."""

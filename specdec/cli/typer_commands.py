@@ -1,6 +1,8 @@
 """Typer commands with hints for wrong command lines: values, and words among options."""
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,18 +33,18 @@ def convert_value(param: Any, context: Any, value: Any) -> Any:
     Raises:
         ValueError: The value is not a number within the parameter's limits.
     """
-    number_type = param.type_descriptor.annotation
-    limits = param.type_descriptor.parameter_info
+    number_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
     if value is None and (param.multiple or param.nargs == -1):
         value = ()
     elif number_type in (int, float) and isinstance(value, str):
-        text = value
-        try:
-            value = number_type(text)
-        except ValueError:
-            value = None
-        if value is None or (limits.min is not None and value < limits.min) or (limits.max is not None and value > limits.max):
-            raise ValueError(explain_invalid_number(param, context, text))
+        least = -math.inf if limits.min is None else limits.min
+        most = math.inf if limits.max is None else limits.max
+        number = None
+        with suppress(ValueError):
+            number = number_type(value)
+        if number is None or not least <= number <= most:  # not a number is not within any limits
+            raise ValueError(explain_invalid_number(param, context, value))
+        value = number
     return param.callback(context, param, value) if param.callback else value
 
 

@@ -80,7 +80,7 @@ def test_converted_value_equals_typers_own(value: str | None) -> None:
     for command in (group, *group.commands.values()):
         for param in command.get_params(context):
             if hasattr(TyperOption, "get_runtime_param") and not getattr(param, "is_flag", False):
-                of_it = value if value is None or not param.multiple else [value]
+                of_it = [value] if value is not None and (param.multiple or param.nargs == -1) else value
                 for given in (of_it, param.default):
                     typers_own = partial(type(param).process_value, param)
                     assert process_result(param.process_value, context, given) == process_result(typers_own, context, given)
