@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": {
         "specdec", "ui", "server", "bench", "speculative_decoder", "engine", "draft", "text", "protocols", "verification",
-        "events", "loaders", "model", "model_config", "sampling", "tokenizer", "runtime", "argument_checks",
+        "events", "loaders", "model", "sampling", "tokenizer", "runtime", "argument_checks",
     },
     "ui": {"bench", "text", "events", "loaders", "runtime", "argument_checks"},
     "server": {
@@ -326,7 +326,7 @@ SINGLE_COMMAND_MODULES = {
     "ui.chat",
     "ui.race",
     "ui.sweep_report",
-    "cli.installed_models",
+    "draft.installed_models",
 }
 
 

@@ -171,7 +171,7 @@ def resolve_model_paths(request: ModelRequest, packages: Mapping[str, str] = NO_
         raise CheckpointError(missing)
     paths = [find_model(file, DRAFT_KEYWORDS if i else ()) if file else names[i] for i, file in enumerate(files)]
     if request.draft == AUTO:
-        from specdec.cli.installed_models import find_neighbour_draft
+        from specdec.draft.installed_models import find_neighbour_draft
 
         paths[1] = find_neighbour_draft(Path(paths[0])) or AUTO
     return paths

@@ -95,7 +95,7 @@ def remove_models(request: ModelsRequest, names: list[str]) -> None:
         CheckpointError: A model is not installed.
         typer.Exit: The user declines.
     """
-    from specdec.cli.installed_models import list_installed
+    from specdec.draft.installed_models import list_installed
 
     if not names:
         raise ValueError("rm needs the name of an installed model; specdec models lists them")
@@ -176,7 +176,7 @@ def _format_bytes(files: Sequence[PackedModel]) -> str:
 
 def list_models(request: ModelsRequest, folder: str) -> None:
     """Print the installed models and aliases, or the models of a folder, with the drafts that fit, as a table or JSON."""
-    from specdec.cli.installed_models import list_entries, make_row  # imported here, since no other action needs it
+    from specdec.draft.installed_models import list_entries, make_row  # imported here, since no other action needs it
 
     with show_status("reading models"):
         found = list_entries((find_local(folder) or Path(folder)) if folder else None)

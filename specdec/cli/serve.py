@@ -284,7 +284,7 @@ class CatalogModelSource:
 
     def list_models(self) -> dict[str, int]:
         """Return the size in bytes of each model that can be loaded, by name, aliases included."""
-        from specdec.cli.installed_models import get_model_sizes  # imported here, since no other command needs it
+        from specdec.draft.installed_models import get_model_sizes  # imported here, since no other command needs it
 
         return get_model_sizes(Path(self._request.models) if self._request.models else None)
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import typer
 
-from specdec.cli import installed_models, serve
+from specdec.cli import serve
 from specdec.cli.app import app
-from specdec.cli.installed_models import find_neighbour_draft
 from specdec.cli.models import OPTIONAL_COLUMNS, make_table
 from specdec.cli.serve import CatalogModelSource, ServeRequest
+from specdec.draft import installed_models
+from specdec.draft.installed_models import find_neighbour_draft
 from specdec.draft.model_bundle import check_draft_keyword
 from specdec.draft.self_copy import make_self_draft
 from specdec.draft.settings import parse_quantize

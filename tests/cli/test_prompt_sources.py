@@ -443,7 +443,7 @@ def test_installed_models_are_listed_with_fitting_drafts(
     assert [row["name"] for row in listed["unreadable"]] == ["broken.bin"]
     assert listed["models"][1]["vocabulary"] == 300
     assert [row["name"] for row in listed["models"]][2:] == ["org/name:Q8_0"]
-    monkeypatch.setattr("specdec.cli.installed_models.MAX_DRAFT_SIZE_RATIO", 0.9)
+    monkeypatch.setattr("specdec.draft.installed_models.MAX_DRAFT_SIZE_RATIO", 0.9)
     installed = tmp_path / "installed" / "models"
     installed.mkdir(parents=True)
     monkeypatch.setattr(files, "BUNDLED_MODELS_DIR", installed)  # the checkout's models/ has the same names

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.cli import installed_models
+from specdec.draft import installed_models
 from specdec.draft.draft_length import FixedLength
 from specdec.events import Event, Statistics
 from specdec.families import gemma4_assistant

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.cli.installed_models import find_neighbour_draft, list_entries, make_row
 from specdec.draft.draft_length import FixedLength
+from specdec.draft.installed_models import find_neighbour_draft, list_entries, make_row
 from specdec.heads.head import Head
 from specdec.loaders import CheckpointError, load_builtin_head, load_checkpoint
 from specdec.loaders.head_checkpoint import load_mtp_head
