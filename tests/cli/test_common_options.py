@@ -10,9 +10,11 @@ from typer.main import get_command
 from typer.models import ParameterInfo
 
 from specdec.cli import app
+from specdec.cli.batch import BatchJobRequest
 from specdec.cli.bench import BenchRequest
 from specdec.cli.chat import ChatRequest
 from specdec.cli.common_options import Request
+from specdec.cli.compile import CompileRequest
 from specdec.cli.generate import TextRequest
 from specdec.cli.models import ModelsRequest
 from specdec.cli.option_fields import PARAMETER_OPTIONS, translate_parameters
@@ -26,7 +28,7 @@ from specdec.ui.plain_views import ModelLabels
 
 KINDS: dict[str, type[Request]] = {
     "": TextRequest, "race": RaceRequest, "chat": ChatRequest, "sweep": SweepRequest, "models": ModelsRequest,
-    "bench": BenchRequest, "serve": ServeRequest,
+    "bench": BenchRequest, "serve": ServeRequest, "batch": BatchJobRequest, "compile": CompileRequest,
 }  # fmt: skip
 
 
@@ -61,6 +63,13 @@ def test_request_has_values_of_command_line() -> None:
     assert make_request("-s", 0).sampling != make_request("-s", 0).sampling
     same = make_request("-s", 0)
     assert same.sampling is same.sampling
+
+
+def test_commands_share_groups_of_options() -> None:
+    assert make_request("chat", "-g", 3).draft_settings.gamma == 3
+    assert make_request("race", "--min-p", 0.1).sampling.min_p == 0.1
+    assert [make_request(name, "--weight-cache", "off").weight_cache for name in ("race", "sweep", "compile")] == ["off"] * 3
+    assert (make_request("compile", "-m", "x", "-j", 1).model, make_request("chat").temperature) == ("x", 0.7)
 
 
 def test_dash_in_chat_reads_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None:
