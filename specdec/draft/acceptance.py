@@ -39,17 +39,18 @@ class Acceptance:
     @property
     def probabilities(self) -> list[float]:
         """The estimated acceptance probability of a draft token in each confidence bucket, a list of N_BUCKETS numbers."""
-        scale = (self._accepted[N_BUCKETS] + 1.0) / (self._expected + 1.0)
-        return [min(self._estimate(bucket, scale), MAX_ACCEPTANCE) for bucket in range(N_BUCKETS)]
+        return [self.estimate(bucket) for bucket in range(N_BUCKETS)]
 
     @property
     def mean(self) -> float:
         """The estimated acceptance rate over all draft tokens, whatever their confidence."""
-        return self._estimate(N_BUCKETS, 1.0)
+        return (self._accepted[-1] + self._weight * self._prior[-1]) / (self._seen[-1] + self._weight)
 
-    def _estimate(self, bucket: int, scale: float) -> float:
+    def estimate(self, bucket: int) -> float:
+        """Return the estimated acceptance probability of a draft token in a confidence bucket."""
+        scale = (self._accepted[-1] + 1.0) / (self._expected + 1.0)  # by which the prior was wrong so far
         prior = self._weight * scale * self._prior[bucket]
-        return (self._accepted[bucket] + prior) / (self._seen[bucket] + self._weight)
+        return min((self._accepted[bucket] + prior) / (self._seen[bucket] + self._weight), MAX_ACCEPTANCE)
 
     def for_sequence(self) -> "Acceptance":
         """Return a new estimate for one sequence, which starts with the values of this one and also updates this one."""

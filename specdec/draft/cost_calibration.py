@@ -5,7 +5,6 @@ file that is damaged or contains impossible numbers counts as missing.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -30,16 +29,14 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 # Passes over these numbers of tokens are timed in turns. The time of a pass rises by a step with every further tile. For a slow
 # target, a turn has only the first two.
 MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, MAX_TILE_TOKENS + 1, 2, 4, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
-FIRST_BUDGET_S, MEASURE_BUDGET_S, RECHECK_BUDGET_S = 0.2, 0.05, 0.01  # if the result is stored, if not, if an earlier one is
-# A slow target is measured in one turn of the first MAX_SLOW_MEASUREMENTS processes, so that later first tokens come sooner.
-SLOW_PASS_S, MAX_SLOW_MEASUREMENTS = 0.1, 3
-FIRST_DRAFT, NEXT_DRAFT = -1, -2  # instead of a number of tokens: the draft's first token of a round, and the next one
+MEASURE_BUDGET_S, RECHECK_BUDGET_S = 0.2, 0.01  # the latter if the costs were measured before
+DRAFT = 0  # instead of a number of tokens: drafting FIXED_GAMMA tokens
 TOKEN_STRIDE = 7919  # a prime, so that token ids lie far apart
 
 MAX_STORED_BYTES = 500_000  # of about a hundred files
 SAVE_INTERVAL_S = 10.0
 SAMPLES_PER_ARRAY = 64  # numbers of a matrix that enter the fingerprint
-MAX_VALUE, N_OTHERS = 1e6, 4 + N_BUCKETS  # of any number in a file, and how many of them follow the seconds of passes
+MAX_VALUE, N_OTHERS = 1e6, 2 + N_BUCKETS  # of any number in a file, and how many of them follow the seconds of passes
 
 
 def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary, budget: float = MEASURE_BUDGET_S) -> CostCurve:
@@ -62,25 +59,23 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
     models = models if reads_target else sorted(models, key=id)
     tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
 
-    def propose(n: int) -> None:
+    def propose() -> None:
         if drafter:
-            policy = FixedLength(n)
-            policy.start(n)
+            policy = FixedLength(FIXED_GAMMA)
+            policy.start(FIXED_GAMMA)
             drafter.propose([0, 0] if reads_target else tokens[:1], policy)
 
     def time_pass(n: int) -> float:
         with ExitStack() as locks:
             for each in models:
                 locks.enter_context(each.lock)
-            if n < 0 and reads_target:  # it drafts after a pass of its target over the same sequence
+            if n == DRAFT and reads_target:  # it drafts after a pass of its target over the same sequence
                 target.forward([0], 0)
             elif n > 1 and not reads_target:
-                propose(FIXED_GAMMA)
-            if n == NEXT_DRAFT:
-                propose(1)
+                propose()
             begin = time.perf_counter()
-            if n < 0:
-                propose(1)
+            if n == DRAFT:
+                propose()
             else:
                 for row in target.forward(tokens[:n], n):
                     sampler.draw(probs, row, TARGET_NOISE, n)
@@ -88,20 +83,18 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
             n_read[n] = target.model.experts_read[0]
             return elapsed
 
-    needed = [*MEASURED_TOKENS[:2], *((FIRST_DRAFT, NEXT_DRAFT) if draft else ())]  # that run in any case
+    needed = [*MEASURED_TOKENS[:2], *([DRAFT] if draft else [])]  # that run in any case
     jobs = [n for n in (*needed, *MEASURED_TOKENS[2:]) if n <= target.model.n_positions]
-    least, end = dict[int, float](), time.perf_counter() + budget
-    for turn in itertools.count(1):
-        for i, n in enumerate(jobs):
-            if i < len(needed) or time.perf_counter() < end:
+    least, end, turn = dict[int, float](), time.perf_counter() + budget, 0
+    while not turn or time.perf_counter() < end:
+        for n in jobs:
+            if (not turn and n in needed) or time.perf_counter() < end:
                 least[n] = min(least.get(n, math.inf), time_pass(n))
-        is_first_of_two = turn == 1 and budget >= MEASURE_BUDGET_S and least[1] < SLOW_PASS_S
-        if time.perf_counter() > end and not is_first_of_two:
-            break
-    first, token = least.pop(FIRST_DRAFT, 0.0), least.pop(NEXT_DRAFT, 0.0)
+        turn += 1
+    token = least.pop(DRAFT, 0.0) / FIXED_GAMMA
     experts = make_expert_costs(target.model, least[1])
-    curve = {n: max(elapsed - experts.compute_extra_seconds(n_read[n]), MIN_SECONDS) for n, elapsed in least.items()}
-    return CostCurve(curve, token, max(0.0, first - token), experts)
+    curve = {n: max(elapsed - experts.get_read_cost(n_read[n]), MIN_SECONDS) for n, elapsed in least.items()}
+    return CostCurve(curve, token, experts)
 
 
 def make_expert_costs(target: Model, plain_seconds: float) -> ExpertCosts:
@@ -142,11 +135,10 @@ class CalibrationFile:
         with suppress(OSError, ValueError, TypeError, RecursionError):
             numbers = [float(each) for each in json.loads(bytes((self._store and self._store.read(self._name)) or b""))]
             passes, rates = numbers[:-N_OTHERS], numbers[-N_BUCKETS:]
-            token, start, n_measurements, mean = numbers[-N_OTHERS:-N_BUCKETS]
+            token, mean = numbers[-N_OTHERS:-N_BUCKETS]
             is_valid = all(0 <= each < MAX_VALUE for each in numbers) and max(mean, *rates) <= 1 and min(passes[1:]) > 0
             if is_valid and len(passes) == MAX_BATCH_TOKENS + 1 and (token > 0) == self._has_draft:
-                experts = make_expert_costs(self._target, passes[1])
-                curve = CostCurve(dict(enumerate(passes)), token, start, experts, int(n_measurements))
+                curve = CostCurve(dict(enumerate(passes)), token, make_expert_costs(self._target, passes[1]))
                 return curve, Acceptance(rates, mean)
         return None
 
@@ -158,8 +150,7 @@ class CalibrationFile:
         if not self._store or time.monotonic() < self._last_saved + SAVE_INTERVAL_S:
             return
         self._last_saved = time.monotonic()
-        numbers = [*curve.pass_seconds, curve.draft_token, curve.draft_start, curve.n_measurements]
-        numbers += [acceptance.mean, *acceptance.probabilities]
+        numbers = [*curve.pass_seconds, curve.draft_token, acceptance.mean, *acceptance.probabilities]
         with suppress(OSError):
             self._store.write(self._name, json.dumps(numbers).encode())
             self._store.evict(MAX_STORED_BYTES)

@@ -3,14 +3,7 @@
 from collections.abc import Callable
 
 from specdec.draft.acceptance import Acceptance
-from specdec.draft.cost_calibration import (
-    FIRST_BUDGET_S,
-    MAX_SLOW_MEASUREMENTS,
-    RECHECK_BUDGET_S,
-    SLOW_PASS_S,
-    CalibrationFile,
-    measure,
-)
+from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, CalibrationFile, measure
 from specdec.draft.cost_curves import CostCurve
 from specdec.draft.draft_length import CostModel
 from specdec.draft.model_bundle import LOOKUP, ModelBundle
@@ -23,6 +16,7 @@ from specdec.runtime.simd import MAX_TILE_TOKENS
 
 # Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us.
 MIN_LOOKUP_PASS_S = 3e-4
+SLOW_PASS_S = 0.1
 MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
 MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes
 FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS  # of such a pass
@@ -109,11 +103,7 @@ class Autotuner:
         """The time of a step by its number of draft tokens, relative to a step without a draft; empty if it is not measured."""
         if not (curve := self._curve):
             return []
-        extra = curve.experts.extra_seconds
-        return [
-            (curve.pass_seconds[n + 1] + extra[n + 1] + curve.draft_cost(n)) / curve.pass_seconds[1]
-            for n in range(MAX_BATCH_TOKENS)
-        ]
+        return [(curve.pass_cost(n + 1) + n * curve.draft_token) / curve.pass_cost(1) for n in range(MAX_BATCH_TOKENS)]
 
     @property
     def guess_cost(self) -> float:
@@ -180,18 +170,18 @@ class Autotuner:
     def _calibrate(self) -> None:
         """Read the costs and the acceptance that earlier processes have stored, measure the costs again, and keep the lower ones.
 
-        The minimum is right since other programs only ever add time. A slow target is measured a few times.
+        The minimum is right since other programs only ever add time. A slow target is measured once, so that later first tokens
+        come sooner.
         """
-        draft, seconds = self.bundle.draft, FIRST_BUDGET_S
+        draft = self.bundle.draft
         models = [self.bundle.target, *([draft.model] if draft.model else [])]
         self._calibration_file = CalibrationFile(models, "" if draft.model else LOOKUP)
         if stored := self._calibration_file.read():
             self._curve, self.acceptance = stored
-            if self._curve.pass_seconds[1] > SLOW_PASS_S and self._curve.n_measurements >= MAX_SLOW_MEASUREMENTS:
+            if self._curve.pass_seconds[1] > SLOW_PASS_S:
                 return
-            seconds = RECHECK_BUDGET_S
         caches = self.bundle.new_caches()
-        measured = measure(caches.target, caches.draft, draft.vocabulary, seconds)
+        measured = measure(caches.target, caches.draft, draft.vocabulary, RECHECK_BUDGET_S if stored else MEASURE_BUDGET_S)
         self._curve = self._curve.merge(measured) if self._curve else measured
 
     def _set_n_threads(self, n_threads: int) -> None:

@@ -68,7 +68,6 @@ class Scheduler:
         self.waiting, self.running = deque[Sequence](), list[Sequence]()
         self.metrics = metrics or Metrics()
         self._is_prefill_turn = False  # since the last pass had no capacity left for prefill chunks
-        self._last_pass_end = 0.0  # 0.0 after the scheduler was idle
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence, which waits for a slot."""
@@ -130,7 +129,7 @@ class Scheduler:
             return []
         start = time.perf_counter()
         results = self._runner.run(batch)
-        return self._commit(batch, results, start, time.perf_counter() - start)
+        return self._commit(batch, results, time.perf_counter() - start)
 
     def abort(self) -> list[SequenceEvent]:
         """End all sequences; return the prompt of each, if not sent yet, and a last step with the reason "interrupted"."""
@@ -153,10 +152,6 @@ class Scheduler:
         for sequence in failed:
             self._fail(sequence, error)
         return failed
-
-    def go_idle(self) -> None:
-        """Note that no pass follows soon, so that the time until the next one is not measured."""
-        self._last_pass_end = 0.0
 
     def reap(self) -> None:
         """Remove the cancelled sequences, running and waiting, and release the slots of those that run."""
@@ -285,13 +280,12 @@ class Scheduler:
                 budget -= n
         return chunks
 
-    def _commit(self, batch: Batch, results: Results, start: float, seconds: float) -> list[SequenceEvent]:
+    def _commit(self, batch: Batch, results: Results, seconds: float) -> list[SequenceEvent]:
         """Add the verified tokens of a pass to its sequences, record its costs, and return the steps, errors and progress.
 
         Args:
             batch: What the pass has run.
             results: The result of each decoding sequence, and the error of each sequence that failed.
-            start: When the pass began.
             seconds: Time of the pass.
         """
         done = Batch()
@@ -309,10 +303,9 @@ class Scheduler:
                 done.add_event(sequence, sequence.prefill_progress)
         steps = self._commit_steps(batch.decoding, results, seconds, done)
         if batch.decoding and not batch.chunks and len(steps) == len(batch.decoding):
-            self._record_costs(sum(n for _, n in counts), results, steps, start, seconds)
+            self._record_costs(sum(n for _, n in counts), results, steps, seconds)
         elif not batch.decoding:
             self._autotuner.prefill_limit.update(seconds)
-        self._last_pass_end = time.perf_counter()
         return done.events
 
     def _commit_steps(self, decoding: list[Sequence], results: Results, seconds: float, done: Batch) -> list[Step]:
@@ -345,21 +338,19 @@ class Scheduler:
                 done.add_event(sequence, sequence.prefill_progress)
         return steps
 
-    def _record_costs(self, n_tokens: int, results: Results, steps: list[Step], start: float, seconds: float) -> None:
+    def _record_costs(self, n_tokens: int, results: Results, steps: list[Step], seconds: float) -> None:
         """Record the costs of a pass without prefill chunks, whose time shows what drafts cost.
 
         Args:
             n_tokens: Tokens that the pass has run.
             results: Its verified tokens.
             steps: Its steps.
-            start: When it began.
             seconds: Its time.
         """
         self._autotuner.record_step(n_tokens, sum(step.draft_seconds for step in steps) + seconds)
         if self._costs and len(steps) == self._costs.n_sequences:
-            gap = start - self._last_pass_end if self._last_pass_end else 0.0
             n_generated = sum(len(each.tokens) for each in results.values() if isinstance(each, Verified))
-            self._costs.end_pass(n_tokens, n_generated, seconds, gap, steps[0].experts[0])
+            self._costs.end_pass(n_tokens, n_generated, seconds, steps[0].experts[0])
 
     def _has_crossed_length(self, sequence: Sequence, n_new: int) -> bool:
         """Return whether the last n_new tokens took a sequence past a length at which its RoPE factors change."""

@@ -206,8 +206,6 @@ class EngineThread:
         """Block until there is work or the engine is closed; return False once it is closed and has no work left."""
         with self._changed:
             while not (self._handles or self._auxiliary_tasks or self._is_closed):
-                if self._scheduler:
-                    self._scheduler.go_idle()
                 self._changed.wait()
             return bool(self._handles or self._auxiliary_tasks)
 

@@ -11,13 +11,13 @@ from specdec import SpeculativeDecoder
 from specdec.draft import cost_calibration
 from specdec.draft.acceptance import N_BUCKETS, Acceptance
 from specdec.draft.cost_calibration import (
-    MAX_SLOW_MEASUREMENTS,
     MAX_STORED_BYTES,
     CalibrationFile,
     fingerprint_weights,
     make_expert_costs,
 )
 from specdec.draft.cost_curves import CostCurve
+from specdec.engine.autotuner import SLOW_PASS_S
 from specdec.events import Step
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.model_loader import load_model
@@ -44,7 +44,7 @@ def make_measurements():
     acceptance = Acceptance()
     for i in range(40):
         acceptance.update([i % 5] * 3, i % 3)
-    return CostCurve({1: 1.0, 8: 2.0}, 0.1, 0.05, n_measurements=3), acceptance
+    return CostCurve({1: 1.0, 8: 2.0}, 0.1), acceptance
 
 
 def test_stored_costs_and_acceptance_are_read_again(folder):
@@ -52,7 +52,7 @@ def test_stored_costs_and_acceptance_are_read_again(folder):
     CalibrationFile(make_models(), "").write(curve, acceptance)
     known, reread = CalibrationFile(make_models(), "").read()
     assert np.allclose(known.pass_seconds, curve.pass_seconds)
-    assert (known.draft_token, known.draft_start, known.n_measurements) == (0.1, 0.05, 3)
+    assert known.draft_token == 0.1
     assert np.allclose(reread.probabilities, acceptance.probabilities)
     assert reread.mean == pytest.approx(acceptance.mean)
 
@@ -64,8 +64,8 @@ def test_experts_take_the_share_of_time_that_they_have_of_the_bytes_of_a_token()
     used = {name: size * (moe.n_experts_used / moe.n_experts if "experts" in name else 1) for name, size in sizes.items()}
     share = sum(size for name, size in used.items() if "experts" in name) / sum(used.values())
     costs = make_expert_costs(target, 2.0)
-    assert costs.compute_extra_seconds(2 * moe.n_experts_used) == pytest.approx(2.0 * share)
-    assert make_expert_costs(tiny_model(0), 2.0).extra_seconds[64] == 0.0
+    assert costs.get_read_cost(2 * moe.n_experts_used) == pytest.approx(2.0 * share)
+    assert make_expert_costs(tiny_model(0), 2.0).get_extra_seconds(64, 0.0) == 0.0
 
 
 def test_other_weights_threads_and_drafts_use_other_files(folder, monkeypatch):
@@ -187,10 +187,9 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
     assert decoder.autotuner._curve.draft_token < 1
 
 
-@pytest.mark.parametrize("n_measurements", [MAX_SLOW_MEASUREMENTS - 1, MAX_SLOW_MEASUREMENTS])
-def test_a_slow_target_begins_with_stored_costs_after_a_few_measurements(folder, pair, n_measurements):
+@pytest.mark.parametrize(("seconds", "is_measured"), [(1e3, False), (SLOW_PASS_S, True)])
+def test_a_slow_target_begins_with_stored_costs(folder, pair, seconds, is_measured):
     decoder = SpeculativeDecoder(pair.target, "lookup", pair.tokenizer, n_threads=1)
-    curve = CostCurve({1: 1e3, 8: 2e3}, n_measurements=n_measurements)
-    CalibrationFile([decoder.target], "lookup").write(curve, Acceptance())
+    CalibrationFile([decoder.target], "lookup").write(CostCurve({1: seconds, 8: 2 * seconds}), Acceptance())
     decoder.warm_up()
-    assert (decoder.autotuner._curve.pass_seconds[1] < 1e3) == (n_measurements < MAX_SLOW_MEASUREMENTS)
+    assert (decoder.autotuner._curve.pass_seconds[1] < seconds) is is_measured

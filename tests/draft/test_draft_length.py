@@ -146,9 +146,9 @@ def test_a_pass_over_fewer_tokens_costs_no_more_than_one_over_more_tokens():
 
 
 def test_merged_costs_are_the_minimum_of_two_measurements():
-    merged = CostCurve({1: 1.0, 8: 5.0}, 0.5, 0.1).merge(CostCurve({1: 2.0, 8: 3.0}, 0.2, 0.3))
+    merged = CostCurve({1: 1.0, 8: 5.0}, 0.5).merge(CostCurve({1: 2.0, 8: 3.0}, 0.2))
     assert merged.pass_seconds[1] == 1.0 and merged.pass_seconds[8] == 3.0
-    assert (merged.draft_token, merged.draft_start) == (0.2, 0.1)
+    assert merged.draft_token == 0.2
 
 
 @pytest.mark.parametrize("confidence", [0.0, 0.1, 0.5, 1.0, 7.9, 1e300, math.inf])
@@ -269,8 +269,9 @@ def test_no_unusual_machine_is_much_slower_than_the_target_alone():
                     speeds[shape, error, draft, draft_kind] = 3 / sum(1 / machine.play(seed) for seed in range(3))
     right = [speed for (_, error, *_), speed in speeds.items() if ERRORS[error][0] == RIGHT]
     assert sum(speed < 0.97 for speed in right) <= 3
-    assert min(speeds.values()) > 0.75  # a pass over one token measured three times too expensive
-    assert math.exp(np.mean(np.log([*speeds.values()]))) > 1.14
+    assert min(speeds.values()) > 0.92
+    assert sum(speed < 0.95 for speed in speeds.values()) <= 3
+    assert math.exp(np.mean(np.log([*speeds.values()]))) > 1.16
 
 
 def test_rounds_that_take_longer_than_the_curve_says_and_lose_are_stopped():
@@ -278,7 +279,7 @@ def test_rounds_that_take_longer_than_the_curve_says_and_lose_are_stopped():
     machine = UnusualMachine("8 cost 1.4", 0.9, "the draft measured three times too cheap", "mediocre")
     policy = machine.policy()
     machine.policy = lambda: policy
-    assert np.mean([machine.play(seed) for seed in range(12)][4:]) > 0.9
+    assert np.mean([machine.play(seed) for seed in range(12)]) > 0.95
 
 
 def test_stalls_do_not_stop_drafting():
@@ -398,16 +399,28 @@ def play_batch(machine, n_sequences, right, draft, errors=(1.0, 1.0, 1.0), fixed
     return tokens / seconds
 
 
-@pytest.mark.parametrize("errors", [(1.0, 1.0, 1.0), (2.5, 2.5, 2.5)], ids=["idle", "measured beside a busy loop"])
+WRONG = {
+    "nothing": (1.0, 1.0, 1.0),
+    "all measured beside a busy loop": (2.5, 2.5, 2.5),
+    "plain passes three times too expensive": (3.0, 1.0, 1.0),
+    "plain passes three times too cheap": (1 / 3, 1.0, 1.0),
+    "others three times too expensive": (1.0, 3.0, 1.0),
+    "others three times too cheap": (1.0, 1 / 3, 1.0),
+    "the draft three times too expensive": (1.0, 1.0, 3.0),
+    "the draft three times too cheap": (1.0, 1.0, 1 / 3),
+}
+
+
+@pytest.mark.parametrize("errors", WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("n_sequences", [2, 4])
 @pytest.mark.parametrize("machine", BATCH_MACHINES)
-def test_a_batch_is_near_the_best_fixed_length_after_fifty_passes(machine, n_sequences, errors):
+def test_wrong_batch_costs_are_corrected_within_fifty_passes(machine, n_sequences, errors):
     """A draft that is right four times in five is near the best fixed length, one that is hardly ever right near none."""
     fixed = max(play_batch(machine, n_sequences, 0.8, 0.05, fixed=n, begin=LEARNING) for n in range(6))
     found = [play_batch(machine, n_sequences, 0.8, 0.05, errors, begin=LEARNING, seed=seed) for seed in range(3)]
-    assert np.mean(found) > 0.92 * fixed
+    assert np.mean(found) > 0.93 * fixed
     useless = [play_batch(machine, n_sequences, 0.05, 0.05, errors, seed=seed) for seed in range(3)]
-    assert np.mean(useless) > 0.97 * play_batch(machine, n_sequences, 0.05, 0.05, fixed=0)
+    assert np.mean(useless) > 0.93 * play_batch(machine, n_sequences, 0.05, 0.05, fixed=0)
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.15])
@@ -460,7 +473,7 @@ class MixtureMachine:
 
     def curve(self, draft=0.0):
         passes = {n: TOKEN * (1 + ANOTHER * (n - 1)) for n in (1, 8, 64)}
-        return CostCurve(passes, draft, 0.0, ExpertCosts(self.n, self.k, TOKEN * self.share, 0.0))
+        return CostCurve(passes, draft, ExpertCosts(self.n, self.k, TOKEN * self.share))
 
 
 def write(policy, machine, right, draft, repeats=None):
@@ -509,7 +522,7 @@ def test_mixtures_of_experts_are_near_the_best_fixed_length_and_not_below_no_dra
         best = max(speed(lambda machine, n=n: FixedLength(n), mixture, routing, right, draft) for n in GAMMAS)
         found = speed(lambda machine: auto(machine, draft), mixture, routing, right, draft)
         assert found > 0.95 * alone
-        assert found > 0.88 * max(alone, best)  # over 300 tokens, with the learning phase
+        assert found > 0.9 * max(alone, best)  # over 300 tokens, with the learning phase
 
 
 def test_a_draft_that_is_mostly_right_is_profitable_even_with_random_routing():
@@ -521,20 +534,19 @@ def test_a_draft_that_is_mostly_right_is_profitable_even_with_random_routing():
 def test_repeat_probability_follows_from_the_number_of_experts_read():
     for n, k in ((128, 8), (32, 4), (8, 8)):
         for repeats in (0.0, 0.3, 0.9, 1.0):
-            experts = ExpertCosts(n, k, 1.0, repeats)
+            experts = ExpertCosts(n, k, 1.0)
             for n_tokens in (2, 5, 16):
-                n_read = k * (1 + experts.extra_seconds[n_tokens])
+                n_read = k * (1 + experts.get_extra_seconds(n_tokens, repeats))
                 assert k <= n_read <= n + 1e-9
                 if n > k:
                     assert experts.solve_repeat_probability(n_tokens, n_read) == pytest.approx(repeats, abs=1e-6)
-    independent = ExpertCosts(128, 8, 1.0, 0.0)
-    assert 1 + independent.extra_seconds[4] == pytest.approx(16 * (1 - (1 - 1 / 16) ** 4))
+    assert 1 + ExpertCosts(128, 8, 1.0).get_extra_seconds(4, 0.0) == pytest.approx(16 * (1 - (1 - 1 / 16) ** 4))
 
 
 def test_sequences_that_choose_different_experts_get_shorter_drafts():
     lengths = []
     for n_read in (8.0, 40.0):
-        costs = CostModel(CostCurve({1: 1.0, 64: 1.5}, 0.0, 0.0, ExpertCosts(64, 8, 0.5, 0.5)))
+        costs = CostModel(CostCurve({1: 1.0, 64: 1.5}, 0.0, ExpertCosts(64, 8, 0.5)))
         for _ in range(30):
             costs.begin_pass(4)
             costs.end_pass(12, 8, 1.0 + 0.5 * 11 / 63 + 0.5 * (n_read / 8 - 1), n_experts_read=n_read)
