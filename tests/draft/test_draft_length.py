@@ -9,7 +9,7 @@ import pytest
 
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, N_BUCKETS, Acceptance, get_bucket
 from specdec.draft.cost_curves import CostCurve, ExpertCosts
-from specdec.draft.draft_length import MAX_GAMMA, CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.draft_length import MAX_GAMMA, CostCorrection, CostModel, DraftLengthPolicy, FixedLength
 from specdec.kernels import MAX_BATCH_TOKENS
 
 # Microseconds of a pass by number of tokens, and of a draft token: stories6M from L3, a large target, an expensive draft, an int8
@@ -280,6 +280,20 @@ def test_rounds_that_take_longer_than_the_curve_says_and_lose_are_stopped():
     policy = machine.policy()
     machine.policy = lambda: policy
     assert np.mean([machine.play(seed) for seed in range(12)]) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("ratios", "factor"),
+    [([3.0, 3.1, 2.9, 3.0], 3.0), ([0.3] * 4, 0.3), ([1.2] * 4, 1.0), ([3.0] * 3, 1.0), ([3.0, 5.0, 9.0, 4.0], 1.0)],
+)
+def test_only_pairs_of_steps_that_agree_correct_costs(ratios: list[float], factor: float) -> None:
+    """The machine itself becomes slower from pair to pair."""
+    correction = CostCorrection()
+    for i, ratio in enumerate(ratios, 1):
+        correction.record(True, i * ratio, i * ratio)
+        correction.record(False, float(i), 0.0)
+    assert (correction.pass_factor, correction.draft_factor) == (pytest.approx(factor), pytest.approx(factor))
+    assert not correction.is_next_plain
 
 
 def test_stalls_do_not_stop_drafting():
