@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from specdec.draft.acceptance import DECAY, Acceptance, get_bucket
-from specdec.draft.cost_curves import TYPICAL_REPEAT_PROBABILITY, CostCurve
+from specdec.draft.cost_curves import MIN_SECONDS, TYPICAL_REPEAT_PROBABILITY, CostCurve
 from specdec.kernels import MAX_BATCH_TOKENS
 
 MAX_GAMMA = MAX_BATCH_TOKENS - 1
@@ -178,7 +178,7 @@ class CostModel:
             self._tokens_gained = DECAY * self._tokens_gained + n_generated / self.n_sequences
             self._cost_spent = DECAY * self._cost_spent + corrected / self.plain_cost
         draft_ratio = self._draft_seconds / self._draft_cost if self._draft_cost else 0.0
-        self.correction.record(is_drafted, seconds / cost, draft_ratio)
+        self.correction.record(is_drafted, max(seconds, MIN_SECONDS) / cost, draft_ratio)
 
 
 class DraftLengthPolicy:
