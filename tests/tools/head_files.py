@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+import specdec.heads  # noqa: F401  (adds the architectures of heads)
 from specdec.model_config import ModelConfig
 from tests.tools import gguf_files, hf_folders
 from tests.tools.gguf_files import Keys
