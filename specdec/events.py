@@ -91,6 +91,7 @@ class Step:
         stop_string: The stop string that ended the sequence.
         draft_source: Where the first draft token was looked up: "this text", "earlier text" or "runner-up"; "" for other drafts.
         cost: The calibrated time of such a step, relative to one without a draft; 0 if it is not known.
+        coverage: The share of the sequence's last tokens that were candidates of a draft that has candidates, else None.
     """
 
     tokens: list[int]
@@ -107,6 +108,7 @@ class Step:
     stop_string: str | None = None
     draft_source: str = ""
     cost: float = 0.0
+    coverage: float | None = None
 
     @property
     def text(self) -> str:
@@ -148,6 +150,7 @@ class Statistics:
         prefill_seconds: Time of the prefill, without loading and compiling.
         decode_seconds: Time of all steps, without loading and compiling.
         accepted_by_source: Accepted draft tokens by the `draft_source` of their steps; empty unless they were looked up.
+        coverage: The `coverage` of the last step that had one.
     """
 
     n_prompt: int = 0
@@ -164,6 +167,7 @@ class Statistics:
     experts_alone: int = 0  # that such a layer reads for one token; 0 without experts
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    coverage: float | None = None
     stop_reason: StopReason | None = "max_tokens"  # the default is for a sequence without steps
     # seconds of plain steps, which have no draft: of the pass, and of the rest
     _plain_steps: list[tuple[float, float]] = field(default_factory=list, repr=False)
@@ -189,6 +193,7 @@ class Statistics:
             histogram += [0] * (n + 1 - len(histogram))
             histogram[n] += 1
         self.decode_seconds += step.seconds
+        self.coverage = self.coverage if step.coverage is None else step.coverage
         if source := step.draft_source:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + step.n_accepted
         if step.n_nodes:

@@ -470,7 +470,7 @@ def draw_gumbel_top_k(probs, n, seed, stream, position, tokens, scores):
     return margin
 
 
-@jitable
+@compiled
 def find_top_k(x, tokens, scores):
     """Fill tokens and scores (k,) with the indices and values of the k largest elements of x (V,); ties by rising index."""
     n, last_index = x.size, scores.size - 1

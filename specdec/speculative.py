@@ -198,5 +198,5 @@ class DecodingState:
         return Step(
             new, path, n_accepted, seconds + draft_seconds, draft_seconds, self.stop_reason, n_nodes,
             logprobs=logprobs and logprobs[: len(new)], experts=experts, draft_source=draft.find_source(new),
-            cost=self.step_costs[n_nodes] if self.step_costs else 0.0,
+            cost=self.step_costs[n_nodes] if self.step_costs else 0.0, coverage=draft.coverage,
         )  # fmt: skip

@@ -49,12 +49,14 @@ class Draft:
             q, in their order, without replacement.
         parents: The index of each token's parent, which comes earlier, or -1 for the sequence's last token; None for a chain.
         sources: Where each token was looked up (`lookup.SOURCES`); empty for other drafts.
+        coverage: See `TrimmedClassifier.coverage`; None if the draft has no candidates.
     """
 
     tokens: list[int]
     q: list[Float32] | None = None
     parents: list[int] | None = None
     sources: Sequence[str] = ()
+    coverage: float | None = None
 
     def children(self, node: int) -> list[int]:
         """Return the indices of the draft tokens proposed after token `node` (-1: the sequence's last), first choice first."""

@@ -59,7 +59,7 @@ MAY_IMPORT = {
         "argument_checks",
     },
     "families": {"layers", "model_config", "mixer_config", "head_config", "argument_checks"},
-    "heads": {"model", "layers", "model_config", "head_config", "quant", "kernels", "runtime", "argument_checks"},
+    "heads": {"model", "layers", "model_config", "head_config", "kernels", "runtime", "argument_checks"},
     "model": {"layers", "model_config", "mixer_config", "kernels", "runtime", "argument_checks"},
     "layers": {"model_config", "mixer_config", "quant", "kernels", "runtime"},
     "model_config": {"mixer_config", "head_config", "runtime", "argument_checks"},

@@ -92,6 +92,7 @@ class DraftSource:
         sampler: Sampler,
         noise: Callable[[int], int],
         eos_tokens: Collection[int],
+        can_trim: bool = False,
     ) -> ModelDrafter | LookupDrafter | None:
         """Return a new drafter for one sequence from this source, or None for no draft.
 
@@ -100,9 +101,10 @@ class DraftSource:
             sampler: See `ModelDrafter`; not used by lookup.
             noise: See `ModelDrafter`; not used by lookup.
             eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
+            can_trim: See `ModelDrafter`; not used by lookup.
         """
         if cache:
-            return ModelDrafter(cache, sampler, noise, eos_tokens)
+            return ModelDrafter(cache, sampler, noise, eos_tokens, can_trim)
         return None if self.is_empty else LookupDrafter(eos_tokens)
 
 
@@ -364,7 +366,7 @@ class ModelBundle:
         if self._drafts_trees(settings, is_alone) and caches.draft:
             from specdec.draft.tree import TreeDrafter
 
-            return TreeDrafter(caches.draft, sampler, noise, eos_tokens)
+            return TreeDrafter(caches.draft, sampler, noise, eos_tokens, verifier.is_coupled)
         stage_sampler = Sampler(vocabulary.n_target, sampling, self.stage.vocabulary.n_common)
         second_level = self.stage.make_drafter(caches.stage, stage_sampler, noise, eos_tokens)
         if calibration and second_level:
@@ -374,7 +376,7 @@ class ModelBundle:
             policy = DraftLengthPolicy(costs, acceptance, is_free=self.stage.model is None)
             return StagedDrafter(caches.drafts, second_level, costs, policy, sampler, noise, eos_tokens)
         # with other verifiers the output depends on the draft, so matches in the sequence alone are looked up
-        return self.draft.make_drafter(caches.draft, sampler, noise, eos_tokens)
+        return self.draft.make_drafter(caches.draft, sampler, noise, eos_tokens, verifier.is_coupled)
 
     def measure_draft(self) -> tuple[CostCurve, Acceptance] | None:
         """Measure and return the costs of a draft with a second level, and the acceptance of that; None for other drafts."""

@@ -1,17 +1,23 @@
 """The drafter that proposes the tokens of a smaller model or of a head, one after the other."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from specdec.argument_checks import replace_unknown_tokens
+from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model, get_token_headroom
 from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32, ceil_div
-from specdec.sampling import Sampler
+from specdec.sampling import Sampler, find_top_k
 from specdec.verification import Draft
 
 if TYPE_CHECKING:
+    from specdec.model.trimmed_classifier import TrimmedClassifier
     from specdec.text.logit_processors import LogitsProcessor
+
+N_RUNNER_UPS = 4  # likeliest tokens at each position of the target's passes that become candidates of a trimmed classifier
 
 
 class DraftCache(Protocol):
@@ -44,11 +50,19 @@ class ModelDrafter:
         sampler: Samples the draft tokens.
         noise: Returns the random number stream for a proposal that starts at a position (`Verifier.get_draft_stream`).
         eos_tokens: End-of-sequence tokens; a proposal ends with the first one.
+        can_trim: Whether proposals may be drawn from a part of a large vocabulary (see `TrimmedClassifier`).
     """
 
     has_variable_length = True
 
-    def __init__(self, cache: DraftCache, sampler: Sampler, noise: Callable[[int], int], eos_tokens: Container[int]) -> None:
+    def __init__(
+        self,
+        cache: DraftCache,
+        sampler: Sampler,
+        noise: Callable[[int], int],
+        eos_tokens: Collection[int],
+        can_trim: bool = True,
+    ) -> None:
         """Create a drafter without a proposal."""
         self._cache, self._model = cache, cache.model
         self._sampler, self._get_stream, self._eos_tokens = sampler, noise, eos_tokens
@@ -59,11 +73,15 @@ class ModelDrafter:
             from specdec.text import logit_processors
 
             self._logits_processor = logit_processors.LogitsProcessor(sampler.sampling, sampler.n_ids)
+        self._classifier: TrimmedClassifier | None = None
+        if isinstance(cache, KVCache):  # which an earlier sequence may have used
+            cache.trimmed_classifier = None
+            self._classifier = cache.trim_classifier(eos_tokens) if can_trim else None
+        self._runner_ups = np.zeros(N_RUNNER_UPS, np.int64), np.zeros(N_RUNNER_UPS)  # of one position: tokens and logits
 
     def prepare(self, tokens: list[int]) -> None:
         """Prefill the draft model with all tokens of a sequence but the last, or as many as it can see."""
-        if self._logits_processor:
-            self._logits_processor.update(tokens)
+        self._follow(tokens)
         visible = self._get_visible_tokens(tokens, self._find_window_start(len(tokens)))[: self._model.n_positions]
         with self._model.lock:
             self._cache.forward(visible[:-1], n_logits=0)
@@ -82,8 +100,7 @@ class ModelDrafter:
         stream, seen, n = self._get_stream(len(tokens)), self._get_visible_tokens([*tokens, *tail] if tail else tokens, start), 0
         max_length = len(seen) + get_token_headroom(len(seen), self._model.n_positions, self._model.longrope_threshold)
         n_verified = len(seen) - len(tail)
-        if self._logits_processor:
-            self._logits_processor.update(tokens)
+        self._follow(tokens)
         with self._model.lock:
             while len(seen) <= max_length:
                 q, logits = self._get_probs_buffers(n + 1)[n], self._cache.forward(seen)[0]
@@ -96,10 +113,22 @@ class ModelDrafter:
                 n += 1
                 if not policy.should_continue(margin) or token in self._eos_tokens:
                     break
-        return Draft(seen[len(seen) - n :], self._probs_buffers[:n])
+        coverage = self._classifier.coverage if self._classifier else None
+        return Draft(seen[len(seen) - n :], self._probs_buffers[:n], coverage=coverage)
 
     def observe(self, logits: Float32, rows: list[int], n_tokens: int) -> None:
-        """Do nothing: a model does not learn from the target's passes."""
+        """Make the target's runner-ups candidates of a trimmed classifier; otherwise a model does not learn from the target."""
+        if self._classifier:
+            for row in rows:
+                find_top_k(logits[row, : self._sampler.n_ids], *self._runner_ups)
+                self._classifier.add(self._runner_ups[0].tolist())
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Update what depends on the tokens of the sequence."""
+        if self._logits_processor:
+            self._logits_processor.update(tokens)
+        if self._classifier:
+            self._classifier.update(tokens)
 
     def _get_probs_buffers(self, n: int) -> list[Float32]:
         """Return a list of at least n buffers for probabilities, which the next proposal overwrites; allocate missing ones."""

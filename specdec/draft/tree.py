@@ -40,8 +40,7 @@ class TreeDrafter(ModelDrafter):
         """
         cache, model = self._cache, self._model
         shape, stream = build_tree(policy.max_tokens), self._get_stream(len(tokens))
-        if self._logits_processor:
-            self._logits_processor.update(tokens)
+        self._follow(tokens)
         visible = self._get_visible_tokens(
             tokens, self._find_window_start(len(tokens) + min(policy.max_tokens, model.n_positions // 2))
         )

@@ -4,7 +4,7 @@ So the noise of a token depends on its id in the target, as in the target's own 
 target's ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from specdec.argument_checks import shorten
 from specdec.layers.rope import TreeNode
@@ -74,6 +74,9 @@ class VocabMappedCache(KVCache):
     """A KV cache of a `VocabMappedModel`, which takes token ids of the target and holds the draft's own."""
 
     model: VocabMappedModel
+
+    def trim_classifier(self, eos_tokens: Iterable[int]) -> None:
+        """Do nothing: candidates are given by the target's ids."""
 
     def run_tree(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Run a pass over this sequence alone, given by the target's ids, and return logits over these ids; see `KVCache`.

@@ -8,7 +8,7 @@ The assistant caches nothing.
 Shapes: H width of the target's hidden states, T tokens of a pass, C centroids.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specdec.kernels import copy_rows, scale_rows
 from specdec.layers.attention import make_kv_state
@@ -17,7 +17,6 @@ from specdec.layers.buffers import Allocator, Buffers, BufferSizes, RopeTables, 
 from specdec.layers.weights import MatrixPlan, Plans, Shapes, Weights, fuse_tensors
 from specdec.model.llama import Llama
 from specdec.model_config import ModelConfig, find_kv_source_layers, get_assistant_config, require_type
-from specdec.quant.packed_matrix import Matrix
 from specdec.runtime.op_program import Program
 from specdec.runtime.simd import PANEL_ROWS, Float32
 
@@ -121,11 +120,6 @@ class Gemma4Assistant(Llama):
         if get_assistant_config(config).n_centroids:
             return [[*output, w[CENTROIDS].matmul(b.nearness, b.normed, b.scratch)]]
         return [output, *super().classify(config, weights, b)]
-
-    def classify_candidates(self, config: ModelConfig, weights: Weights, b: Buffers, classifier: Matrix) -> Program:
-        """Return the program that computes logits from the x that a pass leaves, with candidate rows of the classifier only."""
-        candidates = replace(weights, matrices=weights.matrices | {"classifier": classifier})
-        return super().classify(config, candidates, b)
 
 
 GEMMA4_ASSISTANT = Gemma4Assistant()

@@ -3,7 +3,9 @@
 Shapes: H width of the target's hidden states, N hidden states per feature, R rows of the head's classifier, n tokens.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
 from specdec.runtime.parallel_region import rebuild
 from specdec.runtime.simd import Float32, Int64
+
+if TYPE_CHECKING:
+    from specdec.model.trimmed_classifier import TrimmedClassifier
 
 
 class Head(Model):
@@ -148,6 +153,10 @@ class HeadCache(KVCache):
             n = max(self.count_reusable_tokens(tokens, n_pairs) - 1, 0)
             return 0 < n_pairs <= n + len(self.target_cache.get_hidden_states(tokens, n))
 
+    def trim_classifier(self, eos_tokens: Iterable[int]) -> "TrimmedClassifier | None":
+        """Compute the logits of candidates only; see `KVCache`. Rows with other ids than the target's are few already."""
+        return super().trim_classifier(eos_tokens) if self.head.target_ids is None else None
+
     def count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
         """Return how many tokens, at most `limit`, are cached and need not run again; the first (it has no pair) counts too."""
         return min(max(count_common_prefix(self._tokens, tokens, limit), 1), self._n_true_pairs + 1, limit)
@@ -165,7 +174,7 @@ class HeadCache(KVCache):
         if self._has_long_rope_pairs != self.target_cache.has_long_rope:  # other hidden states
             self._has_long_rope_pairs, self._n_true_pairs = self.target_cache.has_long_rope, 0
             self._tokens.clear()
-        n_pairs = max(len(tokens) - 1, 0)
+        n_pairs, trimmed = max(len(tokens) - 1, 0), self.active_classifier
         if n_logits > n_pairs:
             raise ValueError(f"n_logits is {n_logits}; expected 0 to {n_pairs} for {len(tokens)} tokens of a head")
         mapper = self.head.vocab_mapper
@@ -183,11 +192,12 @@ class HeadCache(KVCache):
             n = n_true or self._feed_back_output(at, n_pairs)
             self._buffers.tokens[:n] = tokens[at + 1 : at + 1 + n]
             n_rows = max(min(n, at + n - limit), 0)
-            self._executor(n, at, n_rows, self.model.n_threads)
+            self._executor(n, at, 0 if trimmed else n_rows, self.model.n_threads)
             at += n
             self._tokens += tokens[len(self._tokens) : at + 1]
             if n_rows:
-                mapper.scatter(at - n_rows - limit, self._buffers.logits[:n_rows])
+                rows = trimmed.compute_logits(n, n_rows) if trimmed else self._buffers.logits[:n_rows]
+                mapper.scatter(at - n_rows - limit, rows)
             if n_true:
                 self._n_true_pairs = at
                 n_true = self._compute_features(tokens, at, n_pairs)

@@ -18,6 +18,7 @@ from specdec.layers.weights import Plans, Shapes, Weights, fuse_tensors
 from specdec.model.llama import FUSED_VOCAB, GLOBAL_TENSORS, get_blocks, make_layer
 from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.op_program import Program
+from specdec.runtime.simd import Float32
 
 OWN_NORMS = ("rms_emb", "rms_hidden", "rms_final")
 TARGET_NORM = "target_norm"  # the target's final norm, which a head borrows
@@ -65,6 +66,10 @@ class MTPHead(HeadArchitecture):
         joined, outputs = _with_joined(b), require_type(b, HeadBuffers).outputs
         output = [norm(config, weights, joined, "rms_final"), copy_rows(outputs, b.normed, 0, 0, config.dim, True)]
         return [output, *super().classify(config, weights, joined)]
+
+    def classify_candidates(self, config: ModelConfig, weights: Weights, b: Buffers, panels: Float32) -> Program:
+        """Return the program that computes logits of candidates from the x that the layer has updated; see `Llama`."""
+        return super().classify_candidates(config, weights, _with_joined(b), panels)
 
 
 def _with_joined(b: Buffers) -> Buffers:

@@ -3,7 +3,7 @@
 Shapes: R rows of the classifier.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -48,6 +48,9 @@ class SharedKVHeadCache(HeadCache):
         """Return whether the head can draft after the tokens, since the target holds the hidden states of all but the last."""
         with self.model.lock, self.target_cache.model.lock:
             return 0 < len(tokens) - 1 <= len(self.target_cache.get_hidden_states(tokens, 0))
+
+    def trim_classifier(self, eos_tokens: Iterable[int]) -> None:
+        """Do nothing: the centroids of a head choose its candidates, and the programs change with the target's buffers."""
 
     def count_prefill_tokens(self, tokens: list[int]) -> int:
         """Return 0, since a prefill has nothing to run for a head without a KV cache."""
@@ -152,9 +155,8 @@ class SharedKVHeadCache(HeadCache):
             return None
         n = round_up(head.n_candidates, PANEL_ROWS) // PANEL_ROWS
         panels = align_to_cache_line(np.zeros((n, *classifier.panels.shape[1:]), classifier.panels.dtype))
-        candidate = replace(classifier, panels=panels)
         architecture = require_type(self.model.architecture, Gemma4Assistant)
-        program = architecture.classify_candidates(self.model.config, self.model.weights, buffers, candidate)
+        program = architecture.classify_candidates(self.model.config, self.model.weights, buffers, panels)
         return panels, Executor(program)
 
 

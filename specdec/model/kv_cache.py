@@ -6,7 +6,7 @@ a rejected draft, following a path of a token tree and starting another sequence
 Shapes: N logits of a pass, L hidden layers that are kept, D dim, V vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,8 +23,10 @@ from specdec.runtime.simd import PANEL_ROWS, Float32, round_up
 
 if TYPE_CHECKING:
     from specdec.model.model import Model
+    from specdec.model.trimmed_classifier import TrimmedClassifier
 
 INITIAL_CAPACITY = 256  # positions in the cache before the sequence grows
+MIN_TRIMMED_ROWS = 65_000  # of a draft's classifier; a smaller one takes too little time to trim it
 ReturnT = TypeVar("ReturnT")
 
 
@@ -40,6 +42,7 @@ class KVCache:
     Attributes:
         model: The model.
         hidden_layers: Layers before which the hidden states are kept.
+        trimmed_classifier: Computes a draft's logits of candidate tokens only, if there is one.
 
     Raises:
         ValueError: If one of the hidden_layers does not exist or is given twice.
@@ -57,6 +60,7 @@ class KVCache:
         self._min_rewind = 0  # shortest length, except 0, that the cache can be truncated to without a snapshot
         self._snapshots = Snapshots()
         self._capacity = 0
+        self.trimmed_classifier: TrimmedClassifier | None = None
         self._buffers: Buffers
         self._executors: list[Executor]  # of normal sequences, and of those with long RoPE factors if there are any
         with model.exclusive():
@@ -139,6 +143,24 @@ class KVCache:
     def can_draft(self, tokens: list[int]) -> bool:
         """Return whether a draft model can predict the token that follows the given ones."""
         return True
+
+    def trim_classifier(self, eos_tokens: Iterable[int]) -> "TrimmedClassifier | None":
+        """Compute the logits of a new sequence's candidates only, if the vocabulary is large, and return what holds these.
+
+        Args:
+            eos_tokens: Tokens that are always candidates.
+        """
+        if self.model.weights.matrices["classifier"].n_rows >= MIN_TRIMMED_ROWS:
+            from specdec.model.trimmed_classifier import TrimmedClassifier, can_trim_classifier
+
+            if can_trim_classifier(self.model):
+                self.trimmed_classifier = TrimmedClassifier(self.model, self._buffers, eos_tokens)
+        return self.trimmed_classifier
+
+    @property
+    def active_classifier(self) -> "TrimmedClassifier | None":
+        """The trimmed classifier, if there is one and its candidates suffice for the sequence."""
+        return self.trimmed_classifier if self.trimmed_classifier and self.trimmed_classifier.is_active else None
 
     def get_hidden_states(self, tokens: list[int], first: int) -> Float32:
         """Return the cached residual stream before each of `hidden_layers`, side by side, valid until the next call.
@@ -382,20 +404,21 @@ class KVCache:
         self._truncate(start)
         if nodes:
             build_tree_paths(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
-        n_threads = self.model.n_threads
+        n_threads, trimmed = self.model.n_threads, self.active_classifier
         while new:
             # Of several passes, the last is full, so that it holds all n_logits tokens and all nodes.
             batch = new[: len(new) % MAX_BATCH_TOKENS or MAX_BATCH_TOKENS]
             del new[: len(batch)]
             self._buffers.load_tokens(batch, self.model.weights.table, 0)
             self._advance(len(batch))
-            self._executor(len(batch), len(self._tokens) + n_nodes, 0 if new else n_logits, n_threads, len(tokens))
+            self._executor(len(batch), len(self._tokens) + n_nodes, 0 if new or trimmed else n_logits, n_threads, len(tokens))
             self._tokens += batch[: len(tokens) - len(self._tokens)] if nodes else batch
         if nodes:
             self._tree_nodes += nodes[n_nodes:]
         elif not n_logits:
             self._maybe_take_snapshot(n_total)
-        return self._buffers.logits[:n_logits, : self.model.config.vocab_size]
+        logits = trimmed.compute_logits(len(batch), n_logits) if trimmed and n_logits else self._buffers.logits[:n_logits]
+        return logits[:, : self.model.config.vocab_size]
 
     def _rewind(self, n: int) -> None:
         """Drop the nodes of the last tree and truncate the cached sequence to n tokens."""

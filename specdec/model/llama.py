@@ -19,6 +19,7 @@ from specdec.layers.weights import FusedTensors, Plans, Shapes, Weights, fuse_te
 from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
 from specdec.runtime.op_program import Op, Program
+from specdec.runtime.simd import Float32
 
 # Packed tensors that belong to no layer
 GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
@@ -178,6 +179,19 @@ class Llama(Architecture):
         bias_ops = [add_logit_bias(b.logits, weights.vectors["wcls_bias"])] if config.classifier_bias else []
         softcap_ops = [softcap(b.logits, config.logit_softcap)] if config.logit_softcap else []
         return [[norm(config, weights, b, "rms_final", logits_only=True), matmul, *bias_ops, *softcap_ops]]
+
+    def classify_candidates(self, config: ModelConfig, weights: Weights, b: Buffers, panels: Float32) -> Program:
+        """Return the program that computes logits of candidates from the x that a pass leaves.
+
+        Args:
+            config: The model's config.
+            weights: The model's weights.
+            b: The buffers of the pass; the logits are in the order of the candidates.
+            panels: Panels with the candidates' rows of the classifier.
+        """
+        classifier = replace(weights.matrices["classifier"], panels=panels)
+        candidates = replace(weights, matrices=weights.matrices | {"classifier": classifier})
+        return Llama.classify(self, config, candidates, b)  # heads also keep their output in `classify`
 
     def final_norm(self, config: ModelConfig, weights: Weights, b: Buffers) -> Op:
         """Return the op of normed = rmsnorm(x) for all tokens: the classifier's input before it is divided by logit_divisor."""

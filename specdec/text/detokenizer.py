@@ -154,7 +154,7 @@ class EventDetokenizer:
         return Step(
             step.tokens[:n], step.draft_tokens, n_accepted, step.seconds, step.draft_seconds, stop_reason, step.n_nodes, pieces,
             step.logprobs and step.logprobs[:n], step.experts, rejected, stop_string, step.draft_source,
-            step.cost,
+            step.cost, step.coverage,
         )  # fmt: skip
 
     def _detokenize_tokens(self, tokens: list[int]) -> list[str]:

@@ -268,6 +268,8 @@ def print_summary(console: Console, statistics: Statistics, **more: object) -> N
         ]
         if s.accepted_by_source:
             rows.append(("right by source", ", ".join(f"{name} {n}" for name, n in s.accepted_by_source.items())))
+        if s.coverage is not None:
+            rows.append(("candidates of the draft", f"{s.coverage:.1%} of the last tokens"))
         if s.speed_up:
             rows.append(("speed-up over the target alone", f"{s.speed_up:.2f}"))
     if s.experts_alone:
