@@ -4,6 +4,9 @@ Candidates are the lowest token ids, which byte-level BPE and SentencePiece give
 arXiv:2502.14856), and the tokens that the sequence and the target's runner-ups have brought up lately. Other tokens get the logit
 -inf, so they are not proposed. The noise of a token depends on its id, so the draft still agrees with the target.
 
+A guess of Qwen2.5-Coder 0.5B takes 0.82 of the time, and chains of it have 1% fewer tokens: the pair with the 1.5B is 3 to 7%
+faster. A guess of an MTP head with 248,320 tokens takes a quarter of the time.
+
 Shapes: N logits of a pass, R rows of a panel.
 """
 
