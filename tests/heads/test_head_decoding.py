@@ -301,7 +301,7 @@ def test_a_head_can_be_timed_while_another_sequence_uses_its_target(monkeypatch)
         return clock()
 
     monkeypatch.setattr("specdec.draft.cost_calibration.time.perf_counter", busy)
-    assert measure(head.target_cache, head, SharedVocabulary(105, 105)).draft_cost(1) > 0
+    assert measure(head.target_cache, head, SharedVocabulary(105, 105)).draft_token > 0
 
 
 @pytest.mark.parametrize("n_positions", [1, 2, 3])
