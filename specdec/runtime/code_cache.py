@@ -163,7 +163,7 @@ class MachineCodeCache:
         """Do nothing: no state is kept in memory."""
 
     def _get_file_name(self, signature: Signature) -> str:
-        key = repr((str(signature), numba_compat.describe_target()))
+        key = repr((str(signature), describe_target()))
         return f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{CODE_SUFFIX}"
 
 
@@ -271,6 +271,7 @@ def is_kept() -> bool:
 
 
 inlined, jitable, make_dispatcher = numba_compat.inlined, numba_compat.jitable, numba_compat.make_dispatcher
+describe_target = numba_compat.describe_target
 
 
 def compiled(function: Callable[..., object]) -> CompiledFunction:

@@ -5,7 +5,8 @@ The outputs are the same. Every process compiles its functions, since nothing is
 
 from collections.abc import Callable
 
-from numba import cfunc, njit
+import llvmlite.binding
+from numba import cfunc, config, njit
 from numba.core.typing import Signature
 from numba.extending import register_jitable
 
@@ -13,6 +14,15 @@ _OPTIONS: dict[str, object] = {"error_model": "numpy"}
 _live_code: list[object] = []  # callbacks, since their addresses may be used
 inlined = njit(inline="always", **_OPTIONS)
 jitable = register_jitable(**_OPTIONS)
+
+
+def describe_target() -> tuple[str, ...]:
+    """Return the names of the instruction set, of the CPU and of its features; see `numba_compat`."""
+    features = config.CPU_FEATURES
+    if features is None:
+        features = llvmlite.binding.get_host_cpu_features().flatten()
+    name = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
+    return llvmlite.binding.get_process_triple(), name, features
 
 
 def make_dispatcher(function, is_inlined=False):

@@ -16,10 +16,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel.manager import DataModelManager
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
-from specdec.runtime.code_cache import CompiledFunction, jitable
+from specdec.runtime.code_cache import CompiledFunction, describe_target, jitable
 
 Array = npt.NDArray[Any]  # of any dtype
 Float32 = npt.NDArray[np.float32]
@@ -31,7 +30,7 @@ UInt16 = npt.NDArray[np.uint16]
 LANES = 16
 PANEL_ROWS = 2 * LANES  # divides 288, 512, 768, 1376, 2048 and 32000, so the known models need no padding
 LINE_WORDS, LINE_BYTES = 16, 64  # cache line
-CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # LLVM's names; part of the cache key of machine code
+CPU_FEATURES = describe_target()[2]  # LLVM's names; part of the cache key of machine code
 FEATURES = CPU_FEATURES.split(",")
 IS_ARM64 = platform.machine().lower() in ("arm64", "aarch64")
 HAS_AVX512 = "+avx512f" in FEATURES

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specdec.runtime import numba_compat, plain_numba
 from specdec.runtime.memory import checksum
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.golden import CASES, TABLE
@@ -29,6 +30,10 @@ array = np.arange(1000, dtype=np.float32)
 print(checksum([array]).hex(), all_finite(array), all_finite(array / array))
 """
     assert run_plain(program, tmp_path) == f"{checksum([np.arange(1000, dtype=np.float32)]).hex()} True False"
+
+
+def test_the_target_has_the_same_cpu_features_with_plain_numba() -> None:
+    assert plain_numba.describe_target()[1:3] == numba_compat.describe_target()[1:3]
 
 
 @pytest.mark.campaign
