@@ -28,7 +28,7 @@ from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightForma
 from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.memory import all_finite, lazy_zeros, zeros
+from specdec.runtime.memory import LazyMemory, all_finite, zeros
 from specdec.runtime.op_program import Executor, Op
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.peak_arithmetic import N_STEPS, make_chains_kernel, make_peak_run
@@ -164,9 +164,10 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
     head_dim, kv_dim, pos = s.head_dim, s.n_kv_heads * s.head_dim, s.n_positions - s.n_tokens
     q, keys, values = random(s.n_tokens, s.dim), random(s.n_positions, kv_dim), random(s.n_positions, kv_dim + 1)[:, 1:]
     n_blocks, n_panels = -(-s.n_positions // PANEL_ROWS), -(-head_dim // PANEL_ROWS)
+    memory = LazyMemory()
     for name, kv in KV_FORMATS.items():
-        cached_keys = lazy_zeros(kv.dtype, s.n_kv_heads, n_blocks, head_dim, PANEL_ROWS)
-        cached_values = lazy_zeros(kv.dtype, s.n_kv_heads, n_panels, n_blocks * PANEL_ROWS, PANEL_ROWS)
+        cached_keys = memory.zeros((s.n_kv_heads, n_blocks, head_dim, PANEL_ROWS), kv.dtype)
+        cached_values = memory.zeros((s.n_kv_heads, n_panels, n_blocks * PANEL_ROWS, PANEL_ROWS), kv.dtype)
         key_scales, value_scales = (zeros(s.n_kv_heads, n_blocks * PANEL_ROWS if kv.is_scaled else 0) for _ in range(2))
         for start in range(0, s.n_positions, s.n_tokens):
             rows = slice(start, min(start + s.n_tokens, s.n_positions))
