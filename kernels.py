@@ -300,7 +300,7 @@ def get_source(name: str) -> str:
     parts = [inspect.getsource(matmul.multiply_reference)]
     if name in BLOCK_TYPES:
         layout, dot = BLOCK_TYPES[name].layout, DOT4_BY_NAME[int8.DOT4_NAME]
-        parts += [groupwise.make_group_sum_source(layout, dot).strip()]
+        parts += [groupwise.make_group_sum_source(layout, dot, dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens).rows).strip()]
         parts += map(inspect.getsource, (groupwise.make_param_reader, groupwise.make_group_tile))
     elif name == "int8":
         parts += [inspect.getsource(int8.make_int8_tile)]

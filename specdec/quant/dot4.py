@@ -5,6 +5,7 @@ instruction for it, two products are added in 16 bits first, which are then adde
 most that fit (2 * 128 * 127 = 32512), with weights below 2^bits more do.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from specdec.quant.matmul import TileShape, choose_tile_shape
@@ -20,6 +21,8 @@ from specdec.runtime.tile_simd import (
     dot4_neon,
     dot4_sdot,
     dot4_vnni,
+    make_word_adder_avx2,
+    make_word_adder_neon,
     multiply_pairs_avx2,
     multiply_pairs_neon,
     widen_pairs_avx2,
@@ -71,6 +74,7 @@ class Dot4(NamedTuple):
             fast.
         add_pairs: (16-bit sums, words, x) -> 16-bit sums.
         widen_pairs: (sums, 16-bit sums) -> int32 sums.
+        make_word_adder: Number of words -> (sums, words, x, other words, their x, ...) -> sums, for the same weights.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Dot4(NamedTuple):
     multiply_pairs: CompiledFunction | None = None
     add_pairs: CompiledFunction | None = None
     widen_pairs: CompiledFunction | None = None
+    make_word_adder: Callable[[int], CompiledFunction] | None = None
 
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
         """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""
@@ -109,8 +114,20 @@ DOT4_BY_NAME = {
             multiply_pairs_avx2,
             add_pairs_avx2,
             widen_pairs_avx2,
+            make_word_adder_avx2,
         ),
-        Dot4("neon", 4, subtract_128, dot4_neon, True, NEON_MAX_TOKENS, multiply_pairs_neon, add_pairs_neon, widen_pairs_neon),
+        Dot4(
+            "neon",
+            4,
+            subtract_128,
+            dot4_neon,
+            True,
+            NEON_MAX_TOKENS,
+            multiply_pairs_neon,
+            add_pairs_neon,
+            widen_pairs_neon,
+            make_word_adder_neon,
+        ),
     )
 }
 

@@ -178,6 +178,29 @@ widen_pairs_avx2 = make_vector_op(2, _emit_add_pairs_avx2)
 widen_pairs_neon = make_vector_op(2, _emit_add_products_neon)
 
 
+def _make_word_adder(n_words, multiply, widen):
+    """Return an intrinsic (sums, w, x, other w, other x, ...) -> int32 sums plus products that are added in 16 bits first.
+
+    It adds all words of a token before those of the next: 16-bit sums of all tokens would need more registers than there are.
+    """
+
+    def emit(builder, acc, *factors):
+        products = [multiply(builder, w, x) for w, x in zip(factors[::2], factors[1::2], strict=True)]
+        return widen(builder, acc, functools.reduce(builder.add, products))
+
+    return make_vector_op(1 + 2 * n_words, emit)
+
+
+def make_word_adder_avx2(n_words: int) -> CompiledFunction:
+    """Return the intrinsic of `_make_word_adder` for AVX2, which takes unsigned w."""
+    return _make_word_adder(n_words, _emit_byte_pairs_avx2, _emit_add_pairs_avx2)
+
+
+def make_word_adder_neon(n_words: int) -> CompiledFunction:
+    """Return the intrinsic of `_make_word_adder` for NEON."""
+    return _make_word_adder(n_words, _emit_byte_products_neon, _emit_add_products_neon)
+
+
 # 16-byte tables
 
 TABLE_BYTES = 16
