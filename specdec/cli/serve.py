@@ -241,7 +241,7 @@ def describe_model(request: ServedRequest, decoder: SpeculativeDecoder, name: st
     try:
         template = decoder.chat_template
     except TemplateError as error:
-        print_message(f"only /v1/completions is available: {translate_parameters(str(error))}")
+        print_message(f"chats are not available: {translate_parameters(str(error))}")
     sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
     return ServedModel(name, decoder, template, sampling, request.reasoning_budget)
 

@@ -5,20 +5,17 @@ A prompt is that of Qwen3-Reranker (arXiv:2506.05176), or of the model's own rer
 
 import math
 import re
-from collections import deque
 from collections.abc import Generator, Sequence
 
-from specdec.argument_checks import check_string, count_common_prefix, is_list, shorten
+from specdec.argument_checks import check_string, is_list, shorten
 from specdec.draft.model_bundle import ModelBundle
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.rerankers import INSTRUCTION, INSTRUCTION_FIELD, NAME
 from specdec.model.kv_cache import KVCache
-from specdec.model.model import BatchInput
 from specdec.runtime.simd import Float32
 from specdec.text.chat_template import ChatTokenizer, PromptTooLongError
 from specdec.tokenizer import RenderedSegment
 
-MAX_SEQUENCES = 8  # of one pass, each with a KV cache
 FIELD_PATTERN = re.compile(r"(\{(?:instruction|query|document)\})")
 
 
@@ -88,42 +85,20 @@ class Reranker:
     def score(self, prompts: Sequence[list[int]]) -> Generator[None, None, list[float]]:
         """Compute the score of each prompt, from 0 to 1. The tokens that all prompts begin with run once.
 
-        A generator that yields after each forward pass and returns the scores. A pass holds as many prompts as it has room for.
+        A generator that yields after each forward pass and returns the scores.
         """
-        target, scores, running = self._target, [0.0] * len(prompts), dict[int, KVCache]()
-        source = target.new_cache(() if self._head is None else (target.config.n_layers + 1,))
-        n_shared = count_common_prefix(min(prompts), max(prompts), min(map(len, prompts)))
-        n_sequences = 1 if target.longrope_threshold else MAX_SEQUENCES
-        free = [*[None] * (n_sequences - 1), source]  # None: a cache that is not made yet
-        waiting = deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))  # the first ones make their caches grow
-        while waiting or running:
-            batch, n_left = dict[int, BatchInput](), MAX_BATCH_TOKENS
-            for i in (*running, *waiting):
-                if i not in running:
-                    if not free or (running and source.n_tokens < n_shared):
-                        break
-                    waiting.popleft()
-                    running[i] = free.pop() or self._copy(source, prompts[i])
-                n_uncached = running[i].count_uncached_tokens(prompts[i], 1)
-                end = len(prompts[i]) - max(n_uncached - n_left, 0)
-                batch[i] = running[i], prompts[i][:end], int(end == len(prompts[i])), len(prompts[i])
-                n_left -= n_uncached
-                if n_left <= 0:
-                    break
-            with target.lock:
-                for i, logits in zip(batch, target.forward([*batch.values()]), strict=True):
+        target, scores = self._target, list[float]()
+        cache = target.new_cache(() if self._head is None else (target.config.n_layers + 1,))
+        for prompt in prompts:
+            end = len(prompt) - cache.count_uncached_tokens(prompt, 1)
+            while end < len(prompt):
+                end = min(end + MAX_BATCH_TOKENS, len(prompt))
+                with target.lock:
+                    logits = cache.forward(prompt[:end], int(end == len(prompt)), len(prompt))
                     if len(logits):
-                        cache = running.pop(i)
-                        scores[i] = self._compute_score(cache, prompts[i], logits[0])
-                        free.append(cache)
-            yield
+                        scores.append(self._compute_score(cache, prompt, logits[0]))
+                yield
         return scores
-
-    def _copy(self, source: KVCache, prompt: list[int]) -> KVCache:
-        """Return a new cache with the tokens of a prompt that another cache holds."""
-        cache = self._target.new_cache(source.hidden_layers)
-        cache.copy_from(source, prompt)
-        return cache
 
     def _compute_score(self, cache: KVCache, prompt: list[int], logits: Float32) -> float:
         """Return the softmax of "yes" over both answers, given the logits after a prompt and the cache that holds it."""
