@@ -300,7 +300,8 @@ class AttentionConfig:
         qkv_bias: Add a bias to queries, keys and values.
         wo_bias: Add a bias to the output projection.
         qk_norm: Apply an RMSNorm to each head of queries and keys, or to each "rotated" head, after RoPE, or to the "whole" row
-            of a token.
+            of a token; with "plain", it has no weights.
+        plain_query_scale: Factor of queries behind a "plain" norm.
         value_norm: Apply an RMSNorm without weights to each head of values.
         scale: Factor of attention scores. 0: 1 / sqrt(head_dim).
         softcap: Bound of attention scores: scores become softcap tanh(score / softcap), before the softmax. 0: no bound.
@@ -318,7 +319,8 @@ class AttentionConfig:
     has_rope: bool = True
     qkv_bias: bool = False
     wo_bias: bool = False
-    qk_norm: bool | Literal["rotated", "whole"] = False
+    qk_norm: bool | Literal["rotated", "whole", "plain"] = False
+    plain_query_scale: float = 1.0
     value_norm: bool = False
     scale: float = 0.0
     softcap: float = 0.0
@@ -334,6 +336,7 @@ class AttentionConfig:
         if self.window < 0:
             yield f"window is {self.window}; expected a number of positions, or 0 for all"
         yield from check_scale(self, "scale", min_value=0)
+        yield from check_scale(self, "plain_query_scale")
         yield from check_scales("projection_scales", self.projection_scales, 3)
         if not (self.softcap == 0 or MIN_SCALE <= self.softcap <= 1 / MIN_SCALE):
             yield f"softcap is {self.softcap}; expected {MIN_SCALE:g} to {1 / MIN_SCALE:g}, or 0"
@@ -376,6 +379,7 @@ class ModelConfig:
         shared_classifier: The classifier is the embedding.
         architecture: A name in `ARCHITECTURES`.
         norm_eps: Term in the denominator of a norm that avoids a division by 0.
+        post_norm_eps: That of norms behind blocks. None: norm_eps.
         head_dim: Number of rows of an attention head. 0: dim / n_heads.
         attention: Options of attention.
         layers: Settings of each layer that differ (see `layer_config`). Empty: all layers are alike.
@@ -388,6 +392,7 @@ class ModelConfig:
         experts: Mixture of experts in the place of MLPs.
         norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
         embedding_scale: Factor of embeddings.
+        embedding_norm: Apply an RMSNorm without weights to embeddings.
         residual_scale: Factor of what layers add to the residual stream.
         layer_scale: Each layer multiplies the residual stream by a factor of its own at its end.
         classifier_bias: Add a bias to logits.
@@ -408,6 +413,7 @@ class ModelConfig:
     shared_classifier: bool = True
     architecture: str = "llama"
     norm_eps: float = 1e-5
+    post_norm_eps: float | None = None
     head_dim: int = 0
     attention: AttentionConfig = AttentionConfig()
     layers: tuple[LayerConfig, ...] = ()
@@ -419,6 +425,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     norm_placement: Literal["before", "behind", "around"] = "before"
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     residual_scale: float = 1.0
     layer_scale: bool = False
     classifier_bias: bool = False
@@ -446,8 +453,9 @@ class ModelConfig:
         yield from check_positive(self, "head_dim")
         if self.head_dim % 2 and self.architecture != "gpt2" and not self.attention.latent:
             yield f"head_dim {self.head_dim} is odd; RoPE rotates pairs"
-        if not 0 <= self.norm_eps < math.inf:
-            yield f"norm_eps is {self.norm_eps}; expected 0 or more"
+        for name, eps in (("norm_eps", self.norm_eps), ("post_norm_eps", self.post_norm_eps or 0.0)):
+            if not 0 <= eps < math.inf:
+                yield f"{name} is {eps}; expected 0 or more"
         yield from prefix_errors("rope", self.rope.find_errors(self.head_dim))
         yield from prefix_errors("attention", self.attention.find_errors())
         if self.attention.latent:

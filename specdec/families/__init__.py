@@ -17,7 +17,7 @@ FILES = {
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified": "gemma4", "gemma4_unified_text": "gemma4",
     "granitemoe": "granite", "granitemoeshared": "granite",
     "granitemoehybrid": "granite", "granitehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
-    "mistral3": "ministral3", "mixtral": "mistral", "olmo3": "olmo2",
+    "mistral3": "ministral3", "mixtral": "mistral", "muse_glimmer_text": "muse_glimmer", "olmo3": "olmo2",
     "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
     "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35", "qwen35moe": "qwen35",
     "qwen3next": "qwen3_next", "nemotron_h_moe": "nemotron_h",
@@ -27,6 +27,7 @@ FILES = {
     "idefics3": "llama", "qwen2moe": "qwen2_moe", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan_v1_dense",
 }  # fmt: skip
 ASSISTANT_TYPES = (ASSISTANT, UNIFIED_ASSISTANT)
+DFLASH = "a DFlash draft head, which is not supported; use -d lookup"  # a head that drafts a block of tokens at once
 EAGLE3_KEYS = ("speculators_model_type", "eagle_config", "draft_vocab_size")
 Definition = TypeVar("Definition")  # HFFamily, HFHead or GGUFFamily of `family`
 

@@ -47,7 +47,7 @@ class Attention(Block):
             tensors["head_gates"] = (config.n_heads, dim)
         elif config.attention.gate:
             tensors["wg"] = (q_dim, dim)
-        if config.attention.qk_norm:
+        if config.attention.qk_norm not in (False, "plain"):
             tensors |= {name: (n,) for name, (n, _, _) in _find_head_norms(config).items()}
         if config.attention.sinks:
             tensors["sinks"] = (config.n_heads,)
@@ -100,7 +100,7 @@ class Attention(Block):
         v_row = k_row + pad(config.kv_dim)
         norm_ops, rope_ops = list[Op](), list[Op]()
         for name, (n_rows, base, n) in _find_head_norms(config).items():
-            norm_ops.append(head_norm(qkv, unit, base, n, n_rows, self.vector(name), config.norm_eps))
+            norm_ops.append(head_norm(qkv, unit, base, n, n_rows, self._get_head_weight(name), config.norm_eps))
         if config.attention.has_rope:
             rope_ops.append(self._make_rope_op(qkv, unit, 0, k_row, self.layer.query_rope or self.layer.rope))
             if has_kv:
@@ -114,6 +114,13 @@ class Attention(Block):
             ops.insert(0, head_norm(qkv, unit, v_row, config.n_kv_heads, config.head_dim, ones, config.norm_eps))
         store_keys = kv_format.store_keys(kv.keys, kv.key_scales, qkv, unit, k_row)
         return [*ops, store_keys, kv_format.store_values(kv.values, kv.value_scales, qkv, unit, v_row, config.head_dim)]
+
+    def _get_head_weight(self, name: str) -> Float32:
+        """Return the weights of a norm of queries or keys; those of a plain norm are equal."""
+        attention = self.config.attention
+        if attention.qk_norm != "plain":
+            return self.vector(name)
+        return np.full(pad(self.config.head_dim), attention.plain_query_scale if name == "q_norm" else 1, np.float32)
 
     def _make_rope_op(self, qkv: Float32, unit: int, first: int, end: int, tables: RopeTables | None) -> Op:
         assert tables

@@ -121,9 +121,10 @@ class Block(ABC):
             matmul = self.matrix(matrix).matmul(b.x[0], source, b.scratch, accumulate=True)
             return [[matmul, *self.make_bias_ops(b.x[0], bias)]]
         weight, branch = self.vector(f"{self.norm_name}_out"), self.new.rows(b.x.shape[2], 1)
+        eps = self.config.norm_eps if self.config.post_norm_eps is None else self.config.post_norm_eps
         return [
             [self.matrix(matrix).matmul(branch[0], source, b.scratch), *self.make_bias_ops(branch[0], bias)],
-            [add_norm(b.x[0], branch, weight, self.config.dim, self.config.norm_eps, factor)],
+            [add_norm(b.x[0], branch, weight, self.config.dim, eps, factor)],
         ]
 
     def get_layer_scale(self, is_last: bool = True) -> float:

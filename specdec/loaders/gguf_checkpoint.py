@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from specdec.argument_checks import CheckpointError, JSONDict, format_json_value, wrap_read_errors
-from specdec.families import load_definition, load_definitions
+from specdec.families import DFLASH, load_definition, load_definitions
 from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
 from specdec.families.family import GGUFFamily, GGUFMetadata, select_tensor_specs
 from specdec.families.gguf_common import (
@@ -41,6 +41,7 @@ NON_MODEL_TYPES = {  # files that do not hold a language model
     "mmproj": "the part of a model that reads images; name the GGUF file of the model itself",
     "clip": "the part of a model that reads images; name the GGUF file of the model itself",
     "imatrix": "an importance matrix, which is for quantizing; name the GGUF file of a model",
+    "dflash": DFLASH,
 }
 TOKENIZER_PREFIX, TOKENS_KEY, CHAT_TEMPLATE_KEY = "tokenizer.ggml.", "tokenizer.ggml.tokens", "tokenizer.chat_template"
 TOOL_TEMPLATE_KEY = f"{CHAT_TEMPLATE_KEY}.tool_use"

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from specdec.argument_checks import CheckpointError, JSONDict, JSONObject, format_json_value, wrap_read_errors
-from specdec.families import load_definition, load_definitions
+from specdec.families import DFLASH, load_definition, load_definitions
 from specdec.families.config_values import QUANTIZATION_KEYS, ConfigValues, check_neutral_values
 from specdec.families.family import HFFamily, TensorSpec, select_tensor_specs
 from specdec.families.hf_common import LM_HEAD, NEUTRAL_VALUES, TEXT_CONFIG_KEY
@@ -245,6 +245,8 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
     path = folder / CONFIG
     given = _select_text_config(path, read_json_object(path))
     name = given.get("model_type")
+    if name == "muse_glimmer_assistant" or "dflash" in str(given.get("architectures")).lower():
+        raise CheckpointError(f"{path} describes {DFLASH}")
     family = load_definition(HFFamily, name)
     if not family:
         problem = "has no model_type" if name is None else f"has the model_type {format_json_value(name)}, which is not supported"

@@ -7,7 +7,9 @@ name: "2.wq".
 
 from dataclasses import replace
 
-from specdec.kernels import scale_rows
+import numpy as np
+
+from specdec.kernels import head_norm, scale_rows
 from specdec.layers.activations import add_logit_bias, softcap
 from specdec.layers.architecture import Architecture
 from specdec.layers.attention import Attention
@@ -19,7 +21,7 @@ from specdec.layers.weights import FusedTensors, Plans, Shapes, Weights, fuse_te
 from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
 # Packed tensors that belong to no layer
 GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
@@ -159,7 +161,7 @@ class Llama(Architecture):
             b.layer_inputs = make_layer_inputs(config, b.new)
 
     def embed(self, config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-        """Return the program that sets x to the tokens' scaled embeddings and computes the per-layer inputs, if there are any."""
+        """Return the program that sets x to the tokens' embeddings, scaled or normed, and computes per-layer inputs if any."""
         scale = config.embedding_scale / config.residual_scale
         scale_ops = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
         lookup = [weights.matrices["embedding"].embed(b.x[0], b.tokens), *scale_ops]
@@ -167,6 +169,9 @@ class Llama(Architecture):
             from specdec.layers.per_layer_inputs import make_embedding_program
 
             return [lookup, *make_embedding_program(config, weights, b)]
+        if config.embedding_norm:
+            ones, n_panels = np.ones(b.x.shape[2], np.float32), b.x.shape[2] // PANEL_ROWS
+            return [lookup, [head_norm(b.x[0], n_panels, 0, 1, config.dim, ones, config.norm_eps)]]
         return [lookup]
 
     def layers(self, config: ModelConfig, weights: Weights, b: Buffers) -> list[Program]:

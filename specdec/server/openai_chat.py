@@ -40,6 +40,7 @@ MAX_TOP_LOGPROBS = 20  # per token
 DEFAULT_COMPLETION_TOKENS = 16  # max_tokens of a completion, as in OpenAI's API
 TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 THINKING_OPTION = "enable_thinking"
+EFFORT_OPTIONS = ("reasoning_effort", "reasoning_strength")  # the second of Muse Glimmer
 OPTION_PATTERN = re.compile(r"[a-zA-Z_][\w-]{0,63}", re.ASCII)  # name of a template option, or a reasoning effort
 MAX_OPTION_CHARS = 64 << 10  # of all template options as JSON
 RESERVED_OPTIONS = {"messages", "tools", "xml_tools", "add_generation_prompt"}  # set by the server
@@ -223,21 +224,20 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> 
 def _parse_template_options(fields: Fields, template: ChatTemplate, is_thinking: bool | None) -> Options:
     """Return the options for the chat template from the fields `chat_template_kwargs` and `reasoning_effort`.
 
-    A template that takes `reasoning_effort` gets it. It also switches thinking off if it is "none" and otherwise on, unless that
-    is the template's only option of the two. Values in `chat_template_kwargs` have priority, then `is_thinking`.
+    A template that takes one of `EFFORT_OPTIONS` gets the effort. It also switches thinking off if it is "none" and otherwise on,
+    unless the template takes the effort alone. Values in `chat_template_kwargs` have priority, then `is_thinking`.
 
     Raises:
         APIError: A field is invalid.
     """
     options = fields.take("chat_template_kwargs", _check_template_options, JSONDict())
     effort = fields.take("reasoning_effort", _check_word, "")
-    takes_effort = template.takes_variable("reasoning_effort")
+    efforts = {name: effort for name in EFFORT_OPTIONS if effort and template.takes_variable(name)}
     if is_thinking is not None:
         options = {THINKING_OPTION: is_thinking, **options}
-    if effort and (not takes_effort or template.takes_variable(THINKING_OPTION)):
+    if effort and (not efforts or template.takes_variable(THINKING_OPTION)):
         options = {THINKING_OPTION: effort != "none", **options}
-    if effort and takes_effort:
-        options = {"reasoning_effort": effort, **options}
+    options = {**efforts, **options}
     if THINKING_OPTION in options:
         options = make_thinking_options(template, options[THINKING_OPTION]) | options
     return options

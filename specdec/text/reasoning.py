@@ -55,8 +55,12 @@ class TemplateMarks(NamedTuple):
 HARMONY_MARKS = TemplateMarks(
     "<|channel|>analysis<|message|>", "<|channel|>final", "<|end|><|start|>assistant", "<|message|>", "<|end|>"
 )
+MUSE_GLIMMER_MARKS = TemplateMarks(
+    "to=self<|message|>", "to=user<|message|>", "<|eom|><|start|>assistant ", message_end="<|eom|>"
+)
 # by a string that templates contain
 KNOWN_MARKS = {
+    "to=self<|message|>": MUSE_GLIMMER_MARKS,
     "<|channel|>": HARMONY_MARKS,
     "[/THINK]": TemplateMarks("[THINK]", "[/THINK]"),
     "</seed:think>": TemplateMarks("<seed:think>", "</seed:think>"),

@@ -21,7 +21,7 @@ from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
 from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model_config import Llama3RopeScaling
+from specdec.model_config import Llama3RopeScaling, ModelConfig
 from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
@@ -523,6 +523,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
         ("general.type", "adapter", "holds an adapter (LoRA) alone; merge it"),
         ("general.type", "mmproj", "reads images; name the GGUF file of the model itself"),
         ("general.type", "imatrix", "holds an importance matrix"),
+        ("general.architecture", "dflash", "holds a DFlash draft head"),
         ("general.architecture", "clip", "reads images; name the GGUF file of the model itself"),
         (
             "general.architecture",
@@ -746,6 +747,33 @@ def test_older_and_newer_qwen3_next_files_give_the_same_delta_nets(tmp_path: Pat
     path.write_bytes(gguf_bytes(keys, older | {"blk.1.ssm_in.weight": blocks}))
     heads = dequantize("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
     np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])
+
+
+def test_the_layers_of_a_laguna_follow_its_keys(tmp_path: Path) -> None:
+    """YaRN's factor is the file's own; each fourth layer from the first on has no window, unless a key differs."""
+    (keys, tensors), path = read_converted("laguna"), tmp_path / "model.gguf"
+
+    def read(**changes: Any) -> ModelConfig:
+        changed = keys | {f"laguna.{key.replace('__', '.')}": value for key, value in changes.items()}
+        path.write_bytes(gguf_bytes({key: value for key, value in changed.items() if value is not None}, tensors))
+        return load_checkpoint(path).config
+
+    assert read() == read(expert_gating_func=None) == CONFIGS["laguna"]
+    computed = read(rope__scaling__yarn_attn_factor=None).rope.attention_factor
+    assert computed == float(np.float32(1 + 0.1 * math.log(8)))
+    key, windows = "attention__sliding_window_pattern", {2: [0, 9, 0, 9, 0], 5: [0, 9, 9, 9, 9]}
+    for pattern, expected in [*windows.items(), ([True, False, True, True, False], [9, 0, 9, 9, 0])]:
+        config = read(**{key: pattern})
+        assert [config.layer_config(i).attention.window for i in range(5)] == expected
+    full = read(attention__sliding_window=None)
+    assert {full.layer_config(i).rope for i in range(5)} == {CONFIGS["laguna"].rope}
+    for name, value, word in (
+        ("attention__head_count", [4, 6, 6, 6], "attention.head_count"), ("attention__head_count", 4, "attn_q.weight"),
+        ("expert_weights_norm", False, "expert_weights_norm"), ("expert_gating_func", 1, "expert_gating_func"),
+        ("rope__dimension_count_swa", 7, "dim is 7"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=word):
+            read(**{name: value})
 
 
 def test_numbers_of_layers_in_the_metadata_are_one_for_each_layer_or_one_for_all(tmp_path: Path) -> None:

@@ -577,6 +577,23 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("bailing_moe_v2", {"num_experts": 16}, "mlp.gate.weight"),
     ("bailing_moe_v2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
     ("bailing_moe_v2", {"num_shared_experts": 2}, "shared_experts"),
+    *(
+        ("muse_glimmer", {"text_config": {"model_type": "muse_glimmer_text", "num_hidden_layers": 5} | changes}, word)
+        for changes, word in (
+            ({"layer_rope_theta": [0, 1e4, 50.0, 1e4, 0]}, "layer_rope_theta"),
+            ({"layer_rope_theta": [0, 1e4]}, "layer_rope_theta"),
+            ({"layer_types": ["full_attention"] * 4}, "layer_types"),
+            ({"output_multiplier": 0}, "output_multiplier"),
+            ({"qk_scale_factor": None}, "qk_scale_factor"),
+            ({"post_norm_eps": -1e-8}, "post_norm_eps"),
+            ({"final_logit_softcapping": 0}, "final_logit_softcapping"),
+            ({"sliding_window": None}, "sliding_window"),
+            ({"hidden_activation": "gelu"}, "hidden_activation"),
+            ({"rms_norm_eps": None}, "rms_norm_eps"),
+        )
+    ),
+    ("qwen3", {"architectures": ["DFlashDraftModel"]}, "a DFlash draft head"),
+    ("qwen3", {"model_type": "muse_glimmer_assistant"}, "a DFlash draft head"),
     ("laguna", {"gating": False}, "gating is false; expected true"),
     ("laguna", {"gating": "per-element"}, "g_proj"),
     ("laguna", {"num_attention_heads_per_layer": [4, 6]}, "num_attention_heads_per_layer"),

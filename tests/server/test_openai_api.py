@@ -121,6 +121,9 @@ def test_template_options_reach_the_template(app: Any, decoder: SpeculativeDecod
     monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_effort }}{% if enable_thinking %}!{% endif %}x")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "high"}).status == 200
     assert calls[-1][1] == {"reasoning_effort": "high", "enable_thinking": True}
+    monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_strength }}x")
+    assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "low"}).status == 200
+    assert calls[-1][1] == {"reasoning_strength": "low"}
     monkeypatch.setattr(decoder.chat_template, "source", "{% if thinking %}!{% endif %}{{ messages[0].content }}")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "none"}).status == 200
     assert calls[-1][1] == {"enable_thinking": False, "thinking": False}

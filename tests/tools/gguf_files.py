@@ -169,7 +169,7 @@ GPT2_NAMES = {
 # values that GGUF files do not have, or value heads in another order
 EXCLUDED = {
     "smollm3_layers", "phi3_factor", "phi3_long", "ministral3_vision", "ministral3_scale", "gemma3_scaled", "lfm2_biases",
-    "qwen35", "qwen35_images", "qwen3_next_odd", "granite_h_odd", "falcon_h1_odd",
+    "qwen35", "qwen35_images", "qwen3_next_odd", "granite_h_odd", "falcon_h1_odd", "muse_glimmer_layers",
 }  # fmt: skip
 CONVERTED = [
     path.stem for path in sorted((FIXTURES / "gguf").glob("*.gguf")) if (FIXTURES / path.stem).is_dir()

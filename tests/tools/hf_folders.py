@@ -26,6 +26,7 @@ DELETED = sys.intern("<gone>")  # value, compared by identity, that deletes a ke
 GRANITE: dict[str, float] = {"embedding_scale": 1.5, "attention_scale": 0.3, "residual_scale": 0.7, "logit_divisor": 2}
 SIGMOID: dict[str, Any] = {"dense_layers": (0,), "is_sigmoid": True, "has_selection_bias": True, "sum_eps": 1e-20}
 LAGUNA = SIGMOID | {"sum_eps": 0.0}
+MUSE: dict[str, Any] = {"norm_placement": "around", "embedding_norm": True, "qk_norm": "plain", "attention_gate": True}
 NO_ROPE = {"has_rope": False}
 PHI3_FACTORS = tuple(float(np.float32(factor)) for factor in (1, 1.15, 1.3, 1.45, 1.6, 1.75))
 PHI3_LONG = {"long_freq_factors": (1.0, 3.5, 6.0, 8.5, 11.0, 13.5), "longrope_threshold": 64}
@@ -81,6 +82,11 @@ def make_gemma4_fields(
 def make_gemma3_layers(full: Collection[int], n_layers: int, divisors: tuple[float, ...] = ()) -> Layers:
     """Return the layers of a Gemma 3 with some full-attention layers."""
     return override_full_layers(full, n_layers, rope_theta=1e6, rope_divisors=divisors)
+
+
+def make_muse_layers(windows: Collection[int], rotated: Collection[int]) -> Layers:
+    """Return the layers of a Muse Glimmer, given their windows and which of them have RoPE."""
+    return tuple({"window": window, "has_rope": i in rotated} for i, window in enumerate(windows))
 
 
 def make_laguna_layers(heads: Collection[int], window: int = 0) -> Layers:
@@ -428,6 +434,15 @@ CONFIGS |= {
         28, 40, 3, 3, 1, 66, 128, False, norm_eps=1e-6, head_dim=10, rope_dim=4, rope_theta=100, qk_norm=True,
         qkv_bias=True, wo_bias=True, attention_gate="softplus", layers=make_laguna_layers((3, 3, 3)),
         experts=ExpertsConfig(5, 3, 16, **LAGUNA | {"dense_layers": (0, 1)}, routed_scaling_factor=1.5, shared_hidden_dim=16),
+    ),
+    "muse_glimmer": make_config(
+        36, 44, 5, 3, 1, 68, 128, False, **MUSE, post_norm_eps=1e-8, head_dim=12, plain_query_scale=2.5, logit_divisor=2.0,
+        logit_softcap=3.0, rope_theta=100, layers=make_muse_layers((0, 9, 9, 9, 0), (1, 2, 3)),
+    ),
+    "muse_glimmer_layers": make_config(
+        28, 38, 4, 4, 2, 71, 128, True, **MUSE, post_norm_eps=1e-3, head_dim=10, plain_query_scale=3.87, logit_softcap=20.0,
+        logit_divisor=1 / float(np.float32(0.19611613513818404)), rope_theta=100, qkv_bias=True, wo_bias=True,
+        layers=make_muse_layers((0, 7, 7, 0), (0, 2)),
     ),
 }  # fmt: skip
 

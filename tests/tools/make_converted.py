@@ -24,9 +24,9 @@ CONVERTED = (
     "apertus", "bailing_moe_v2", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
     "falcon_h1", "gemma2", "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "glm4_moe_lite", "gpt_oss",
     "gpt_oss_mxfp4", "granite_h", "granitemoe", "granitemoe_shared", "hunyuan_v1_dense", "laguna", "laguna_elements",
-    "lfm2_moe", "minicpm", "moonlight", "nemotron", "nemotron_h", "nemotron_h_dense", "olmo2", "olmo3", "olmoe", "phimoe",
-    "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smolvlm", "stablelm",
-    "heads/assistants/plain",
+    "lfm2_moe", "minicpm", "moonlight", "muse_glimmer", "nemotron", "nemotron_h", "nemotron_h_dense", "olmo2", "olmo3",
+    "olmoe", "phimoe", "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smolvlm",
+    "stablelm", "heads/assistants/plain",
 )  # fmt: skip
 PUBLISHED_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}  # of classes that transformers calls otherwise
 SIZES = {

@@ -54,6 +54,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
@@ -200,6 +201,10 @@ def make_partial_rope(theta, share, **others):
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **others}
 
 
+MUSE_VISION = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "patch_size": 2,
+    "pos_emb_height": 2, "pos_emb_width": 2,
+}  # fmt: skip
 LAGUNA_ROPE = {
     "full_attention": make_partial_rope(100.0, 0.5, rope_type="yarn", factor=8.0, original_max_position_embeddings=16,
     beta_fast=4.0, attention_factor=1.0),
@@ -765,6 +770,37 @@ MODELS = {
         ),
         torch.bfloat16,
         {"as_ling": True},
+    ),
+    "muse_glimmer": (
+        MuseGlimmerConfig(
+            text_config={
+                **make_sizes(68, 36, 44, 5, 3, 1, head_dim=12, sliding_window=9, rope_theta=100.0, qk_scale_factor=2.5),
+                "output_multiplier": 0.5,
+                "final_logit_softcapping": 3.0,
+            },
+            vision_config=MUSE_VISION,
+            out_hidden_size=8,
+            projector_hidden_size=8,
+        ),
+        torch.bfloat16,
+        {},
+    ),
+    "muse_glimmer_layers": (
+        MuseGlimmerConfig(
+            text_config={
+                **make_sizes(71, 28, 38, 4, 4, 2, head_dim=10, sliding_window=7, attention_bias=True, tie_word_embeddings=True),
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "layer_rope_theta": [100.0, 0, 100.0, 0],
+                "post_norm_eps": 1e-3,
+                "rope_theta": 100.0,
+            },
+            vision_config=MUSE_VISION,
+            out_hidden_size=8,
+            projector_hidden_size=8,
+            tie_word_embeddings=True,
+        ),
+        torch.float16,
+        {},
     ),
     "laguna": (  # as XS
         LagunaConfig(

@@ -10,7 +10,7 @@ from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import INFILL_MARKS
-from specdec.text.reasoning import HARMONY_MARKS, TemplateMarks
+from specdec.text.reasoning import HARMONY_MARKS, MUSE_GLIMMER_MARKS, TemplateMarks
 from tests.fakes.server import make_state
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.model_folders import make_folder
@@ -65,6 +65,12 @@ SOURCES = {
         TemplateMarks("<|channel>thought", "<channel|>"),
     ),
     "gpt-oss": (make_source("<|channel|>final<|message|>{{ m.content }}{{ m.thinking }}"), HARMONY_MARKS),
+    "Muse Glimmer": (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.reasoning_content %} to=self<|message|>{{ m.reasoning_content }}"
+        "<|eom|><|start|>assistant{% endif %}{{ ' to=user' if m.role == 'assistant' }}<|message|>{{ m.content }}<|eot|>"
+        "{% endfor %}{{ '<|start|>assistant' if add_generation_prompt }}",
+        MUSE_GLIMMER_MARKS,
+    ),
     "no thoughts": (make_source(), None),
     "raises": (make_source("{% if m.reasoning_content %}{{ raise_exception('no') }}{% endif %}{# </think> #}"), THINK),
     "reasoning without marks": (make_source("{{ m.reasoning_content }}{{ m.content }}"), None),
