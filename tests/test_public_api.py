@@ -213,7 +213,7 @@ def test_a_bad_stop_string_is_refused(decoder, stop, error):
 
 def test_a_decoder_has_no_other_public_names(decoder):
     names = {name for name in dir(decoder) if not name.startswith("_")}
-    calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "stream", "warm_up"}
+    calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "score", "stream", "warm_up"}
     calls |= {"json_object", "json_schema", "regex"}
     models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
     for_scheduler = {"bundle", "make_scheduler", "autotuner", "prompt_cache"}  # for the server
