@@ -9,7 +9,7 @@ import numpy as np
 from specdec.argument_checks import CheckpointError
 from specdec.loaders.checkpoint import BYTE, DerivedTensor, FileTensor
 from specdec.loaders.model_file import Bytes
-from specdec.quant.gguf_repacking import BLOCK_TYPES, MAX_FP16_EXPONENT, MIN_FP16_EXPONENT, MXFP4, dequantize
+from specdec.quant.gguf_repacking import BLOCK_TYPES, MAX_FP16_EXPONENT, MAX_NVFP4_SCALE, MIN_FP16_EXPONENT, MXFP4, dequantize
 from specdec.runtime.simd import Float32, Int64
 
 
@@ -59,6 +59,8 @@ class BlockTensor:
             upper = blocks[:, at + 1]
             if ((upper & 0x7C) == 0x7C).any():  # all exponent bits of the f16 are set
                 raise CheckpointError(f"{self.error_prefix} holds NaN or infinite scales")
+        if self.type == "NVFP4" and (blocks[:, :4] > MAX_NVFP4_SCALE).any():
+            raise CheckpointError(f"{self.error_prefix} holds NaN or negative scales")
         if self.type == MXFP4 and not has_fp16_exponents(blocks):
             raise CheckpointError(f"{self.error_prefix} holds scales below 2^-24 or above 2^15, which are not supported")
         return data

@@ -5,9 +5,12 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
     Q4_0  d (q - 8)     Q5_0  d (q - 16)     Q8_0  d q, q signed     Q6_K  d sc (q - 32), in groups of 16
     Q4_1  d q + m       Q5_1  d q + m        Q4_K, Q5_K  d sc q - dmin m, sc and m of 6 bits
     Q2_K  d sc q - dmin m, in groups of 16     Q3_K  d (sc - 32) (q - 4), in groups of 16
-    Q1_0  d (2 q - 1), in groups of 128     Q2_0  d (q - 1), in groups of 64     TQ2_0  d (q - 1), in groups of 256
+    Q1_0  d (2 q - 1), in groups of 128     Q2_0  d (q - 1), in groups of 64     TQ1_0, TQ2_0  d (q - 1), in groups of 256
     IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t is ggml's table
-    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number
+    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number     NVFP4  s / 2 t[q], s in UE4M3, in groups of 16
+
+TQ1_0 has five ternary digits in a byte. In memory it is like TQ2_0, in 1.22 times the bytes: to split digits takes 5 times as
+many instructions as to split bits.
 """
 
 import re
@@ -41,6 +44,10 @@ from specdec.runtime.work_stealing import get_chunk_range
 
 UInt8 = npt.NDArray[np.uint8]
 MXFP4, MIN_FP16_EXPONENT, MAX_FP16_EXPONENT = "MXFP4", 128 - 24, 128 + 15  # exponents of powers of two that fp16 holds
+EVEN_BYTES = 0x00FF00FF  # of a word
+# Scales of NVFP4 below 2^-6, s / 2 = n / 1024, as `GroupLayout.byte_scales` has them; a scale from 2^-6 on is its byte plus 24
+SUBNORMAL_SCALES = np.array([0, 8, 16, 20, 24, 26, 28, 30])
+MAX_NVFP4_SCALE = 0x7E  # as a byte
 TWO_BIT_MASK, NIBBLE_MASK, SIGN_MASK = 3 * EACH_BYTE, 15 * EACH_BYTE, 128 * EACH_BYTE
 
 
@@ -96,12 +103,12 @@ def gather_two_bits(source, half, shift):
     return word
 
 
-def make_block_reader(name: str, n_halves: int, n_params: int, repack: CompiledFunction, scales_offset: int = 0) -> Kernel:
+def make_block_reader(name: str, block_halves: int, n_params: int, repack: CompiledFunction, scales_offset: int = 0) -> Kernel:
     """Return the kernel `name` that reads rows of GGUF blocks into params, factors and words, the flat parts of `GroupedRows`.
 
     Args:
         name: Name of the kernel.
-        n_halves: 16-bit values of a block; source has the rows as (rows, 16-bit values).
+        block_halves: 16-bit values of a block; source has the rows as (rows, 16-bit values).
         n_params: fp16 numbers of a block.
         repack: Function that writes the factors and words of one block from its data.
         scales_offset: 16-bit value of a block where the fp16 numbers start.
@@ -109,11 +116,11 @@ def make_block_reader(name: str, n_halves: int, n_params: int, repack: CompiledF
 
     def read(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
         first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
-        n_blocks = params.shape[1] // n_params
+        n_blocks = source.shape[1] // block_halves
         block_factors, block_words = factors.shape[1] // n_blocks, words.shape[1] // n_blocks
         for row in range(first, last):
             for block in range(n_blocks):
-                block_source = source[row, n_halves * block :]
+                block_source = source[row, block_halves * block :]
                 for i in range(n_params):
                     minus = 0x8000 if i > 0 and block_factors > 0 else 0  # K types have - dmin
                     params[row, n_params * block + i] = block_source[scales_offset + i] ^ minus
@@ -244,6 +251,38 @@ def repack_iq4_xs(factors, words, source):
             words[4 * g + k] = read_word(source, 4 + 8 * g + 2 * k)
 
 
+@inlined
+def repack_tq1_0(factors, words, source):
+    """Repack a TQ1_0 block to the words of TQ2_0: 48 bytes of five ternary digits, 4 bytes of four, and d.
+
+    A byte is a fraction of 256: times 3, its integer part is the first digit. There are 8 words with the digits of 160 codes, the
+    first digits first, 4 words with those of 80, and one with those of 16.
+    """
+    for i in range(16):
+        words[i] = 0
+    for i in range(13):
+        k, step, n_digits = i, 8, 5  # k: code word of the first digits
+        if i >= 8:
+            k, step = 32 + i, 4
+        if i == 12:
+            k, step, n_digits = 60, 1, 4
+        even, odd = read_word(source, 2 * i) & EVEN_BYTES, read_word(source, 2 * i) >> 8 & EVEN_BYTES
+        for _ in range(n_digits):
+            even, odd = 3 * even, 3 * odd
+            words[k // 4] |= (even >> 8 & EVEN_BYTES | odd & EVEN_BYTES << 8) << 2 * (k % 4)
+            even, odd, k = even & EVEN_BYTES, odd & EVEN_BYTES, k + step
+
+
+@inlined
+def repack_nvfp4(factors, words, source):
+    """Repack an NVFP4 block: 4 scales, and for each group 8 bytes of two codes."""
+    for g in range(4):
+        scale = read_byte(source, g)
+        factors[g] = scale + 24 if scale >= 8 else SUBNORMAL_SCALES[scale]
+    for i in range(8):
+        words[i] = read_word(source, 2 + 2 * i)
+
+
 class BlockType(NamedTuple):
     """A GGUF block type and how it is read.
 
@@ -270,8 +309,8 @@ def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Compil
         repack: See `make_block_reader`.
         scales_offset: Byte of a block where its fp16 numbers start.
     """
-    read = make_block_reader(f"read_{name.lower()}", n_bytes // 2, layout.n_params, repack, scales_offset // 2)
-    return BlockType(n_bytes, layout, read, tuple(scales_offset + 2 * i for i in range(layout.n_params)))
+    read = make_block_reader(f"read_{name.lower()}", n_bytes // 2, layout.n_halves, repack, scales_offset // 2)
+    return BlockType(n_bytes, layout, read, tuple(scales_offset + 2 * i for i in range(layout.n_halves)))
 
 
 @kernel
@@ -314,7 +353,9 @@ BLOCK_TYPES = {
         ("IQ4_XS", 136, GroupLayout(4, 32, 8, False, "nl"), repack_iq4_xs),
         ("Q1_0", 18, GroupLayout(1, 128, 1, False), repack_q1_0),
         ("Q2_0", 18, GroupLayout(2, 64, 1, False), repack_q2_0),
+        ("TQ1_0", 54, GroupLayout(2, 256, 1, False), repack_tq1_0, 52),
         ("TQ2_0", 66, GroupLayout(2, 256, 1, False), make_two_bit_repacker(0), 64),
+        ("NVFP4", 36, GroupLayout(4, 16, 4, False, "e2m1"), repack_nvfp4),
     )
 }
 BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_mxfp4, ())

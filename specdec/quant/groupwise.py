@@ -6,7 +6,8 @@ sum(x).
 
 A panel is (blocks, words). A block of columns holds for each of the R rows the fp16 scale and, with minima, the fp16 minimum. If
 a block has several groups, the rows' int8 factors of the scale follow for each group, then those of the minimum; with codes of 2
-bits, a byte holds both factors, of 4 bits each. A scale that is a power of two is one byte, the exponent of its float32.
+bits, a byte holds both factors, of 4 bits each. With the codebook "e2m1", each group has a scale of one byte instead: the
+exponent of a float32, or 5 bits of exponent and 3 of fraction.
 
 Then follow the codes of each group: words of 4 bytes, the rows innermost. Code word k is the 4 codes from 4 k on as bytes, of
 which byte b is made from bits of byte b of the stored words: see `get_bit_fields`. Codes without a minimum have the middle of
@@ -78,8 +79,8 @@ PANEL_FP16_WORDS = PANEL_ROWS // 2  # words of one fp16 number per row
 PANEL_BYTE_WORDS = PANEL_ROWS // 4  # words of one byte per row
 EACH_BYTE = 0x01010101  # 1 in every byte of a word
 FP32_FRACTION_BITS = 23
-POWERS_OF_TWO = (np.arange(256, dtype=np.uint32) << np.uint32(FP32_FRACTION_BITS)).view(np.float32)  # by exponent; 0 first
-
+SCALE_FRACTION_BITS = 3  # of a scale of one byte in a block of several groups
+SCALE_FACTOR = np.float32(2.0**116)  # of such a scale: exponents 1 to 31 are 2^-10 to 2^20
 
 # Values of the 4-bit codes: twice the floats of one sign bit, two exponent bits and one mantissa bit (E2M1 of MX, OCP 2023), and
 # ggml's kvalues_iq4nl.
@@ -125,9 +126,24 @@ class GroupLayout(NamedTuple):
         return 1 + self.has_minima
 
     @property
-    def has_exponents(self) -> bool:
-        """Whether a scale is a power of two, stored as the exponent of its float32."""
+    def has_byte_scales(self) -> bool:
+        """Whether a group's scale is one byte: see `byte_scales`."""
         return self.codebook == "e2m1"
+
+    @property
+    def scale_shift(self) -> int:
+        """The bit of a float32 that the lowest bit of a scale of one byte is."""
+        return FP32_FRACTION_BITS - (SCALE_FRACTION_BITS if self.n_groups > 1 else 0)
+
+    @property
+    def scale_factor(self) -> np.float32:
+        """Factor of that float32; it is a power of two."""
+        return SCALE_FACTOR if self.n_groups > 1 else np.float32(1)
+
+    @property
+    def byte_scales(self) -> Float32:
+        """The scale of each byte, (256,)."""
+        return (np.arange(256, dtype=np.uint32) << np.uint32(self.scale_shift)).view(np.float32) * self.scale_factor
 
     @property
     def has_nibble_factors(self) -> bool:
@@ -137,21 +153,21 @@ class GroupLayout(NamedTuple):
     @property
     def n_halves(self) -> int:
         """Numbers of a row's block that are stored as fp16."""
-        return 0 if self.has_exponents else self.n_params
+        return 0 if self.has_byte_scales else self.n_params
 
     @property
     def n_factor_bytes(self) -> int:
-        """Bytes of a row's block that hold the exponent of its scale, or the groups' factors."""
-        return self.n_groups * (1 if self.has_nibble_factors else self.n_params) * (self.n_groups > 1 or self.has_exponents)
+        """Bytes of a row's block that hold the groups' scales or factors."""
+        return self.n_groups * (1 if self.has_nibble_factors else self.n_params) * (self.n_groups > 1 or self.has_byte_scales)
 
     @property
     def factors_offset(self) -> int:
-        """Offset of the exponents or factors in a block, in words; they follow the block's fp16 scales and minima."""
+        """Offset of the scales of one byte or the factors in a block, in words; they follow the block's fp16 numbers."""
         return PANEL_FP16_WORDS * self.n_halves
 
     @property
     def codes_offset(self) -> int:
-        """Offset of the codes in a block, in words; they follow the exponents or factors, if there are any."""
+        """Offset of the codes in a block, in words; they follow the scales of one byte or the factors, if there are any."""
         return self.factors_offset + PANEL_BYTE_WORDS * self.n_factor_bytes
 
     @property
@@ -336,6 +352,7 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
     )
     factors_offset, to_minimum = layout.factors_offset, (layout.n_params - 1) * PANEL_FP16_WORDS
     to_minimum_factors = (layout.n_params - 1) * layout.n_groups * PANEL_BYTE_WORDS
+    scale_shift, scale_factor = layout.scale_shift, layout.scale_factor
 
     @jitable
     def get_halves_of_rows(block, first_row, g):
@@ -343,9 +360,9 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
         return scales, load_vector(get_halves(block, to_minimum), first_row)
 
     @jitable
-    def get_exponents(block, first_row, g):
-        exponents = load_vector(get_bytes(block, factors_offset), first_row)
-        scales = view_as_float(shift_left(exponents, FP32_FRACTION_BITS))
+    def get_byte_scales(block, first_row, g):
+        scale_bytes = load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
+        scales = mul(view_as_float(shift_left(scale_bytes, scale_shift)), scale_factor)
         return scales, scales
 
     @jitable
@@ -361,8 +378,8 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
         factors = load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
         return mul(scales, to_float(bit_and(factors, 15))), mul(minima, to_float(shift_right(factors, 4)))
 
-    if layout.has_exponents:
-        return get_exponents
+    if layout.has_byte_scales:
+        return get_byte_scales
     if layout.n_groups == 1:
         return get_halves_of_rows
     return get_nibble_products if layout.has_nibble_factors else get_products
@@ -464,11 +481,11 @@ def make_param_loader(layout: GroupLayout) -> CompiledFunction:
     The group is g of the block that starts at word `block`.
     """
     n_groups, factors_offset = layout.n_groups, layout.factors_offset * BYTES_PER_WORD
-    has_nibble_factors = layout.has_nibble_factors
+    has_nibble_factors, byte_scales = layout.has_nibble_factors, layout.byte_scales
 
     @inlined
-    def load_exponent(w, block, param, row, g):
-        return POWERS_OF_TWO[load_byte(w, block * BYTES_PER_WORD + factors_offset + row)]
+    def load_byte_scale(w, block, param, row, g):
+        return byte_scales[load_byte(w, block * BYTES_PER_WORD + factors_offset + g * PANEL_ROWS + row)]
 
     @inlined
     def load_param(w, block, param, row, g):
@@ -480,7 +497,7 @@ def make_param_loader(layout: GroupLayout) -> CompiledFunction:
             number *= np.float32((factor >> 4 * param) & 15 if has_nibble_factors else (factor ^ 128) - 128)
         return number
 
-    return load_exponent if layout.has_exponents else load_param
+    return load_byte_scale if layout.has_byte_scales else load_param
 
 
 class GroupedRows(NamedTuple):
@@ -593,12 +610,12 @@ def pack_grouped_rows(panels: Float32, first: int, stride: int, rows: GroupedRow
 
 def ungroup(layout: GroupLayout, rows: GroupedRows) -> Float32:
     """Return grouped rows as float32 (rows, columns), code * scale + minimum; each product and sum is rounded."""
-    if layout.has_exponents:
-        params = POWERS_OF_TWO[rows.factors][..., None]
+    if layout.has_byte_scales:
+        params = layout.byte_scales[rows.factors][:, :, None]
     else:
         params = rows.params.view(np.float16).astype(np.float32)[..., None]
-    if layout.n_groups > 1:
-        params = params * split_factors(layout, rows.factors)
+        if layout.n_groups > 1:
+            params = params * split_factors(layout, rows.factors)
     codes = unpack_codes(layout, rows.words)[..., None].view(np.uint8)  # (rows, blocks, groups, words, 4)
     values = codes.astype(np.float32) - np.float32(layout.zero_point)
     scales, *minima = (params[:, :, i, :, None, None] for i in range(layout.n_params))

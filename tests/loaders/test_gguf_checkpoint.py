@@ -304,6 +304,25 @@ def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero
                 tensor[:]
 
 
+@pytest.mark.parametrize("scale", [0x7F, 0x80, 0xFF])
+def test_nvfp4_scales_that_are_nan_or_negative_are_rejected(tmp_path: Path, scale: int) -> None:
+    path, keys, tensors = tmp_path / "model.gguf", make_model_keys("llama_tied"), make_model_tensors("llama_tied")
+    data = bytearray(random_blocks(np.random.default_rng(0), "NVFP4", 72, 256).data)
+    data[-33] = scale
+    path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor("NVFP4", (72, 256), bytes(data))}))
+    tensor = GGUFFile(path).get_tensor("x")
+    tensor[0:71]
+    with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds NaN or negative scales'):
+        tensor[:]
+
+
+def test_a_scale_of_a_whole_tensor_is_rejected(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+    keys, tensors = small
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(keys, tensors | {"blk.0.attn_q.scale": np.ones(1, np.float32)}))
+    assert "scales of whole tensors, as in NVFP4, are not supported" in get_refusal(path)
+
+
 def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     for type_name in BLOCK_SIZES:
@@ -398,10 +417,13 @@ def test_a_truncated_file_is_rejected(tmp_path: Path, small: tuple[Keys, dict[st
 
 def test_unsupported_types_are_reported_by_name(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
     path, name = tmp_path / "model.gguf", b"blk.1.attn_q.weight"
-    cases = {
-        17: ("IQ2_XS", "Q4_K_M or Q4_0"), 28: ("F64", "Q4_K_M or Q4_0"), 99: ("number 99", "Q4_K_M or Q4_0"),
-        31: ("Q4_0_4_4", "Q4_0"), 33: ("Q4_0_8_8", "Q4_0"), 37: ("IQ4_NL_4_8", "IQ4_NL"), 4: ("Q4_2", "Q4_K_M or Q4_0"),
+    names = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S"}
+    names |= {22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 28: "F64", 29: "IQ1_M", 43: "number 43", 99: "number 99"}
+    cases = {number: (type_name, "Q4_K_M or Q4_0") for number, type_name in names.items()} | {
+        31: ("Q4_0_4_4", "Q4_0"), 32: ("Q4_0_4_8", "Q4_0"), 33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"),
+        37: ("IQ4_NL_4_8", "IQ4_NL"), 38: ("IQ4_NL_8_8", "IQ4_NL"),
     }  # fmt: skip
+    assert {*range(43)} <= {*cases, *TYPE_IDS.values()}
     for number, (type_name, way_out) in cases.items():
         data = bytearray(gguf_bytes(*small))
         at = data.index(name) + len(name) + 4 + 16

@@ -86,7 +86,7 @@ def test_block_types_keep_their_values_and_multiply_like_floats(types):
 def test_type_takes_no_more_memory_than_its_file_except_for_wider_scales(name):
     n_bytes, layout, *_ = BLOCK_TYPES[name]
     row_block_bytes = 4 * layout.block_words / PANEL_ROWS
-    ratios = {"Q4_K": 1.03, "Q5_K": 1.03, "IQ4_XS": 1.03, "Q3_K": 1.04}  # 6-bit factors are stored as bytes
+    ratios = {"Q4_K": 1.03, "Q5_K": 1.03, "IQ4_XS": 1.03, "Q3_K": 1.04, "TQ1_0": 1.23}  # 6-bit factors are stored as bytes
     assert row_block_bytes <= ratios.get(name, 1) * n_bytes
 
 
@@ -110,7 +110,7 @@ def test_every_bit_of_a_word_is_one_bit_of_one_code(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "Q1_0", "Q2_0", "TQ2_0"]
+    "name", ["Q4_1", "Q5_0", "Q4_K", "Q6_K", "MXFP4", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "Q1_0", "Q2_0", "TQ2_0", "NVFP4"]
 )
 def test_matmul_is_exact_in_a_group_and_one_chain_over_groups(name):
     """Compared with exact arithmetic, rounded after every step of the chain."""
@@ -143,6 +143,8 @@ def split_into_groups(name, tensor):
     if name == "MXFP4":
         exponents = factors.view(np.uint8).astype(np.float64)
         params = np.where(exponents > 0, 2 ** (exponents - 127), 0).astype(np.float32)[:, :, None, None]
+    elif name == "NVFP4":
+        params = layout.byte_scales[factors.view(np.uint8)].reshape(*blocks.shape[:2], 1, layout.n_groups, PANEL_ROWS)
     elif name == "Q2_K":
         factors = factors.reshape(*blocks.shape[:2], 1, layout.n_groups, PANEL_ROWS)
         params = params * np.concatenate([factors & 15, factors >> 4 & 15], 2)
@@ -175,7 +177,7 @@ def test_matmul_bits_do_not_depend_on_batch_or_threads(name):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("instruction_set", [instruction_set for instruction_set in RUNS_HERE if instruction_set != DOT4_NAME])
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "MXFP4", "Q1_0", "Q2_0", "TQ2_0"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0", "Q2_K", "Q3_K", "MXFP4", "Q1_0", "Q2_0", "TQ2_0", "NVFP4"])
 def test_every_instruction_set_gives_the_same_bits(name, instruction_set):
     """Includes rows and tokens of the largest codes, which nearly fill 16-bit sums."""
     if not RUNS_HERE[instruction_set]:

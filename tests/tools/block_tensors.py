@@ -23,7 +23,9 @@ class RandomBlockTensor:
         raw = rng.integers(0, 256, (rows, n // BLOCK_TYPES[type_].layout.block_columns, size), np.uint8)
         scales = (rng.random((*raw.shape[:2], 2)) * 0.01).astype(np.float16)
         scales[0, 0], scales[1, 0], scales[2, 0] = 0, 6e-8, -0.01
-        for i, at in enumerate(BLOCK_TYPES[type_].scale_offsets or (0,)):
+        if type_ == "NVFP4":
+            raw[:, :, :4] = rng.integers(0, 0x28, (*raw.shape[:2], 4))
+        for i, at in enumerate((0,) if type_ == "MXFP4" else BLOCK_TYPES[type_].scale_offsets):
             raw[:, :, at : at + 2] = scales[:, :, i : i + 1].view(np.uint8)
         if type_ == "MXFP4":
             raw[:, :, 0] = rng.integers(104, 124, raw.shape[:2])

@@ -19,12 +19,14 @@ from tests.tools.hf_folders import CONFIGS, FIXTURES
 TOKENIZERS = FIXTURES / "tokenizers"
 TYPE_IDS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "I32": 26,
-    "I64": 27, "BF16": 30, "Q2_K": 10, "Q3_K": 11, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39, "TQ2_0": 35, "Q1_0": 41, "Q2_0": 42,
+    "I64": 27, "BF16": 30, "Q2_K": 10, "Q3_K": 11, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
+    "TQ1_0": 34, "TQ2_0": 35, "NVFP4": 40, "Q1_0": 41, "Q2_0": 42,
 }  # fmt: skip
 BLOCK_SIZES = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
     "Q5_K": (256, 176), "Q6_K": (256, 210), "Q2_K": (256, 84), "Q3_K": (256, 110), "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136), "MXFP4": (32, 17), "Q1_0": (128, 18), "Q2_0": (64, 18), "TQ2_0": (256, 66),
+    "TQ1_0": (256, 54), "NVFP4": (64, 36),
 }  # fmt: skip
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint16): "BF16"}
@@ -128,7 +130,10 @@ def random_blocks(rng: np.random.Generator, kind: str, rows: int, n: int, scale:
     if kind == "MXFP4":
         blocks[:, 0] = 128 + np.rint(np.log2(scale * rng.random(len(blocks)) + 1e-6))
         return RawTensor(kind, (rows, n), blocks.tobytes())
-    offsets = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ2_0": (64,)} | dict.fromkeys(
+    if kind == "NVFP4":
+        blocks[:, :4] = rng.integers(0, 0x18, (len(blocks), 4))
+        return RawTensor(kind, (rows, n), blocks.tobytes())
+    offsets = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,)} | dict.fromkeys(
         ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "Q1_0", "Q2_0"), (0,)
     )
     for at in offsets.get(kind, (0, 2)):
