@@ -8,11 +8,13 @@ from specdec.server.tool_parsers.hermes import HermesParser
 from specdec.server.tool_parsers.lfm2 import LFM2Parser
 from specdec.server.tool_parsers.llama3 import Llama3Parser
 from specdec.server.tool_parsers.mistral import MistralListParser, MistralParser
+from specdec.server.tool_parsers.muse_glimmer import MuseGlimmerParser
 from specdec.server.tool_parsers.qwen3_coder import Qwen3CoderParser
 
 # in order of priority, if a template has the signs of several
 TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     HarmonyParser,
+    MuseGlimmerParser,
     GemmaParser,
     FunctionGemmaParser,
     LFM2Parser,

@@ -1,7 +1,6 @@
 """Qwen3-Coder's tool calls in XML: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`."""
 
 import json
-import re
 from collections.abc import Generator, Mapping
 from typing import ClassVar
 
@@ -19,9 +18,6 @@ from specdec.server.tool_parsers.grammar import (
 )
 from specdec.server.tool_parsers.literals import CONSTANTS
 
-FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
-PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
-TAG_PATTERN = re.compile(r"\s*<(?:function|parameter)=([^>]*)>")
 MAX_TAG_CHARS = 1000
 # by the Python type of a parsed value
 JSON_TYPES = {
@@ -34,38 +30,55 @@ class Qwen3CoderParser(ToolParser):
     """A parser that emits each parameter once it is complete. A close tag in a JSON string is not one.
 
     Attributes:
+        function_open: Text before the name of a tool.
+        function_close: Tag after a tool's parameters.
+        parameter_open: Text before the name of a parameter.
+        tag_end: Text after a name.
         value_close: Tag after a value.
         padding: Text between a value and the tags around it.
     """
 
-    template_signs: ClassVar[tuple[tuple[str, ...], ...]] = (("<tool_call>", FUNCTION_OPEN),)
+    template_signs: ClassVar[tuple[tuple[str, ...], ...]] = (("<tool_call>", "<function="),)
     open_mark, close_mark = "<tool_call>", "</tool_call>"
     layout: ClassVar[Layout] = "lines"
-    value_close: ClassVar[str] = PARAMETER_CLOSE
+    function_open: ClassVar[str] = "<function="
+    function_close: ClassVar[str] = "</function>"
+    parameter_open: ClassVar[str] = "<parameter="
+    tag_end: ClassVar[str] = ">"
+    value_close: ClassVar[str] = "</parameter>"
     padding: ClassVar[str] = "\n"
 
     def read_call(self) -> Reader:
         """Read a call. What cannot belong to it is read again, since another call may start in it."""
-        tag = yield from self._read_tag(FUNCTION_OPEN)
-        match = TAG_PATTERN.fullmatch(tag)
-        if not match or match[1] not in self.tools:
+        tag = yield from self._read_tag(self.function_open)
+        name = self._get_name(tag, self.function_open)
+        if name is None or name not in self.tools:
             if not self.is_cut:
                 self.emit_text(self.open_mark)
                 self.unread(tag)
             return
-        self.emit(Delta("tool_call", "{", match[1]))
-        schema, separator = self.tools[match[1]], ""
-        while match := TAG_PATTERN.fullmatch(tag := (yield from self._read_tag(PARAMETER_OPEN, FUNCTION_CLOSE))):
-            value = yield from self._read_value(match[1], schema)
-            self.emit(Delta("tool_call", f"{separator}{json.dumps(match[1], ensure_ascii=False)}: {value}"))
+        self.emit(Delta("tool_call", "{", name))
+        schema, separator = self.tools[name], ""
+        while True:
+            tag = yield from self._read_tag(self.parameter_open, self.function_close)
+            if (key := self._get_name(tag, self.parameter_open)) is None:
+                break
+            value = yield from self._read_value(key, schema)
+            self.emit(Delta("tool_call", f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}"))
             separator = ", "
         if self.is_ended:
             return
         self.emit(Delta("tool_call", "}"))
-        if tag.lstrip() == FUNCTION_CLOSE:
+        if tag.lstrip() == self.function_close:
             tag = yield from self._read_tag(self.close_mark)
         if tag.lstrip() != self.close_mark and not self.is_ended:
             self.unread(tag)
+
+    def _get_name(self, tag: str, start: str) -> str | None:
+        """Return the name in a tag that begins with `start`; None if it is no such tag."""
+        text = tag.lstrip()
+        is_tag = text.startswith(start) and text.endswith(self.tag_end)
+        return text.removeprefix(start).removesuffix(self.tag_end) if is_tag else None
 
     def _read_tag(self, *starts: str) -> Generator[None, str, str]:
         """Return the text up to the end of a tag, or up to where it cannot be one that starts with one of `starts`."""
@@ -108,7 +121,8 @@ class Qwen3CoderParser(ToolParser):
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:
         """Return a Lark expression for a call of a tool: its parameters on lines of their own, in their order."""
-        return f"{quote(f'{FUNCTION_OPEN}{name}>')} {cls.write_parameters(grammar, schema)} {quote(chr(10) + FUNCTION_CLOSE)}"
+        opening, closing = quote(f"{cls.function_open}{name}{cls.tag_end}"), quote(f"\n{cls.function_close}")
+        return f"{opening} {cls.write_parameters(grammar, schema)} {closing}"
 
     @classmethod
     def write_parameters(cls, grammar: GrammarBuilder, schema: JSONObject) -> str:
@@ -126,9 +140,9 @@ class Qwen3CoderParser(ToolParser):
         Raises:
             ValueError: The format cannot express the name.
         """
-        if ">" in key or "\n" in key:
+        if cls.tag_end in key or "\n" in key:
             raise ValueError(f"{shorten(key, repr)} is not a valid name in this model's calls")
-        return quote(f"\n{PARAMETER_OPEN}{key}>\n")
+        return quote(f"\n{cls.parameter_open}{key}{cls.tag_end}{cls.padding}")
 
     @classmethod
     def _write_parameter(cls, grammar: GrammarBuilder, key: str, schema: JSONObject, root: JSONObject) -> str:

@@ -22,6 +22,10 @@ OSLO = {"city": 'O"s\nlo</x>', "days": 3}
 GLM = (
     "<tool_call>weather%s<arg_key>city</arg_key>%s<arg_value>Oslo</arg_value>%s<arg_key>days</arg_key>%s<arg_value>3</arg_value>"
 )
+ATEM = (
+    f'<atem:function_calls>\n<atem:invoke name="weather">\n<atem:parameter name="city">{OSLO["city"]}</atem:parameter>\n'
+    '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+)
 DAYS = "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 XML = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n" + DAYS
 PARSERS = {parser.__name__.removesuffix("Parser"): parser for parser in TOOL_PARSERS}
@@ -128,6 +132,18 @@ CASES = [
     ("Harmony", "<|channel|>fin", ["<|channel|>fin"]),
     ("Harmony", f"<|channel|>commentary {'x' * 300} to=functions.weather<|message|>{{}}", [("weather", {})]),
     ("Harmony", "no channel", ["no channel"]),
+    ("MuseGlimmer", f" to=self<|message|>Hm. <atem:function_calls><|eom|><|start|>assistant to=weather<|message|>{ATEM}<|eot|>",
+     [Delta("reasoning", "Hm. <atem:function_calls>"), ("weather", OSLO)]),
+    ("MuseGlimmer", f" to=user<|message|>Let me see.<|eom|><|start|>assistant to=weather<|message|>{ATEM}<|eom|><|start|>"
+     "assistant to=get.time-1<|message|><atem:function_calls>\n<atem:invoke name=\"get.time-1\">\n</atem:invoke>\n"
+     "</atem:function_calls><|eot|>", ["Let me see.", ("weather", OSLO), ("get.time-1", {})]),
+    ("MuseGlimmer", " to=self<|message|>Hm<|eom|><|start|>assistant to=user<|message|>Oslo < Rom.", [Delta("reasoning", "Hm"),
+     "Oslo < Rom."]),
+    ("MuseGlimmer", "<|message|>Hi, to=self<|eot|>", ["Hi, to=self"]),
+    ("MuseGlimmer", f" to=rain<|message|>{ATEM.replace('weather', 'rain')}", [ATEM.replace("weather", "rain")]),
+    ("MuseGlimmer", ATEM[:81], [("weather", '{"city": "O\\"')]),
+    ("MuseGlimmer", "no header", ["no header"]),
+    ("MuseGlimmer", " to us", [" to us"]),
 ]  # fmt: skip
 
 
@@ -226,7 +242,7 @@ def test_damaged_calls_are_parsed_without_errors_or_lost_text(name, n_cases):
             )
         results = [join_deltas(parse(parser_class, text, size)) for size in (1, 3, len(text) or 1)]
         assert results[0] == results[1] == results[2], text
-        if all(each.kind == "text" for each in results[0]) and name != "Harmony":
+        if all(each.kind == "text" for each in results[0]) and name not in ("Harmony", "MuseGlimmer"):
             assert "".join("".join(each.text for each in results[0]).split()) == "".join(text.split())
 
 
