@@ -387,10 +387,11 @@ class ModelConfig:
         mlp_bias: MLPs have biases.
         blocks: Which of its two blocks a layer has: "first" is attention or what replaces it, "second" the MLP or experts.
         mlp_scales: Factors of the two matmuls of an MLP that the activation multiplies; of its own input first. Empty: none.
-        activation: Activation of the gate; with "relu2", the square of a ReLU, MLPs and experts have no gate; with
-            "xielu", MLPs have none, and experts are not supported.
+        activation: Activation of the gate; "relu2" and "gated_relu2" are the square of a ReLU. With "relu2", MLPs and experts
+            have no gate; with "xielu", MLPs have none, and experts are not supported.
         experts: Mixture of experts in the place of MLPs.
         norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
+        sub_norms: Norm the inputs of the attention's output projection and of the MLP's down projection.
         embedding_scale: Factor of embeddings.
         embedding_norm: Apply an RMSNorm without weights to embeddings.
         residual_scale: Factor of what layers add to the residual stream.
@@ -421,9 +422,10 @@ class ModelConfig:
     blocks: Literal["both", "first", "second"] = "both"
     mlp_bias: bool = False
     mlp_scales: tuple[float, ...] = ()
-    activation: Literal["silu", "gelu", "relu2", "xielu"] = "silu"
+    activation: Literal["silu", "gelu", "relu2", "gated_relu2", "xielu"] = "silu"
     experts: ExpertsConfig | None = None
     norm_placement: Literal["before", "behind", "around"] = "before"
+    sub_norms: bool = False
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     residual_scale: float = 1.0
@@ -494,6 +496,8 @@ class ModelConfig:
             self.norm_placement != "before" or self.residual_scale != 1 or self.logit_divisor != 1
         ):
             yield "layer_norm or classifier_bias is true; expected norm_placement before and no scales"
+        if self.sub_norms and (self.norm_placement != "before" or self.experts or self.layers):
+            yield "sub_norms is true; expected norm_placement before, equal layers and no experts"
         if self.norm_placement != "before" and self.residual_scale != 1:
             yield f"norm_placement is {self.norm_placement}; expected before if residual_scale is not 1"
 

@@ -49,7 +49,8 @@ class TensorSpec(NamedTuple):
         is_per_expert: Whether the tensor belongs to experts: each expert has its own if the name has a second `{}`, else all
             are stored in one tensor.
         row_stride: (first, step) of the outputs, for interleaved ones.
-        scales_name: Name of the tensor with the exponents, for blocks of MXFP4.
+        scales_name: Name of the tensor with the exponents, for experts in blocks of MXFP4; of the one with the scale of a matrix
+            that is packed with ternary weights if the files have it.
         make_row_groups: Function from the layer's config to the groups of rows that contain the tensor's own rows. With
             is_per_expert, a group belongs to an expert, and has its own rows only.
     """

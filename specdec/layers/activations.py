@@ -67,6 +67,13 @@ def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2) -> None
             store(hidden, i, gelu_tanh(load(up, i)))
 
 
+@inlined
+def square_relu(v):
+    """Return max(v, 0)^2 of a vector."""
+    positive = maximum(splat(0.0), v)
+    return mul(positive, positive)
+
+
 @kernel
 def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
     """Compute hidden[t] = max(w1 x, 0)^2 for each of T per_token rows, without a gate (So et al. 2021, arXiv:2109.08668)."""
@@ -74,8 +81,13 @@ def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_to
     first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens * per_token):
         for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
-            v = maximum(splat(0.0), load(up, t * up.shape[1] + i))
-            store(hidden, t * width + i, mul(v, v))
+            store(hidden, t * width + i, square_relu(load(up, t * up.shape[1] + i)))
+
+
+@kernel
+def gated_relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
+    """Compute hidden[t] = max(w1 x, 0)^2 * (w3 x), with up as in `apply_gate`."""
+    apply_gate(run, thread, hidden, up, per_token, square_relu)
 
 
 @kernel

@@ -23,6 +23,8 @@ from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32, ceil_div
 
+SUB_NORM = "att_sub_norm"
+
 
 class Attention(Block):
     """Attention: x += wo attention(rope(qkv rmsnorm(x)))."""
@@ -51,6 +53,8 @@ class Attention(Block):
             tensors |= {name: (n,) for name, (n, _, _) in _find_head_norms(config).items()}
         if config.attention.sinks:
             tensors["sinks"] = (config.n_heads,)
+        if config.sub_norms:
+            tensors[SUB_NORM] = (q_dim,)
         return tensors
 
     @classmethod
@@ -91,7 +95,10 @@ class Attention(Block):
         elif config.attention.gate:
             gate_ops.append(gate_heads(heads, qkv, gate_row, config.q_dim))
         gate_phases = [gate_ops] if gate_ops else []
-        return [*phases, [self._make_attention_op(heads, qkv)], *gate_phases, *self.add_residual("wo", heads, "bo")]
+        phases = [*phases, [self._make_attention_op(heads, qkv)], *gate_phases]
+        if config.sub_norms:
+            return [*phases, *self.add_normed_residual("wo", heads, SUB_NORM, config.q_dim)]
+        return [*phases, *self.add_residual("wo", heads, "bo")]
 
     def _make_head_ops(self, qkv: Float32, unit: int) -> list[Op]:
         """Return the ops of norms of heads, RoPE and writes to the KV cache, for the panels of a chunk of the qkv matmul."""

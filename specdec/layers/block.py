@@ -127,6 +127,13 @@ class Block(ABC):
             [add_norm(b.x[0], branch, weight, self.config.dim, eps, factor)],
         ]
 
+    def add_normed_residual(self, matrix: str, source: Float32, name: str, dim: int) -> Program:
+        """Return the program of x += matrix rmsnorm(source), with the norm weights `name`; source (1, T, dim padded)."""
+        b = self.b
+        normed = self.new.rows(source.shape[2], b.n_threads)
+        norm_op = rms_norm(normed, source, self.vector(name), dim, self.config.norm_eps, 0, 0)
+        return [[norm_op, self.matrix(matrix).matmul(b.x[0], normed, b.scratch, accumulate=True)]]
+
     def get_layer_scale(self, is_last: bool = True) -> float:
         """Return the factor that multiplies x after the block: 1 unless this is the layer's last block."""
         return float(self.vector(LAYER_SCALE)[0]) if self.config.layer_scale and is_last else 1.0

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from specdec.layers.activations import geglu, relu2, swiglu, xielu
+from specdec.layers.activations import gated_relu2, geglu, relu2, swiglu, xielu
 from specdec.layers.block import LAYER_SCALE, Block, make_scale_ops, norm_shapes
 from specdec.layers.buffers import pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
@@ -12,8 +12,9 @@ from specdec.runtime.simd import PANEL_ROWS, Float32
 
 XIELU = "xielu"  # an activation with numbers of its own in each layer
 XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
-GATED_ACTIVATIONS = {"silu": swiglu, "gelu": geglu}
+GATED_ACTIVATIONS = {"silu": swiglu, "gelu": geglu, "gated_relu2": gated_relu2}
 ACTIVATIONS = {"relu2": relu2}
+SUB_NORM = "ffn_sub_norm"
 
 
 class MLP(Block):
@@ -42,6 +43,8 @@ class MLP(Block):
             tensors |= biases
         if config.layer_scale:
             tensors[LAYER_SCALE] = (1,)
+        if config.sub_norms:
+            tensors[SUB_NORM] = (hidden,)
         return norm_shapes(config, cls.norm_name) | tensors
 
     def ops(self) -> Program:
@@ -55,6 +58,8 @@ class MLP(Block):
             phase.append(xielu(hidden, up, self.vector(XIELU), config.hidden_dim))
         else:
             phase.append(activate(config, hidden, up))
+        if config.sub_norms:
+            return [phase, *self.add_normed_residual("down", hidden, SUB_NORM, config.hidden_dim)]
         return [phase, *self.add_residual("down", hidden, "b2", self.get_layer_scale(not config.per_layer_inputs))]
 
 

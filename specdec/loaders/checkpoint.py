@@ -230,3 +230,15 @@ class DerivedTensor:
         """Compute and return the rows of a slice."""
         first, last, _ = index.indices(self.shape[0])
         return self.read_rows(first, last)
+
+    def select_rows(self, indices: Int64) -> "DerivedTensor":
+        """Return a tensor of the rows with the given indices; all rows between those of a slice are computed with it."""
+
+        def read_rows(first: int, last: int) -> Array:
+            selected = indices[first:last]
+            if not selected.size:
+                return self.read_rows(0, 0)
+            low = int(selected.min())
+            return np.ascontiguousarray(self.read_rows(low, int(selected.max()) + 1)[selected - low])
+
+        return DerivedTensor(self.source, (len(indices), *self.shape[1:]), self.dtype, read_rows)

@@ -1,4 +1,4 @@
-"""Tensors of quantized blocks in files: those of GGUF's block types, and MXFP4 in safetensors, which becomes GGUF's."""
+"""Tensors of quantized blocks in files: those of GGUF's block types, and MXFP4 and ternary weights in safetensors."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from specdec.argument_checks import CheckpointError
 from specdec.loaders.checkpoint import BYTE, DerivedTensor, FileTensor
 from specdec.loaders.model_file import Bytes
 from specdec.quant.gguf_repacking import BLOCK_TYPES, MAX_FP16_EXPONENT, MAX_NVFP4_SCALE, MIN_FP16_EXPONENT, MXFP4, dequantize
+from specdec.quant.packed_matrix import to_float32
 from specdec.runtime.simd import Float32, Int64
 
 
@@ -76,7 +77,6 @@ class BlockTensor:
 
     def select_rows(self, indices: Int64) -> "BlockTensor":
         """Return a tensor of the rows with the given indices, in the order of the indices, without reading them."""
-        assert isinstance(self.raw, FileTensor)
         return replace(self, raw=self.raw.select_rows(indices))
 
 
@@ -137,3 +137,49 @@ def get_mxfp4_experts(source: Any, names: tuple[str, str], shape: tuple[int, ...
     slices = ([each.slice_rows(i * n_stored_rows, (i + 1) * n_stored_rows) for each in stored_pair] for i in range(n))
     rows = [join_blocks(expert_codes, expert_exponents, n_rows, first, step) for expert_codes, expert_exponents in slices]
     return [BlockTensor(each, MXFP4, f"{source.path} is damaged: {codes}") for each in rows]
+
+
+# Ternary weights of BitNet in safetensors (transformers' integrations/bitnet.py): byte r of a column holds the codes of rows r,
+# r + n / 4, r + n / 2 and r + 3 n / 4, the first in the lowest bits. They become blocks of TQ2_0.
+
+TERNARY, TERNARY_COLUMNS, WEIGHTS_PER_BYTE = "TQ2_0", 256, 4
+
+
+def get_ternary_matrix(source: Any, names: tuple[str, str], shape: tuple[int, ...]) -> BlockTensor:
+    """Return a matrix of ternary weights as GGUF blocks, from the tensors in a folder that hold its codes and its scale.
+
+    Args:
+        source: The tensors of the folder, which are marked as used.
+        names: Names of the codes tensor and of the scale tensor.
+        shape: Rows and columns of the matrix.
+
+    Raises:
+        CheckpointError: A tensor is missing, its shape or type does not match, or the scale is not an fp16 number.
+    """
+    (n_rows, n_columns), (codes_name, scale_name) = shape, names
+    if n_rows % WEIGHTS_PER_BYTE or n_columns % TERNARY_COLUMNS:
+        raise CheckpointError(
+            f"{source.path}: {codes_name} has the shape {(n_rows, n_columns)}; "
+            f"expected multiples of {WEIGHTS_PER_BYTE} and {TERNARY_COLUMNS}"
+        )
+    n_stored = n_rows // WEIGHTS_PER_BYTE
+    codes: FileTensor = source.get_tensor(codes_name, (n_stored, n_columns), {"U8": BYTE})
+    scale = to_float32(source.get_tensor(scale_name, (1,))[:])
+    with np.errstate(over="ignore"):
+        fp16_scale = scale.astype(np.float16)
+    if fp16_scale != scale:
+        raise CheckpointError(f"{source.path}: {scale_name} is {scale[0]}; expected a number that fp16 can hold")
+    n_blocks = n_columns // TERNARY_COLUMNS
+    n_bytes = n_blocks * BLOCK_TYPES[TERNARY].n_bytes
+
+    def read_rows(first: int, last: int) -> Bytes:
+        rows = np.arange(first, last)
+        stored = codes.select_rows(rows % n_stored)[:]
+        row_codes = stored >> (2 * (rows // n_stored)).astype(np.uint8)[:, None] & 3
+        quarters = row_codes.reshape(len(rows), n_blocks, 2, WEIGHTS_PER_BYTE, 32)
+        packed = np.bitwise_or.reduce(quarters << np.arange(0, 8, 2, dtype=np.uint8)[:, None], 3)
+        scales = np.broadcast_to(fp16_scale.view(np.uint8), (len(rows), n_blocks, 2))
+        return np.concatenate([packed.reshape(len(rows), n_blocks, 64), scales], -1).reshape(len(rows), n_bytes)
+
+    raw = DerivedTensor(codes, (n_rows, n_bytes), codes.dtype, read_rows)
+    return BlockTensor(raw, TERNARY, f"{source.path} is damaged: {codes_name}")

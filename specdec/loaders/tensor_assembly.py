@@ -176,9 +176,13 @@ class TensorAssembler:
         if spec.is_transposed:
             return transpose(self.source.get_tensor(stored_name, (*others, total)), n_rows, first)
         whole_shape = (total * spec.head_interleave[1], *others)
-        stored = self.source.get_tensor(
-            stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape
-        )
+        if (scale_name := spec.scales_name.format(layer)) and scale_name in self.source:
+            reader = import_module("specdec.loaders.gguf_blocks")
+            stored = reader.get_ternary_matrix(self.source, (stored_name, scale_name), whole_shape)
+        else:
+            stored = self.source.get_tensor(
+                stored_name, spec.transform.get_stored_shape(whole_shape) if spec.transform else whole_shape
+            )
         view = stored.slice_rows(first, first + n_rows) if spec.fused_names else stored
         if spec.is_neox_style or spec.head_interleave[1] > 1:
             heads = self.config.layer_config(layer)

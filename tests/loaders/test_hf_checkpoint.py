@@ -69,6 +69,7 @@ def llama_oracle(config: ModelConfig, t: dict[str, Any], i: int) -> dict[str, An
         "q_norm": attn + "q_norm.weight", "k_norm": attn + "k_norm.weight",
         "w1": mlp + "gate_proj.weight", "w2": mlp + "down_proj.weight", "w3": mlp + "up_proj.weight",
         "b1": mlp + "gate_proj.bias", "b2": mlp + "down_proj.bias", "b3": mlp + "up_proj.bias",
+        "att_sub_norm": attn + "attn_sub_norm.weight", "ffn_sub_norm": mlp + "ffn_sub_norm.weight",
         "rms_att": f"model.layers.{i}.input_layernorm.weight", "rms_ffn": f"model.layers.{i}.post_attention_layernorm.weight",
     }  # fmt: skip
     if (shared := f"model.layers.{i}.shared_mlp.input_linear.weight") in t:
@@ -390,6 +391,7 @@ FEATURES: list[tuple[str, dict[str, Any]]] = [
     ("stablelm", {"rope_dim": 4}),
     ("nemotron", {"rope_dim": 12}),
     ("apertus", {"qk_norm": "rotated"}),
+    ("bitnet", {"activation": "silu"}),
     ("apertus", {"rope_scaling": None}),
     ("minicpm", {"residual_scale": 1.0}),
     ("ernie4_5_moe", {"experts": ExpertsConfig(6, 2, 24, False, (0,), shared_hidden_dim=48)}),
@@ -490,6 +492,62 @@ def test_damaged_mxfp4_blocks_are_rejected_by_name(tmp_path: Path) -> None:
         lambda t: t.update({f"{name}_scales": ("U8", t[f"{name}_scales"][1] | 255)}), "scales below 2^-24 or above 2^15"
     )
     assert_rejected(copy_fixture(tmp_path / "odd", MXFP4_FIXTURE, hidden_size=65), "")
+
+
+TERNARY_FORMAT = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+
+
+def make_ternary_folders(path: Path) -> tuple[Path, Path]:
+    """Write a BitNet model with four weights in a byte, and the same model in fp32; return both folders."""
+    rng, sizes = np.random.default_rng(0), {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    packed = copy_fixture(path / "packed", "bitnet", **sizes, **heads, quantization_config=TERNARY_FORMAT)
+    floats = copy_fixture(path / "floats", "bitnet", **sizes, **heads)
+    shapes = {"self_attn.q": (256, 256), "self_attn.k": (128, 256), "self_attn.v": (128, 256), "self_attn.o": (256, 256)}
+    shapes |= {"mlp.gate": (512, 256), "mlp.up": (512, 256), "mlp.down": (256, 512)}
+    norms = {"input_layernorm": 256, "post_attention_layernorm": 256, "self_attn.attn_sub_norm": 256, "mlp.ffn_sub_norm": 512}
+    both = {f"model.layers.{i}.{name}.weight": (n,) for i in range(2) for name, n in norms.items()}
+    both |= {"model.norm.weight": (256,), "model.embed_tokens.weight": (40, 256)}
+    shared = {name: ("F32", rng.random(shape, np.float32)) for name, shape in both.items()}
+    stored, wide = dict(shared), dict(shared)
+    for name, (n, columns) in [(f"model.layers.{i}.{key}_proj.weight", shape) for i in range(2) for key, shape in shapes.items()]:
+        codes, scale = rng.integers(0, 3, (n, columns), np.uint8), np.float32(rng.integers(100, 200) / 128)
+        quarters = codes.reshape(4, n // 4, columns) << np.arange(0, 8, 2, dtype=np.uint8)[:, None, None]
+        stored[name] = ("U8", np.bitwise_or.reduce(quarters, 0))
+        stored[f"{name}_scale"] = ("BF16", (np.array([scale]).view(np.uint32) >> 16).astype(np.uint16))
+        wide[name] = ("F32", (codes.astype(np.float32) - 1) * scale)
+    for folder, tensors in ((packed, stored), (floats, wide)):
+        (folder / WEIGHTS).write_bytes(hf_folders.safetensors_bytes(tensors))
+    return packed, floats
+
+
+def test_packed_ternary_weights_equal_their_floats(tmp_path: Path) -> None:
+    packed, floats = make_ternary_folders(tmp_path)
+    expected, got = read_all_tensors(load_checkpoint(floats)), read_all_tensors(load_checkpoint(packed))
+    assert set(got) == set(expected)
+    for name, array in got.items():
+        np.testing.assert_array_equal(array, expected[name])
+    assert load_model(packed).weights.format_names == "TQ2_0 and fp32", "2 bits stay 2 bits"
+    tensor = load_checkpoint(packed).tensors["wq"][1]
+    whole = tensor.read_blocks(0, 256)
+    for first, last in ((0, 1), (3, 70), (100, 256), (5, 5)):
+        np.testing.assert_array_equal(tensor.read_blocks(first, last), whole[first:last])
+
+
+def test_damaged_ternary_weights_are_rejected_by_name(tmp_path: Path) -> None:
+    packed, _ = make_ternary_folders(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases: tuple[tuple[str, str, Any, str], ...] = (
+        (name, "U8", np.zeros((127, 256), np.uint8), "has the shape"),
+        (name, "I8", np.zeros((128, 256), np.int8), "expected U8"),
+        (f"{name}_scale", "F32", np.array([1e9], np.float32), "expected a number that fp16 can hold"),
+        (f"{name}_scale", "F32", np.array([np.nan], np.float32), "NaN"),
+        (f"{name}_scale", "F32", np.ones(2, np.float32), "has the shape"),
+    )
+    tensors = hf_folders.read_folder_tensors(packed)
+    for key, dtype, array, message in cases:
+        (packed / WEIGHTS).write_bytes(hf_folders.safetensors_bytes(tensors | {key: (dtype, array)}))
+        assert_rejected(packed, message)
 
 
 @pytest.mark.parametrize(("name", "changes"), FEATURES, ids=str)

@@ -101,6 +101,7 @@ FAMILIES = {
     "layer norms, no gate": make_config(
         36, 33, 2, 3, 1, 105, 400, False, layer_norm=True, activation="relu2", mlp_bias=True, qkv_bias=True, wo_bias=True
     ),
+    "sub-norms": make_config(40, 50, 2, 4, 2, 105, 400, activation="gated_relu2", sub_norms=True),
     "xielu": make_config(36, 33, 3, 3, 1, 105, 400, False, activation="xielu", qk_norm=True),
     "xielu with biases": make_config(
         40, 50, 2, 4, 2, 105, 400, activation="xielu", mlp_bias=True, norm_placement="around", wo_bias=True

@@ -156,6 +156,7 @@ LLAMA_NAMES = {
     "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
     "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm",
     "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
 }  # fmt: skip
 GEMMA3_NAMES = {
@@ -189,7 +190,9 @@ SCALES = {
 def get_gguf_architecture(name: str) -> str:
     """Return GGUF's name for a fixture's family."""
     families = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "ministral3": "mistral3"}
-    families |= {a: a for a in ("phi3", "qwen2", "qwen35", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama")}
+    families |= {
+        a: a for a in ("phi3", "qwen2", "qwen35", "qwen3", "gemma3", "gpt2", "granite", "smollm3", "lfm2", "llama", "bitnet")
+    }
     return next(a for start, a in families.items() if name.startswith(start))
 
 

@@ -25,6 +25,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitNetConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
@@ -864,6 +865,7 @@ MODELS = {
         torch.bfloat16,
         {},
     ),
+    "bitnet": (BitNetConfig(**make_sizes(68, 36, 44, 2, 3, 1, tie_word_embeddings=True)), torch.bfloat16, {}),
     "apertus": (
         ApertusConfig(**make_sizes(66, 36, 45, 3, 3, 1, head_dim=10, attention_bias=True, rope_parameters=LLAMA3)),
         torch.bfloat16,

@@ -188,7 +188,7 @@ def forward(
             cached[i] = heads(x, "k", i), heads(x, "v", i)
         keys, values = cached[i if own.attention.kv_layer is None else own.attention.kv_layer]
         options = round_kv, own.softmax_scale, sinks, own.attention.softcap
-        return project(attention(heads(x, "q", i), keys, values, seen, *options), "o", i)
+        return project(branch(attention(heads(x, "q", i), keys, values, seen, *options), "att_sub_norm", i), "o", i)
 
     def heads(x, c, i):
         own = config.layer_config(i)
@@ -234,7 +234,7 @@ def forward(
         own_scale, gate_scale = config.mlp_scales or (1, 1)
         gate = 1 if config.activation in UNGATED else project(h, "3", i) * gate_scale
         activation = xielu(t, i) if config.activation == "xielu" else ACTIVATIONS[config.activation]
-        made = project(activation(project(h, "1", i) * own_scale) * gate, "2", i)
+        made = project(branch(activation(project(h, "1", i) * own_scale) * gate, "ffn_sub_norm", i), "2", i)
         if config.experts and config.experts.has_parallel_mlp:
             routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
             own = moe(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
@@ -276,7 +276,7 @@ def xielu(t, i):
     return lambda x: np.where(x > 0, positive * x * x, negative * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
 
-UNGATED, ACTIVATIONS = ("relu2", "xielu"), {"silu": silu, "gelu": gelu, "relu2": relu2}
+UNGATED, ACTIVATIONS = ("relu2", "xielu"), {"silu": silu, "gelu": gelu, "relu2": relu2, "gated_relu2": relu2}
 
 
 def moe(x, t, i, e, routed=None, activation=silu):
