@@ -421,9 +421,6 @@ CONFIGS |= {
         embedding_scale=1.3, logit_divisor=1 / 0.7,
         mamba=((0, 1), Mamba2Config(4, 7, 2, 9, 3, False, True, True, tuple(1.4 * x for x in (0.7, 1.3, 0.9, 1.2, 0.6)), 0.8)),
     ),
-    "bitnet": make_config(
-        36, 44, 2, 3, 1, 68, 128, True, norm_eps=1e-5, rope_theta=5e5, activation="gated_relu2", sub_norms=True
-    ),
     "apertus": make_config(
         36, 45, 3, 3, 1, 66, 128, False, rope_theta=5e5, head_dim=10, rope_scaling=Llama3RopeScaling(8, 1, 4, 64), qkv_bias=True,
         wo_bias=True, qk_norm=True, activation="xielu",
@@ -446,6 +443,9 @@ CONFIGS |= {
         28, 38, 4, 4, 2, 71, 128, True, **MUSE, post_norm_eps=1e-3, head_dim=10, plain_query_scale=3.87, logit_softcap=20.0,
         logit_divisor=1 / float(np.float32(0.19611613513818404)), rope_theta=100, qkv_bias=True, wo_bias=True,
         layers=make_muse_layers((0, 7, 7, 0), (0, 2)),
+    ),
+    "bitnet": make_config(
+        36, 44, 2, 3, 1, 68, 128, True, norm_eps=1e-5, rope_theta=5e5, activation="gated_relu2", sub_norms=True
     ),
 }  # fmt: skip
 
