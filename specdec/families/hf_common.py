@@ -298,9 +298,11 @@ def parse_rope(
     rope_values = rope_values or get_rope_values(values)
     if not has_sections:
         rope_values.require("mrope_section", None)
-    if not is_partial:
+    if is_partial:
+        rope = parse_partial_rope(rope_values, values, rope_values)
+    else:
         rope_values.require("partial_rotary_factor", None, 1)
-    rope = parse_partial_rope(rope_values, values, rope_values)
+        rope = RopeConfig(rope_values.get_float("rope_theta", 1, MAX_THETA))
     if rope_values["rope_type"] == "default" or (has_sections and rope_values["rope_type"] == "mrope"):
         return rope
     if rope_values["rope_type"] == "yarn":
