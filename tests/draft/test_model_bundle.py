@@ -24,7 +24,7 @@ from tests.tools.random_models import random_model
 
 
 def make_resolver(pair: Pair, quantize: str = "draft") -> DraftResolver:
-    bundle = load_bundle(pair.target, None, None, pair.tokenizer, quantize, Loader(1))
+    bundle = load_bundle(pair.target, None, None, pair.tokenizer, "draft", Loader(1))
     return DraftResolver(bundle.target, bundle.tokenizer, {}, parse_quantize(quantize), Loader(1))
 
 

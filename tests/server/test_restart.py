@@ -107,5 +107,3 @@ def test_the_command_line_prefills_a_prompt_once(run: Run, pair: Pair, tmp_path)
 
 def test_a_request_without_a_folder_has_no_prompt_cache() -> None:
     assert open_prompt_cache(TextRequest()) is None
-    with pytest.raises(ValueError, match="--prompt-cache-size needs --prompt-cache DIR"):
-        TextRequest(prompt_cache_size=3, given={"prompt_cache_size": "--prompt-cache-size"})
