@@ -475,19 +475,8 @@ def load_bundle(
         TokenizerError: If a tokenizer file cannot be used.
         ValueError: If values or models do not fit together.
     """
-    if stage is not None and (draft is None or is_draft_keyword(draft, LOOKUP, AUTO)):
-        raise ValueError("a stage needs a draft that is a model, and there is none; name one with draft=...")
-    if is_draft_keyword(stage, SELF):
-        raise ValueError('the stage "self" is not supported: a copy of the target is not smaller than the draft')
-    if is_draft_keyword(stage, AUTO, MTP):
-        raise ValueError(f"the stage {stage!r} is not supported: a head drafts only for its target")
-    given = {"target": target, "draft": draft, "stage": stage}
-    loaded = {name: model for name, model in given.items() if isinstance(model, Model)}
-    if isinstance(target, Model) and target.target_layers:
-        raise ValueError("the target is a head, which can only draft for another model")
-    for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
-        if model is another:
-            raise ValueError(f"{one} and {other} are the same object; each needs its own KV cache")
+    _check_models(target, draft, stage)
+    has_loaded_models = any(isinstance(model, Model) for model in (target, draft, stage))
     quantize_options = parse_quantize(quantize)
     checkpoint: Checkpoint | None = None
     gguf_metadata: JSONObject = {}
@@ -513,7 +502,7 @@ def load_bundle(
     draft_source = resolver.resolve("draft", draft)
     if stage is not None and draft_source.reads_target:
         raise ValueError("a stage is not supported for a head, which drafts from its target's passes; leave out the stage")
-    can_choose_threads = not loaded and loader.n_threads is None
+    can_choose_threads = not has_loaded_models and loader.n_threads is None
     return ModelBundle(
         target,
         draft_source,
@@ -523,6 +512,23 @@ def load_bundle(
         can_choose_threads,
         compile_processes,
     )
+
+
+def _check_models(target: str | os.PathLike[str] | Model, draft: DraftSpec | None, stage: DraftSpec | None) -> None:
+    """Raise ValueError if a target, a draft and a stage cannot be used together, whatever is in their files."""
+    if stage is not None and (draft is None or is_draft_keyword(draft, LOOKUP, AUTO)):
+        raise ValueError("a stage needs a draft that is a model, and there is none; name one with draft=...")
+    if is_draft_keyword(stage, SELF):
+        raise ValueError('the stage "self" is not supported: a copy of the target is not smaller than the draft')
+    if is_draft_keyword(stage, AUTO, MTP):
+        raise ValueError(f"the stage {stage!r} is not supported: a head drafts only for its target")
+    given = {"target": target, "draft": draft, "stage": stage}
+    loaded = {name: model for name, model in given.items() if isinstance(model, Model)}
+    if isinstance(target, Model) and target.target_layers:
+        raise ValueError("the target is a head, which can only draft for another model")
+    for (one, model), (other, another) in itertools.combinations(loaded.items(), 2):
+        if model is another:
+            raise ValueError(f"{one} and {other} are the same object; each needs its own KV cache")
 
 
 def check_draft_keyword(draft: DraftSpec | None, target: Checkpoint, quantize_options: QuantizeOptions) -> None:

@@ -116,7 +116,7 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
 
 @pytest.mark.parametrize("with_copies", [True, False])
 def test_a_head_in_a_file_of_its_own_drafts_for_its_target(tmp_path, with_copies):
-    """As llama.cpp's converter writes it: the model's metadata and, in most files, copies of the target's vocabulary matrices."""
+    """The file is like one of llama.cpp's converter: the model's metadata and, in most, copies of the vocabulary matrices."""
     keys, tensors = make_model_with_head("qwen35_images")
     copies = ("token_embd.weight", "output_norm.weight", "output.weight") if with_copies else ()
     head = {name: each for name, each in tensors.items() if name.startswith("blk.2.") or name in copies}
