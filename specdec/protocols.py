@@ -11,14 +11,16 @@ class LengthPolicy(Protocol):
 
     Attributes:
         max_tokens: The maximum number of draft tokens of the current round.
-        can_branch: Whether a proposal of the current round may be a token tree.
     """
 
     max_tokens: int
-    can_branch: bool
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether a proposal of the current round may be a token tree."""
 
     def start(self, token_budget: int) -> bool:
-        """Begin a round in which up to `token_budget` tokens fit: set `max_tokens` and `can_branch`; return whether to draft."""
+        """Begin a round in which up to `token_budget` tokens fit: set `max_tokens`, and return whether to draft."""
 
     def should_continue(self, confidence: float) -> bool:
         """Record the confidence of the token that was just drafted, and return whether to draft another token in this round.

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from specdec.draft.acceptance import N_BUCKETS, Acceptance
-from specdec.draft.cost_curves import MIN_SECONDS, NO_EXPERTS, CostCurve, ExpertCosts
-from specdec.draft.draft_length import FixedLength
+from specdec.draft.draft_length import CostCurve, FixedLength
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.settings import FIXED_GAMMA
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -31,7 +30,8 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, MAX_TILE_TOKENS + 1, 2, 4, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
 MEASURE_BUDGET_S, RECHECK_BUDGET_S = 0.2, 0.01  # the latter if the costs were measured before
 DRAFT = 0  # instead of a number of tokens: drafting FIXED_GAMMA tokens
-TOKEN_STRIDE = 7919  # a prime, so that token ids lie far apart
+# A prime, so that token ids lie far apart. Every fourth is the one before it: tokens of a text share experts of a mixture too.
+TOKEN_STRIDE = 7919
 
 MAX_STORED_BYTES = 500_000  # of about a hundred files
 SAVE_INTERVAL_S = 10.0
@@ -51,13 +51,13 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
         budget: Seconds to spend; the needed passes run in any case.
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
-    probs, n_read = sampler.new_probs(), dict[int, float]()  # experts that a layer read
+    probs = sampler.new_probs()
     reads_target = draft is not None and bool(draft.model.target_layers)
     drafter = draft and ModelDrafter(draft, sampler, lambda _: TARGET_NOISE, ())
     # locked in one order everywhere, so that no two threads wait for each other
     models = [cache.model for cache in ([draft, target] if draft else [target])]
     models = models if reads_target else sorted(models, key=id)
-    tokens = [i * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
+    tokens = [i * 3 // 4 * TOKEN_STRIDE % vocabulary.n_common for i in range(max(MEASURED_TOKENS))]
 
     def propose() -> None:
         if drafter:
@@ -79,9 +79,7 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
             else:
                 for row in target.forward(tokens[:n], n):
                     sampler.draw(probs, row, TARGET_NOISE, n)
-            elapsed = time.perf_counter() - begin
-            n_read[n] = target.model.experts_read[0]
-            return elapsed
+            return time.perf_counter() - begin
 
     needed = [*MEASURED_TOKENS[:2], *([DRAFT] if draft else [])]  # that run in any case
     jobs = [n for n in (*needed, *MEASURED_TOKENS[2:]) if n <= target.model.n_positions]
@@ -92,26 +90,7 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
                 least[n] = min(least.get(n, math.inf), time_pass(n))
         turn += 1
     token = least.pop(DRAFT, 0.0) / FIXED_GAMMA
-    experts = make_expert_costs(target.model, least[1])
-    curve = {n: max(elapsed - experts.get_read_cost(n_read[n]), MIN_SECONDS) for n, elapsed in least.items()}
-    return CostCurve(curve, token, experts)
-
-
-def make_expert_costs(target: Model, plain_seconds: float) -> ExpertCosts:
-    """Return the extra costs of a mixture of experts, whose experts take the share of a token's time that they have of its bytes.
-
-    Args:
-        target: The target; a model without experts gives NO_EXPERTS.
-        plain_seconds: The seconds of a pass over one token.
-    """
-    moe = target.config.experts
-    if not moe:
-        return NO_EXPERTS
-    sizes = {name: matrix.panels.nbytes for name, matrix in target.weights.matrices.items() if name != "embedding"}
-    n_all = sum(sizes.values())
-    n_experts = sum(size for name, size in sizes.items() if ".experts_" in name)
-    n_read = n_experts * moe.n_experts_used / moe.n_experts
-    return ExpertCosts(moe.n_experts, moe.n_experts_used, plain_seconds * n_read / (n_all - n_experts + n_read))
+    return CostCurve(least, token)
 
 
 class CalibrationFile:
@@ -124,7 +103,7 @@ class CalibrationFile:
 
     def __init__(self, models: Sequence[Model], draft: str) -> None:
         """Find the file's path from the models, the draft and this machine; nothing is read yet."""
-        self._target, self._has_draft = models[0], len(models) > 1
+        self._has_draft = len(models) > 1
         parts = [(fingerprint_weights(model.weights), repr(model.config), model.kv, model.n_threads) for model in models]
         name = hashlib.sha256(repr((parts, draft, CPU_FEATURES, os.cpu_count())).encode()).hexdigest()[:24]
         self._store, self._name = get_store(), name + CALIBRATION_SUFFIX
@@ -138,8 +117,7 @@ class CalibrationFile:
             token, mean = numbers[-N_OTHERS:-N_BUCKETS]
             is_valid = all(0 <= each < MAX_VALUE for each in numbers) and max(mean, *rates) <= 1 and min(passes[1:]) > 0
             if is_valid and len(passes) == MAX_BATCH_TOKENS + 1 and (token > 0) == self._has_draft:
-                curve = CostCurve(dict(enumerate(passes)), token, make_expert_costs(self._target, passes[1]))
-                return curve, Acceptance(rates, mean)
+                return CostCurve(dict(enumerate(passes)), token), Acceptance(rates, mean)
         return None
 
     def write(self, curve: CostCurve, acceptance: Acceptance) -> None:
@@ -150,7 +128,7 @@ class CalibrationFile:
         if not self._store or time.monotonic() < self._last_saved + SAVE_INTERVAL_S:
             return
         self._last_saved = time.monotonic()
-        numbers = [*curve.pass_seconds, curve.draft_token, acceptance.mean, *acceptance.probabilities]
+        numbers = [*curve.pass_seconds, curve.draft_token, acceptance.mean, *acceptance.rates[:-1]]
         with suppress(OSError):
             self._store.write(self._name, json.dumps(numbers).encode())
             self._store.evict(MAX_STORED_BYTES)

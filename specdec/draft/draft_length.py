@@ -10,14 +10,16 @@ The module uses numbers only, no models.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
-from specdec.draft.acceptance import DECAY, Acceptance, get_bucket
-from specdec.draft.cost_curves import MIN_SECONDS, TYPICAL_REPEAT_PROBABILITY, CostCurve
+import numpy as np
+
+from specdec.draft.acceptance import Acceptance, get_bucket
 from specdec.kernels import MAX_BATCH_TOKENS
 
 MAX_GAMMA = MAX_BATCH_TOKENS - 1
+MIN_SECONDS = 1e-9
 TREE_TOKENS, MAX_TREE_COST = 8, 1.35  # proposals are chains where a pass over 8 tokens costs more than 1.35 of a plain one
 FIRST_WAIT, MAX_WAIT = 16, 64  # steps without a draft before another trial
 CATCH_UP_RATIO = 0.1  # time that a draft takes to read a missed token of the sequence, relative to drafting a token
@@ -25,8 +27,33 @@ TRIAL_SHARE = 0.02  # of all time for trials
 
 N_COMPARED = 4  # pairs of neighbouring steps, one with a draft and one without, from which costs are corrected
 MAX_ERROR, MAX_SPREAD = 1.25, 1.4  # ratio of measured times to the curve's that is not corrected; and among measured times
-N_FIRST, PLAIN_INTERVAL = 3, 50  # drafted rounds before a step without a draft: each of the first ones, later this number
+N_FIRST, PLAIN_INTERVAL = 3, 250  # drafted rounds before a step without a draft: each of the first ones, later this number
+DECAY = 0.98  # factor by which each round reduces the weight of earlier ones in the speed
 MAX_FIRST_TRIAL_COST = 3.0  # extra cost of a trial that is made at once, in steps without a draft
+
+
+class CostCurve:
+    """The costs, in seconds, of a target's passes over each number of tokens and of drafting tokens for it.
+
+    Args:
+        pass_seconds: The minimum measured seconds of passes by number of tokens. Noise only ever adds time, so a pass over fewer
+            tokens is taken to cost no more than one over more.
+        draft_token: Seconds of drafting one token; 0 if proposing costs nothing.
+    """
+
+    def __init__(self, pass_seconds: Mapping[int, float], draft_token: float = 0.0) -> None:
+        """Interpolate the measured times, and make them rise with the number of tokens."""
+        measured = sorted(pass_seconds)
+        curve = np.interp(np.arange(MAX_BATCH_TOKENS + 1), measured, [max(pass_seconds[n], MIN_SECONDS) for n in measured])
+        beyond = np.arange(measured[-1] + 1, MAX_BATCH_TOKENS + 1)
+        curve[beyond] *= beyond / measured[-1]  # compute-bound
+        self.pass_seconds: list[float] = np.minimum.accumulate(curve[::-1])[::-1].tolist()
+        self.draft_token = draft_token
+
+    def merge(self, other: "CostCurve") -> "CostCurve":
+        """Return a new curve with the minimum of two curves' costs, element by element."""
+        passes = {n: min(self.pass_seconds[n], other.pass_seconds[n]) for n in range(1, MAX_BATCH_TOKENS + 1)}
+        return CostCurve(passes, min(self.draft_token, other.draft_token))
 
 
 class CostCorrection:
@@ -92,18 +119,10 @@ class CostModel:
 
     def __init__(self, curve: CostCurve, earlier: "CostModel | None" = None) -> None:
         """Start with the costs of the curve."""
-        self.curve, self._repeat_probability = curve, TYPICAL_REPEAT_PROBABILITY
-        self.n_sequences = self.n_tokens = 1  # of this pass: sequences, and tokens so far, one of each sequence among them
-        self._max_tokens = MAX_BATCH_TOKENS
+        self.curve = curve
         self.correction: CostCorrection = earlier.correction if earlier else CostCorrection()
-        self._draft_seconds = self._draft_cost = 0.0  # of this pass: measured and expected
-        self._tokens_gained: float = earlier._tokens_gained if earlier else 1.0  # tokens of the last rounds, per sequence
-        self._cost_spent: float = earlier._cost_spent if earlier else 1.0  # their expected cost in steps without a draft
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no sequence is to draft in this pass."""
-        return self.correction.is_next_plain
+        self._tokens_gained = self._cost_spent = 1.0  # of the last rounds: tokens per sequence, and cost in steps without a draft
+        self.begin_pass()
 
     @property
     def plain_cost(self) -> float:
@@ -111,68 +130,36 @@ class CostModel:
         return self.pass_cost(self.n_sequences)
 
     @property
-    def speed_up(self) -> float:
-        """The tokens of the last rounds, relative to those of steps without a draft in the same time; at least 1."""
-        return max(self._tokens_gained / self._cost_spent, 1.0)
-
-    @property
     def tokens_per_second(self) -> float:
-        """The expected number of tokens per second of the whole batch."""
-        return self.speed_up * self.n_sequences / self.plain_cost
-
-    @property
-    def token_budget(self) -> int:
-        """The number of tokens that may still be drafted for this pass."""
-        return self._max_tokens - self.n_tokens
-
-    @property
-    def can_branch(self) -> bool:
-        """Whether proposals may be trees: further tokens are cheap, and one sequence has the pass, without prefill chunks."""
-        is_single = self.n_sequences == 1 and self._max_tokens == MAX_BATCH_TOKENS
-        return is_single and self.pass_cost(TREE_TOKENS) <= MAX_TREE_COST * self.plain_cost
+        """The tokens per second of the whole batch in the last rounds, at least those of steps without a draft."""
+        speed_up = max(self._tokens_gained / self._cost_spent, 1.0)
+        return speed_up * self.n_sequences / self.plain_cost
 
     def pass_cost(self, n_tokens: int) -> float:
         """Return the expected seconds of a target pass over n_tokens tokens of the whole batch."""
         factor = self.correction.pass_factor if n_tokens > self.n_sequences else 1.0
-        return self.curve.pass_cost(min(n_tokens, MAX_BATCH_TOKENS), self._repeat_probability) * factor
-
-    def draft_cost(self, n: float) -> float:
-        """Return the expected seconds of drafting n tokens."""
-        return n * self.curve.draft_token * self.correction.draft_factor
+        return self.curve.pass_seconds[min(n_tokens, MAX_BATCH_TOKENS)] * factor
 
     def begin_pass(self, n_sequences: int = 1, max_tokens: int = MAX_BATCH_TOKENS) -> None:
         """Reset the counts for a new pass over n_sequences sequences and up to max_tokens tokens, including drafts."""
-        self.n_sequences, self.n_tokens, self._max_tokens = max(n_sequences, 1), n_sequences, max_tokens
-        self._draft_seconds = self._draft_cost = 0.0
-
-    def add_tokens(self, n: int) -> None:
-        """Add n tokens that a sequence has drafted to the number of tokens of this pass."""
-        self.n_tokens += n
+        self.n_sequences, self.n_tokens, self.max_tokens = max(n_sequences, 1), n_sequences, max_tokens
+        self._draft_seconds = self._draft_cost = 0.0  # measured and expected
 
     def add_draft(self, n: float, seconds: float) -> None:
         """Record the seconds that a draft model took to draft n tokens of a sequence for this pass."""
         self._draft_seconds += seconds
         self._draft_cost += n * self.curve.draft_token
 
-    def end_pass(self, n_tokens: int, n_generated: int, seconds: float, n_experts_read: float = 0.0) -> None:
+    def end_pass(self, n_tokens: int, n_generated: int, seconds: float) -> None:
         """Record the measurements of a finished pass.
 
         Args:
             n_tokens: Tokens that the pass ran, drafts included.
             n_generated: Tokens that the pass added to the sequences.
             seconds: Time of the pass.
-            n_experts_read: Experts that a layer read in the pass.
         """
-        is_drafted = n_tokens > self.n_sequences
-        if is_drafted:
-            experts = self.curve.experts
-            cost = self.curve.pass_seconds[n_tokens] + experts.get_read_cost(n_experts_read)
-            if experts.seconds:
-                shown = experts.solve_repeat_probability(n_tokens, n_experts_read)
-                self._repeat_probability += 0.2 * (shown - self._repeat_probability)
-        else:
-            cost = self.plain_cost
-        if is_drafted or not self.is_plain:
+        is_drafted, cost = n_tokens > self.n_sequences, self.curve.pass_seconds[n_tokens]
+        if is_drafted or not self.correction.is_next_plain:
             correction = self.correction
             corrected = cost * correction.pass_factor + self._draft_cost * correction.draft_factor if is_drafted else cost
             self._tokens_gained = DECAY * self._tokens_gained + n_generated / self.n_sequences
@@ -186,33 +173,41 @@ class DraftLengthPolicy:
 
     Args:
         costs: Costs of the batch that the sequence is in.
-        acceptance: The acceptance probabilities of the sequence's draft tokens; learns from each round.
+        acceptance: The acceptance probabilities of draft tokens; learns from each round.
         is_free: Whether proposing costs nothing, as with lookup.
     """
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool) -> None:
         """Start without rounds of its own."""
-        self.costs, self.acceptance = costs, acceptance
-        self.max_tokens, self.can_branch = 0, False  # of this round's draft
+        self.costs, self.acceptance, self.max_tokens = costs, acceptance, 0
         self._is_free = is_free
         self._buckets = list[int]()
         self._survival, self._is_trial = 1.0, False
         self._n_missed, self._wait = 0, FIRST_WAIT  # steps since the last draft, and how many to wait for a trial
 
+    @property
+    def can_branch(self) -> bool:
+        """Whether proposals may be trees: further tokens are cheap, and one sequence has the pass, without prefill chunks."""
+        costs = self.costs
+        is_single = costs.n_sequences == 1 and costs.max_tokens == MAX_BATCH_TOKENS
+        return is_single and costs.pass_cost(TREE_TOKENS) <= MAX_TREE_COST * costs.plain_cost
+
     def start(self, token_budget: int) -> bool:
-        """Begin a round in which up to `token_budget` tokens fit: set `max_tokens` and `can_branch`; return whether to draft."""
+        """Begin a round in which up to `token_budget` tokens fit: set `max_tokens`, and return whether to draft."""
         costs = self.costs
         self._buckets = []
         self._survival, self._is_trial = 1.0, False
-        self.max_tokens, self.can_branch = min(token_budget, costs.token_budget), costs.can_branch
-        if costs.is_plain or self.max_tokens < 1:
-            self.max_tokens = 0
+        is_plain = costs.correction.is_next_plain
+        self.max_tokens = 0 if is_plain else min(token_budget, costs.max_tokens - costs.n_tokens)
+        if self.max_tokens < 1:
             return False
+        self._draft_cost = 0.0 if self._is_free else costs.curve.draft_token * costs.correction.draft_factor
+        self._rate = costs.tokens_per_second / self.acceptance.mean
         if self._is_free or self._is_profitable(0):
             return True
         self.max_tokens = 1
-        catch_up = costs.draft_cost(CATCH_UP_RATIO * self._n_missed)
-        self._is_trial = self._is_trial_due(self._get_cost(1) - self._get_cost(0) + catch_up)
+        catch_up = CATCH_UP_RATIO * self._n_missed * self._draft_cost
+        self._is_trial = self._is_trial_due(self._get_token_cost(0) + catch_up)
         return self._is_trial
 
     def should_continue(self, confidence: float) -> bool:
@@ -223,7 +218,7 @@ class DraftLengthPolicy:
         """
         bucket = get_bucket(confidence)
         self._buckets.append(bucket)
-        self._survival *= self.acceptance.estimate(bucket)
+        self._survival *= self.acceptance.rates[bucket]
         n = len(self._buckets)
         return n < self.max_tokens and self._is_profitable(n)
 
@@ -236,15 +231,15 @@ class DraftLengthPolicy:
             confidences: The confidence of each token.
             parents: For a token tree, the index of each token's parent, an earlier token, or -1.
         """
-        costs, probabilities = self.costs, self.acceptance.probabilities
-        rate, base = costs.tokens_per_second, costs.pass_cost(costs.n_tokens)
+        costs, rates = self.costs, self.acceptance.rates
+        speed, base = costs.tokens_per_second, costs.pass_cost(costs.n_tokens)
         self._buckets = [get_bucket(confidence) for confidence in confidences[: self.max_tokens]]
         best = gain = 0.0
         n_best, survivals = 0, [1.0]  # of no token, then of each
         for n, bucket in enumerate(self._buckets, 1):
-            survivals.append(survivals[parents[n - 1] + 1 if parents else -1] * probabilities[bucket])
+            survivals.append(survivals[parents[n - 1] + 1 if parents else -1] * rates[bucket])
             gain += survivals[-1]
-            profit = gain - rate * (costs.pass_cost(costs.n_tokens + n) - base)
+            profit = gain - speed * (costs.pass_cost(costs.n_tokens + n) - base)
             if profit > best:
                 best, n_best = profit, n
         if self._buckets and not n_best:
@@ -284,27 +279,24 @@ class DraftLengthPolicy:
             return self._n_missed > 0
         return self._n_missed >= self._wait * max(1.0, seconds / (TRIAL_SHARE * FIRST_WAIT * costs.plain_cost))
 
-    def _get_cost(self, n: int) -> float:
-        """Return the expected seconds of this pass if this sequence adds n draft tokens to it, with the time to draft them."""
-        costs = self.costs
-        return costs.pass_cost(costs.n_tokens + n) + (0.0 if self._is_free else costs.draft_cost(n))
+    def _get_token_cost(self, n: int) -> float:
+        """Return the expected seconds of drafting and verifying another token of this sequence in this pass, after n."""
+        n_tokens = self.costs.n_tokens + n
+        return self.costs.pass_cost(n_tokens + 1) - self.costs.pass_cost(n_tokens) + self._draft_cost
 
     def _is_profitable(self, n: int) -> bool:
         """Return whether drafting more than n tokens is profitable, if the n are accepted with the probability `_survival`."""
-        if self.costs.n_tokens + n >= MAX_BATCH_TOKENS:
-            return False
-        price = (self._get_cost(n + 1) - self._get_cost(n)) / self.acceptance.mean
-        return self._survival > self.costs.tokens_per_second * price
+        return self.costs.n_tokens + n < MAX_BATCH_TOKENS and self._survival > self._rate * self._get_token_cost(n)
 
 
 class FixedLength:
     """A draft length policy that drafts `gamma` tokens in each round, or as many as fit."""
 
+    can_branch = False
+
     def __init__(self, gamma: int) -> None:
         """Set the draft length of all rounds to `gamma` tokens."""
-        self._gamma = gamma
-        self.max_tokens, self.can_branch = 0, False
-        self._n_left = 0
+        self._gamma, self.max_tokens, self._n_left = gamma, 0, 0
 
     def start(self, token_budget: int) -> bool:
         """Begin a round in which up to `token_budget` tokens fit; return whether to draft."""

@@ -13,8 +13,7 @@ from typing import Literal, TypeVar, cast
 from specdec.argument_checks import CheckpointWarning, JSONObject, check_ints, check_string, is_list, shorten
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, Acceptance
 from specdec.draft.cost_calibration import measure
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel, DraftLengthPolicy
+from specdec.draft.draft_length import CostCurve, CostModel, DraftLengthPolicy
 from specdec.draft.lookup import LookupDrafter, warm_up_lookup
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.precompile_models import compile_passes
@@ -22,7 +21,7 @@ from specdec.draft.settings import AUTO, QuantizeOptions, SpeculativeSettings, p
 from specdec.layers.weights import Weights
 from specdec.loaders import Checkpoint, CheckpointError, check_compatibility, load_builtin_head
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, Loader, get_memory_headroom, open_checkpoint
-from specdec.model.kv_cache import KVCache
+from specdec.model.kv_cache import MIN_TRIMMED_ROWS, KVCache
 from specdec.model.model import Model
 from specdec.model_config import ASSISTANT, ModelConfig
 from specdec.protocols import Drafter
@@ -372,7 +371,7 @@ class ModelBundle:
         if calibration and second_level:
             from specdec.draft.staged import StagedDrafter
 
-            costs, acceptance = CostModel(calibration[0]), calibration[1].for_sequence()
+            costs, acceptance = CostModel(calibration[0]), calibration[1]
             policy = DraftLengthPolicy(costs, acceptance, is_free=self.stage.model is None)
             return StagedDrafter(caches.drafts, second_level, costs, policy, sampler, noise, eos_tokens)
         # with other verifiers the output depends on the draft, so matches in the sequence alone are looked up
@@ -400,11 +399,16 @@ class ModelBundle:
 
     def get_sequence_bytes(self, n_tokens: int) -> int:
         """Return the memory in bytes that the KV caches of all models take for one more sequence of n_tokens tokens."""
-        n_hidden_layers = len(self.draft.model.target_layers) if self.draft.model else 0
-        return sum(
+        from specdec.model.trimmed_classifier import count_panel_bytes
+
+        draft = self.draft.model
+        n_hidden_layers = len(draft.target_layers) if draft else 0
+        n_bytes = sum(
             model.get_sequence_bytes(min(n_tokens, model.n_positions), True, n_hidden_layers if model is self.target else 0)
             for model in self.models.values()
         )
+        is_large = draft is not None and draft.weights.matrices["classifier"].n_rows >= MIN_TRIMMED_ROWS
+        return n_bytes + (count_panel_bytes(draft) if draft and is_large else 0)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt, given as a string or as token ids, which are checked.

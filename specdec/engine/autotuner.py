@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from specdec.draft.acceptance import Acceptance
 from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, CalibrationFile, measure
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel
+from specdec.draft.draft_length import CostCurve, CostModel
 from specdec.draft.model_bundle import LOOKUP, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import MAX_TRIAL_STEP_S, ThreadTuner, choose_threads
@@ -17,7 +16,6 @@ from specdec.runtime.simd import MAX_TILE_TOKENS
 # Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us.
 MIN_LOOKUP_PASS_S = 3e-4
 SLOW_PASS_S = 0.1
-MIN_STEPS = 8  # of a sequence from which costs and acceptance are saved
 MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes
 FIRST_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS  # of such a pass
 
@@ -103,7 +101,7 @@ class Autotuner:
         """The time of a step by its number of draft tokens, relative to a step without a draft; empty if it is not measured."""
         if not (curve := self._curve):
             return []
-        return [(curve.pass_cost(n + 1) + n * curve.draft_token) / curve.pass_cost(1) for n in range(MAX_BATCH_TOKENS)]
+        return [(curve.pass_seconds[n + 1] + n * curve.draft_token) / curve.pass_seconds[1] for n in range(MAX_BATCH_TOKENS)]
 
     @property
     def guess_cost(self) -> float:
@@ -130,18 +128,13 @@ class Autotuner:
         if self._thread_tuner:
             self._thread_tuner.record_step(n_tokens, seconds)
 
-    def save_costs(self, costs: CostModel, n_steps: int) -> None:
-        """Keep measured costs for later sequences, and write them and the acceptance to the calibration file, if there is one.
-
-        Does nothing if the costs come from fewer than `MIN_STEPS` steps.
+    def save_costs(self, costs: CostModel) -> None:
+        """Keep corrected costs for later sequences, and write curve and acceptance to the calibration file, if there is one.
 
         Args:
             costs: The cost model of the sequences that have run.
-            n_steps: Number of decoding steps that the costs come from.
         """
-        if n_steps < MIN_STEPS:
-            return
-        self._curve, self._costs = costs.curve, costs
+        self._costs = costs
         if self._calibration_file:
             self._calibration_file.write(costs.curve, self.acceptance)
 

@@ -57,7 +57,7 @@ def make_decoding_state(
     if costs and drafter and settings.is_adaptive and drafter.has_variable_length:
         is_free = is_predicted or draft.model is None
         acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(LOOKUP_ACCEPTANCE)
-        policy = DraftLengthPolicy(costs, acceptance.for_sequence(), is_free)
+        policy = DraftLengthPolicy(costs, acceptance, is_free)
     constraint = request.constraint
     if request.sampling.has_logit_adjustments:
         from specdec.text.logit_processors import ProcessedConstraint

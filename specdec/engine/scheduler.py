@@ -91,7 +91,7 @@ class Scheduler:
             sequence.cancel()
             self.reap()
             if self._costs and self._settings.is_adaptive:
-                self._autotuner.save_costs(self._costs, sequence.n_steps)
+                self._autotuner.save_costs(self._costs)
 
     def step(self) -> list[SequenceEvent]:
         """Plan a batch and run it; return all events and errors, in order."""
@@ -248,7 +248,7 @@ class Scheduler:
             batch.decoding.append(sequence)
             n_tokens += n
             if self._costs:
-                self._costs.add_tokens(n - 1)
+                self._costs.n_tokens += n - 1
             if sequence.has_tree:
                 break
 
@@ -350,7 +350,7 @@ class Scheduler:
         self._autotuner.record_step(n_tokens, sum(step.draft_seconds for step in steps) + seconds)
         if self._costs and len(steps) == self._costs.n_sequences:
             n_generated = sum(len(each.tokens) for each in results.values() if isinstance(each, Verified))
-            self._costs.end_pass(n_tokens, n_generated, seconds, steps[0].experts[0])
+            self._costs.end_pass(n_tokens, n_generated, seconds)
 
     def _has_crossed_length(self, sequence: Sequence, n_new: int) -> bool:
         """Return whether the last n_new tokens took a sequence past a length at which its RoPE factors change."""

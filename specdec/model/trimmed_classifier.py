@@ -37,6 +37,12 @@ def can_trim_classifier(model: "Model") -> bool:
     return isinstance(model.architecture, Llama) and not model.config.classifier_bias
 
 
+def count_panel_bytes(model: "Model") -> int:
+    """Return the memory in bytes of the panels that each sequence of a draft model with a large vocabulary copies."""
+    panel = model.weights.matrices["classifier"].panels[0]
+    return MAX_RECENT_PANELS * panel.nbytes if can_trim_classifier(model) else 0
+
+
 class TrimmedClassifier:
     """The classifier of a draft for one sequence, with the rows of candidate tokens only.
 

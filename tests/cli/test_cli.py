@@ -21,8 +21,7 @@ from specdec.cli.bench import BenchRequest
 from specdec.cli.common_options import Request
 from specdec.cli.generate import TextRequest
 from specdec.cli.serve import ServeRequest
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel
+from specdec.draft.draft_length import CostCurve, CostModel
 from specdec.loaders import load_checkpoint, model_paths
 from specdec.model_config import ModelConfig
 from specdec.runtime.cpu_topology import get_thread_choices

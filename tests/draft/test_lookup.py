@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import FixedLength
+from specdec.draft.draft_length import CostCurve, FixedLength
 from specdec.draft.lookup import LookupDrafter, SuffixAutomaton
 from specdec.draft.lookup_tables import LookupMemory
 from specdec.sampling import TARGET_NOISE, Sampler, Sampling

@@ -10,8 +10,7 @@ import pytest
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, Acceptance
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.draft_length import CostCurve, CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.lookup import LookupDrafter, SuffixAutomaton
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.staged import StagedDrafter

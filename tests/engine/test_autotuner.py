@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostCurve
 from specdec.draft.lookup_tables import LookupMemory
 from specdec.draft.model_bundle import LOOKUP, DraftSource, ModelBundle
 from specdec.draft.settings import SpeculativeSettings

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel
+from specdec.draft.draft_length import CostCurve, CostModel
 from specdec.draft.lookup_tables import LookupMemory
 from specdec.engine import autotuner
 from specdec.engine.disk_prompt_cache import PromptCache

@@ -23,8 +23,7 @@ import json, os, sys
 from specdec import Proposal, Sampling, SpeculativeDecoder
 from specdec.engine import autotuner
 from specdec.runtime import code_cache as cache
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel
+from specdec.draft.draft_length import CostCurve, CostModel
 
 target, draft, endless, head = sys.argv[1:]
 loaded = []

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import FixedLength
+from specdec.draft.model_bundle import DraftSource, ModelBundle
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.events import Statistics
@@ -22,6 +23,7 @@ from specdec.model_config import ModelConfig
 from specdec.quant import DRAFT_INT4, FP32, INT8
 from specdec.runtime.simd import PANEL_ROWS
 from specdec.sampling import Sampler, Sampling
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from specdec.ui.plain_views import print_summary
 from specdec.verification import VERIFIERS
@@ -118,6 +120,13 @@ def test_small_vocabularies_and_classifiers_with_biases_are_not_trimmed():
     biased = Model(config, LLAMA.pack(config, random_tensors(config, 0)), 1)
     for model in (small, biased):
         assert model.new_cache().trim_classifier([]) is None
+
+
+def test_a_sequence_needs_memory_for_the_copied_panels(pair):
+    target, draft, vocabulary = make_model(), make_model(INT8), SharedVocabulary(VOCAB_SIZE, VOCAB_SIZE)
+    bundle = ModelBundle(target, DraftSource(draft, vocabulary), DraftSource(None, vocabulary), pair.tokenizer)
+    in_caches = sum(model.get_sequence_bytes(100, True) for model in (target, draft))
+    assert bundle.get_sequence_bytes(100) - in_caches == draft.new_cache().trim_classifier([])._recent_panels.nbytes > 0
 
 
 def decode_tokens(target, draft_cache, sampling, gamma, drafter_class=ModelDrafter, verify="coupled", can_trim=True):

@@ -31,8 +31,7 @@ from unittest import mock
 import numpy as np
 
 from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, Acceptance
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.draft_length import CostCurve, CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
 from specdec.draft.staged import StagedDrafter

@@ -1,7 +1,6 @@
 """Runs with and without a second-level draft."""
 
-from specdec.draft.cost_curves import CostCurve
-from specdec.draft.draft_length import CostModel, FixedLength
+from specdec.draft.draft_length import CostCurve, CostModel, FixedLength
 from specdec.draft.staged import StagedDrafter
 from specdec.draft.tree import TreeDrafter
 from specdec.sampling import Sampler
