@@ -37,7 +37,7 @@ class SweepRequest(ModelRequest):
     full: bool = option(False, "--full", "Measuring", "Measure more lengths, rounds and seeds; takes minutes instead of one.")
     as_json: bool = AS_JSON
     as_csv: bool = option(False, "--csv", "Output", "Print CSV rows to stdout.")
-    svg: str = option("", "--svg FILE", "Output", "Write the speed-ups to this file as an SVG bar chart.")
+    svg: str = option("", "--svg FILE", "Output", "Write the table and the bars to this file as SVG.")
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid or two exclude each other."""

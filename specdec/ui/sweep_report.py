@@ -1,4 +1,4 @@
-"""Reports of a sweep: a table and bars for the terminal, JSON, CSV, and an SVG chart."""
+"""Reports of a sweep: a table and bars for the terminal or as SVG, JSON and CSV."""
 
 import csv
 import io
@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
@@ -27,7 +26,7 @@ COLUMN_TITLES = ("min", "mean", "max", "tok/s", "accepted", "a pass", "by positi
 MAX_BAR_CELLS = 44
 EIGHTH_BLOCKS = " ▏▎▍▌▋▊▉"
 STYLES = ("magenta", "green", "red", "default")  # by temperature, the first one greedy; readable on black and on white
-COLORS = ("#0e7490", "#c2410c", "#7c3aed", "#4d7c0f")
+SVG_WIDTH = 100  # cells
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class SweepReport:
         return [result for result in self.totals if result.kind != "draft"]
 
     def format_draft_alone(self) -> str:
-        """Return one sentence on the speed-up of the draft alone, which the charts leave out; "" if it was not measured."""
+        """Return one sentence on the speed-up of the draft alone, which has no bar; "" if it was not measured."""
         speedups = [f"{f.speedup_mean:.1f} ({self.format_temperature(f.temperature)})" for f in self.totals if f.kind == "draft"]
         return f"The draft alone, with texts of its own: {', '.join(speedups)}." if speedups else ""
 
@@ -121,7 +120,8 @@ def print_report(report: SweepReport, console: Console) -> None:
     parts: list[RenderableType] = []
     if report.cells:
         title = Text("mean speed-up, all lengths", style="bold")
-        parts = [Text(report.title, "bold"), to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
+        name = Text(sanitize_line(report.title), "bold")
+        parts = [name, to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
     parts += [Text(sanitize_line(note), style="dim") for note in report.notes]
     lines = (report.format_draft_alone(), report.format_experts(), report.format_overall())
     parts += [Text(line) for line in lines if line]
@@ -252,10 +252,10 @@ def check_writable(path: str) -> None:
 
 
 def write_svg(report: SweepReport, path: str) -> str:
-    """Write the chart of a report to an SVG file, if there are results; return an error message, or "" on success."""
+    """Write a picture of a report to an SVG file, if there are results; return an error message, or "" on success."""
     try:
         if report.totals:
-            Path(path).write_text(to_svg(report), encoding="utf-8")
+            Path(path).write_text(to_svg(report), encoding="utf-8", errors="replace")
     except OSError as error:
         return _format_write_error(path, error)
     return ""
@@ -265,93 +265,8 @@ def _format_write_error(path: str, error: Exception) -> str:
     return f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
 
 
-WIDTH, MARGIN, LABEL_WIDTH, VALUE_WIDTH = 760, 24, 104, 150  # px; labels are left of the bars, values right
-BAR_HEIGHT, GAP, TOP, BOTTOM = 15, 13, 96, 62  # px; GAP is between settings
-CHARACTER_WIDTH = 6.6  # px, the largest average at FONT_SIZE
-FONT_SIZE = 12
-TEXT_COLOR, MUTED_COLOR = "#1f2937", "#6b7280"
-
-
 def to_svg(report: SweepReport) -> str:
-    """Return the SVG text of a bar chart of the speed-ups in a report.
-
-    A bar ends at the mean over all texts, and its line spans the smallest to the largest speed-up.
-    """
-    settings = list(_group_by_setting(report.charted_totals))
-    highest = max((f.speedup_max for f in report.charted_totals), default=1.0)
-    step = next((s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0) if highest / s <= 9), highest / 4)
-    scale = (WIDTH - 2 * MARGIN - LABEL_WIDTH - VALUE_WIDTH) / (step * -(-highest // step))
-    left = MARGIN + LABEL_WIDTH
-    height = TOP + sum(BAR_HEIGHT * len(results) + GAP for _, results in settings) + BOTTOM
-    bottom = height - BOTTOM
-    parts = [f'<rect width="{WIDTH}" height="{height}" fill="white"/>']
-    parts.append(_svg_text(MARGIN, 34, report.title, size=16))
-    parts.append(
-        _svg_text(MARGIN, 54, "times the target alone: mean of all texts, and its smallest and largest", color=MUTED_COLOR)
-    )
-    x = float(MARGIN)
-    for i, temperature in enumerate(report.temperatures):
-        parts.append(f'<rect x="{x:.1f}" y="66" width="11" height="11" rx="2" fill="{COLORS[i % len(COLORS)]}"/>')
-        parts.append(_svg_text(x + 16, 76, report.format_temperature(temperature)))
-        x += 36 + CHARACTER_WIDTH * len(report.format_temperature(temperature))
-    for tick in sorted({1.0, *(step * i for i in range(int(-(-highest // step)) + 1))}):
-        at = left + scale * tick
-        attributes = f'stroke="{MUTED_COLOR}" stroke-dasharray="4 3"' if tick == 1 else 'stroke="#e5e7eb"'
-        parts.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{bottom}" {attributes}/>')
-        if tick != 1 or scale > CHARACTER_WIDTH * 1.5:  # else it overlaps the 0
-            parts.append(_svg_text(at, bottom + 17, f"{tick:g}", color=MUTED_COLOR, anchor="middle"))
-    y = float(TOP)
-    for setting, results in settings:
-        parts.append(_svg_text(left - 10, y + BAR_HEIGHT * len(results) / 2 + 4, setting, anchor="end"))
-        for f in results:
-            color, middle = COLORS[report.temperatures.index(f.temperature) % len(COLORS)], y + BAR_HEIGHT / 2 - 0.5
-            low, mean, high = (left + scale * v for v in (f.speedup_min, f.speedup_mean, f.speedup_max))
-            parts.append(
-                f'<rect x="{left}" y="{y:.1f}" width="{mean - left:.1f}" height="{BAR_HEIGHT - 2}" rx="2" fill="{color}"/>'
-            )
-            if high > low:
-                whisker = f"M{low:.1f} {middle - 3}v6M{low:.1f} {middle}H{high:.1f}M{high:.1f} {middle - 3}v6"
-                parts.append(f'<path d="{whisker}" stroke="{TEXT_COLOR}" stroke-opacity=".55" stroke-width="1.5"/>')
-            label = f"{f.speedup_mean:.2f} · {f.tokens_per_second:.0f} tok/s"
-            # The white outline is a text of its own: without paint-order, a stroke would cover the letters.
-            strokes = {"white": ' stroke="white" stroke-width="3" aria-hidden="true"', TEXT_COLOR: ""}
-            parts += [
-                _svg_text(max(mean, high) + 7, middle + 4, label, color=color, more=more) for color, more in strokes.items()
-            ]
-            y += BAR_HEIGHT
-        y += GAP
-    parts.append(_svg_text(MARGIN, height - 16, report.format_draft_alone(), color=MUTED_COLOR))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="system-ui, \'DejaVu Sans\', Helvetica, Arial, sans-serif" role="img">\n'
-        f"<title>{escape(_truncate(report.title, 200))}</title>\n" + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _svg_text(
-    x: float, y: float, text: str, size: int = FONT_SIZE, color: str = TEXT_COLOR, anchor: str = "start", more: str = ""
-) -> str:
-    """Return an SVG element with one line of text, cut to the picture's width; text larger than FONT_SIZE is bold.
-
-    Args:
-        x: Position in px; the text starts, ends or has its middle there, by `anchor`.
-        y: Position of the baseline in px.
-        text: The text, not escaped.
-        size: Font size in px.
-        color: Fill color.
-        anchor: "start", "middle" or "end".
-        more: Further attributes, with a space in front.
-    """
-    available = x if anchor == "end" else WIDTH - MARGIN - x
-    width, weight = (
-        (CHARACTER_WIDTH * size / FONT_SIZE * 1.25, ' font-weight="600"') if size > FONT_SIZE else (CHARACTER_WIDTH, "")
-    )
-    attributes = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{weight}'
-    return f'<text {attributes} fill="{color}"{more}>{escape(_truncate(text, int(available / width)))}</text>'
-
-
-def _truncate(text: str, n: int) -> str:
-    """Return a text in one line of at most n characters, without the control characters that XML does not allow."""
-    text = sanitize_line(text)
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= n else text[: max(n - 1, 0)] + "…"
+    """Return a picture of a report as SVG text, with what `print_report` prints."""
+    console = Console(file=io.StringIO(), record=True, force_terminal=True, width=SVG_WIDTH)
+    print_report(report, console)
+    return console.export_svg(title=sanitize_line(report.title))
