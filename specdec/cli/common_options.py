@@ -158,9 +158,8 @@ class ModelRequest(Request):
         """The labels with which views name the target, the origin of draft tokens, and the pair; needs `with_models` first."""
         names = self.display_names
         origins = {LOOKUP: "from what came before", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
-        advice = "-d self or a smaller model may guess more" if self.draft == LOOKUP else ""
         label = origins.get(self.draft, f"by {names[1]}") if self.draft else ""
-        return ModelLabels(names[0], label, " + ".join(names), advice)
+        return ModelLabels(names[0], label, " + ".join(names))
 
     @property
     def model_names(self) -> dict[str, str | None]:

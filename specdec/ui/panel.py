@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import ConsoleDimensions
@@ -42,8 +41,6 @@ HISTOGRAM_WIDTH, BAR_WIDTH = 26, 12
 SOURCE_WIDTH, MIN_SOURCE_WIDTH = 13, 64  # cells of the column that names where a guess was looked up, and of a panel that has it
 MAX_TEXT_ROWS, MAX_PASSES_SHOWN = 14, 8
 SHORT_KEY_HINTS = "space pause", "→ step", "+ - speed", "q end"
-# After MIN_DRAFTED_SHARE_PASSES passes, with a smaller share of passes that had a draft, the text gets the rows of the passes.
-MIN_DRAFTED_SHARE, MIN_DRAFTED_SHARE_PASSES = 0.25, 16
 CONTEXT_CHARACTERS = 100  # enough to contain the last word of the text
 
 
@@ -348,15 +345,12 @@ class LivePanel(InteractiveView):
         free = height - 1 - len(legend) - (4 if is_full else 2) - has_passes
         n_passes = min(max(1, free // 3), MAX_PASSES_SHOWN) if has_passes else 0
         inner, n_text = width - 4, min(free - n_passes, MAX_TEXT_ROWS)
-        if self._has_few_drafts:
-            n_text, n_passes = n_text + n_passes, 0
         rows = [
             self._painter.rule(width, "╭─╮", self._labels.pair, self._format_speed()),
             *self._text_rows(self._shown_text, width, n_text),
         ]
         if has_passes:
             rows.append(self._painter.rule(width, "├─┤", *self._format_heading(width)))
-        if n_passes:
             rows += [self._painter.frame_row(row, inner) for row in self._pass_rows(inner, n_passes)]
         if is_full:
             share = self._prefill.fraction if self._prefill else self._statistics.n_generated / max(1, self._max_tokens)
@@ -368,12 +362,6 @@ class LivePanel(InteractiveView):
         keys = "? keys" if self._window.has_keys and is_full else ""
         return [*rows, self._painter.rule(width, "╰─╯", words, keys), *legend]
 
-    @property
-    def _has_few_drafts(self) -> bool:
-        """Whether so few passes had a draft that the panel shows more text in place of the rows of passes."""
-        s = self._statistics
-        return s.target_passes >= MIN_DRAFTED_SHARE_PASSES and sum(s.drafted_histogram[1:]) < MIN_DRAFTED_SHARE * s.target_passes
-
     def _format_speed(self) -> str:
         """Return the pace, or at full speed the tokens per second, as text; "" while paused or during a prefill."""
         if self._prefill or self._is_paused:
@@ -383,15 +371,6 @@ class LivePanel(InteractiveView):
     def _format_heading(self, width: int) -> tuple[str, str]:
         """Return the heading of the rows of passes: the longest explanation that fits, and the title of the column of counts."""
         draft_label, target = self._labels.draft_label, self._labels.target
-        has_advice = bool(self._labels.advice)
-        if self._has_few_drafts:
-            sentences: tuple[str, ...] = (
-                *[f"few guesses {draft_label}: {self._labels.advice}", f"few guesses: {self._labels.advice}"] * has_advice,
-                f"few guesses {draft_label}: more would cost more than they gain",
-                "few guesses: more would not pay",
-                "few guesses",
-            )
-            return first_fitting(sentences, width - 10), ""
         sentences = (
             f"guessed {draft_label}; {target} checks a line in one pass",
             f"guessed {draft_label}; a line is one pass",
@@ -495,13 +474,14 @@ class LivePanel(InteractiveView):
         return first_fitting(forms, width)
 
     def _histogram_rows(self, n: int) -> list[Row]:
-        """Return a histogram of the number of accepted draft tokens per pass as n rows; large numbers share a row."""
+        """Return a histogram of the number of accepted draft tokens per pass as n rows; the last row has all larger ones."""
         counts = self._statistics.accepted_histogram or [0]
         total = max(1, sum(counts))
         rows: list[Row] = []
-        for first, last in make_bins(len(counts), max(n, 2))[:n]:
-            share = sum(counts[first : last + 1]) / total
-            label = f"{first}" if first == last else f"{first}-{last}"
+        for i in range(min(n, len(counts))):
+            is_open = i == n - 1 < len(counts) - 1
+            share = sum(counts[i:] if is_open else counts[i : i + 1]) / total
+            label = f"{i}+" if is_open else f"{i}"
             bar = ("█" if self._painter.is_utf else "#") * round(share * BAR_WIDTH)
             rows.append([(f"{label:>7} ", "faint"), (f"{bar:<{BAR_WIDTH}}", "plain"), (f" {share:4.0%}", "faint")])
         return rows + [[(" " * HISTOGRAM_WIDTH, "plain")] for _ in range(n - len(rows))]
@@ -527,22 +507,6 @@ def buffer_events(
             yield from burst
             burst, begin = [], clock()
     yield from burst
-
-
-def make_bins(n: int, max_bins: int) -> list[tuple[int, int]]:
-    """Divide the numbers 0 to n - 1 into at most `max_bins` >= 2 bins, and return the (first, last) number of each bin.
-
-    Each number has its own bin if there are enough; otherwise the bins grow by a constant factor.
-    """
-    if n <= max_bins:
-        return [(i, i) for i in range(n)]
-    for factor in range(2, n + 1):
-        starts = [0, 1]
-        while starts[-1] * factor < n:
-            starts.append(starts[-1] * factor)
-        if len(starts) <= max_bins:
-            break
-    return [(first, after - 1) for first, after in pairwise([*starts, n])]
 
 
 def add_leading_space(before: str, text: str) -> str:

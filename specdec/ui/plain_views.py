@@ -64,13 +64,11 @@ class ModelLabels:
         target: Name of the target.
         draft_label: Origin of draft tokens ("by stories650K", "from what came before"); "" without a draft.
         pair: Name of target and draft together.
-        advice: What to do if there are few guesses; "" for nothing.
     """
 
     target: str
     draft_label: str = ""
     pair: str = ""
-    advice: str = ""
 
 
 def format_time_left(seconds: float, share: float) -> str:

@@ -80,9 +80,6 @@ def test_dash_in_chat_reads_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert (request.prompt, request.word, request.model) == ("what a pipe says", None, "x.bin")
 
 
-LOOKUP_LABELS = ModelLabels("a", "from what came before", "a + lookup", "-d self or a smaller model may guess more")
-
-
 @pytest.mark.parametrize(("one", "other"), [*combinations(KINDS.values(), 2)])
 def test_field_has_same_type_in_every_command(one: type[Request], other: type[Request]) -> None:
     """A command may give an option a default of its own, so that it is never None."""
@@ -104,7 +101,7 @@ def test_every_field_is_an_option(request_class: type[Request]) -> None:
         ([], DEFAULT_TARGET, DEFAULT_DRAFT, "", ModelLabels("stories6M", "by stories650K", "stories6M + stories650K")),
         (["-d", "NONE"], DEFAULT_TARGET, "", "", ModelLabels("stories6M", "", "stories6M")),
         (["-m", "a.bin"], "a.bin", "auto", "", ModelLabels("a", "by auto", "a + auto")),  # until it is loaded
-        (["-m", "a.bin", "-d", "Lookup"], "a.bin", "lookup", "", LOOKUP_LABELS),
+        (["-m", "a.bin", "-d", "Lookup"], "a.bin", "lookup", "", ModelLabels("a", "from what came before", "a + lookup")),
         (["-m", "a.bin", "-d", "MTP"], "a.bin", "mtp", "", ModelLabels("a", "by a's own head", "a + mtp")),
         (
             ["x/a.gguf", "-d", "Self", "--stage", "None"],
