@@ -24,7 +24,6 @@ class HeadConfig:
         norm_before_residual: Add the normed feature, not the plain one, to the residual stream.
         fc_norm: Input of fc that is normed: nothing, "each" hidden state, or the "whole" row of hidden states.
         norm_output: Norm the head's outputs before they are fed back as inputs.
-        target_architecture: Architecture of the target that the head was trained for; empty if unknown.
     """
 
     target_dim: int
@@ -35,7 +34,6 @@ class HeadConfig:
     norm_before_residual: bool = False
     fc_norm: Literal["", "each", "whole"] = ""
     norm_output: bool = False
-    target_architecture: str = ""
 
     @property
     def n_target_states(self) -> int:

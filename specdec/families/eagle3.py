@@ -125,7 +125,6 @@ def parse_config(path: Path, given: JSONObject, tensors: TensorSource) -> ModelC
         norm_before_residual=flags["norm_before_residual"],
         fc_norm="whole" if flags["norm_before_fc"] else "each" if flags["fc_norm"] else "",
         norm_output=flags["norm_output"],
-        target_architecture=_get_verifier_architecture(given),
     )
     if own_layer.shared_classifier and head.own_embedding and not head.own_classifier:
         raise layer.make_error("tie_word_embeddings", "false, because a head without a classifier uses the target's")
@@ -177,13 +176,6 @@ def _parse_layer_ids(values: ConfigValues, offset: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or not is_layer_list(ids):
         raise values.make_error(LAYER_IDS_KEY, "a list of target layers without duplicates")
     return tuple(i + offset for i in ids)
-
-
-def _get_verifier_architecture(given: object) -> str:
-    """Return the architecture name of the target that a draft head was trained for, or "" if its config.json has none."""
-    for key in ("speculators_config", "verifier", "architectures"):
-        given = given.get(key) if isinstance(given, dict) else None
-    return given[0] if isinstance(given, list) and given and isinstance(given[0], str) else ""
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:

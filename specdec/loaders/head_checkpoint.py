@@ -9,36 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.argument_checks import CheckpointError, format_json_value, wrap_read_errors
+from specdec.argument_checks import CheckpointError, wrap_read_errors
 from specdec.families import detect_head, load_definition
-from specdec.families.family import (
-    PREFIX,
-    HFHead,
-    TensorSource,
-    TensorSpec,
-    TensorSpecs,
-    is_layer_list,
-    select_tensor_specs,
-)
+from specdec.families.family import PREFIX, HFHead, TensorSource, TensorSpec, TensorSpecs, is_layer_list, select_tensor_specs
 from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, check_target_ids
 from specdec.loaders.hf_checkpoint import HFFolder, has_tied_embedding
 from specdec.loaders.model_file import CONFIG, INDEX, PICKLE_WEIGHTS, WEIGHTS, read_json_object
 from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors
-from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import ModelConfig, find_kv_source_layers
 from specdec.runtime.simd import Int64
 
 if TYPE_CHECKING:
     from specdec.loaders.gguf_checkpoint import GGUFModel
 
-# Family of each supported verifier architecture, by its name in config.json.
-VERIFIER_FAMILIES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
-    "GPT2LMHeadModel": "gpt2", "Lfm2ForCausalLM": "lfm2", "Qwen3_5ForConditionalGeneration": "qwen35",
-    "Qwen3_5ForCausalLM": "qwen35",
-}  # fmt: skip
 # Tensors of an MTP head that are copies of the target's embedding and classifier, or matrices that are stored in parts, too
 SHARED_WITH_TARGET = ("embed_tokens", "shared_head.head")
 GGUF_SHARED_WITH_TARGET = ("nextn.embed_tokens", "nextn.shared_head_head", "attn_kv_b")
@@ -172,22 +157,6 @@ def make_head_config(target: ModelConfig) -> ModelConfig:
 # Targets
 
 
-def infer_family(target: ModelConfig) -> str:
-    """Return the name of a target's model family, inferred from the parts of its config in which families differ."""
-    if target.architecture != "llama":
-        return target.architecture
-    if any(layer.mixer for layer in target.layers):
-        families = {ShortConvConfig: "lfm2", DeltaNetConfig: "qwen35", Mamba2Config: "granite"}
-        return next(family for mixer_type, family in families.items() if target.find_mixer_layers(mixer_type))
-    if target.attention.latent:
-        return "deepseek"
-    if target.norm_placement != "before":
-        return "gemma"
-    if target.attention.qk_norm:
-        return "qwen3"
-    return "qwen2" if target.attention.qkv_bias and not target.attention.wo_bias else "llama"
-
-
 def find_incompatibility(config: ModelConfig, target: ModelConfig) -> str:
     """Return a sentence that says why a draft head cannot be used with a target model, or "" if it can.
 
@@ -213,7 +182,4 @@ def find_incompatibility(config: ModelConfig, target: ModelConfig) -> str:
         return f"it is the head of a model of {layers[0]} layers; the target has {n_layers}"
     if not is_layer_list(layers) or max(layers) > n_layers:
         return f"it takes the inputs of the layers {', '.join(map(str, layers))}; the target has {n_layers} layers"
-    family = infer_family(target)
-    if VERIFIER_FAMILIES.get(head.target_architecture, family) != family:
-        return f"it was trained for a {format_json_value(head.target_architecture)}; the target is a {family} model"
     return ""

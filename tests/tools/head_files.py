@@ -69,7 +69,7 @@ def make_config_values(config: ModelConfig, dialect: str) -> dict[str, Any]:
         if config.attention.qkv_bias and not config.attention.wo_bias:
             head_values["qkv_bias"] = True
         return {"architectures": ["LlamaForCausalLM"]} | layer | head_values
-    verifier = {"architectures": [head.target_architecture] if head.target_architecture else [], "name_or_path": "org/name"}
+    verifier = {"architectures": ["LlamaForCausalLM"], "name_or_path": "org/name"}
     return head_values | {
         "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
         "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", "verifier": verifier},
