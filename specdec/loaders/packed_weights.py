@@ -3,11 +3,11 @@
 `KEY.weights` holds the matrices of a model as the kernels read them, then its vectors. Later processes map the file read-only, so
 they share its pages, and the system may drop them. `KEY.json` describes the file. The key is a digest of everything that packing
 depends on: the identity of the model's files, the config, the weight formats, the code that packs, and the CPU. The description
-is a file of a `DiskStore`, so it belongs to its key, and it has the checksum of the weights.
+is a file of a `DiskStore`, so it belongs to its key.
 
 A file that changed in any way counts as missing. To notice that without reading gigabytes, `KEY.json` records the identity of
 `KEY.weights`, which includes its status change time (ctime). Writing, copying and renaming change that time, and no program can
-set it. If the identity differs, as in a copied folder, the contents are compared with their checksum.
+set it.
 """
 
 import hashlib
@@ -34,7 +34,6 @@ from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.runtime import code_cache
 from specdec.runtime.disk_store import DiskStore, NewFile
-from specdec.runtime.memory import checksum
 from specdec.runtime.simd import CPU_FEATURES, LINE_BYTES, Float32, round_up
 
 ON, OFF = "on", "off"
@@ -96,20 +95,10 @@ class PackedWeightsCache:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError):  # ValueError: the file is empty
             return None
-        if len(memory) != sum(map(_pad_to_cache_line, info["sizes"])):
-            return None
-        arrays = _split(memory, info["sizes"])
         if info["identity"] != identity:
-            checksums = list[bytes]()
-            for i, array in enumerate(arrays):
-                progress(i / len(arrays))
-                checksums.append(checksum([array]))
-            if _combine(checksums) != info["checksum"]:
-                return None
-            with suppress(OSError):
-                self.write_info(key, info | {"identity": identity})
+            return None
         plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, formats[info["choice"]])
-        weights = plan.arrange(arrays, info["formats"])
+        weights = plan.arrange(_split(memory, info["sizes"]), info["formats"])
         _populate(memory, progress)
         with suppress(OSError):
             os.utime(self.folder / f"{key}{INFO_SUFFIX}")
@@ -201,7 +190,7 @@ class PackedWeightsWriter:
         self._cache, self._checkpoint, self._formats, self._weight_format = cache, checkpoint, formats, weight_format
         self.key = _make_key(checkpoint, formats)
         self.file: NewFile | None = None
-        self._sizes, self._array_formats, self._checksums = list[int](), list[str](), list[bytes]()
+        self._sizes, self._array_formats = list[int](), list[str]()
 
     def add(self, array: Float32, format_name: str = "") -> None:
         """Write the next array: the panels of a matrix with the name of their weight format, or a vector.
@@ -218,7 +207,6 @@ class PackedWeightsWriter:
             return
         self._sizes.append(array.nbytes)
         self._array_formats.append(format_name)
-        self._checksums.append(checksum([array]))
 
     def __enter__(self) -> "PackedWeightsWriter":
         """Return the writer."""
@@ -247,7 +235,6 @@ class PackedWeightsWriter:
             "choice": self._formats.index(self._weight_format),
             "formats": self._array_formats,
             "sizes": self._sizes,
-            "checksum": _combine(self._checksums),
             "identity": _get_identity(file.stat()),
         }
         self._cache.write_info(self.key, info)
@@ -310,10 +297,6 @@ def _list_model_files(path: Path) -> list[Path]:
 
 def _get_identity(stat: os.stat_result) -> list[int]:
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _combine(checksums: Sequence[bytes]) -> str:
-    return hashlib.blake2b(b"".join(checksums), digest_size=16).hexdigest()
 
 
 def _split(memory: mmap.mmap, sizes: Sequence[int]) -> list[Float32]:
