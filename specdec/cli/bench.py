@@ -11,7 +11,7 @@ from specdec.cli.option_fields import option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.typer_commands import parse_list
 from specdec.loaders.model_loader import Loader, open_checkpoint
-from specdec.loaders.model_paths import add_restore_hint, resolve_path
+from specdec.loaders.model_paths import resolve_path
 from specdec.model.model import KVFormatName
 from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.runtime.parallel_region import get_available_threads
@@ -108,7 +108,7 @@ def _time_model(request: BenchRequest, name: str) -> None:
         request.parse_token_counts("--n-gen", request.counts),
     )
     threads, depths = request.timed_thread_counts, request.parse_token_counts("--depth", request.depths)
-    with show_status() as show, add_restore_hint():
+    with show_status() as show:
         checkpoint = open_checkpoint("target", resolve_path(name))
         cases = model_speed.make_cases(prompts, counts, depths, threads, checkpoint.config.seq_len)
         loader = Loader(

@@ -19,7 +19,7 @@ from specdec.draft.settings import AUTO
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
 from specdec.loaders.model_loader import PackMode
-from specdec.loaders.model_paths import add_restore_hint, find_required_packages
+from specdec.loaders.model_paths import find_required_packages
 from specdec.model.model import KVFormatName
 from specdec.protocols import Constraint
 from specdec.speculative_decoder import SpeculativeDecoder
@@ -137,12 +137,11 @@ def load_decoder(
             prompt_cache=open_prompt_cache(request),
         )
 
-    with add_restore_hint():
-        if request.draft == AUTO and draft not in DRAFT_KEYWORDS:
-            with suppress(CheckpointError, ValueError):
-                return load(draft)
-            draft = AUTO
-        return load(draft)
+    if request.draft == AUTO and draft not in DRAFT_KEYWORDS:
+        with suppress(CheckpointError, ValueError):
+            return load(draft)
+        draft = AUTO
+    return load(draft)
 
 
 def open_prompt_cache(request: ModelRequest) -> PromptCache | None:

@@ -124,7 +124,7 @@ def find_cached(name: str) -> Path | None:
         name: org/name or org/name:quant, as in `fetch`.
     """
     name, _, quant = name.partition(":")
-    if not (folder := _find_snapshot(name)) or (not quant and _is_complete(folder)):
+    if not (folder := find_snapshot(_get_repository_dir(name))) or (not quant and _is_complete(folder)):
         return folder
     files = choose_gguf(_list_ggufs(folder), quant)
     return folder / files[0] if files and all((folder / file).exists() for file in files) else None
@@ -144,7 +144,7 @@ def list_cached_models() -> Iterator[tuple[str, Path]]:
     """
     for repository_dir in sorted(_get_cache_dir().glob("models--*--*")):
         name = repository_dir.name.removeprefix("models--").replace("--", "/", 1)
-        folder = _find_snapshot(name)
+        folder = find_snapshot(repository_dir)
         if folder and name == TINYLLAMAS:
             paths = ((file, folder / path) for file, (path, _) in PUBLISHED_FILES.items() if file.startswith("stories"))
             yield from ((file, path) for file, path in paths if path.is_file())
@@ -326,11 +326,11 @@ def _get_repository_dir(name: str) -> Path:
     return _get_cache_dir() / f"models--{name.replace('/', '--')}"
 
 
-def _find_snapshot(name: str) -> Path | None:
-    """Return the snapshot folder of a repository's last downloaded commit in the hub's cache; None if there is none."""
+def find_snapshot(repository_dir: Path) -> Path | None:
+    """Return the snapshot of the last downloaded commit in a repository's folder in the hub's cache; None if there is none."""
     with suppress(OSError, ValueError):
-        commit = (_get_repository_dir(name) / "refs" / "main").read_text().strip()
-        folder = _get_repository_dir(name) / "snapshots" / commit
+        commit = (repository_dir / "refs" / "main").read_text().strip()
+        folder = repository_dir / "snapshots" / commit
         return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
     return None
 

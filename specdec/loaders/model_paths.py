@@ -7,11 +7,11 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from specdec.argument_checks import CheckpointError, wrap_read_errors
+from specdec.argument_checks import CheckpointError
 from specdec.loaders import hf_hub, is_head_folder, optional_dependencies, read_vocabulary
 from specdec.loaders.model_aliases import read_aliases
 from specdec.loaders.model_file import is_text
@@ -22,35 +22,31 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 BUNDLED_MODELS_DIR = _PACKAGE / "models" if (_PACKAGE / "models").is_dir() else _PACKAGE.parent / "models"
 DEFAULT_TARGET, DEFAULT_DRAFT = BUNDLED_MODELS_DIR / "stories6M.bin", BUNDLED_MODELS_DIR / "stories650K.bin"
 DEFAULT_TOKENIZER = BUNDLED_MODELS_DIR / "tok1024.bin"
-TINYLLAMAS_URL, LLAMA2C_URL = "https://huggingface.co/karpathy/tinyllamas", "https://github.com/karpathy/llama2.c"
 NAMING_HINT = "name a model on the Hugging Face hub as org/name, or org/name:Q4_K_M for a GGUF file of it"
 SEARCH_URL = "https://huggingface.co/models?search="
-DEFAULT_PAIR_HINT = "use the pair that is bundled with specdec: target='stories6M.bin' draft='stories650K.bin'"
 # URL of a repository on the hub, or of a file in one: org/name, and the quant
 HUB_ADDRESS = re.compile(
     r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/([\w.-]+/[\w.-]+)(:[\w.-]+)?(?:/.*)?", re.ASCII
 )
-BARE_NAME = re.compile(r"([\w.-]+)(:[\w.-]+)?", re.ASCII)  # the second part is a tag, as in ollama
+BARE_NAME = re.compile(r"([\w.-]+)(?::[\w.-]+)?", re.ASCII)  # with the tag of ollama
 PUBLISHED_TOKENIZERS = {512: "tok512.bin", 32000: "tokenizer.bin"}  # by vocabulary size
 MODEL_SUFFIXES = (".bin", ".gguf", ".safetensors", ".pt", ".pth", ".onnx", ".llamafile")  # supported or not
 OPTIONAL_SUFFIXES = (".bin", ".gguf")  # may be left out of a name
 MAX_NAME_BYTES = 255
 MIN_NAME_SIMILARITY = 0.75  # difflib ratio from which a name is taken for a typo
-RESTORE_HINT = "restore it with 'git checkout models' or by installing again"
 
 
-def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates: Sequence[str] = ()) -> Path:
+def resolve_path(name: str | os.PathLike[str], candidates: Sequence[str] = ()) -> Path:
     """Return the local file or folder of a model that is given by a path or a name; download the model if necessary.
 
     A name is one in models/, an alias, a repository on the hub, or a published stories model.
 
     Args:
         name: A path or a name. The folder of a repository in the hub's cache stands for its snapshot.
-        source_hint: Where to get the file, for the error if nothing is found; by default the error explains how models are named.
         candidates: Words that a misspelt name might stand for.
 
     Raises:
-        CheckpointError: Nothing is found. The error suggests a similar name or the source.
+        CheckpointError: Nothing is found. The error suggests a similar name, or explains how models are named.
     """
     if not os.fspath(name):
         raise CheckpointError("the model name is empty; expected a path, or a name in models/")
@@ -58,18 +54,11 @@ def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates
     if found := _find_local_path(path):
         return found
     if (model := read_aliases().get(name)) and model != name:
-        return resolve_path(model, source_hint, candidates)
+        return resolve_path(model, candidates)
     if published := _find_published(name):
-        try:
-            return hf_hub.fetch_file(published)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_make_manual_download_hint(published)}") from None
+        return hf_hub.fetch_file(published)
     if (address := HUB_ADDRESS.fullmatch(name)) or "://" in name:
-        advice = (
-            f"name the model as {address[1]}{address[2] or ''}"
-            if address
-            else f"download the file and give its path; {NAMING_HINT}"
-        )
+        advice = f"name the model as {address[1]}{address[2] or ''}" if address else "download the file and give its path"
         raise CheckpointError(f"{name} is a URL; {advice}")
     hint = _suggest_similar(path, candidates)
     if hf_hub.is_repository_name(name):
@@ -80,15 +69,14 @@ def resolve_path(name: str | os.PathLike[str], source_hint: str = "", candidates
     if path.is_absolute():
         raise CheckpointError(f"cannot read {path}: {os.strerror(errno.ENOENT)}{hint}")
     folders = " or in ".join(map(str, get_model_folders()))
-    raise CheckpointError(f"{name!r} not found here, in {folders}{hint or f'; {source_hint or _make_naming_hint(name)}'}")
+    raise CheckpointError(f"{name!r} not found here, in {folders}{hint or f'; {_make_naming_hint(name)}'}")
 
 
 def _make_naming_hint(name: str) -> str:
     """Return advice on how to name a model, as a part of the error about a name that was not found."""
     if name.endswith(MODEL_SUFFIXES) or not (bare := BARE_NAME.fullmatch(name)):
         return NAMING_HINT
-    ollama_note = "it looks like an ollama name, which is not supported; " if bare[2] else ""
-    return f"{ollama_note}{NAMING_HINT}; find one at {SEARCH_URL}{bare[1]}"
+    return f"{NAMING_HINT}; find one at {SEARCH_URL}{bare[1]}"
 
 
 def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
@@ -108,8 +96,7 @@ def find_required_packages(names: Sequence[str], tokenizer: str = "") -> dict[st
     for name in filter(None, [*names, tokenizer]):
         model = _read_valid_aliases().get(name, name)
         if not find_local(name) and (_find_published(model) or hf_hub.is_repository_name(model)):
-            hint = f" ({_make_manual_download_hint(published)})" if (published := _find_published(model)) else ""
-            needed.setdefault(optional_dependencies.HUB, hf_hub.format_fetch_purpose(name) + hint)
+            needed.setdefault(optional_dependencies.HUB, hf_hub.format_fetch_purpose(name))
     if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):  # checked first: the loop reads files
         for name in filter(_has_json_tokenizer, filter(None, [tokenizer or names[0], *names[1:]])):
             needed.setdefault(optional_dependencies.TOKENIZERS, f"to read the tokenizer of {name}")
@@ -175,7 +162,7 @@ def find_tokenizer(given: str | os.PathLike[str] | None, target: Path | None, vo
         TokenizerError: No tokenizer was given, and none is found.
     """
     if given is not None:
-        return resolve_path(given, f"llama2.c's tokenizer.bin is at {LLAMA2C_URL}")
+        return resolve_path(given)
     if target and target.is_dir():
         return target
     folders = [*([target.parent] if target else []), *get_model_folders()]
@@ -199,33 +186,11 @@ def get_default_pair() -> tuple[Path, Path]:
     Raises:
         CheckpointError: One of them, or the bundled tokenizer, is missing.
     """
-    missing = [str(path) for path in _get_default_paths() if not path.exists()]
+    missing = [str(path) for path in (DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER) if not path.exists()]
     if missing:
-        raise CheckpointError(
-            f"no model is given, and the default pair lacks {' and '.join(missing)}; {RESTORE_HINT}, "
-            f"or get stories15M.bin from {TINYLLAMAS_URL} and tokenizer.bin from {LLAMA2C_URL}, and name it with "
-            f"target='stories15M.bin'"
-        )
+        problem = f"no model is given, and the default pair lacks {' and '.join(missing)}"
+        raise CheckpointError(f"{problem}; restore it with 'git checkout models' or by installing again")
     return DEFAULT_TARGET, DEFAULT_DRAFT
-
-
-@contextmanager
-def add_restore_hint() -> Iterator[None]:
-    """Run a block; if it raises an error about a bundled model file, raise the error again with advice to restore the file.
-
-    Only a CheckpointError or TokenizerError gets the advice, and not if its cause is a lack of memory or permission.
-    """
-    try:
-        yield
-    except (CheckpointError, TokenizerError) as error:
-        cause = error.__context__
-        is_file_error = not isinstance(cause, MemoryError | OSError) or isinstance(cause, FileNotFoundError)
-        is_bundled = is_file_error and any(str(path) in str(error) for path in _get_default_paths())
-        raise type(error)(f"{error}; {RESTORE_HINT}" if is_bundled else str(error)) from None
-
-
-def _get_default_paths() -> tuple[Path, Path, Path]:
-    return DEFAULT_TARGET, DEFAULT_DRAFT, DEFAULT_TOKENIZER
 
 
 def get_model_folders() -> tuple[Path, Path]:
@@ -238,16 +203,6 @@ def _read_valid_aliases() -> dict[str, str]:
     with suppress(CheckpointError):
         return read_aliases()
     return {}
-
-
-def _make_manual_download_hint(published: str) -> str:
-    """Return advice, for an error, on how to get a file of `hf_hub.PUBLISHED_FILES`, and its tokenizer, by hand."""
-    tokenizers = (
-        [PUBLISHED_TOKENIZERS[512 if published == "stories260K.bin" else 32000]] if published.startswith("stories") else []
-    )
-    urls = {file: hf_hub.PUBLISHED_FILES[file][0] for file in [published, *tokenizers] if not find_local(file)}
-    sources = " and ".join(f"{file} from {url if '://' in url else TINYLLAMAS_URL}" for file, url in urls.items())
-    return f"put {sources} here or in models/" + (f", or {DEFAULT_PAIR_HINT}" if tokenizers else "")
 
 
 def _find_published(name: str) -> str:
@@ -313,29 +268,14 @@ def _find_local_path(path: Path) -> Path | None:
     A repository's folder in the hub's cache becomes its snapshot folder.
 
     Raises:
-        CheckpointError: The path cannot be accessed, or the repository has no snapshot or several.
+        CheckpointError: The path cannot be accessed, or the repository lacks the snapshot of its last download.
     """
     found = _find_first_existing(_list_candidate_paths(path))
-    is_repository = found and (found / "snapshots").is_dir() and not (found / "config.json").exists()
-    return _find_snapshot(found) if found and is_repository else found
-
-
-def _find_snapshot(repository: Path) -> Path:
-    """Return the snapshot folder of a repository's folder in the hub's cache: that of refs/main, or the only one.
-
-    Raises:
-        CheckpointError: There is no snapshot, or there are several and refs/main names none of them.
-    """
-    with wrap_read_errors(repository, CheckpointError):
-        snapshots = sorted(each for each in (repository / "snapshots").iterdir() if each.is_dir())
-    commit = ""
-    with suppress(OSError, ValueError):
-        commit = (repository / "refs" / "main").read_text().strip()
-    found = [each for each in snapshots if each.name == commit] or snapshots
-    if len(found) != 1:
-        advice = f"name one of them: {', '.join(map(str, found[:3]))}" if found else "download the model again"
-        raise CheckpointError(f"{repository} is a folder of the hub's cache with {len(found)} snapshots; {advice}")
-    return found[0]
+    if not found or not (found / "snapshots").is_dir() or (found / "config.json").exists():
+        return found
+    if not (snapshot := hf_hub.find_snapshot(found)):
+        raise CheckpointError(f"{found} is a folder of the hub's cache without a latest snapshot; name one of those in it")
+    return snapshot
 
 
 def _list_candidate_paths(path: Path) -> list[Path]:

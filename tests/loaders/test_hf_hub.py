@@ -759,10 +759,7 @@ def test_a_missing_library_is_reported_in_one_line(server: FakeHub, monkeypatch:
         == f"package not found: {purpose}; install with: pip install huggingface_hub"
     )
     line = get_error(lambda: model_paths.resolve_path("stories42M.bin"))
-    assert (
-        line.startswith("package not found: huggingface_hub")
-        and "; install with: pip install huggingface_hub; put stories42M.bin from" in line
-    )
+    assert line.startswith("package not found: huggingface_hub") and line.endswith("; install with: pip install huggingface_hub")
     assert server.requests == []
 
 
@@ -798,7 +795,7 @@ def test_a_published_file_with_a_wrong_hash_is_rejected_and_removed(stories: Fak
     for name, data in wrong.items():
         right = hf_hub.PUBLISHED_FILES[name][1]
         line = f"{name} has sha256 {hashlib.sha256(data).hexdigest()}, expected {right}; the download was removed; try again"
-        assert get_error(lambda name=name: model_paths.resolve_path(name)).startswith(f"{line}; put {name} from ")
+        assert get_error(lambda name=name: model_paths.resolve_path(name)) == line
     assert list_partial_files(tmp_path) == []
     assert not list((tmp_path / "home").rglob("stories15M.bin")) and not list((tmp_path / "home").rglob("tokenizer.bin"))
 
