@@ -3,13 +3,12 @@
 Only the reader of a file's own format is imported.
 """
 
-import itertools
 import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from specdec.argument_checks import CheckpointError, CheckpointWarning, JSONDict, wrap_read_errors
+from specdec.argument_checks import CheckpointError, CheckpointWarning, JSONDict, count_common_prefix, wrap_read_errors
 from specdec.families import detect_head
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import (
@@ -117,12 +116,8 @@ def load_builtin_head(target: Checkpoint) -> Checkpoint | None:
 
 def _list_mtp_files(target: Path) -> list[Path]:
     """Return the files next to a target that by their names hold MTP heads, those with the most similar names first."""
-
-    def count_common(path: Path) -> int:
-        pairs = zip(path.name.removeprefix(MTP_PREFIX), target.name, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    return sorted(sorted(target.parent.glob(f"{MTP_PREFIX}*.gguf")), key=count_common, reverse=True)
+    paths = sorted(target.parent.glob(f"{MTP_PREFIX}*.gguf"))
+    return sorted(paths, key=lambda path: -count_common_prefix(path.name.removeprefix(MTP_PREFIX), target.name, len(target.name)))
 
 
 def _find_incompatibility(head: Checkpoint, target: ModelConfig) -> str:
@@ -136,16 +131,7 @@ def check_compatibility(head: Checkpoint, target: ModelConfig) -> None:
 
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointWarning",
-    "check_compatibility",
-    "is_head_folder",
-    "is_llama2c_file",
-    "load_builtin_head",
-    "load_checkpoint",
-    "read_json_object",
-    "read_optional_json_object",
-    "read_vocabulary",
+    "Checkpoint", "CheckpointError", "CheckpointWarning", "check_compatibility", "is_head_folder", "is_llama2c_file",
+    "load_builtin_head", "load_checkpoint", "read_json_object", "read_optional_json_object", "read_vocabulary",
     "write_text_atomically",
 ]  # fmt: skip

@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specdec.argument_checks import CheckpointError, JSONObject
+from specdec.argument_checks import CheckpointError, JSONObject, format_json_value
 from specdec.head_config import HeadConfig
 from specdec.loaders.model_file import ModelFile
 from specdec.model_config import ModelConfig
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type
 Dtype = np.dtype[Any]
-FLOATS: dict[str, Dtype] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
-MAX_SPREAD = 2  # rows that are read at once for each of some selected rows
 BYTE = np.dtype("u1")  # raw bytes of quantized blocks
+FLOATS: dict[str, Dtype] = {"F32": FP32, "F16": FP16, "BF16": BF16}  # by their names in files
+INTEGERS: dict[str, Dtype] = {"I64": np.dtype("<i8")}
+MAX_SPREAD = 2  # rows that are read at once for each of some selected rows
 
 
 @dataclass(frozen=True)
@@ -139,15 +140,13 @@ class FileTensor:
         name: Name of the tensor for error messages.
         shape: Its shape.
         start: Its first byte in the file.
-        value_name: What its numbers are, for error messages.
-        dtype: FP32, FP16, BF16 or BYTE.
+        dtype: FP32, FP16, BF16, BYTE, or one of INTEGERS.
     """
 
     file: ModelFile
     name: str
     shape: tuple[int, ...]
     start: int
-    value_name: str = "weights"
     dtype: Dtype = FP32
 
     @property
@@ -200,14 +199,59 @@ class FileTensor:
         return self.check_finite(data.view(self.dtype))
 
     def check_finite(self, numbers: Array) -> Array:
-        """Check that numbers read from this tensor are finite, and return them unchanged; raw bytes are not checked.
+        """Check that floats read from this tensor are finite, and return them unchanged; bytes and integers are not checked.
 
         Raises:
             CheckpointError: A number is NaN or infinite.
         """
-        if self.dtype != BYTE and not all_finite(numbers):
-            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite {self.value_name}")
+        if self.dtype in FLOATS.values() and not all_finite(numbers):
+            raise CheckpointError(f"{self.file.path} is damaged: {self.name} holds NaN or infinite weights")
         return numbers
+
+
+class TensorEntry(NamedTuple):
+    """An entry of a file's header for one tensor.
+
+    Attributes:
+        type: Name of the tensor's type in the file, such as "BF16".
+        shape: Its shape in numbers, outermost dimension first.
+        start: Its first byte in the file.
+        n_bytes: Number of its bytes in the file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    n_bytes: int
+
+
+class TensorFile:
+    """A file with the parsed entries of its header; tensors are read when they are indexed. Base class of the formats.
+
+    Attributes:
+        path: The file.
+        entries: The entries by tensor name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; raise CheckpointError if it cannot be read."""
+        self.path, self._file = path, ModelFile(path)
+        self.entries: dict[str, TensorEntry] = {}
+
+    def get_tensor(self, name: str, types: Mapping[str, Dtype] = FLOATS) -> Any:
+        """Return the tensor with a name for reading later.
+
+        Args:
+            name: Name of the tensor in the file.
+            types: Accepted types: numpy's by the name in the file.
+
+        Raises:
+            CheckpointError: The tensor has another type.
+        """
+        entry = self.entries[name]
+        if entry.type not in types:
+            raise self._file.make_error(name, f"is {format_json_value(entry.type)}; expected {', '.join(types)}")
+        return FileTensor(self._file, name, entry.shape, entry.start, types[entry.type])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Keys, names and defaults are llama.cpp's (gguf-py's constants.py, src/llama-mode
 either supported or rejected by name; other keys are ignored.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from specdec.families.gguf_common import (
 from specdec.families.hf_common import MAX_LAYERS
 from specdec.families.pre_tokenizers import has_rstrip_special_tokens
 from specdec.loaders import import_reader
-from specdec.loaders.checkpoint import Checkpoint, check_id_map, check_target_ids, parse_default_sampling
+from specdec.loaders.checkpoint import FLOATS, Checkpoint, Dtype, check_id_map, check_target_ids, parse_default_sampling
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.rerankers import find_rerank_template, read_rerank_head
@@ -161,7 +162,7 @@ class GGUFModel(TensorIndex[GGUFFile]):
             numbers = np.array(values.get_layer_floats(key, n_layers), np.float32)
             self._layer_numbers |= {f"{key}.{i}": numbers[i : i + 1] for i in range(n_layers)}
 
-    def get_tensor(self, name: str, shape: tuple[int, ...], *types: Any) -> Any:
+    def get_tensor(self, name: str, shape: tuple[int, ...], types: Mapping[str, Dtype] = FLOATS) -> Any:
         """Return the tensor with a name and mark it as used, as in `TensorIndex`, or the number of a layer from the metadata.
 
         An outermost dimension of 1 may be missing: ggml's writers, its quantizer among them, drop it.
@@ -169,8 +170,8 @@ class GGUFModel(TensorIndex[GGUFFile]):
         if name in self._layer_numbers:
             return self._layer_numbers[name]
         if shape[0] == 1 and self.get_shape(name) == shape[1:]:
-            return super().get_tensor(name, shape[1:], *types).flatten_matrices()
-        return super().get_tensor(name, shape, *types)
+            return super().get_tensor(name, shape[1:], types).flatten_matrices()
+        return super().get_tensor(name, shape, types)
 
     def is_duplicate(self, name: str, other: str) -> bool:
         """Return whether the tensors with two names are equal, after reading both; if so, mark the second as used."""

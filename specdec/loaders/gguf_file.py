@@ -7,19 +7,18 @@ next multiple of the alignment on, at multiples of it. Versions 2 and 3 do not d
 """
 
 import math
-import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
-from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, Dtype, FileTensor
+from specdec.loaders.checkpoint import BYTE, FLOATS, FP32, INTEGERS, Dtype, FileTensor, TensorEntry, TensorFile
 from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, GGUF_MAGIC, MAX_JSON_BYTES, ModelFile, identify_file
 from specdec.quant.gguf_repacking import BLOCK_TYPES
-from specdec.runtime.simd import Int64
 
 VERSIONS = (2, 3)
 ALIGNMENT_KEY = "general.alignment"
@@ -34,40 +33,20 @@ NUMBER_DTYPES: dict[int, Dtype] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"), 4: np.dtype("<u4"), 5: np.dtype("<i4"),
     FLOAT32: FP32, BOOL: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
 }  # fmt: skip
-INTEGER_TYPE = "I64"
 TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
     13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
     22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
-    # Repacked types that llama.cpp has withdrawn
-    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
 BLOCK_SIZES = {  # weights and bytes of a block, for each supported type
-    **{name: (1, dtype.itemsize) for name, dtype in FLOATS.items()},
-    INTEGER_TYPE: (1, 8),
+    **{name: (1, dtype.itemsize) for name, dtype in (FLOATS | INTEGERS).items()},
     **{name: (block.layout.block_columns, block.n_bytes) for name, block in BLOCK_TYPES.items()},
 }
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-class TensorEntry(NamedTuple):
-    """An entry of a GGUF file's header for one tensor.
-
-    Attributes:
-        type: Name of the tensor's type, as in TENSOR_TYPES.
-        shape: Shape in weights, outermost dimension first.
-        offset: First byte of the tensor in the file.
-        n_bytes: Number of bytes in the file.
-    """
-
-    type: str
-    shape: tuple[int, ...]
-    offset: int
-    n_bytes: int
-
-
-class GGUFFile:
+class GGUFFile(TensorFile):
     """A GGUF file with its parsed metadata and tensor entries; tensors are read when they are indexed.
 
     Raises CheckpointError if the file is not GGUF, is truncated, or has a damaged header.
@@ -75,72 +54,48 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header; raise CheckpointError if it is not valid."""
-        self.path = path
-        self._file = ModelFile(path)
+        super().__init__(path)
         self.metadata: JSONDict = {}
-        self.entries: dict[str, TensorEntry] = {}
         self._read_header(_HeaderReader(self._file))
 
-    def get_tensor(self, name: str) -> FileTensor | BlockTensor:
+    def get_tensor(self, name: str, types: Mapping[str, Dtype] = FLOATS) -> Any:
         """Return the tensor with a name for reading later; the matrices of a quantized tensor are stacked along the rows.
 
         Raises:
-            CheckpointError: The type holds neither floats nor supported blocks, or the tensor is a quantized vector.
+            CheckpointError: The type is none of `types` and has no supported blocks, or the tensor is a quantized vector.
         """
         entry = self.entries[name]
-        if entry.type in FLOATS:
-            return FileTensor(self._file, name, entry.shape, entry.offset, dtype=FLOATS[entry.type])
-        if len(entry.shape) < 2 or entry.type not in BLOCK_TYPES:
-            phrase = "a vector of" if len(entry.shape) == 1 else "of"
-            raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} is {phrase} type {entry.type}; expected {', '.join(FLOATS)}"
-            )
+        if entry.type not in BLOCK_TYPES or len(entry.shape) == 1:
+            return super().get_tensor(name, types)
         return BlockTensor(self.get_raw_tensor(name), entry.type, f"{self.path} is damaged: {format_json_value(name)}")
-
-    def read_integers(self, name: str) -> Int64:
-        """Read the I64 tensor with a name, and return its integers as a vector.
-
-        Raises:
-            CheckpointError: The tensor is of another type.
-        """
-        entry = self.entries[name]
-        if entry.type != INTEGER_TYPE:
-            raise CheckpointError(f"{self.path}: {format_json_value(name)} is of type {entry.type}; expected {INTEGER_TYPE}")
-        return self._file.read(entry.offset, entry.n_bytes).view("<i8").astype(np.int64)
 
     def get_raw_tensor(self, name: str) -> FileTensor:
         """Return the tensor with a name, of any type, as raw bytes (rows, bytes per row), for reading later."""
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
-        return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.offset, dtype=BYTE)
+        return FileTensor(self._file, name, (rows, entry.n_bytes // rows), entry.start, BYTE)
 
     def _read_header(self, header: "_HeaderReader") -> None:
         """Fill `metadata` and `entries` from the header; raise CheckpointError if it is not that of a supported GGUF file."""
         if header.read_bytes(min(4, self._file.size)) != GGUF_MAGIC:
-            empty_problem = "" if self._file.size else "is empty; expected a GGUF file"
-            problem = (
-                empty_problem
-                or identify_file(self.path, "expected a GGUF file")
-                or f"is not a GGUF file: it does not begin with GGUF; {DOWNLOAD_AGAIN_HINT}"
-            )
-            raise CheckpointError(f"{self.path} {problem}")
+            problem = identify_file(self.path, "expected a GGUF file")
+            unknown = f"is not a GGUF file: it does not begin with GGUF; {DOWNLOAD_AGAIN_HINT}"
+            raise CheckpointError(f"{self.path} {problem or unknown}")
         version = header.read_u32()
         if version not in VERSIONS:
-            swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
-            found = f"big-endian, version {swapped}" if swapped in VERSIONS else f"of version {version}"
-            raise CheckpointError(f"{self.path} is a GGUF file {found}; expected version {' or '.join(map(str, VERSIONS))}")
+            raise CheckpointError(f"{self.path} is a GGUF file of version {version}; expected {' or '.join(map(str, VERSIONS))}")
         n_tensors, n_keys = header.read_u64(), header.read_u64()
         header.check_count(n_tensors, 25, "tensors")
         header.check_count(n_keys, 14, "keys")
         for _ in range(n_keys):
             key = header.read_name("key")
             if key in self.metadata:
-                raise CheckpointError(f"{self.path} holds the key {format_json_value(key)} twice")
+                raise self._file.make_error(key, "is given twice")
             self.metadata[key] = header.read_value(key, header.read_u32())
         for _ in range(n_tensors):
             name = header.read_name("tensor")
             if name in self.entries:
-                raise CheckpointError(f"{self.path} holds the tensor {format_json_value(name)} twice")
+                raise self._file.make_error(name, "is given twice")
             self.entries[name] = self._read_entry(name, header)
         self._resolve_offsets(header.position)
 
@@ -152,28 +107,19 @@ class GGUFFile:
         """
         n_dimensions = header.read_u32()
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
-            raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} has {n_dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}"
-            )
+            raise self._file.make_error(name, f"has {n_dimensions} dimensions; expected 1 to {MAX_DIMENSIONS}")
         shape = tuple(header.read_u64() for _ in range(n_dimensions))[::-1]
         if not all(shape):
-            raise CheckpointError(f"{self.path}: {format_json_value(name)} has the shape {shape}; expected no dimension of 0")
+            raise self._file.make_error(name, f"has the shape {shape}; expected no dimension of 0")
         number, offset = header.read_u32(), header.read_u64()
         type_name = TENSOR_TYPES.get(number, f"number {number}")
         if type_name not in BLOCK_SIZES:
-            base = re.sub(r"(_[48]){2}$", "", type_name)  # of a repacked type
-            way_out = base if base in BLOCK_TYPES else "Q4_K_M or Q4_0"
             known = ", ".join([*FLOATS, *BLOCK_TYPES])
-            raise CheckpointError(
-                f"{self.path}: tensor {format_json_value(name)} is of type {type_name}, which is not supported; download or "
-                f"convert the model again as {way_out}; supported: {known}"
-            )
+            advice = f"download or convert the model again as Q4_K_M or Q4_0; supported: {known}"
+            raise self._file.make_error(name, f"is of type {type_name}, which is not supported; {advice}")
         n_weights, n_bytes = BLOCK_SIZES[type_name]
         if shape[-1] % n_weights:
-            raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} has rows of {shape[-1]} weights; "
-                f"{type_name} needs a multiple of {n_weights}"
-            )
+            raise self._file.make_error(name, f"has rows of {shape[-1]} weights; {type_name} needs a multiple of {n_weights}")
         return TensorEntry(type_name, shape, offset, math.prod(shape) // n_weights * n_bytes)
 
     def _resolve_offsets(self, end: int) -> None:
@@ -187,25 +133,19 @@ class GGUFFile:
         """
         alignment = self.metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise CheckpointError(f"{self.path}: {ALIGNMENT_KEY} is {format_json_value(alignment)}; expected a power of two")
+            raise self._file.make_error(ALIGNMENT_KEY, f"is {format_json_value(alignment)}; expected a power of two")
         start = end_of_last = -(-end // alignment) * alignment
         for name, entry in sorted(self.entries.items(), key=lambda item: item[1][2:]):
-            first = start + entry.offset
-            if entry.offset % alignment:
-                raise CheckpointError(
-                    f"{self.path}: {format_json_value(name)} begins at {entry.offset}, which is not a multiple of {alignment}"
-                )
+            first = start + entry.start
+            if entry.start % alignment:
+                raise self._file.make_error(name, f"begins at {entry.start}, which is not a multiple of {alignment}")
             if first < end_of_last:
-                raise CheckpointError(
-                    f"{self.path}: {format_json_value(name)} overlaps the tensor before it, at {entry.offset} of the data"
-                )
+                raise self._file.make_error(name, f"overlaps the tensor before it, at {entry.start} of the data")
             end_of_last = first + entry.n_bytes
             if end_of_last > self._file.size:
-                raise CheckpointError(
-                    f"{self.path} is truncated: {self._file.size} bytes, and {format_json_value(name)} ends at {end_of_last}; "
-                    f"{DOWNLOAD_AGAIN_HINT}"
-                )
-            self.entries[name] = entry._replace(offset=first)
+                problem = f"ends at {end_of_last}, but the file has {self._file.size} bytes: it is truncated"
+                raise self._file.make_error(name, f"{problem}; {DOWNLOAD_AGAIN_HINT}")
+            self.entries[name] = entry._replace(start=first)
 
 
 class _HeaderReader:
@@ -270,24 +210,18 @@ class _HeaderReader:
         if type_id == ARRAY:
             inner, n = self.read_u32(), self.read_u64()
             if n > MAX_ARRAY_ITEMS:
-                raise CheckpointError(
-                    f"{self._file.path}: {format_json_value(key)} is an array of {n}; expected at most {MAX_ARRAY_ITEMS}"
-                )
+                raise self._file.make_error(key, f"is an array of {n}; expected at most {MAX_ARRAY_ITEMS}")
             return self._read_strings(n) if inner == STRING else self._read_numbers(key, inner, n)
         return self._read_numbers(key, type_id, 1)[0]
 
     def _read_numbers(self, key: str, type_id: int, n: int) -> list[object]:
         """Read the next n numbers or booleans of a GGUF type; raise CheckpointError for another type or a damaged boolean."""
         if type_id not in NUMBER_DTYPES:
-            raise CheckpointError(
-                f"{self._file.path}: {format_json_value(key)} is of type {type_id}; expected 0 to 12, no nested arrays"
-            )
+            raise self._file.make_error(key, f"is of type {type_id}; expected 0 to 12, no nested arrays")
         numbers = np.frombuffer(self.read_bytes(n * NUMBER_DTYPES[type_id].itemsize), NUMBER_DTYPES[type_id])
         if type_id == BOOL:
             if numbers.max(initial=0) > 1:
-                raise CheckpointError(
-                    f"{self._file.path}: {format_json_value(key)} is {numbers.max()}; expected a boolean, 0 or 1"
-                )
+                raise self._file.make_error(key, f"is {numbers.max()}; expected a boolean, 0 or 1")
             return [bool(number) for number in numbers]
         if type_id == FLOAT32 and n == 1:  # the shortest decimal: 1e-5, not 9.999999747378752e-06
             return [float(str(numbers[0]))]

@@ -20,6 +20,7 @@ from specdec.loaders.model_file import (
     GENERATION_CONFIG,
     INDEX,
     MERGE_HINT,
+    ORIGINAL_HINT,
     WEIGHTS,
     read_json_object,
     read_optional_json_object,
@@ -33,33 +34,16 @@ MAX_NAME_LENGTH = 255  # of a file, in characters
 
 POOLING_CONFIG = "1_Pooling/config.json"
 RERANK_HEAD = "score.weight"  # of a Qwen3ForSequenceClassification
-ORIGINAL_HINT = "use the original model with safetensors, or a GGUF file of it"
 FOLDER_HINTS = (  # regex of a file's name, and what to do; the first match counts
     (r".+\.(incomplete|part|crdownload|aria2)", "the download of {name} is not finished; continue it"),
     (r"(?!mmproj).+\.gguf", "name one of its GGUF files: {path}"),
     (r"models--.+--.+", "it is a cache of the hub; name a model by its repository: {repository}"),
-    (
-        r"consolidated.*\.safetensors",
-        f"{{name}} is in Mistral's own format, which is not supported; download {CONFIG}, model*.safetensors and tokenizer.json "
-        "from the same repository, or name the model as org/name",
-    ),
-    (
-        r"consolidated.*\.pth",
-        "{name} is in Meta's own format, which is not supported; use the model's Hugging Face folder, named as org/name",
-    ),
-    (
-        r"pytorch_model.*|.+\.(pth|pt|ckpt)",
-        "{name} is a PyTorch file, which is not supported; convert it with from_pretrained and save_pretrained of transformers",
-    ),
+    (r"pytorch_model.*\.bin", "{name} is a PyTorch file; convert it with from_pretrained and save_pretrained of transformers"),
     (r"adapter_config\.json", f"an adapter alone is not a model; {MERGE_HINT}"),
-    (r"onnx|.+\.onnx", f"an ONNX model is not supported; {ORIGINAL_HINT}"),
-    (r"openvino_model\..+", f"an OpenVINO model is not supported; {ORIGINAL_HINT}"),
     (
-        r"tf_model.*\.h5|flax_model.*\.msgpack",
-        f"{{name}} has weights of TensorFlow or Flax, which are not supported; {ORIGINAL_HINT}",
+        r"consolidated.*|onnx|.+\.(pth|pt|ckpt|onnx|h5|msgpack|npz)|openvino_model\..+|model_index\.json",
+        f"{{name}} belongs to a format that is not supported; {ORIGINAL_HINT}",
     ),
-    (r"(weights|model).*\.npz", f"{{name}} has weights of MLX, which are not supported; {ORIGINAL_HINT}"),
-    (r"model_index\.json", "it is a diffusers pipeline for images; expected a language model"),
     (r"model-\d{5}-of-\d{5}\.safetensors", f"{{name}} is a shard; download {INDEX} and all shards to the same folder"),
 )
 EOS_NAME = "eos"
@@ -220,13 +204,6 @@ def _make_hint(path: Path) -> str:
         if entry := next((entry for entry in entries if re.fullmatch(pattern, entry.name)), None):
             repository = entry.name.removeprefix("models--").replace("--", "/", 1)
             return hint.format(path=entry, name=entry.name, repository=repository)
-    if models := [str(entry) for entry in entries if (entry / CONFIG).is_file()]:
-        return f"name one of the models in it: {', '.join(models[:3])}"
-    weights = [entry.name for entry in entries if entry.suffix == ".safetensors"]
-    if weights and not (path / CONFIG).exists():
-        return f"download {CONFIG} and tokenizer.json to it, from the same repository as {weights[0]}"
-    if len(weights) == 1:
-        return f"rename its {weights[0]} to {WEIGHTS}"
     return f"expected a Hugging Face folder: {CONFIG} and {WEIGHTS}, or shards with {INDEX}"
 
 

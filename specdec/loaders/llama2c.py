@@ -7,7 +7,6 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,34 +32,17 @@ TOKENIZER_SIGNATURE = re.compile(rb".{8}\x05\0\0\0<unk>", re.DOTALL)
 FP32_TENSORS = ("rms_att", "rms_ffn", "rms_final")  # fp32 in every version
 
 
-class NamedChatTemplate(NamedTuple):
-    """A chat template that users choose by name because no model file contains it.
-
-    Attributes:
-        source: The Jinja template.
-        variables: The template's variables, such as bos_token.
-        description: The models that the template is for.
-    """
-
-    source: str
-    variables: Mapping[str, str]
-    description: str
-
-
-CHAT_TEMPLATES = {
-    "llama2": NamedChatTemplate(
-        """{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
+# The chat template of Llama 2, which no llama2.c file contains, and its variables
+LLAMA2_TEMPLATE = """\
+{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
 {% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
 {% for message in turns %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('user and assistant have to take turns, user first') }}{% endif %}\
 {% if loop.index0 == 0 and system is not false %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}\
 {% else %}{% set content = message['content'] %}{% endif %}\
 {% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
-        {"bos_token": "<s>", "eos_token": "</s>"},
-        "a llama2.c export of Llama 2 chat",
-    )
-}
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+LLAMA2_VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 class Header(NamedTuple):
@@ -131,7 +113,7 @@ class Int8Tensor:
     def scales(self) -> FileTensor:
         """The scales of the matrix, one for each run of `file_group_size` weights, as a vector that is not read yet."""
         n = math.prod(self.shape)
-        return FileTensor(self.file, self.name, (n // self.file_group_size,), self.start + n, "scales")
+        return FileTensor(self.file, self.name, (n // self.file_group_size,), self.start + n)
 
     @property
     def group(self) -> int:

@@ -4,9 +4,9 @@ import codecs
 import json
 import os
 import re
+from collections import Counter
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ SNIFF_BYTES = 512
 MIN_TEXT_BYTES = 2  # one byte alone is no evidence
 EXPECTED_MODEL = "expected a GGUF file, a folder with config.json and model.safetensors, or a llama2.c checkpoint"
 ORIGINAL_HINT = "use the original model's folder, or a GGUF file of it"
-DOWNLOAD_HINT, DOWNLOAD_AGAIN_HINT, UNPACK_HINT = "download the file itself", "download it again", "unpack it first"
+DOWNLOAD_AGAIN_HINT = "download it again"
 LFS_POINTER = b"version https://git-lfs"  # the first bytes of what a clone without Git LFS has in place of a large file
 IS_LFS_POINTER = "is a Git LFS pointer in place of the file; run `git lfs pull` in its folder, or download the file itself"
 PICKLE = "a PyTorch file, which may run code when it is read, so it is not supported"
@@ -57,6 +57,10 @@ class ModelFile:
         with wrap_read_errors(path, CheckpointError, "a model file"):
             self._identity = _get_identity(path.stat())
             self.size = path.stat().st_size
+
+    def make_error(self, name: str, problem: str) -> CheckpointError:
+        """Return an error, to be raised, about a tensor or a key of the file; `problem` follows its name."""
+        return CheckpointError(f"{self.path}: {format_json_value(name)} {problem}")
 
     def read(self, start: int, n_bytes: int) -> Bytes:
         """Read n_bytes of the file from byte `start` on, and return them as a vector.
@@ -167,7 +171,7 @@ def parse_json_object(path: Path, data: bytes, part_name: str = "") -> JSONDict:
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {' '.join(str(error).split())[:100]}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is a JSON {_get_json_type(value)}; expected an object")
+        raise CheckpointError(f"{where} is {format_json_value(value)}; expected an object")
     return value
 
 
@@ -190,65 +194,23 @@ def write_text_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> JSONDict:
     result = dict(pairs)
     if len(result) < len(pairs):
-        seen: set[str] = set()
-        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        ((duplicate, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {format_json_value(duplicate)} is given twice in an object")
     return result
 
 
-def _get_json_type(value: object) -> str:
-    names = {list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
-
-
 # Files in unsupported formats
 
-
-class UnsupportedFormat(NamedTuple):
-    """A file format that is recognized but cannot be loaded, with advice for the error message.
-
-    Attributes:
-        signature: Regex that matches the first bytes of a file in the format.
-        name: Name of the format with an article.
-        advice: What the user can do; "" if only another file helps.
-    """
-
-    signature: bytes
-    name: str
-    advice: str = ""
-
-
-# Binary formats; the first match counts.
+# The first bytes of files that people take for models, what they are, and what to do; the first match counts.
 UNSUPPORTED_FORMATS = (
-    UnsupportedFormat(
-        rb".{8}\{\s*\"", "a safetensors file", "name the folder that holds it, its config.json and its tokenizer.json"
-    ),
-    UnsupportedFormat(rb"PK\x03\x04.{26}[^/]{1,30}/(data\.pkl|byteorder|version|\.format)", PICKLE),
-    UnsupportedFormat(rb"\x80[\x02-\x05](\x8a\x0a\x6c\xfc\x9c\x46|\x95|ctorch|\}|\]|c)", PICKLE),
-    UnsupportedFormat(rb"PK\x03\x04", "a zip archive, or a PyTorch file"),
-    UnsupportedFormat(
-        rb"MZqFpD", "a llamafile, which is a program with a GGUF file in it", "unpack the GGUF file with unzip and name it"
-    ),
-    UnsupportedFormat(rb"\x08[\x01-\x10][\x12\x3a]", "an ONNX model, which is not supported", ORIGINAL_HINT),
-    UnsupportedFormat(rb".{4}TFL3", "a TensorFlow Lite model, which is not supported", ORIGINAL_HINT),
-    UnsupportedFormat(rb"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes them, which is not supported", ORIGINAL_HINT),
-    UnsupportedFormat(rb"\x93NUMPY", "a NumPy array, which is not supported", ORIGINAL_HINT),
-    UnsupportedFormat(rb"(lmgg|fmgg|tjgg|algg)", "a ggml file that is older than GGUF", "convert it, or download a GGUF file"),
-    UnsupportedFormat(
-        rb"\n.\n.<(unk|pad|s)>", "a SentencePiece tokenizer", "make a tokenizer.json of it with save_pretrained of transformers"
-    ),
-    UnsupportedFormat(rb"\x89PNG\r\n\x1a\n", "a PNG image"),
-    UnsupportedFormat(rb"\xff\xd8\xff", "a JPEG image"),
-    UnsupportedFormat(rb"GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", "an image"),
-    UnsupportedFormat(rb"ID3[\2-\4]|fLaC|OggS|RIFF.{4}WAVE|.{4}ftyp|\x1a\x45\xdf\xa3", "an audio or video file"),
-    UnsupportedFormat(rb"SQLite format 3\0", "an SQLite database"),
-    UnsupportedFormat(rb"%PDF-", "a PDF document"),
-    UnsupportedFormat(rb"MZ|\x7fELF|\xcf\xfa\xed\xfe", "a program"),
-    UnsupportedFormat(
-        rb"\x1f\x8b\x08|BZh\d1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|7z\xbc\xaf\x27\x1c|Rar!", "a compressed file", UNPACK_HINT
-    ),
-    UnsupportedFormat(rb".{257}ustar", "a tar archive", UNPACK_HINT),
-    UnsupportedFormat(rb"\0{64}", "a file that begins with zeros, like an unfinished download", DOWNLOAD_HINT),
+    (rb".{8}\{\s*\"", "a safetensors file", "name the folder that holds it, its config.json and its tokenizer.json"),
+    (rb"PK\x03\x04.{26}[^/]{1,30}/(data\.pkl|byteorder|version|\.format)", PICKLE, ORIGINAL_HINT),
+    (rb"\x80[\x02-\x05](\x8a\x0a\x6c\xfc\x9c\x46|\x95|ctorch|\}|\]|c)", PICKLE, ORIGINAL_HINT),
+    (rb"MZqFpD", "a llamafile, which is a program with a GGUF file in it", "unpack the GGUF file with unzip and name it"),
+    (rb"\x08[\x01-\x10][\x12\x3a]", "an ONNX model, which is not supported", ORIGINAL_HINT),
+    (rb"lmgg|fmgg|tjgg|algg", "a ggml file that is older than GGUF", "convert it, or download a GGUF file"),
+    (rb"\n.\n.<(unk|pad|s)>", "a SentencePiece tokenizer", "make a tokenizer.json with save_pretrained of transformers"),
+    (rb"PK\x03\x04|\x1f\x8b\x08|BZh|\xfd7zXZ|7z\xbc\xaf|Rar!|.{257}ustar", "an archive", "unpack it first"),
 )
 WEB_PAGE = re.compile(rb"\s*(<!doctype|<html|<\?xml)", re.IGNORECASE)
 
@@ -256,11 +218,11 @@ WEB_PAGE = re.compile(rb"\s*(<!doctype|<html|<\?xml)", re.IGNORECASE)
 def identify_file(path: Path, expected: str) -> str:
     """Return the part of an error that says what an unsupported file is and what to do; "" if the format is not recognized.
 
-    An example is "is a PNG image; expected a GGUF file". The file is recognized by its first bytes.
+    An example is "is an archive; unpack it first". The file is recognized by its first bytes.
 
     Args:
         path: A file, not a folder.
-        expected: What the caller can read, for formats without advice of their own.
+        expected: What the caller can read, for the error about a text file.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -270,11 +232,11 @@ def identify_file(path: Path, expected: str) -> str:
     if head.startswith(LFS_POINTER):
         return IS_LFS_POINTER
     if WEB_PAGE.match(head):
-        return f"is a web page, not the file that it links to; {DOWNLOAD_HINT}"
+        return "is a web page, not the file that it links to; download the file itself"
     if text := _decode_text(head):
         return f"is a text file that begins with {shorten(text)!r}; {expected}"
-    found = (each for each in UNSUPPORTED_FORMATS if re.match(each.signature, head, re.DOTALL))
-    return next((f"is {each.name}; {each.advice or expected}" for each in found), "")
+    known = (f"is {name}; {advice}" for signature, name, advice in UNSUPPORTED_FORMATS if re.match(signature, head, re.DOTALL))
+    return next(known, "")
 
 
 def is_text(path: Path) -> bool:

@@ -5,21 +5,16 @@ Layout (https://github.com/huggingface/safetensors): the header's length, u64 li
 """
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
-from specdec.loaders.checkpoint import FLOATS, Dtype, FileTensor
-from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, MAX_JSON_BYTES, ModelFile, identify_file, parse_json_object
-from specdec.runtime.simd import Int64
+from specdec.loaders.checkpoint import TensorEntry, TensorFile
+from specdec.loaders.model_file import DOWNLOAD_AGAIN_HINT, MAX_JSON_BYTES, identify_file, parse_json_object
 
 LENGTH_BYTES = 8
 MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"
-INTEGER_DTYPES = {"I64": np.dtype("<i8")}
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
@@ -27,23 +22,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
-class TensorEntry(NamedTuple):
-    """An entry of a safetensors header for one tensor.
-
-    Attributes:
-        dtype: Name of the tensor's dtype, such as "BF16".
-        shape: Shape of the tensor.
-        start: First byte of the tensor in the file.
-        end: First byte after the tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """A safetensors file with the parsed entries of its header; tensors are read when they are indexed.
 
     Raises CheckpointError if the file is not safetensors, is truncated, or has a damaged header.
@@ -51,35 +30,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header; raise CheckpointError if it is not valid."""
-        self.path = path
-        self._file = ModelFile(path)
+        super().__init__(path)
         self.entries = self._read_header()
-
-    def get_tensor(self, name: str, dtypes: Mapping[str, Dtype] = FLOATS) -> FileTensor:
-        """Return the tensor with a name for reading later.
-
-        Args:
-            name: Name of the tensor in the file.
-            dtypes: Accepted dtypes: numpy's by the name in the file.
-
-        Raises:
-            CheckpointError: The tensor has another dtype.
-        """
-        entry = self.entries[name]
-        if entry.dtype not in dtypes:
-            raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} is {format_json_value(entry.dtype)}; expected {', '.join(dtypes)}"
-            )
-        return FileTensor(self._file, name, entry.shape, entry.start, dtype=dtypes[entry.dtype])
-
-    def read_integers(self, name: str) -> Int64:
-        """Read the I64 tensor with a name, and return its integers as a vector.
-
-        Raises:
-            CheckpointError: The tensor is of another type.
-        """
-        numbers = self.get_tensor(name, INTEGER_DTYPES)
-        return self._file.read(numbers.start, math.prod(numbers.shape) * 8).view("<i8").astype(np.int64)
 
     def _read_header(self) -> dict[str, TensorEntry]:
         """Read and check the header, and return its entries by tensor name; raise CheckpointError if it is not valid."""
@@ -88,12 +40,9 @@ class SafetensorsFile:
             problem = "is empty" if size == 0 else f"is truncated: {size} bytes cannot hold a header"
             raise CheckpointError(f"{self.path} {problem}; expected a safetensors file")
         n_bytes = int.from_bytes(self._file.read(0, LENGTH_BYTES).tobytes(), "little")
-        if n_bytes > MAX_JSON_BYTES and (problem := identify_file(self.path, "expected a safetensors file")):
-            raise CheckpointError(f"{self.path} {problem}")
         if n_bytes > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{self.path} is not a safetensors file: its header has {n_bytes} bytes; expected at most {MAX_JSON_BYTES}"
-            )
+            unknown = f"is not a safetensors file: its header has {n_bytes} bytes; expected at most {MAX_JSON_BYTES}"
+            raise CheckpointError(f"{self.path} {identify_file(self.path, 'expected a safetensors file') or unknown}")
         start = LENGTH_BYTES + n_bytes
         if start > size:
             raise CheckpointError(
@@ -115,27 +64,23 @@ class SafetensorsFile:
         keys: JSONDict = value if isinstance(value, dict) else {}
         dtype, shape, offsets = (keys.get(key, 0) for key in ("dtype", "shape", "data_offsets"))
         if not (isinstance(dtype, str) and _is_int_list(shape) and _is_int_list(offsets) and len(offsets) == 2):
-            raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} is {format_json_value(value)}; expected dtype, shape and two "
-                f"data_offsets"
-            )
+            raise self._file.make_error(name, f"is {format_json_value(value)}; expected dtype, shape and two data_offsets")
         first, last = offsets
         size = math.prod(shape) * DTYPE_BITS[dtype] if dtype in DTYPE_BITS else None
         if size is not None and size != 8 * (last - first):
-            raise CheckpointError(
-                f"{self.path}: {format_json_value(name)} of {dtype} {format_json_value(shape)} lies in {last - first} bytes"
-            )
-        return TensorEntry(dtype, tuple(shape) or (1,), start + first, start + last)  # a scalar counts as a vector of one number
+            raise self._file.make_error(name, f"of {dtype} {format_json_value(shape)} lies in {last - first} bytes")
+        return TensorEntry(dtype, tuple(shape) or (1,), start + first, last - first)  # a scalar counts as a vector of one number
 
     def _check_spans(self, entries: dict[str, TensorEntry], start: int) -> None:
         """Raise CheckpointError unless every byte of the file after the header belongs to exactly one tensor."""
         at = start
         for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-            if entry.start != at or entry.end < at:
+            if entry.n_bytes < 0:
+                raise self._file.make_error(name, f"ends before it begins, at {entry.start - start} of the data")
+            if entry.start != at:
                 problem = "overlaps the one before it" if entry.start < at else "leaves a hole before it"
-                problem = problem if entry.start <= entry.end else "ends before it begins"
-                raise CheckpointError(f"{self.path}: {format_json_value(name)} {problem}, at {entry.start - start} of the data")
-            at = entry.end
+                raise self._file.make_error(name, f"{problem}, at {entry.start - start} of the data")
+            at += entry.n_bytes
         if at != self._file.size:
             problem = "truncated" if self._file.size < at else "too long"
             raise CheckpointError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
 from specdec.families.family import TensorSource, TensorSpec
-from specdec.loaders.checkpoint import FP32, DerivedTensor, FileTensor
+from specdec.loaders.checkpoint import FLOATS, FP32, INTEGERS, DerivedTensor, Dtype, FileTensor, TensorFile
 from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import to_float32
@@ -18,7 +18,7 @@ from specdec.runtime.simd import Array, Int64
 # Inputs that are transposed at once: a cache line of each output. Measured for 3 GB in fp32: 2.7 GB/s, all at once 0.7 GB/s.
 TRANSPOSE_CHUNK_COLUMNS = 16
 COMPARE_CHUNK_ROWS = 2048  # rows of the embedding and the classifier that are compared at once
-File = TypeVar("File", bound=Any)  # an open file with path, entries (shapes by name), get_tensor and read_integers
+File = TypeVar("File", bound=TensorFile)
 
 
 class TensorIndex(Generic[File]):
@@ -71,22 +71,25 @@ class TensorIndex(Generic[File]):
         if name not in self._sources:
             raise CheckpointError(f"{self.path} has no tensor {name}, which {self.need_phrase}")
         file, full = self._sources[name]
-        shape: tuple[int, ...] = file.entries[full].shape
-        return shape
+        return file.entries[full].shape
 
-    def get_tensor(self, name: str, shape: tuple[int, ...], *types: object) -> Any:
+    def get_tensor(self, name: str, shape: tuple[int, ...], types: Mapping[str, Dtype] = FLOATS) -> Any:
         """Return the tensor with a name for reading later, after checking its shape and type, and mark the tensor as used.
 
         Args:
             name: Name of the tensor.
             shape: The expected shape.
-            types: Accepted types, passed to the file's `get_tensor`.
+            types: Accepted types, as in `TensorFile.get_tensor`.
 
         Raises:
             CheckpointError: The tensor is missing or has another shape or type.
         """
-        file, full = self._find_source(name, shape)
-        return file.get_tensor(full, *types)
+        found = self.get_shape(name)
+        if found != shape:
+            raise CheckpointError(f"{self.describe(name)} has the shape {found}; {self.shape_phrase} {shape}")
+        self._used.add(name)
+        file, full = self._sources[name]
+        return file.get_tensor(full, types)
 
     def read_integers(self, name: str, n: int) -> Int64:
         """Read the vector of n integers with a name, (n,), and mark it as used.
@@ -94,21 +97,8 @@ class TensorIndex(Generic[File]):
         Raises:
             CheckpointError: As in `get_tensor`.
         """
-        file, full = self._find_source(name, (n,))
-        integers: Int64 = file.read_integers(full)
+        integers: Int64 = self.get_tensor(name, (n,), INTEGERS)[:]
         return integers
-
-    def _find_source(self, name: str, shape: tuple[int, ...]) -> tuple[File, str]:
-        """Return a tensor's file and the tensor's name in that file, after checking the shape, and mark the tensor as used.
-
-        Raises:
-            CheckpointError: The tensor is missing or has another shape.
-        """
-        found = self.get_shape(name)
-        if found != shape:
-            raise CheckpointError(f"{self.describe(name)} has the shape {found}; {self.shape_phrase} {shape}")
-        self._used.add(name)
-        return self._sources[name]
 
 
 def assemble_tensors(config: ModelConfig, specs: Mapping[str, TensorSpec], source: TensorSource) -> JSONDict:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specdec.argument_checks import JSONObject, check_choice, check_path, check_string, decode_text, shorten
 from specdec.loaders import Checkpoint, optional_dependencies, read_optional_json_object
-from specdec.loaders.llama2c import CHAT_TEMPLATES
+from specdec.loaders.llama2c import LLAMA2_TEMPLATE, LLAMA2_VARIABLES
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer, read_file_bytes
 
 if TYPE_CHECKING:
@@ -27,12 +27,9 @@ MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call
 NO_OPTIONS: Options = {}
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython", "function")
 
-LLAMA2C_TEMPLATE, *_ = CHAT_TEMPLATES  # llama2.c files contain no template
-TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_MAP_FILE = (
-    "chat_template.jinja",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
+LLAMA2C_TEMPLATE = "llama2"  # name of LLAMA2_TEMPLATE for users
+TEMPLATE_FILE, TOKENIZER_CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL_TOKENS_MAP_FILE = "special_tokens_map.json"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"  # of older vision models
 # the names are those of transformers; a model may have several templates
 TOOL_TEMPLATE_NAME = "tool_use"
@@ -257,7 +254,7 @@ def load_chat_template(
     Args:
         checkpoint: The model, if it has files.
         tokenizer: The tokenizer file; its folder is searched if there is no checkpoint.
-        given: A template file, or a name in `CHAT_TEMPLATES`, instead of the model's own.
+        given: A template file, or LLAMA2C_TEMPLATE, instead of the model's own.
 
     Raises:
         TemplateError: There is no template, or a package is missing.
@@ -286,21 +283,18 @@ def load_chat_template(
         if (folder / TOOL_TEMPLATE_FILE).exists():
             tool_source = _read_template(folder / TOOL_TEMPLATE_FILE)
     elif checkpoint:  # a llama2.c file
-        variables = {**CHAT_TEMPLATES[LLAMA2C_TEMPLATE].variables}
-    if isinstance(given, str) and given in CHAT_TEMPLATES:
-        source, tool_source, location = CHAT_TEMPLATES[given].source, None, Path(given)
-        variables = {**CHAT_TEMPLATES[given].variables} | variables
+        variables = LLAMA2_VARIABLES
+    if given == LLAMA2C_TEMPLATE:
+        source, tool_source, location = LLAMA2_TEMPLATE, None, Path(LLAMA2C_TEMPLATE)
+        variables = LLAMA2_VARIABLES | variables
     elif given is not None:
         location = Path(check_path("template", given))
         if not os.path.exists(location):
-            raise TemplateError(f"chat template {location} not found; expected a file, or {' or '.join(CHAT_TEMPLATES)}")
+            raise TemplateError(f"chat template {location} not found; expected a file, or {LLAMA2C_TEMPLATE}")
         source, tool_source = _read_template(location), None
     if not isinstance(source, str):
-        others = " or ".join(f"{name} for {one.description}" for name, one in CHAT_TEMPLATES.items())
-        raise TemplateError(
-            f"{folder} has no chat template; name one with template=... (a file, or {others}), or use a model that is trained "
-            "for chat"
-        )
+        others = f"a file, or {LLAMA2C_TEMPLATE} for a llama2.c export of Llama 2 chat"
+        raise TemplateError(f"{folder} has no chat template; use a model that is trained for chat, or template=... ({others})")
     return ChatTemplate(source, str(location), variables, tool_source if isinstance(tool_source, str) else "")
 
 

@@ -17,13 +17,7 @@ from specdec.loaders import CheckpointError, read_json_object, write_text_atomic
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError, TemplateError
-from specdec.text.reasoning import (
-    SPECIAL_TOKEN_MARK,
-    PartKind,
-    ReasoningMarks,
-    find_reasoning_marks,
-    make_thinking_options,
-)
+from specdec.text.reasoning import SPECIAL_TOKEN_MARK, PartKind, ReasoningMarks, find_reasoning_marks, make_thinking_options
 from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.tokenizer import AnyTokenizer
 

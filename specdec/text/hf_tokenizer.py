@@ -21,13 +21,7 @@ from specdec.argument_checks import JSONDict
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE
 from specdec.text.hf_encoder import BPETables, Encoder
-from specdec.tokenizer import (
-    TEXT_NOT_STARTED,
-    RenderedSegment,
-    TokenizerError,
-    decode_tokens,
-    read_file_bytes,
-)
+from specdec.tokenizer import TEXT_NOT_STARTED, RenderedSegment, TokenizerError, decode_tokens, read_file_bytes
 
 SUPPORTED_DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
 TEXT_STARTED = 0
@@ -270,14 +264,11 @@ def _wrap_library_errors(message: str) -> Iterator[None]:
 
 def _find_tokenizer_file(path: Path) -> Path:
     """Return the tokenizer.json of a folder, or the file itself; raise TokenizerError for a folder without one."""
-    if not path.is_dir() or (path / TOKENIZER_FILE).exists():
-        return path / TOKENIZER_FILE if path.is_dir() else path
-    others = [name for name in ("tokenizer.model", "vocab.json") if (path / name).exists()]
-    advice = (
-        f"transformers can make one from {others[0]}: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
-        if others
-        else "copy it from the model's source, or pass a tokenizer with tokenizer=..."
-    )
+    if not path.is_dir():
+        return path
+    if (path / TOKENIZER_FILE).exists():
+        return path / TOKENIZER_FILE
+    advice = "copy it from the model's source, make one with AutoTokenizer of transformers, or pass tokenizer=..."
     raise TokenizerError(f"{path} has no {TOKENIZER_FILE}; {advice}")
 
 

@@ -63,7 +63,7 @@ def test_invalid_constraint_is_one_line(run: Run, pair: Pair, schema: Path, tmp_
         "--schema", '{"type": "object"}'
     )
     for content, words in {
-        "[]": "is a JSON list; expected an object", "{": "is not valid JSON", "[" * 1_000_000: "nested too deeply",
+        "[]": "is []; expected an object", "{": "is not valid JSON", "[" * 1_000_000: "nested too deeply",
         '{"a": 1, "a": 2}': "is given twice", '{"not": {}}': "uses not, which is not supported",
         "\udcff": "is not UTF-8 at byte 0",
     }.items():  # fmt: skip

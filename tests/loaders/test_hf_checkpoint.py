@@ -603,16 +603,15 @@ def make_empty_files(folder: Path, *names: str) -> Path:
 
 
 OTHERS = {
-    "consolidated.safetensors": "in Mistral's own format, which is not supported; download config.json, model*.safetensors",
-    "consolidated.00.pth": "in Meta's own format, which is not supported",
-    "model.pth": "a PyTorch file, which is not supported; convert it",
-    "pytorch_model-00001-of-00002.bin": "a PyTorch file, which is not supported; convert it",
-    "model.onnx": "an ONNX model is not supported; use the original",
-    "openvino_model.xml": "an OpenVINO model is not supported; use the original",
-    "tf_model.h5": "weights of TensorFlow or Flax, which are not supported",
-    "flax_model.msgpack": "weights of TensorFlow or Flax, which are not supported",
-    "weights.npz": "weights of MLX, which are not supported",
-    "model_index.json": "a diffusers pipeline for images",
+    "consolidated.safetensors": "belongs to a format that is not supported; use the original",
+    "consolidated.00.pth": "belongs to a format that is not supported; use the original",
+    "model.pth": "belongs to a format that is not supported",
+    "pytorch_model-00001-of-00002.bin": "is a PyTorch file; convert it",
+    "model.onnx": "belongs to a format that is not supported; use the original",
+    "openvino_model.xml": "belongs to a format that is not supported; use the original",
+    "flax_model.msgpack": "belongs to a format that is not supported",
+    "weights.npz": "belongs to a format that is not supported",
+    "model_index.json": "belongs to a format that is not supported",
     "model-00001-of-00002.safetensors": "is a shard; download model.safetensors.index.json",
     "model.safetensors.incomplete": "is not finished",
     "models--org--name": "name a model by its repository: org/name",
@@ -629,15 +628,6 @@ def test_a_folder_in_another_format_is_reported_with_advice(tmp_path: Path, name
     if not has_config:
         (folder / "config.json").unlink()
     assert_rejected(folder, OTHERS[name])
-
-
-def test_misnamed_weights_and_a_folder_of_models_are_reported_with_advice(tmp_path: Path) -> None:
-    folder = copy_fixture(tmp_path / "some" / "model")
-    assert_rejected(tmp_path / "some", "name one of the models in it: /model")
-    (folder / WEIGHTS).rename(folder / "mine.safetensors")
-    assert_rejected(folder, f"rename its mine.safetensors to {WEIGHTS}")
-    (folder / "config.json").unlink()
-    assert_rejected(folder, "download config.json and tokenizer.json to it, from the same repository as mine.safetensors")
 
 
 def test_a_config_that_is_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:

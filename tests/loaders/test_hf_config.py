@@ -716,7 +716,7 @@ def test_keys_that_change_nothing_are_ignored(tmp_path: Path) -> None:
 
 
 BAD_JSON: dict[str, tuple[bytes, str]] = {
-    "a list": (b"[1]", "a JSON list; expected an object"),
+    "a list": (b"[1]", "is [1]; expected an object"),
     "null": (b"null", "null"),
     "empty": (b"", "not valid JSON"),
     "half": (b'{"model_type": "lla', "not valid JSON"),

@@ -20,7 +20,7 @@ import jinja2
 import jinja2.runtime
 
 from specdec.loaders import Checkpoint
-from specdec.loaders.llama2c import CHAT_TEMPLATES
+from specdec.loaders.llama2c import LLAMA2_TEMPLATE
 from specdec.text import jinja_renderer
 from specdec.text.chat_template import ChatTemplate, PromptTooLongError, TemplateError, load_chat_template
 from specdec.text.hf_tokenizer import HFTokenizer
@@ -32,7 +32,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def make_template(name: str) -> ChatTemplate:
-    source = CHAT_TEMPLATES["llama2"].source if name == "built-in" else (CHATS / f"{name}.jinja").read_text(encoding="utf-8")
+    source = LLAMA2_TEMPLATE if name == "built-in" else (CHATS / f"{name}.jinja").read_text(encoding="utf-8")
     return ChatTemplate(source, name, CASES["llama2" if name == "built-in" else name]["variables"])
 
 
@@ -99,7 +99,7 @@ def test_cached_prefixes_change_no_id() -> None:
 
 
 def test_llama2_exports_have_a_template_with_special_tokens(tokenizer: Tokenizer) -> None:
-    ids = ChatTemplate(CHAT_TEMPLATES["llama2"].source, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
+    ids = ChatTemplate(LLAMA2_TEMPLATE, "here", {"bos_token": "<s>", "eos_token": "</s>"}).encode(
         tokenizer, [*USER, {"role": "assistant", "content": "</s>"}, *USER]
     )
     assert [token for token in ids if token in (1, 2)] == [1, 2, 1]
