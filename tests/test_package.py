@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "verification": {"sampling", "runtime"},
     "events": set(),
     "loaders": {
-        "families", "heads", "model", "layers", "model_config", "mixer_config", "head_config", "quant", "tokenizer", "runtime",
+        "families", "heads", "model", "layers", "model_config", "head_config", "quant", "tokenizer", "runtime",
         "argument_checks",
     },
     "families": {"layers", "model_config", "mixer_config", "head_config", "argument_checks"},

@@ -20,8 +20,6 @@ from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import (
     ADAPTER_CONFIG,
     INDEX,
-    MERGE_HINT,
-    PICKLE_WEIGHTS,
     WEIGHTS,
     list_shard_names,
     read_json_object,
@@ -210,10 +208,6 @@ class _Repository:
             raise CheckpointError(f"{self._name} on the hub has no GGUF file of {quant}; available: {names}")
         if found and (quant or not has_safetensors):
             return self.fetch_files(found) / found[0]
-        if not has_safetensors and not {PICKLE_WEIGHTS, ADAPTER_CONFIG}.isdisjoint(self._files):
-            hint = f"its {PICKLE_WEIGHTS} may run code when it is read: write it to {WEIGHTS} with safetensors.torch"
-            hint = hint if PICKLE_WEIGHTS in self._files else f"it is an adapter: {MERGE_HINT}"
-            raise CheckpointError(f"{self._name} on the hub has no {WEIGHTS}; {hint}")
         index = [INDEX] if INDEX in self._files and WEIGHTS not in self._files else []
         self.fetch_files([CONFIG, *(file for file in AUXILIARY_FILES if file in self._files), *index])
         return self.fetch_files(_list_shards(self._snapshot_dir / INDEX) if index else [WEIGHTS])

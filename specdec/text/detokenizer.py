@@ -1,6 +1,6 @@
 """Detokenization of decoding events: text in whole characters, which ends before a stop string. Independent of models."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,6 +47,21 @@ class Generation:
         return iter((self.text, self.statistics))
 
 
+def find_first(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the first of some marks in a text, and the mark.
+
+    Without a mark, return the position from which on the text may become one, and "".
+    """
+    if found := [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]:
+        return min(found)
+    return len(text) - max([_count_partial(text, mark) for mark in marks], default=0), ""
+
+
+def _count_partial(text: str, mark: str) -> int:
+    """Return the length of the longest end of a text that is the beginning of a mark, but not the whole mark."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+
+
 class StopStringFilter:
     """A filter for streamed text that passes everything before the first stop string, and nothing from there on.
 
@@ -58,25 +73,17 @@ class StopStringFilter:
 
     def __init__(self, stops: Collection[str]) -> None:
         """Create a filter before the first text."""
-        self._stops, self._max_stop_length = stops, max(map(len, stops), default=0)
-        self._pending = ""
+        self._stops, self._pending = [*stops], ""
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
         """Add a piece of text and return all text that is now certain not to belong to a stop string."""
-        if not self._max_stop_length:
-            return piece
         if self.found is not None:
             return ""
         text = self._pending + piece
-        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if matches:
-            self._pending, (first, self.found) = "", min(matches)
-            return text[:first]
-        lengths = range(min(self._max_stop_length - 1, len(text)), 0, -1)
-        n = next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-        self._pending = text[len(text) - n :]
-        return text[: len(text) - n]
+        n, stop = find_first(text, self._stops)
+        self.found, self._pending = (stop, "") if stop else (None, text[n:])
+        return text[:n]
 
     def flush(self) -> str:
         """Return the held-back text and clear it; called at the end of the stream, when it can no longer become a stop string."""

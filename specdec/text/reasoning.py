@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from specdec.argument_checks import JSONDict
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, TemplateError
+from specdec.text.detokenizer import find_first
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer
 
 # precedes the name of a special token where only special tokens are marks; a lone surrogate, which no text contains
@@ -300,7 +301,7 @@ class ReasoningSplitter:
         """Move the text up to the next mark from the pending text to the parts; what may become a mark stays."""
         text = self._pending if self._has_reasoning else self._pending.lstrip("\r\n")
         marks = [mark for mark in (*self._ends, self._hold_mark) if mark]
-        n_before, mark = _find_first(text, marks)
+        n_before, mark = find_first(text, marks)
         if mark and mark != self._hold_mark:
             self._thought_end = self._n_characters - len(text) + n_before
         thought = text[:n_before]
@@ -317,7 +318,7 @@ class ReasoningSplitter:
             self.phase, self._pending = "held", text[n_before:]
 
     def _read_held(self, parts: list[tuple[PartKind, str]]) -> None:
-        n, mark = _find_first(self._pending, self._ends)
+        n, mark = find_first(self._pending, self._ends)
         if mark:
             self._thought_end = self._n_characters - len(self._pending) + n
         self._held.append(self._pending[:n])
@@ -329,7 +330,7 @@ class ReasoningSplitter:
     def _read_answer(self, parts: list[tuple[PartKind, str]]) -> None:
         is_end = False
         while not is_end:
-            n, mark = _find_first(self._pending, self._dropped_marks)
+            n, mark = find_first(self._pending, self._dropped_marks)
             if n:
                 parts.append(("text", self._pending[:n]))
             self._pending = self._pending[n + len(mark) :]
@@ -337,23 +338,8 @@ class ReasoningSplitter:
 
     def _read_header(self) -> None:
         if self._header_end:
-            n, mark = _find_first(self._pending, [self._header_end])
+            n, mark = find_first(self._pending, [self._header_end])
             self._pending = self._pending[n + len(mark) :]
             if not mark:
                 return
         self.phase = "after"
-
-
-def _find_first(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    """Return the position of the first of some marks in a text, and the mark.
-
-    Without a mark, return the position from which on the text may become one, and "".
-    """
-    if found := [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]:
-        return min(found)
-    return len(text) - max([_count_partial(text, mark) for mark in marks], default=0), ""
-
-
-def _count_partial(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that is the beginning of a mark, but not the whole mark."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -95,7 +95,6 @@ class InteractiveView:
         by, target = self._labels.draft_label, self._labels.target
         forms = (
             (f"{green}: guessed {by} and confirmed", f"plain: {target}'s own", "struck: guessed wrong"),
-            (f"{green}: guessed {by}, confirmed", f"plain: {target}'s own", "struck: wrong"),
             (f"{green}: guessed right", "plain: its own", "struck: wrong"),
             ("guessed right", "its own", "wrong"),
         )
@@ -373,9 +372,7 @@ class LivePanel(InteractiveView):
         draft_label, target = self._labels.draft_label, self._labels.target
         sentences = (
             f"guessed {draft_label}; {target} checks a line in one pass",
-            f"guessed {draft_label}; a line is one pass",
             "guesses; a line is checked in one pass",
-            "guesses; a line is one pass",
             "a line is one pass",
         )
         counts = "guesses right in a pass" if width - 4 >= MIN_HISTOGRAM_WIDTH else "tokens"
