@@ -1,25 +1,19 @@
 """Make tests/fixtures/heads/assistants with transformers 5.23: `python tests/tools/make_assistants.py`. No test needs it.
 
-`target` is a tiny Gemma 4 with random weights; `plain` and `ordered` are random assistants for it, `ordered` with centroids.
-expected.npz has `tokens` (N,), prompt `lengths` (L,) and for each assistant the output of transformers' own loop after that many
-tokens: greedy draft tokens `NAME_guesses` (L, G) and their logits `NAME_logits` (L, G, V).
+`target` is a tiny Gemma 4 with random weights; `plain` and `ordered` are random assistants for it, `ordered` with centroids. Each
+is defined by its config.json. expected.npz has `tokens` (N,), prompt `lengths` (L,) and for each assistant the output of
+transformers' own loop after that many tokens: greedy draft tokens `NAME_guesses` (L, G) and their logits `NAME_logits` (L, G, V).
 """
-
-import shutil
 
 import numpy as np
 import torch
-from make_fixtures import FIXTURES, make_gemma4_sizes, randomize
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig, GenerationConfig
+from make_fixtures import FIXTURES, randomize
+from transformers import AutoConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 N_TOKENS, N_GUESSES, LENGTHS = 60, 4, (2, 3, 9, 10, 11, 30, 60)
 FOLDER = FIXTURES / "heads" / "assistants"
-HEADS = {"head_dim": 6, "global_head_dim": 16, "sliding_window": 9}
-ASSISTANTS = {
-    "plain": make_gemma4_sizes(192, 24, 40, 4, 2, 1, layers="wwwa", **HEADS),
-    "ordered": make_gemma4_sizes(192, 18, 32, 3, 4, 1, layers="awa", **HEADS),
-}
+ASSISTANTS = ("plain", "ordered")
 ORIGINAL_MODES = Gemma4TextConfig.kv_sharing_modes.fget
 
 
@@ -42,19 +36,13 @@ def soften_scores(model):
 
 
 def make_target():
-    config = Gemma4TextConfig(
-        **make_gemma4_sizes(192, 20, 30, 6, 2, 1, layers="wawwaa", **HEADS), hidden_size_per_layer_input=7, num_kv_shared_layers=3
-    )
     torch.manual_seed(1)
-    return soften_scores(randomize(Gemma4ForCausalLM(config)))
+    return soften_scores(randomize(Gemma4ForCausalLM(AutoConfig.from_pretrained(FOLDER / "target"))))
 
 
 def make_assistant(name, seed):
-    text = Gemma4TextConfig(**ASSISTANTS[name] | {"vocab_size_per_layer_input": 0}, hidden_size_per_layer_input=0)
-    options = {"use_ordered_embeddings": True, "num_centroids": 6, "centroid_intermediate_top_k": 2}
-    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=20, **(options if name == "ordered" else {}))
     torch.manual_seed(seed)
-    model = soften_scores(randomize(Gemma4AssistantForCausalLM(config)))
+    model = soften_scores(randomize(Gemma4AssistantForCausalLM(AutoConfig.from_pretrained(FOLDER / name))))
     if model.masked_embedding:
         order = np.random.default_rng(seed).permutation(192)
         model.masked_embedding.token_ordering.copy_(torch.from_numpy(order))
@@ -78,7 +66,6 @@ def compute_expected(target, assistant, tokens):
 def main():
     torch.set_num_threads(1)
     Gemma4TextConfig.kv_sharing_modes = property(get_kv_modes)
-    shutil.rmtree(FOLDER, ignore_errors=True)
     tokens = torch.from_numpy(np.random.default_rng(5).integers(3, 192, N_TOKENS))
     target = make_target()
     target.save_pretrained(FOLDER / "target")
