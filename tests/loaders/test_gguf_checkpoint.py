@@ -26,7 +26,7 @@ from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
 from tests.tools.block_tensors import block_model
-from tests.tools.configs import replace_config
+from tests.tools.configs import make_gemma3_layers, override_full_layers, replace_config
 from tests.tools.gguf_files import (
     BLOCK_SIZES,
     CONVERTED,
@@ -47,14 +47,7 @@ from tests.tools.gguf_files import (
     rope_divisors,
     write_parts,
 )
-from tests.tools.hf_folders import (
-    CONFIGS,
-    FIXTURES,
-    assert_rejected,
-    make_gemma3_layers,
-    override_full_layers,
-    read_all_tensors,
-)
+from tests.tools.hf_folders import CONFIGS, FIXTURES, assert_rejected, read_all_tensors
 
 PACKAGE = FIXTURES / "gguf"
 

@@ -1,7 +1,7 @@
 """Configs from one flat list of fields; the dataclasses' own fields determine where each belongs."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from specdec.mixer_config import MixerConfig
@@ -67,3 +67,24 @@ def make_config(*sizes: Any, **changes: Any) -> ModelConfig:
 def make_mixer_layers(n_layers: int, layers: Collection[int], mixer: MixerConfig) -> tuple[LayerConfig, ...]:
     """Return `ModelConfig.layers` where the given layers have this mixer."""
     return tuple(LayerConfig(mixer=mixer if i in layers else None) for i in range(n_layers))
+
+
+def override_full_layers(layers: Collection[int], n_layers: int, **more: Any) -> tuple[dict[str, Any], ...]:
+    """Return the overrides of n_layers layers, of which the given ones have full attention."""
+    return tuple({"window": 0, **more} if i in layers else {} for i in range(n_layers)) if layers else ()
+
+
+def make_gemma3_layers(full: Collection[int], n_layers: int, divisors: tuple[float, ...] = ()) -> tuple[dict[str, Any], ...]:
+    """Return the layers of a Gemma 3 with some full-attention layers, whose angles are divided by the divisors."""
+    return override_full_layers(full, n_layers, rope_theta=1e6, rope_divisors=divisors)
+
+
+def describe_config(part: Any) -> Any:
+    """Return a config or a part of one as JSON has it, without the fields that have their defaults."""
+    if isinstance(part, tuple):
+        return [describe_config(each) for each in part]
+    if not is_dataclass(part):
+        return part
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    own = {field.name: describe_config(values[field.name]) for field in fields(part) if values[field.name] != field.default}
+    return {"type": type(part).__name__} | own

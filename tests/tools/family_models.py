@@ -1,5 +1,7 @@
 """Random models of each family and architecture."""
 
+from typing import Any
+
 import numpy as np
 
 from specdec.families.nemotron_h import make_layers
@@ -16,8 +18,7 @@ from specdec.model_config import (
     YarnRopeScaling,
 )
 from specdec.quant import FP32
-from tests.tools.configs import make_config
-from tests.tools.hf_folders import make_gemma4_fields, override_full_layers
+from tests.tools.configs import make_config, override_full_layers
 
 LLAMA_3 = Llama3RopeScaling(8.0, 1.0, 4.0, 40)  # so few positions that all three kinds of pairs occur
 
@@ -36,16 +37,31 @@ YARN = {"rope_theta": 100.0, "rope_scaling": YarnRopeScaling(4.0, 19, 2.0), "que
 ALL = {"wo_bias": True, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}
 
 
-GEMMA = {
-    "norm_placement": "around",
-    "activation": "gelu",
-    "qk_norm": True,
-    "rope_theta": 100.0,
-    "embedding_scale": 6.3,
-}
+GEMMA = {"norm_placement": "around", "activation": "gelu", "qk_norm": True, "rope_theta": 100.0, "embedding_scale": 6.3}
 
 
 GEMMA_LAYERS = override_full_layers((2,), 4, rope_theta=1e6, rope_divisors=(8.0,) * 12)
+
+
+def make_gemma4_fields(
+    dim: int, kinds: str, n_shared: int, head_dim: int, window: int, n_turned: int, hidden_dim: int | None = None, **own: Any
+) -> dict[str, Any]:
+    """Return the fields of a Gemma 4.
+
+    kinds has a letter for each layer: w, windowed, or a, full attention. head_dim, n_turned (rotated pairs) and own are those of
+    full-attention layers. hidden_dim is that of layers that read keys and values of others.
+    """
+    divisors = (1.0,) * n_turned + (float(np.float32(1e30)),) * (head_dim // 2 - n_turned)
+    full_layer = {"head_dim": head_dim, "window": 0, "rope_theta": 1e4, "rope_divisors": divisors, **own}
+    layers = [full_layer if layer_kind == "a" else {} for layer_kind in kinds]
+    first_shared = len(kinds) - n_shared
+    for i in range(first_shared, len(kinds)):
+        layers[i] = layers[i] | {"kv_layer": kinds.rindex(kinds[i], 0, first_shared), "hidden_dim": hidden_dim}
+    return {
+        "norm_placement": "around", "activation": "gelu", "norm_eps": 1e-6, "rope_theta": 100.0, "qk_norm": True,
+        "value_norm": True, "embedding_scale": float(np.sqrt(np.float32(dim))), "attention_scale": 1.0, "layer_scale": True,
+        "window": window, "layers": tuple(layers),
+    }  # fmt: skip
 
 
 # dim, hidden, layers, heads, kv heads, vocab, seq_len

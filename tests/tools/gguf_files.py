@@ -14,7 +14,7 @@ from specdec.loaders.gguf_file import GGUFFile
 from specdec.mixer_config import DeltaNetConfig, ShortConvConfig
 from specdec.model_config import Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from tests.tools import hf_folders
-from tests.tools.hf_folders import CONFIGS, FIXTURES
+from tests.tools.hf_folders import CONFIG_TABLE, CONFIGS, FIXTURES
 
 TOKENIZERS = FIXTURES / "tokenizers"
 TYPE_IDS = {
@@ -199,9 +199,9 @@ def get_gguf_architecture(name: str) -> str:
 NAMES = [
     name
     for name in hf_folders.NAMES
-    if name in CONFIGS
-    and (not CONFIGS[name].attention.window or name.startswith("gemma3"))
+    if name in CONFIG_TABLE
     and name not in (*EXCLUDED, *CONVERTED)
+    and ("window" not in CONFIG_TABLE[name].get("attention", {}) or name.startswith("gemma3"))
 ]
 
 

@@ -2,8 +2,8 @@
 
 A row is a model in a weight format under a setting. It has the hash of the output that the model generates with its draft (tokens
 and numbers of accepted draft tokens), of the logits of that whole sequence, and of a draw from each: probabilities, token and
-margin. A new row is a new entry in `CASES`. A changed hash means another output for some seed, and needs a new `__arithmetic__`
-in specdec.py.
+margin. A new row is a new fixture or a new entry in `CASES`. A changed hash means another output for some seed, and needs a new
+`__arithmetic__` in specdec.py. The table also has the config of each fixture.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +38,11 @@ from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.block_tensors import ROWS, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.configs import describe_config
 from tests.tools.decode import decode
-from tests.tools.hf_folders import CONFIGS, FIXTURES, read_all_tensors
+from tests.tools.hf_folders import CONFIGS, FIXTURES, TABLE, read_all_tensors
 from tests.tools.random_models import run_in_blocks
 
-TABLE = Path(__file__).parents[1] / "fixtures" / "golden.json"
 FLOAT_FORMATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 WEIGHT_FORMATS = FLOAT_FORMATS | {
     "int4": INT4,
@@ -249,7 +248,8 @@ def compute_function_hashes() -> dict[str, str]:
 def make_table() -> dict[str, Any]:
     """Return the whole table as this machine computes it."""
     texts = {case.name: compute_row(case) for case in CASES}
-    return {"arithmetic": specdec.__arithmetic__, "functions": compute_function_hashes(), "texts": texts}
+    configs = {name: describe_config(config) for name, config in CONFIGS.items()}
+    return {"arithmetic": specdec.__arithmetic__, "configs": configs, "functions": compute_function_hashes(), "texts": texts}
 
 
 def find_changed_rows(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
