@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -325,10 +325,11 @@ def test_file_of_another_function_is_ignored(package: Path) -> None:
     assert [run_program(package), run_program(package)] == ["40 0", "40 1"]
 
 
-def test_folder_in_place_of_a_file_is_ignored(package: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path)], ids=["folder", "link to itself"])
+def test_what_is_no_file_is_ignored(package: Path, make: Callable[[Path], None]) -> None:
     for path in list_code_files(package):
         path.unlink()
-        path.mkdir()
+        make(path)
     assert [run_program(package), run_program(package)] == ["40 0", "40 0"]
 
 

@@ -8,10 +8,8 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import multiprocessing
-import os
 import random
 import re
 import shutil
@@ -26,7 +24,6 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import get_args
-from unittest import mock
 
 import numpy as np
 
@@ -40,7 +37,6 @@ from specdec.events import Proposal, Step
 from specdec.families.gguf_common import INTERLEAVED_ROPE_TENSORS
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.model_loader import load_model
-from specdec.model import get_architecture
 from specdec.model.llama import LLAMA
 from specdec.model.model import KVFormatName, Model
 from specdec.model_config import ModelConfig
@@ -60,7 +56,7 @@ from tests.tools import gguf_files as made_gguf
 from tests.tools import hf_folders as huggingface
 from tests.tools import reference
 from tests.tools.decode import END_MARKS, decode, get_cache
-from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
+from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, check_tensors, corrupt, damage_folder, damage_gguf
 from tests.tools.fuzz_heads import fuzz_head
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
@@ -69,18 +65,6 @@ KEYS = (
     "attention_bias", "rope_scaling", "rope_theta", "head_dim", "quantization_config", "sliding_window", "layer_types",
     "sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar",
 )  # fmt: skip
-GGUF_VALUES = (
-    0, 1, 2, 3, 5, 2**31, 0.0, 1.0, math.nan, math.inf, 1e-5, True, False, "", "llama", "gpt2", "yarn", "linear", "\udcff",
-    made_gguf.TypedValue(10, 2**60), made_gguf.TypedValue(5, -1), made_gguf.TypedValue(11, -(2**60)), [1, 2], ["a", "b"],
-    [0.5, math.nan],
-    [True],
-)  # fmt: skip
-GGUF_ITEMS = {
-    str: ("", "a", "the", "\u2581", "a b", "\0", "<0x41>", "<|im_end|>", "\udcff", "\u0120", "\u0120 t", "é", "x" * 999),
-    int: (0, 1, 2, 3, 4, 5, 6, 7, -1, 2**31 - 1),
-    float: (0.0, -1.0, math.inf, -math.inf, math.nan, 3e38, -1e-40),
-}
-GGUF_SHAPES = ((0, 32), (2**40, 0), (2**62, 2**62), (0,), (72, 0, 32), (2**63,))
 
 
 def random_config(rng, vocab=0, **fixed):
@@ -109,36 +93,12 @@ def fuzz_folder(rng):
     folder = FOLDER / f"folder{rng.randrange(3)}"
     shutil.rmtree(folder, ignore_errors=True)
     huggingface.copy_fixture(folder, rng.choice(huggingface.NAMES))
-    files = sorted(folder.iterdir(), key=lambda file: (file.name == "config.json", file.name))
-    for path in rng.sample(files[-4:], rng.choice([0, 1, 1, 1, 2])):
-        data = path.read_bytes()
-        if path.suffix == ".safetensors" and rng.random() < 0.5:
-            header, rest = huggingface.split_safetensors(data)
-            name, keys = rng.choice(list(header)), ["dtype", "shape", "data_offsets"]
-            target, key = rng.choice([(header, name), (header[name], rng.choice(keys)), (header, "x")])
-            other = dict(rng.choice(list(header.values())))
-            target[key] = rng.choice([random_json(rng), other, "F16", [0, 64], [8, 4], [2**70, 2]])
-            path.write_bytes(huggingface.join_safetensors(header, rest))
-        elif path.suffix == ".json" and rng.random() < 0.7:
-            values = json.loads(data)
-            target = rng.choice([values, *(value for value in values.values() if isinstance(value, dict))])
-            keys = [*target, *KEYS]
-            for _ in range(rng.choice([1, 1, 2])):
-                target[rng.choice(keys)] = random_json(rng)
-            path.write_text(json.dumps(values))
-        else:
-            start = 8 + int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
-            path.write_bytes(corrupt(rng, data, rng.choice(files).read_bytes(), start, [0, 4, 8, start]))
+    damage_folder(rng, folder, KEYS)
     try:
         checkpoint = load_checkpoint(folder)
-        shapes = get_architecture(checkpoint.config).shapes(checkpoint.config)
-        for name, tensor in checkpoint.tensors.items():
-            arrays = [t[:] for t in tensor] if isinstance(tensor, list) else [tensor[:]]
-            assert {array.shape for array in arrays} == {shapes[name][1:] if isinstance(tensor, list) else shapes[name]}, name
-            assert not isinstance(tensor, list) or len(arrays) == shapes[name][0], name
+        check_tensors(checkpoint)
     except CheckpointError as error:
         return check_one_line(error, str(folder))
-    assert set(checkpoint.tensors) == set(shapes)
     assert all(0 <= i < checkpoint.config.vocab_size for i in [*checkpoint.eos_tokens, checkpoint.bos_token_id or 0])
     return FINE
 
@@ -209,32 +169,13 @@ def fuzz_gguf(rng):
         numbers_rng = np.random.default_rng(rng.getrandbits(32))
         for table in {"token_embd.weight", "output.weight"} & set(tensors):
             tensors[table] = numbers_rng.standard_normal((rows, tensors[table].shape[1])).astype(np.float32)
-    if rng.random() < 0.5:
-        for _ in range(rng.choice([1, 1, 2])):
-            keys[rng.choice([*keys, "split.count", "general.alignment", "llama.rope.scaling.type"])] = rng.choice(GGUF_VALUES)
-    lists = [key for key, value in keys.items() if isinstance(value, list)]
-    for key in rng.sample(lists, min(len(lists), rng.choice([0, 0, 1, 2]))):
-        items = keys[key] = list(keys[key])
-        for _ in range(rng.choice([1, 1, len(items)])):
-            items[rng.randrange(len(items))] = rng.choice(GGUF_ITEMS.get(type(items[0]), items))
-    if rng.random() < 0.1:
-        tensors[rng.choice(["output.weight", "token_embd.weight", "x"])] = made_gguf.RawTensor(
-            "F32", rng.choice(GGUF_SHAPES), b""
-        )
-    data, header = made_gguf.gguf_bytes(keys, tensors), len(made_gguf.header_bytes(keys, tensors))
-    if rng.random() < 0.7:
-        marks = [match.start() for match in re.finditer(b"blk|token|general|split|rope", data[:header])]
-        fields = [at + rng.choice([-8, 20, 24, 28, 32, 36]) for at in rng.choices(marks, k=5)]
-        data = corrupt(rng, data, made_gguf.gguf_bytes(keys, {}), header, [4, 8, 12, 16, 20, *fields])
     path = FOLDER / f"model{rng.randrange(3)}.gguf"
+    data = damage_gguf(rng, keys, tensors, ["split.count", "general.alignment", "llama.rope.scaling.type"])
     path.write_bytes(data)
     tracemalloc.start()
     try:
         checkpoint = load_checkpoint(path)
-        shapes = get_architecture(checkpoint.config).shapes(checkpoint.config)
-        for key, tensor in checkpoint.tensors.items():
-            arrays = [t[:] for t in tensor] if isinstance(tensor, list) else [tensor[:]]
-            assert {array.shape for array in arrays} == {shapes[key][1:] if isinstance(tensor, list) else shapes[key]}, key
+        check_tensors(checkpoint)
         if checkpoint.vocabulary:
             tokenizer = load_gguf_tokenizer(path, checkpoint.vocabulary)
             tokens = tokenizer.encode("the river été")
@@ -818,74 +759,6 @@ def fuzz_arguments(rng):
     return FINE
 
 
-# Code cache
-
-MODULE_TEMPLATE = """
-from .runtime.code_cache import compiled
-{line}
-@compiled
-def {name}(x):
-    return {value}
-"""
-
-
-def call_package():
-    """Return the results of the package's functions, as a new process imports it."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "fuzzed"]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
-    with mock.patch.dict(os.environ, NUMBA_CACHE_DIR=str(FOLDER / "code")):
-        return [importlib.import_module(f"fuzzed.{name}").f(1) for name in ("high", "low")]
-
-
-@functools.cache
-def make_cached_package():
-    """Make a package of two compiled functions with our code cache; return the cache folder and its valid files."""
-    folder = FOLDER / "fuzzed"
-    (folder / "runtime").mkdir(parents=True)
-    files = {
-        f"runtime/{name}.py": (made.ROOT / "specdec/runtime" / f"{name}.py")
-        .read_text(encoding="utf-8")
-        .replace("specdec.", "fuzzed.")
-        for name in ("code_cache", "disk_store", "garbage_collection", "numba_compat", "plain_numba")
-    }
-    source = files["runtime/code_cache.py"]
-    ours = re.sub(
-        r"(?ms)^SOURCES = .*?^SOURCE_HASH", 'SOURCES = ("runtime/code_cache.py", "low.py", "high.py")\nSOURCE_HASH', source
-    )
-    low = MODULE_TEMPLATE.format(line="", name="f", value="x + 3")
-    high = MODULE_TEMPLATE.format(line="from .low import f as low", name="f", value="10 * low(x)")
-    files |= {"runtime/code_cache.py": ours, "low.py": low, "high.py": high}
-    for name in ("__init__.py", "runtime/__init__.py", *files):
-        (folder / name).write_text(files.get(name, ""), encoding="utf-8")
-    sys.path.insert(0, str(FOLDER))
-    assert call_package() == [40, 4]
-    code = [*(FOLDER / "code").rglob("*.code")]
-    return code[0].parent, {path.name: path.read_bytes() for path in code}
-
-
-def fuzz_code_cache(rng):
-    """Damage cached machine code: functions return the same results as without it."""
-    folder, valid = make_cached_package()
-    for name, data in valid.items():
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        match rng.randrange(8):
-            case 0:
-                path.mkdir()
-            case 1:
-                path.symlink_to(rng.choice([path, folder, FOLDER / "nowhere", "/dev/null", Path(__file__)]))
-            case 2:  # another function's code
-                path.write_bytes(rng.choice(list(valid.values())))
-            case 3:
-                path.write_bytes(data)
-            case 4 | 5 | 6:
-                path.write_bytes(corrupt(rng, data, rng.randbytes(900), 32, [0, 28, 32, len(data) - 4]))
-    got = call_package()
-    assert got == [40, 4], f"{got}"
-    return FINE
-
-
 CAMPAIGNS = {
     "checkpoints": fuzz_checkpoint,
     "folders": fuzz_folder,
@@ -899,7 +772,6 @@ CAMPAIGNS = {
     "sampling": fuzz_sampling,
     "streams": fuzz_streams,
     "arguments": fuzz_arguments,
-    "code-cache": fuzz_code_cache,
 }
 if all(importlib.util.find_spec(package) for package in ("jinja2", "tokenizers")):
     from tests.tools.fuzz_chat import fuzz_conversation, fuzz_template

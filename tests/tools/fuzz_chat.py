@@ -18,6 +18,7 @@ from specdec.text.chat_template import ChatTemplate, TemplateError
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.chat import ChatSession
 from specdec.ui.plain_views import ModelLabels
+from tests.tools.conversations import enter, get_decoder, get_slots, get_visible_messages
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.model_folders import make_folder
@@ -87,12 +88,6 @@ def random_words(rng):
     return "".join(rng.choices(WORDS, k=rng.choice([0, 1, 2, rng.randint(1, 12)])))
 
 
-def get_slots(decoder):
-    """Return the slots with the KV caches of a decoder's sequences."""
-    decoder._prefix_cache._settle()
-    return [*decoder._prefix_cache._idle, *decoder._prefix_cache._in_use]
-
-
 @contextlib.contextmanager
 def count_run_tokens(decoder):
     """Yield a list that receives the number of tokens of each forward pass of a decoder's target."""
@@ -112,7 +107,7 @@ def check_answer(rng, name, conversation, events, attempt):
 
     A prompt must run only its new tokens, and old messages must be dropped only if the context is full.
     """
-    decoder, n_dropped = conversation._decoder, conversation.n_dropped
+    decoder, n_dropped = get_decoder(conversation), conversation.n_dropped
     cached = [slot.caches.target._tokens[:] for slot in get_slots(decoder)]
     stop = rng.choice([None, None, None, rng.randint(1, 6)])
     tokens, text, prompt = [], "", None
@@ -129,7 +124,7 @@ def check_answer(rng, name, conversation, events, attempt):
     except ValueError as error:
         check_one_line(error, "context holds", "template", "turns")
         return False
-    visible = conversation._get_visible_messages()
+    visible = get_visible_messages(conversation)
     visible, answer = (
         (visible[:-1], visible[-1]) if prompt is not None and visible[-1]["role"] == "assistant" else (visible, None)
     )
@@ -144,11 +139,11 @@ def check_answer(rng, name, conversation, events, attempt):
     assert answer is None or (answer["tokens"], answer["attempt"]) == (tokens, attempt)
     assert answer is None or (answer["content"].startswith(text) if is_cut else answer["content"] == text)  # may hold back a mark
     if conversation.n_dropped > n_dropped:
-        undropped = conversation._get_visible_messages()[: bool(conversation.system)] + conversation.messages[n_dropped:-1]
+        undropped = get_visible_messages(conversation)[: bool(conversation.system)] + conversation.messages[n_dropped:-1]
         min_tokens = min(conversation.settings.max_tokens, POSITIONS // 8)
         assert len(decoder.encode_chat(undropped)) + min_tokens > POSITIONS, "messages were dropped that fit"
         one_more_turn = (
-            conversation._get_visible_messages()[: bool(conversation.system)]
+            get_visible_messages(conversation)[: bool(conversation.system)]
             + conversation.messages[conversation.n_dropped - 2 : -1]
         )
         assert len(decoder.encode_chat(one_more_turn)) > POSITIONS - POSITIONS // 4, "more messages were dropped than necessary"
@@ -193,7 +188,7 @@ def check_file(rng, conversation):
     path.unlink()
     vars(conversation).update(before)
     conversation.save(path)
-    other = Conversation(conversation._decoder, model=conversation.model)
+    other = Conversation(get_decoder(conversation), model=conversation.model)
     other.load(path)
     assert vars(other) == before
     return other
@@ -205,7 +200,7 @@ def run_command(session, command):
     os.chdir(FOLDER)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            session._handle_input(command)
+            enter(session, command)
     finally:
         os.chdir(cwd)
 
@@ -237,7 +232,7 @@ def fuzz_conversation(rng):
                 run_command(session, f"/{rng.choice(COMMANDS)} {rng.choice(ARGUMENTS)}")
         if conversation.messages and conversation.n_dropped == 0:
             with contextlib.suppress(TemplateError):
-                check_ids(name, conversation._get_visible_messages())
+                check_ids(name, get_visible_messages(conversation))
     return outcome
 
 
