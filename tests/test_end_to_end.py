@@ -10,8 +10,6 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.loaders import CheckpointError
 from specdec.loaders.model_loader import TARGET_MEMORY_SHARE, load_model
-from specdec.model.gpt2 import GPT2
-from specdec.tokenizer import TokenizerError
 from tests.tools.command_runs import Run, from_json, run  # noqa: F401  (a fixture)
 from tests.tools.hf_folders import safetensors_bytes
 
@@ -141,13 +139,6 @@ def test_a_loaded_model_can_use_the_tokenizer_of_a_folder(tmp_path: Path) -> Non
     assert generate_tokens(again, SAMPLINGS[1]) == generate_tokens(decoder, SAMPLINGS[1])
 
 
-def test_a_folder_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
-    path = make_folder(tmp_path / "target")
-    (path / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerError, match=r"target has no tokenizer\.json"):
-        SpeculativeDecoder(path)
-
-
 def test_bf16_weights_are_stored_once(tmp_path: Path) -> None:
     path = make_folder(tmp_path / "target")
     model = load_model(path)
@@ -228,11 +219,6 @@ def test_an_unsupported_folder_is_reported_in_one_line(run: Run, tmp_path: Path)
     assert code == 2 and "mamba" in err and "qwen3" in err and err.count("\n") == 1
     with pytest.raises(CheckpointError, match="mamba"):
         SpeculativeDecoder(path)
-
-
-def test_gpt2_is_a_family_of_its_own(tmp_path: Path) -> None:
-    assert load_model(make_folder(tmp_path / "target", "gpt2")).config.architecture == "gpt2"
-    assert GPT2.has_learned_positions
 
 
 def test_a_draft_with_many_more_rows_and_no_tokenizer_is_rejected(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from specdec.speculative import DecodingState
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.constraints import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
-from tests.tools.decode import END_MARKS, collect, decode, get_steps, get_tokens, make_model_drafter
+from tests.tools.constraints import FREE, PROMPT, VOCABULARY, make_arbitrary_drafter
+from tests.tools.decode import END_MARKS, FakeDrafter, collect, decode, get_steps, get_tokens, make_model_drafter
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import (
     EMPTY_STRING,
@@ -68,7 +68,7 @@ def make_drafters(target, draft, sampling, verify="coupled"):
     drafters_by_name = {
         name: make_model_drafter(model, verifier, sampling) for name, model in (("model", draft), ("self", target))
     }
-    return {"none": None, "lookup": LookupDrafter(END_MARKS), "everything": ArbitraryDrafter(), **drafters_by_name}
+    return {"none": None, "lookup": LookupDrafter(END_MARKS), "everything": make_arbitrary_drafter(), **drafters_by_name}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -208,7 +208,8 @@ def test_output_follows_the_masked_targets_distribution(verify, draft_kind):
     for seed in range(n_runs):
         sampling = Sampling(1.0, 0, 1.0, seed)
         verifier = VERIFIERS[verify](8, sampling)
-        drafter = make_model_drafter(draft, verifier, sampling) if draft_kind == "model" else UnlikelyDrafter()
+        unlikely = FakeDrafter(lambda tokens, _: [4 if tokens[-1] == 3 else 3, 6])  # often not allowed
+        drafter = make_model_drafter(draft, verifier, sampling) if draft_kind == "model" else unlikely
         tokens, statistics = collect(
             decode(target.new_cache(), drafter, verifier, prompt, 3, FixedLength(2), constraint=constraint)
         )
@@ -216,19 +217,6 @@ def test_output_follows_the_masked_targets_distribution(verify, draft_kind):
         n_refused += statistics.n_drafted - statistics.n_accepted
     assert n_refused > n_runs / 4
     reference.check_counts(counts, expected, 8)
-
-
-class UnlikelyDrafter:
-    """Proposes tokens that are often not allowed."""
-
-    def prepare(self, tokens):
-        pass
-
-    def observe(self, logits, rows, n_tokens):
-        pass
-
-    def propose(self, tokens, policy):
-        return Draft([4 if tokens[-1] == 3 else 3, 6][: policy.max_tokens])
 
 
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])

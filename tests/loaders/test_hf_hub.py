@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -29,6 +28,8 @@ from specdec.tokenizer import TokenizerError
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.tools.checkpoint_files import ROOT, SHARED
 from tests.tools.head_files import write_folder
+
+pytest.importorskip("huggingface_hub", reason="the extra [hub] is not installed")
 
 MB = 1 << 20
 WEIGHTS = random.Random(1).randbytes(5 * MB)
@@ -64,9 +65,6 @@ NOT_FOUND = (
     "if it is private or gated, run 'hf auth login' or set HF_TOKEN"
 )
 FETCH_SCRIPT = "import sys; from specdec.loaders.hf_hub import fetch; print(fetch(sys.argv[1]))"
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("huggingface_hub") is None, reason='needs the package huggingface_hub: pip install ".[test]"'
-)
 
 
 @pytest.fixture
@@ -109,7 +107,7 @@ def stories(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHu
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
 
@@ -147,7 +145,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
 # Repositories
 
 
-@needs_library
 def test_fetch_downloads_only_the_files_that_a_model_needs(server: FakeHub, tmp_path: Path) -> None:
     folder = hf_hub.fetch("org/model")
     assert read_files(folder) == MODEL
@@ -157,7 +154,6 @@ def test_fetch_downloads_only_the_files_that_a_model_needs(server: FakeHub, tmp_
     assert model_paths.resolve_path("org/model") == folder
 
 
-@needs_library
 def test_an_adapter_is_fetched_next_to_a_model_and_rejected_alone(server: FakeHub) -> None:
     adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"few"}
     server.repositories |= {"org/both": MODEL | adapter, "org/adapter": adapter}
@@ -165,7 +161,6 @@ def test_an_adapter_is_fetched_next_to_a_model_and_rejected_alone(server: FakeHu
     assert "has no 'config.json', which the model needs" in get_error(lambda: hf_hub.fetch("org/adapter"))
 
 
-@needs_library
 def test_a_draft_head_is_fetched_without_a_tokenizer(server: FakeHub, tmp_path: Path) -> None:
     config = ModelConfig(8, 8, 1, 1, 1, 9, 16, False, "eagle3", head=HeadConfig(8, (1, 2, 3), 9, False, True))
     tensors = {name: np.ones(shape, np.float32) for name, shape in get_architecture(config).shapes(config).items()}
@@ -175,7 +170,6 @@ def test_a_draft_head_is_fetched_without_a_tokenizer(server: FakeHub, tmp_path: 
     assert sorted(server.list_fetched_files()) == ["config.json", "model.safetensors"]
 
 
-@needs_library
 def test_only_shards_in_the_index_are_fetched(server: FakeHub) -> None:
     assert read_files(hf_hub.fetch("org/sharded")) == {
         name: data for name, data in SHARDED.items() if name != "model-3.safetensors"
@@ -195,7 +189,6 @@ GGUFS = {
 }
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("quant", "name"),
     [
@@ -217,7 +210,6 @@ def test_a_quant_selects_the_only_gguf_file_that_is_fetched(server: FakeHub, qua
     assert len(server.requests) == n
 
 
-@needs_library
 def test_all_shards_of_a_gguf_are_fetched(server: FakeHub) -> None:
     server.repositories["org/gguf"] = dict(GGUFS)
     path = hf_hub.fetch("org/gguf:Q6_K")
@@ -232,7 +224,6 @@ def test_all_shards_of_a_gguf_are_fetched(server: FakeHub) -> None:
     )
 
 
-@needs_library
 def test_without_a_quant_safetensors_are_preferred_then_q8_0(server: FakeHub) -> None:
     server.repositories["org/both"] = MODEL | GGUFS
     assert hf_hub.fetch("org/both").is_dir()
@@ -245,7 +236,6 @@ def test_without_a_quant_safetensors_are_preferred_then_q8_0(server: FakeHub) ->
     assert hf_hub.fetch("org/few").name == "model.IQ4_XS.gguf"
 
 
-@needs_library
 def test_without_a_quant_the_cache_is_preferred_to_the_hub(server: FakeHub) -> None:
     server.repositories["org/both"] = MODEL | GGUFS
     path = hf_hub.fetch("org/both:Q6_K")
@@ -253,7 +243,6 @@ def test_without_a_quant_the_cache_is_preferred_to_the_hub(server: FakeHub) -> N
     assert hf_hub.fetch("org/both") == path and server.requests == []
 
 
-@needs_library
 def test_the_error_about_a_missing_quant_lists_the_available_files(server: FakeHub) -> None:
     names = [f"model-Q{n}_0.gguf" for n in range(1, 9)]
     server.repositories["org/gguf"] = dict.fromkeys(names, b"weights")
@@ -261,7 +250,6 @@ def test_the_error_about_a_missing_quant_lists_the_available_files(server: FakeH
     assert "no GGUF file of Q5_K; available: none" in get_error(lambda: hf_hub.fetch("org/model:Q5_K"))
 
 
-@needs_library
 def test_a_gguf_file_in_the_cache_needs_no_network(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     server.repositories["org/gguf"] = GGUFS
     path = hf_hub.fetch("org/gguf:Q8_0")
@@ -270,13 +258,11 @@ def test_a_gguf_file_in_the_cache_needs_no_network(server: FakeHub, monkeypatch:
     assert "HF_HUB_OFFLINE" in get_error(lambda: hf_hub.fetch("org/gguf:F16"))
 
 
-@needs_library
 def test_a_mirror_without_sizes_is_supported(server: FakeHub) -> None:
     server.lists_sizes = False
     assert read_files(hf_hub.fetch("org/model")) == MODEL
 
 
-@needs_library
 @pytest.mark.parametrize("name", ["org/model", "org/sharded"])
 def test_a_cached_model_needs_no_network(server: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = hf_hub.fetch(name)
@@ -289,7 +275,6 @@ def test_a_cached_model_needs_no_network(server: FakeHub, monkeypatch: pytest.Mo
     assert server.requests == []
 
 
-@needs_library
 def test_a_model_cached_by_another_program_needs_no_network(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -301,7 +286,6 @@ def test_a_model_cached_by_another_program_needs_no_network(server: FakeHub, mon
     assert server.requests == []
 
 
-@needs_library
 def test_another_program_can_use_and_remove_a_fetched_model(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -318,7 +302,6 @@ def test_another_program_can_use_and_remove_a_fetched_model(server: FakeHub, mon
     assert [*hf_hub.list_cached_models()] == [] and not (cache / "models--org--model").exists()
 
 
-@needs_library
 def test_a_new_revision_fetches_only_requested_files(server: FakeHub) -> None:
     server.repositories["org/gguf"] = GGUFS
     old = hf_hub.fetch("org/gguf:Q8_0")
@@ -328,7 +311,6 @@ def test_a_new_revision_fetches_only_requested_files(server: FakeHub) -> None:
     assert server.list_fetched_files() == ["model-Q8_0.gguf", "model-F16.gguf"]
 
 
-@needs_library
 def test_a_missing_network_is_reported_in_one_line(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     line = get_error(lambda: hf_hub.fetch("org/model"))
@@ -343,7 +325,6 @@ def test_a_missing_network_is_reported_in_one_line(server: FakeHub, monkeypatch:
     assert get_error(lambda: hf_hub.fetch("org/model")).endswith("and TRANSFORMERS_OFFLINE forbids downloads")
 
 
-@needs_library
 def test_a_hub_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Like behind a firewall: the connection is open, and nothing arrives."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.2)
@@ -353,8 +334,7 @@ def test_a_hub_that_never_answers_is_reported(monkeypatch: pytest.MonkeyPatch, t
         assert "timed out" in get_error(lambda: hf_hub.fetch("org/model"))
 
 
-@needs_library
-@pytest.mark.usefixtures("no_retry_delay", "small_chunks")
+@pytest.mark.usefixtures("small_chunks")
 def test_a_hanging_server_is_reported_and_the_next_download_resumes(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     server.gate.clear()
@@ -373,7 +353,6 @@ def test_a_hanging_server_is_reported_and_the_next_download_resumes(server: Fake
     assert server.ranges[-1] == f"bytes={2 * MB}-"
 
 
-@needs_library
 def test_a_retry_prints_nothing(server: FakeHub) -> None:
     server.repositories["org/model"] = MODEL
     server.n_cut_bodies, server.cut_at = 1, 2 * MB
@@ -383,7 +362,6 @@ def test_a_retry_prints_nothing(server: FakeHub) -> None:
     assert result.stderr == ""
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("name", "refusal", "words"),
     [
@@ -407,7 +385,6 @@ def test_an_error_response_is_reported_in_one_line_with_advice(
     assert get_error(lambda: model_paths.resolve_path(name)) == words.format(url=server.url, name=name)
 
 
-@needs_library
 def test_a_token_gives_access_and_is_sent_only_to_the_hub(
     stories: FakeHub, server: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,8 +400,7 @@ def test_a_token_gives_access_and_is_sent_only_to_the_hub(
     assert len(storage.list_fetched_files()) == len(SHARDED) - 1 and {*storage.authorizations.values()} == {""}
 
 
-@needs_library
-@pytest.mark.usefixtures("no_retry_delay", "small_chunks")
+@pytest.mark.usefixtures("small_chunks")
 def test_a_broken_connection_is_resumed(server: FakeHub, tmp_path: Path) -> None:
     server.repositories["org/model"] = MODEL
     server.n_cut_bodies, server.cut_at = 3, 2 * MB + 5
@@ -433,16 +409,12 @@ def test_a_broken_connection_is_resumed(server: FakeHub, tmp_path: Path) -> None
     assert list_partial_files(tmp_path) == []
 
 
-@needs_library
-@pytest.mark.usefixtures("no_retry_delay")
 def test_a_connection_that_brings_no_byte_is_given_up(server: FakeHub) -> None:
     server.n_cut_bodies = 100
     assert get_error(lambda: hf_hub.fetch("org/model")).endswith(TRY_AGAIN)
     assert server.list_fetched_files() == ["config.json"] * 6
 
 
-@needs_library
-@pytest.mark.usefixtures("no_retry_delay")
 def test_a_server_without_ranges_sends_the_file_again(server: FakeHub) -> None:
     server.ignores_ranges = True
     server.n_cut_bodies, server.cut_at = 1, 2 * MB
@@ -450,7 +422,6 @@ def test_a_server_without_ranges_sends_the_file_again(server: FakeHub) -> None:
     assert server.list_fetched_files().count("model.safetensors") == 2
 
 
-@needs_library
 def test_a_download_resumes_after_its_process_was_killed(server: FakeHub, tmp_path: Path) -> None:
     weights = random.Random(1).randbytes(25 * MB)
     server.repositories["org/model"] = MODEL | {"model.safetensors": weights}
@@ -473,8 +444,6 @@ def test_a_download_resumes_after_its_process_was_killed(server: FakeHub, tmp_pa
     assert server.ranges == [f"bytes={20 * MB}-"]
 
 
-@needs_library
-@pytest.mark.usefixtures("no_retry_delay")
 def test_a_small_file_shorter_than_listed_is_rejected(server: FakeHub) -> None:
     server.n_missing_bytes = 1000
     server.repositories["org/model"] = {"config.json": b" " * 2000, "model.safetensors": WEIGHTS}
@@ -483,7 +452,6 @@ def test_a_small_file_shorter_than_listed_is_rejected(server: FakeHub) -> None:
     assert read_files(hf_hub.fetch("org/model"))["config.json"] == b" " * 2000
 
 
-@needs_library
 @pytest.mark.parametrize("n_bytes", [len(WEIGHTS), len(WEIGHTS) + 1000, len(WEIGHTS) - 1000])
 def test_a_partial_file_of_other_content_is_replaced(server: FakeHub, tmp_path: Path, n_bytes: int) -> None:
     partial = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
@@ -494,7 +462,6 @@ def test_a_partial_file_of_other_content_is_replaced(server: FakeHub, tmp_path: 
     assert read_files(hf_hub.fetch("org/model")) == MODEL
 
 
-@needs_library
 def test_a_file_longer_than_listed_is_rejected_and_replaced(server: FakeHub) -> None:
     server.sizes["model.safetensors"] = MB
     for _ in range(2):
@@ -504,7 +471,6 @@ def test_a_file_longer_than_listed_is_rejected_and_replaced(server: FakeHub) -> 
     assert read_files(hf_hub.fetch("org/model")) == MODEL
 
 
-@needs_library
 @pytest.mark.usefixtures("small_chunks")
 def test_progress_is_reported_in_bytes(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reports: list[tuple[str, int, int]] = []
@@ -519,7 +485,6 @@ def test_progress_is_reported_in_bytes(server: FakeHub, monkeypatch: pytest.Monk
     assert small[-1] == sum(map(len, MODEL.values())) - len(WEIGHTS) and {name for name, *_ in reports} == {"org/model"}
 
 
-@needs_library
 def test_a_file_with_a_wrong_hash_is_rejected_and_removed(server: FakeHub, tmp_path: Path) -> None:
     server.checksums["model.safetensors"] = "1" * 64
     line = get_error(lambda: hf_hub.fetch("org/model"))
@@ -529,7 +494,6 @@ def test_a_file_with_a_wrong_hash_is_rejected_and_removed(server: FakeHub, tmp_p
     assert not (tmp_path / "home/hub/models--org--model/blobs" / right).exists()
 
 
-@needs_library
 def test_a_full_disk_is_reported_before_writing(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as small:
         small.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4 * MB))
@@ -544,7 +508,6 @@ def test_a_full_disk_is_reported_before_writing(server: FakeHub, tmp_path: Path,
         assert server.ranges == [f"bytes={2 * MB}-"]
 
 
-@needs_library
 def test_a_disk_that_becomes_full_keeps_the_partial_download(server: FakeHub, tmp_path: Path) -> None:
     limit = 2 * MB
     done = subprocess.run(
@@ -563,13 +526,11 @@ def test_a_disk_that_becomes_full_keeps_the_partial_download(server: FakeHub, tm
     assert server.ranges == [f"bytes={limit}-"]
 
 
-@needs_library
 def test_a_cache_that_is_not_writable_is_reported(server: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
     assert "set HF_HOME to another folder" in get_error(lambda: hf_hub.fetch("org/model"))
 
 
-@needs_library
 def test_two_concurrent_processes_fetch_the_weights_once(server: FakeHub) -> None:
     server.repositories["org/model"] = {"config.json": b"{}", "model.safetensors": WEIGHTS}
     server.gate.clear()
@@ -587,7 +548,6 @@ def test_two_concurrent_processes_fetch_the_weights_once(server: FakeHub) -> Non
     assert server.list_fetched_files().count("model.safetensors") == 1
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("repository", "words"),
     [
@@ -601,7 +561,6 @@ def test_a_repository_without_a_model_is_rejected(server: FakeHub, repository: d
     assert words in get_error(lambda: hf_hub.fetch("org/model"))
 
 
-@needs_library
 @pytest.mark.parametrize("index", [b"[]", b"{", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}'])
 def test_a_damaged_index_is_left_to_the_loader(server: FakeHub, index: bytes) -> None:
     server.repositories["org/model"] = SHARDED | {"model.safetensors.index.json": index, "1": b""}
@@ -622,7 +581,6 @@ def list_outside_files(tmp_path: Path) -> list[str]:
     return [str(path) for path in paths if not any(path.is_relative_to(home) for home in homes)]
 
 
-@needs_library
 @pytest.mark.parametrize("name", [OUTSIDE, "{folder}/outside", "..", "", "a/b", "a\\b", "a" * 300, "é"])
 def test_an_etag_or_a_hash_cannot_escape_the_cache(server: FakeHub, tmp_path: Path, name: str) -> None:
     for file in MODEL:
@@ -631,14 +589,12 @@ def test_an_etag_or_a_hash_cannot_escape_the_cache(server: FakeHub, tmp_path: Pa
     assert list_outside_files(tmp_path) == []
 
 
-@needs_library
 @pytest.mark.parametrize("nonsense", [5, [], {"a": 1}])
 def test_a_nonsense_file_list_is_rejected(server: FakeHub, nonsense: Any) -> None:
     server.checksums["model.safetensors"] = nonsense
     assert get_error(lambda: hf_hub.fetch("org/model")).endswith(f"is not a Hugging Face hub; {CHECK_NETWORK}")
 
 
-@needs_library
 @pytest.mark.parametrize("commit", [OUTSIDE, "main", "..", "", "0123\n"])
 def test_a_commit_cannot_escape_the_cache(stories: FakeHub, tmp_path: Path, commit: str) -> None:
     stories.commit = commit
@@ -651,7 +607,6 @@ def test_a_commit_cannot_escape_the_cache(stories: FakeHub, tmp_path: Path, comm
     assert hf_hub.find_cached("org/model") is None
 
 
-@needs_library
 @pytest.mark.parametrize(
     "name", [f"{OUTSIDE}-", "/outside-", "a/../../outside-", "a\\b-", "c:b-", "a\x1b]0;evil\x07-", "a\u202eb-"]
 )
@@ -665,7 +620,6 @@ def test_a_file_name_cannot_escape_the_repository_or_reach_the_terminal(server: 
     assert list_outside_files(tmp_path) == []
 
 
-@needs_library
 @pytest.mark.parametrize("missing", [["symlink"], ["symlink", "link"]])
 def test_a_disk_without_links_is_supported(server: FakeHub, monkeypatch: pytest.MonkeyPatch, missing: list[str]) -> None:
     server.repositories["org/model"] = {**MODEL, "chat_template.jinja": b""}
@@ -694,7 +648,6 @@ def test_an_empty_url_means_the_default(monkeypatch: pytest.MonkeyPatch) -> None
             hf_hub.fetch("org/model")
 
 
-@needs_library
 @pytest.mark.parametrize("url", ["huggingface.co", "ftp://huggingface.co", "http://", "http://[::1", "https://me:secret@"])
 def test_an_invalid_url_is_shown(server: FakeHub, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", url)
@@ -702,8 +655,6 @@ def test_an_invalid_url_is_shown(server: FakeHub, monkeypatch: pytest.MonkeyPatc
     assert line.startswith(f"cannot download org/model from {url.rstrip('/').replace('me:secret@', '')}/org/model: ")
 
 
-@needs_library
-@pytest.mark.usefixtures("no_retry_delay")
 @pytest.mark.parametrize("fault", ["none there", "refused", "no hub", "commit", "cut off"])
 def test_a_password_in_the_url_is_never_shown(server: FakeHub, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url.replace("://", "://me:p@ss:secret@"))
@@ -765,7 +716,6 @@ def test_a_missing_library_is_reported_in_one_line(server: FakeHub, monkeypatch:
 # The stories
 
 
-@needs_library
 def test_published_files_are_fetched_once(stories: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in hf_hub.PUBLISHED_FILES:
         assert model_paths.resolve_path(name).read_bytes() == f"these are {name}".encode()
@@ -776,7 +726,6 @@ def test_published_files_are_fetched_once(stories: FakeHub, monkeypatch: pytest.
     assert stories.requests == []
 
 
-@needs_library
 def test_a_local_stories_model_is_not_fetched(stories: FakeHub) -> None:
     Path("stories15M.bin").write_bytes(b"mine")
     assert model_paths.resolve_path("stories15M.bin") == Path("stories15M.bin")
@@ -786,7 +735,6 @@ def test_a_local_stories_model_is_not_fetched(stories: FakeHub) -> None:
     assert stories.requests == []
 
 
-@needs_library
 def test_a_published_file_with_a_wrong_hash_is_rejected_and_removed(stories: FakeHub, tmp_path: Path) -> None:
     wrong = {"stories15M.bin": b"forged", "tokenizer.bin": b"forged too"}
     stories.repositories = {"karpathy/tinyllamas": {"stories15M.bin": wrong["stories15M.bin"]}}
@@ -799,7 +747,6 @@ def test_a_published_file_with_a_wrong_hash_is_rejected_and_removed(stories: Fak
     assert not list((tmp_path / "home").rglob("stories15M.bin")) and not list((tmp_path / "home").rglob("tokenizer.bin"))
 
 
-@needs_library
 def test_the_published_tokenizer_is_fetched_unless_one_is_next_to_the_model(stories: FakeHub, tmp_path: Path) -> None:
     for size, name in ((32000, "tokenizer.bin"), (512, "tok512.bin")):
         assert model_paths.find_tokenizer(None, tmp_path / "model.bin", size).read_bytes() == f"these are {name}".encode()

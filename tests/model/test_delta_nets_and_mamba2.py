@@ -7,7 +7,6 @@ import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.lookup import LookupDrafter
-from specdec.layers.block import TIP
 from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
@@ -117,17 +116,3 @@ def test_drafts_change_no_token_and_trees_are_rejected(name):
     assert get_tokens(decode(target.new_cache(), LookupDrafter(()), verifier, PROMPT, 90, FixedLength(5), {})) == plain
     with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
         target.new_cache().forward_tree([1, 2], [3], [-1])
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_batched_sequences_have_own_states_and_rewind_limits(name):
-    config = load_weights(name)[0]
-    model, alone = make_model(name, n_threads=THREAD_COUNTS[-1]), [make_cache(name), make_cache(name)]
-    caches, sequences = [model.new_cache(), model.new_cache()], [random_tokens(config, 160, seed) for seed in (1, 2)]
-    for ends, n_logits in (((20, 30), (1, 1)), ((24, 34), (4, 3)), ((22, 38), (1, 5)), ((60, 42), (30, 1)), ((57, 70), (9, 20))):
-        jobs = [(sequence[:end], n) for sequence, end, n in zip(sequences, ends, n_logits, strict=True)]
-        batched = model.forward([(cache, *job) for cache, job in zip(caches, jobs, strict=True)])
-        for logits, single, job in zip(batched, alone, jobs, strict=True):
-            np.testing.assert_array_equal(logits, single.forward(*job))
-        for each, end, n in zip(caches, ends, n_logits, strict=True):
-            assert all((state.scan.lengths[:, TIP] == end - n + 1).all() for state in each._buffers.recurrent_states)

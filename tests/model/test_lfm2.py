@@ -17,9 +17,9 @@ from specdec.model.model import Model
 from specdec.model_config import LayerConfig
 from specdec.quant import FP32, INT8
 from specdec.sampling import Sampling
-from specdec.verification import VERIFIERS, Draft
+from specdec.verification import VERIFIERS
 from tests.tools.configs import make_config, replace_config
-from tests.tools.decode import decode, generate_tokens, get_tokens
+from tests.tools.decode import FakeDrafter, decode, generate_tokens, get_tokens
 from tests.tools.family_models import random_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, interrupt_after, random_model, random_tokens
 
@@ -71,23 +71,17 @@ def test_rewind_within_a_pass_is_free_and_beyond_reruns():
     assert n_free > 8
 
 
-class PartlyWrongDrafter:
-    """Proposes a random number of right tokens, then wrong ones."""
+def make_partly_wrong_drafter(sequence):
+    """Return a drafter of a random number of right tokens, then wrong ones, and the set of the numbers of wrong ones."""
+    rng, n_wrong = np.random.default_rng(2), set()
 
-    def __init__(self, sequence):
-        self.sequence, self.rng, self.rejected = sequence, np.random.default_rng(2), set()
+    def propose(tokens, policy):
+        n = int(rng.integers(0, policy.max_tokens + 1))
+        expected = sequence[len(tokens) : len(tokens) + policy.max_tokens]
+        n_wrong.add(len(expected[n:]))
+        return [*expected[:n], *((token + 1) % CONFIG.vocab_size for token in expected[n:])]
 
-    def prepare(self, tokens):
-        pass
-
-    def observe(self, logits, rows, n_tokens):
-        pass
-
-    def propose(self, tokens, policy):
-        n = int(self.rng.integers(0, policy.max_tokens + 1))
-        expected = self.sequence[len(tokens) : len(tokens) + policy.max_tokens]
-        self.rejected.add(len(expected[n:]))
-        return Draft([*expected[:n], *((token + 1) % CONFIG.vocab_size for token in expected[n:])])
+    return FakeDrafter(propose), n_wrong
 
 
 @pytest.mark.parametrize("gamma", [3, 63])
@@ -99,9 +93,9 @@ def test_output_equals_plain_output_for_any_rejections(gamma):
         return [*prompt, *get_tokens(decode(cache, drafter, verifier, prompt, 400, FixedLength(gamma), {}))]
 
     plain = generate(None)
-    drafter = PartlyWrongDrafter(plain)
+    drafter, n_wrong = make_partly_wrong_drafter(plain)
     assert generate(drafter) == plain and len(plain) > INITIAL_CAPACITY
-    assert len(drafter.rejected) > min(gamma, 8)
+    assert len(n_wrong) > min(gamma, 8)
     assert generate(LookupDrafter({})) == plain
 
 
@@ -114,15 +108,6 @@ def test_interrupted_pass_keeps_convolution_inputs():
             cache.forward([*tokens[:100], *wrong[:n]])
         assert cache.n_tokens == 100 and cache.count_prefill_tokens(tokens) == 99
     np.testing.assert_array_equal(cache.forward(tokens, 64), expected)
-
-
-def test_sequences_alternate_in_one_cache():
-    one, other, cache = random_tokens(CONFIG, 150), random_tokens(CONFIG, 90, seed=8), make_cache()
-    expected = {len(sequence): make_cache().forward(sequence, 3).copy() for sequence in (one, other)}
-    for sequence in (one, other, one, [*one[:20], *other[20:]], other, one):
-        logits = cache.forward(sequence, 3)
-        if sequence in (one, other):
-            np.testing.assert_array_equal(logits, expected[len(sequence)])
 
 
 def test_trees_are_rejected_and_other_families_can_draft():
@@ -147,19 +132,3 @@ def test_decoder_rejects_trees_or_omits_them(tokenizer_path):
     assert len({tuple(decoder.generate("one", 20, temperature=0).tokens) for decoder in (pair, alone)}) == 1
     settings, notes = make_settings(pair, ["auto"])
     assert "trees are left out" in " ".join(notes) and not any("trees" in setting.name for setting in settings)
-
-
-@pytest.mark.parametrize("n_threads", THREAD_COUNTS)
-def test_batched_sequences_have_own_convolution_inputs(n_threads):
-    """Each is truncated by a length of its own."""
-    rng, model, fresh = np.random.default_rng(3), make_model(n_threads), make_cache()
-    caches, sequences = [model.new_cache() for _ in range(3)], [random_tokens(CONFIG, 20 + i, seed=i) for i in range(3)]
-    for _ in range(25):
-        jobs = []
-        for i in rng.permutation(3)[: int(rng.integers(1, 4))]:
-            kept = sequences[i][: max(len(sequences[i]) - int(rng.integers(0, 12)), 1)]
-            sequences[i] = [*kept, *rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 20))).tolist()]
-            jobs.append((caches[i], sequences[i], int(rng.integers(1, 6))))
-        for (_, sequence, n_logits), logits in zip(jobs, model.forward(jobs), strict=True):
-            fresh.forward([], 0)
-            np.testing.assert_array_equal(logits, fresh.forward(sequence, n_logits))

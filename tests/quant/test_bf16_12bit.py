@@ -13,16 +13,7 @@ from specdec.loaders import model_loader
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
-from specdec.quant import (
-    BF16,
-    FP16,
-    FP32,
-    INT8,
-    PACKED_BF16,
-    WeightFormat,
-    bf16_12bit,
-    choose_weight_format,
-)
+from specdec.quant import BF16, FP16, FP32, INT8, PACKED_BF16, WeightFormat, bf16_12bit, choose_weight_format
 from specdec.quant.matmul import MatmulArgs
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, pack_matrix
 from specdec.runtime.memory import Arena, zeros

@@ -34,7 +34,16 @@ from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession, format_statis
 from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
-from tests.tools.conversations import N_TOKENS, QUESTION, make_conversation, model  # noqa: F401
+from tests.tools.conversations import (
+    N_TOKENS,
+    QUESTION,
+    enter,
+    get_decoder,
+    get_slots,
+    get_visible_messages,
+    make_conversation,  # noqa: F401  (a fixture)
+    model,  # noqa: F401  (a fixture)
+)
 from tests.tools.hf_folders import FIXTURES, edit_config
 from tests.tools.package import ROOT
 
@@ -63,15 +72,14 @@ def ask_question(conversation: Conversation, question: str = QUESTION) -> list[i
 def test_a_turn_runs_only_its_new_tokens(make_conversation: Callable[..., Conversation], pass_sizes: Iterator[list[int]]) -> None:
     """The cache keeps the conversation; also the system prompt after /clear and the question after /regen."""
     conversation, counts = make_conversation(), next(pass_sizes)
-    conversation._decoder.warm_up()
+    get_decoder(conversation).warm_up()
     ask_question(conversation)
     for start, n_rewound in (
         (lambda: conversation.ask("And then?"), 0),
         (conversation.regenerate, N_TOKENS),
         (lambda: (conversation.clear(), conversation.ask(QUESTION))[1], None),
     ):
-        conversation._decoder._prefix_cache._settle()
-        cached = conversation._decoder._prefix_cache._idle[0].caches.target._tokens[:]
+        cached = get_slots(get_decoder(conversation))[0].caches.target._tokens[:]
         counts.clear()
         events = list(start())
         prompt = next(event.tokens for event in events if isinstance(event, Prompt))
@@ -95,7 +103,7 @@ def test_answers_equal_those_of_decoder_chat_with_any_draft(
         answer = ask_question(baseline, question)
         assert answer == ask_question(drafted, question)
     messages = [{"role": "system", "content": "Sing."}, *baseline.messages[:-1]]
-    events = baseline._decoder.chat(messages, N_TOKENS, Sampling(temperature, 0, 0.9, 5))
+    events = get_decoder(baseline).chat(messages, N_TOKENS, Sampling(temperature, 0, 0.9, 5))
     assert answer == [token for event in events if isinstance(event, Step) for token in event.tokens]
 
 
@@ -129,7 +137,7 @@ def test_a_full_context_drops_the_oldest_turns_but_not_the_system_prompt(make_co
     for i in range(14):
         ask_question(conversation, f"{QUESTION} {i}")
     assert conversation.n_dropped % 2 == 0 and 0 < conversation.n_dropped < len(conversation.messages) == 28
-    visible = conversation._get_visible_messages()
+    visible = get_visible_messages(conversation)
     assert visible[0]["role"] == "system" and visible[1]["role"] == "user" and len(visible) > 4
     with pytest.raises(ValueError, match=r"the message has .* the model's context holds 320"):
         ask_question(conversation, "robin " * 400)
@@ -160,7 +168,7 @@ def test_a_long_prefill_can_be_stopped_and_changes_no_answer(make_conversation: 
         events = list(conversation.ask(question))
         fractions = [event.fraction for event in events if isinstance(event, PrefillProgress)]
         assert len(fractions) > 2 and fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
-        answer = other._decoder.chat(conversation._get_visible_messages()[:-1], N_TOKENS, other.settings.make_sampling(0))
+        answer = get_decoder(other).chat(get_visible_messages(conversation)[:-1], N_TOKENS, other.settings.make_sampling(0))
         tokens = [token for event in answer if isinstance(event, Step) for token in event.tokens]
         assert tokens == conversation.messages[-1]["tokens"]
 
@@ -180,8 +188,8 @@ def test_an_answer_ends_before_a_stop_string(make_conversation: Callable[..., Co
     ask_question(conversation)
     answer = conversation.messages[-1]["content"]
     stop = answer[len(answer) // 2 :][:3]
-    *events, last = conversation._decoder.chat(
-        conversation._get_visible_messages()[:-1], N_TOKENS, Sampling(0.7, 0, 0.9, 5), stop=stop
+    *events, last = get_decoder(conversation).chat(
+        get_visible_messages(conversation)[:-1], N_TOKENS, Sampling(0.7, 0, 0.9, 5), stop=stop
     )
     text = "".join(e.text for e in [*events, last] if isinstance(e, Step))
     assert text == answer[: answer.index(stop)] and isinstance(last, Step) and last.stop_reason == "stop"
@@ -278,7 +286,7 @@ def test_invalid_file_names_are_reported_and_settings_shown_in_full(
         f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
         "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12, min_p 0.0",
     }.items():  # fmt: skip
-        chat._handle_input(command)
+        enter(chat, command)
         assert expected in capsys.readouterr().err
 
 
@@ -327,16 +335,12 @@ def test_piped_input_gets_one_answer(model: Path, make_conversation: Callable[..
     assert code == 0 and out.count("\n") == 1
     result = json.loads(out)
     assert (result["text"], result["tokens"], result["settings"]["seed"]) == (answer["content"], answer["tokens"], 5)
-    assert (result["kv"], result["arithmetic"]) == (conversation._decoder.target.kv, specdec.__arithmetic__)
+    assert (result["kv"], result["arithmetic"]) == (get_decoder(conversation).target.kv, specdec.__arithmetic__)
 
 
 def test_an_invalid_question_is_reported_in_one_line(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "question.txt"
-    for data, words in (
-        (b"\xff", "not valid UTF-8 at byte 0"),
-        (b"a\0b", "binary"),
-        (b"a" * (MAX_PROMPT_BYTES + 1), "16 MiB"),
-    ):
+    for data, words in ((b"\xff", "not valid UTF-8 at byte 0"), (b"a\0b", "binary"), (b"a" * (MAX_PROMPT_BYTES + 1), "16 MiB")):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=words):
             read_first_message("", str(path))
@@ -509,7 +513,7 @@ def test_a_view_shows_only_the_answer(make_conversation: Callable[..., Conversat
     conversation, view = make_conversation(), SilentView()
     chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
     monkeypatch.setattr(chat, "_make_view", lambda statistics: view)
-    chat._handle_input(QUESTION)
+    enter(chat, QUESTION)
     assert view.text == conversation.messages[-1]["content"]
 
 
@@ -523,17 +527,17 @@ def test_a_terminal_lost_during_an_answer_loses_no_message(
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    chat._handle_input(QUESTION)
+    enter(chat, QUESTION)
     with monkeypatch.context() as patch:
         patch.setattr(AnswerView, "_end_rows", fail)
         patch.setattr(AnswerView, "show", lambda _, event: fail() if isinstance(event, Step) else None)
         with pytest.raises(OSError, match="Input/output"):
-            chat._handle_input("And then?")
+            enter(chat, "And then?")
     messages = json.loads(chat._last_conversation_path.read_text())["messages"]
     assert [message["content"] for message in messages[::2]] == [QUESTION, "And then?"]
     assert messages[3]["tokens"]
-    chat._handle_input("/clear")
-    chat._handle_input("robin " * 400)  # too long for the context
+    enter(chat, "/clear")
+    enter(chat, "robin " * 400)  # too long for the context
     assert json.loads(chat._last_conversation_path.read_text())["messages"] == messages
 
 

@@ -23,7 +23,14 @@ from specdec.ui.panel import LivePanel
 from specdec.ui.plain_views import ModelLabels, sanitize
 from specdec.ui.terminal_window import STYLES, Window
 from tests.fakes.terminal import Screen
-from tests.tools.conversations import QUESTION, make_conversation, model  # noqa: F401  (fixtures)
+from tests.tools.conversations import (
+    QUESTION,
+    enter,
+    get_decoder,
+    get_visible_messages,
+    make_conversation,  # noqa: F401  (a fixture)
+    model,  # noqa: F401  (a fixture)
+)
 
 THINKER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -39,7 +46,7 @@ def thinker(make_conversation: Callable[..., Conversation], monkeypatch: pytest.
 
     def make(text: str, size: int = 3, stop_reason: str = "eos") -> Conversation:
         conversation = make_conversation()
-        decoder = conversation._decoder
+        decoder = get_decoder(conversation)
         monkeypatch.setattr(decoder.chat_template, "source", THINKER)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         steps = [Step([1], [], 0, 0.5, 0.0, pieces=[piece]) for piece in pieces]
@@ -62,7 +69,7 @@ def test_a_thought_is_kept_apart_from_the_answer_and_reaches_the_template(
     assert (answer["content"], answer["reasoning_content"]) == ("Yes.", "Hm, a robin.") and thought == "Hm, a robin."
     assert [step.is_thought_end for step in shown if isinstance(step, ThoughtStep)].count(True) == 1
     conversation.messages = [*conversation.messages, {"role": "user", "content": "Why?"}]
-    rendered = conversation._decoder.chat_template.render(conversation._get_visible_messages())
+    rendered = get_decoder(conversation).chat_template.render(get_visible_messages(conversation))
     assert "<think>\nHm, a robin.\n</think>\n\nYes.<|im_end|>" in rendered
     conversation.messages = conversation.messages[:-1]
     conversation.save(tmp_path / "kept")
@@ -145,10 +152,10 @@ def test_a_command_shows_the_thought_before_the_last_answer(
     for text, shown in (("<think>\nHm,\x1b[2J hm.\n</think>\n\nYes.", "Hm, hm.\n"), ("Yes.", "")):
         conversation = thinker(text)
         chat = ChatSession(conversation, ModelLabels("a"), plain=True)
-        chat._handle_input("/thought")
+        enter(chat, "/thought")
         assert "the last answer has no thought" in capsys.readouterr().err
         deque(conversation.ask(QUESTION), 0)
-        chat._handle_input("/thought")
+        enter(chat, "/thought")
         captured = capsys.readouterr()
         assert captured.out == shown and ("has no thought" in captured.err) == (not shown)
 
@@ -183,16 +190,16 @@ def test_thinking_is_switched_if_the_template_takes_it(
     conversation = thinker("Yes.")
     chat = ChatSession(conversation, ModelLabels("a"), plain=True)
     conversation.messages = [{"role": "user", "content": QUESTION}]
-    default, decoder = conversation._encode(), conversation._decoder
+    default, decoder = conversation._encode(), get_decoder(conversation)
     for command, notice, is_default in (
         ("/think", "as the chat template has it", True), ("/think off", "thinking: off", False),
         ("/think maybe", "/think takes on or off", False), ("/think on", "thinking: on", True),
     ):  # fmt: skip
-        chat._handle_input(command)
+        enter(chat, command)
         assert notice in capsys.readouterr().err and (conversation._encode() == default) == is_default
     decoder.chat_template.source = "{{ messages[-1].content }}"
     conversation.thinking = None
-    chat._handle_input("/think off")
+    enter(chat, "/think off")
     assert "cannot switch thinking" in capsys.readouterr().err and conversation.thinking is None
 
 
@@ -215,7 +222,7 @@ def test_special_tokens_are_the_marks_of_a_thought(
         ),
     ):  # fmt: skip
         conversation = make_conversation()
-        decoder = conversation._decoder
+        decoder = get_decoder(conversation)
         monkeypatch.setattr(decoder.chat_template, "source", f"{{{{ messages[-1].content }}}}{{# {source} #}}")
         monkeypatch.setattr(decoder.tokenizer, "specials", specials)
         parts = [*before, "Hm, a robin", *between, "Yes", *after]
@@ -236,7 +243,7 @@ def test_special_tokens_are_the_marks_of_a_thought(
 def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance", reason="the extra [json] is not installed")
     conversation, shapes = thinker(""), list[Any]()
-    decoder = conversation._decoder
+    decoder = get_decoder(conversation)
     conversation._constraint = constraint = decoder.regex("70?")
     monkeypatch.setattr(decoder, "read_and_stream", lambda *_, constraint: shapes.append(constraint) or iter([]))
     for is_on in (True, False):

@@ -1,6 +1,5 @@
 """Tests of hf_tokenizer.py and vocabulary.py against the tokenizers library, for every kind of vocabulary."""
 
-import importlib.util
 import json
 import pickle
 import random
@@ -16,6 +15,8 @@ from specdec.text.tokenizer_lookup import NOT_SHARED, SharedVocabulary, compare_
 from specdec.tokenizer import RenderedSegment, StreamingDetokenizer, Tokenizer, TokenizerError
 from tests.tools.checkpoint_files import ROOT, write_tokenizer
 from tests.tools.tokenizer_files import TEXTS, get_path, load_library_tokenizer
+
+pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 
 KINDS = ("gpt2", "smollm2", "qwen2", "qwen35", "llama3", "phi4", "tekken", "lfm2", "llama2", "mistral", "metaspace", "gemma3")
 SPECIAL_NAMES = [
@@ -38,10 +39,8 @@ CORPUS = [
     "\x00\x01\x7f\u0085\ufffd \U0010ffff",
     "a" * 300,
 ]
-is_missing = importlib.util.find_spec("tokenizers") is None
 STRIP_FLAGS = ("single_word", "lstrip", "rstrip")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-needs_library = pytest.mark.skipif(is_missing, reason='needs the package tokenizers: pip install ".[test]"')
 
 
 def write_changed(tmp_path: Path, kind: str, **parts: Any) -> Path:
@@ -60,7 +59,6 @@ def decode_streaming(tokenizer: HFTokenizer, tokens: list[int]) -> str:
     return "".join([stream.push(token) for token in tokens]) + stream.flush()
 
 
-@needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_decoded_texts_equal_the_librarys(kind: str) -> None:
     tokenizer, library = HFTokenizer(get_path(kind), bos=0), load_library_tokenizer(kind)
@@ -71,14 +69,12 @@ def test_ids_and_decoded_texts_equal_the_librarys(kind: str) -> None:
         assert decode_streaming(tokenizer, tokens) == tokenizer.decode(tokens) == library.decode(tokens)
 
 
-@needs_library
 @pytest.mark.parametrize("kind", ["gpt2", "smollm2", "llama3"])
 def test_a_byte_level_tokenizer_inverts_every_text(kind: str) -> None:
     tokenizer = HFTokenizer(get_path(kind))
     assert [tokenizer.decode(tokenizer.encode(text)) for text in CORPUS] == CORPUS
 
 
-@needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens_decode_like_the_library(kind: str) -> None:
     """Covers invalid characters, except bytes after complete ones in one run: see the next test."""
@@ -90,7 +86,6 @@ def test_random_tokens_decode_like_the_library(kind: str) -> None:
         assert decode_streaming(tokenizer, tokens) == library.decode(tokens), tokens
 
 
-@needs_library
 def test_each_invalid_byte_becomes_one_replacement_character() -> None:
     """The library replaces a whole run of bytes if one is invalid; here complete characters stay."""
     tokenizer, library = HFTokenizer(get_path("llama2")), load_library_tokenizer("llama2")
@@ -104,7 +99,6 @@ def test_each_invalid_byte_becomes_one_replacement_character() -> None:
     assert library.decode(to_ids("é".encode() + b"\xe6\x97")) == "\ufffd" * 4
 
 
-@needs_library
 @pytest.mark.parametrize("kind", ["gpt2", "llama2"])
 def test_a_stream_returns_characters_as_soon_as_they_are_complete(kind: str) -> None:
     tokenizer, library = HFTokenizer(get_path(kind)), load_library_tokenizer(kind)
@@ -119,7 +113,6 @@ def test_a_stream_returns_characters_as_soon_as_they_are_complete(kind: str) -> 
     assert stream.flush() == ""
 
 
-@needs_library
 def test_one_space_is_stripped_only_at_the_start() -> None:
     tokenizer, library = HFTokenizer(get_path("llama2")), load_library_tokenizer("llama2")
     the, one, bos = (library.token_to_id(name) for name in ("▁the", "▁", "<s>"))
@@ -128,7 +121,6 @@ def test_one_space_is_stripped_only_at_the_start() -> None:
     assert StreamingDetokenizer(tokenizer).peek([the, the]) == ["the", " the"]
 
 
-@needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_special_tokens_name_in_a_text_is_plain_text(kind: str) -> None:
     tokenizer, library = HFTokenizer(get_path(kind)), load_library_tokenizer(kind)
@@ -141,7 +133,6 @@ def test_a_special_tokens_name_in_a_text_is_plain_text(kind: str) -> None:
     assert all(tokenizer.token_to_bytes(token) is None for token in special_ids)
 
 
-@needs_library
 def test_only_the_template_adds_bos() -> None:
     def encode_empty(kind: str, **options: Any) -> list[int]:
         return HFTokenizer(get_path(kind), **options).encode("")
@@ -155,7 +146,6 @@ def test_only_the_template_adds_bos() -> None:
     assert HFTokenizer(get_path("gpt2"), bos=7).encode("the")[0] != 7
 
 
-@needs_library
 def test_a_template_with_eos_adds_no_eos_to_a_prompt(tmp_path: Path) -> None:
     ids = {name: {"id": name, "ids": [token], "tokens": [name]} for token, name in ((1, "<s>"), (2, "</s>"))}
     single: list[Any] = [{"SpecialToken": {"id": name, "type_id": 0}} for name in ids]
@@ -166,14 +156,12 @@ def test_a_template_with_eos_adds_no_eos_to_a_prompt(tmp_path: Path) -> None:
     assert HFTokenizer(path).encode("the") == HFTokenizer(get_path("llama2")).encode("the")
 
 
-@needs_library
 def test_truncation_and_padding_are_disabled() -> None:
     tokenizer = HFTokenizer(get_path("mistral"))
     assert len(tokenizer.encode("the mill " * 50)) > 100
     assert tokenizer.encode("the") == [1, load_library_tokenizer("mistral").token_to_id("▁the")]
 
 
-@needs_library
 def test_eos_tokens_come_from_the_model_or_neighbouring_files(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(get_path("smollm2").read_bytes())
@@ -190,13 +178,11 @@ def test_eos_tokens_come_from_the_model_or_neighbouring_files(tmp_path: Path) ->
         assert HFTokenizer(path).eos_tokens == {0: "eos"}
 
 
-@needs_library
 def test_an_eos_token_has_no_text() -> None:
     token = load_library_tokenizer("gpt2").token_to_id("Ġthe")
     assert HFTokenizer(get_path("gpt2"), eos_tokens={token: "eos"}).decode([token]) == ""
 
 
-@needs_library
 def test_unknown_ids_are_rejected_and_gaps_have_no_text(tmp_path: Path) -> None:
     tokenizer = HFTokenizer(get_path("gpt2"))
     with pytest.raises(ValueError, match=f"token is {tokenizer.vocab_size}; expected 0 to {tokenizer.vocab_size - 1}"):
@@ -209,7 +195,6 @@ def test_unknown_ids_are_rejected_and_gaps_have_no_text(tmp_path: Path) -> None:
     assert (sparse.token_to_bytes(500), sparse.token_to_bytes(-1), sparse.token_to_bytes(10**6)) == (None, None, None)
 
 
-@needs_library
 def test_a_pickled_tokenizer_is_equivalent() -> None:
     tokenizer = HFTokenizer(get_path("llama2"), eos_tokens={2: "eos"})
     copy = pickle.loads(pickle.dumps(tokenizer))
@@ -217,7 +202,6 @@ def test_a_pickled_tokenizer_is_equivalent() -> None:
     assert (copy.eos_tokens, copy.vocab_size, copy.path) == ({2: "eos"}, tokenizer.vocab_size, tokenizer.path)
 
 
-@needs_library
 @pytest.mark.parametrize(("text", "error"), [(7, TypeError), ("half \ud83d", ValueError)])
 def test_an_invalid_text_is_rejected(text: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="the text"):
@@ -227,7 +211,6 @@ def test_an_invalid_text_is_rejected(text: Any, error: type[Exception]) -> None:
 # Files
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("content", "word"),
     [
@@ -253,7 +236,6 @@ def test_an_invalid_file_is_reported_in_one_line(tmp_path: Path, content: bytes,
     assert str(path) in str(caught.value) and word in str(caught.value) and "\n" not in str(caught.value)
 
 
-@needs_library
 @pytest.mark.parametrize(
     "decoder",
     [
@@ -283,7 +265,6 @@ NORMALIZED_TOKENS = [
 ]
 
 
-@needs_library
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -303,7 +284,6 @@ def test_a_file_that_grows_texts_exponentially_is_rejected(parts: Any, words: st
         HFTokenizer(path)
 
 
-@needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_grow_at_most_by_max_growth(kind: str) -> None:
     tokenizer, library = HFTokenizer(get_path(kind)), load_library_tokenizer(kind)
@@ -314,7 +294,6 @@ def test_texts_grow_at_most_by_max_growth(kind: str) -> None:
         assert n <= len(text.encode()) * tokenizer._encoder._max_growth
 
 
-@needs_library
 def test_a_recursively_doubling_template_is_harmless(tmp_path: Path) -> None:
     piece = {"Sequence": {"id": "A", "type_id": 0}}
     doubling = {"type": "TemplateProcessing", "single": [piece, piece], "pair": [], "special_tokens": {}}
@@ -322,14 +301,12 @@ def test_a_recursively_doubling_template_is_harmless(tmp_path: Path) -> None:
     assert HFTokenizer(path).encode("the") == HFTokenizer(get_path("gpt2")).encode("the")
 
 
-@needs_library
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_ids_equal_the_librarys_template(kind: str) -> None:
     encoding = load_library_tokenizer(kind).encode("a")
     assert HFTokenizer(get_path(kind))._encoder._prefix_ids == encoding.ids[: encoding.special_tokens_mask.index(0)]
 
 
-@needs_library
 def test_a_special_tokens_name_in_a_text_copies_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a vocabulary of 262,144 tokens takes 4 seconds of CPU time."""
     tokenizers = [HFTokenizer(get_path(kind)) for kind in KINDS]
@@ -339,7 +316,6 @@ def test_a_special_tokens_name_in_a_text_copies_no_vocabulary(monkeypatch: pytes
             assert token not in tokenizer.encode_rendered([RenderedSegment("x ", False), RenderedSegment(f"say {name}", True)])
 
 
-@needs_library
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3", "smollm2"])
 def test_ids_after_gaps_in_a_vocabulary_stay_the_same(kind: str, tmp_path: Path) -> None:
     """Also in a text with a special token's name, for which the library assigns new ids."""
@@ -358,7 +334,6 @@ def test_ids_after_gaps_in_a_vocabulary_stay_the_same(kind: str, tmp_path: Path)
     assert ids[: 1 + len(expected)] == [tokenizer.specials[name], *expected] and tokenizer.specials[name] not in ids[1:]
 
 
-@needs_library
 def test_a_special_name_that_the_model_would_merge_is_encoded_by_character(tmp_path: Path) -> None:
     """The model can form it by merges, or as a whole word."""
     content, name = json.loads(get_path("gpt2").read_text("utf-8")), "<|endoftext|>"
@@ -376,7 +351,6 @@ def test_a_special_name_that_the_model_would_merge_is_encoded_by_character(tmp_p
         ]
 
 
-@needs_library
 def test_a_panic_of_the_library_is_reported_and_not_fatal(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     tokenizer = HFTokenizer(
@@ -394,7 +368,6 @@ def test_a_panic_of_the_library_is_reported_and_not_fatal(tmp_path: Path) -> Non
     assert tokenizer.encode("the river") == HFTokenizer(get_path("gpt2")).encode("the river")
 
 
-@needs_library
 def test_a_huge_token_id_is_rejected_quickly(tmp_path: Path) -> None:
     model = json.loads(get_path("gpt2").read_text("utf-8"))["model"]
     model["vocab"]["zzz"] = 4_000_000_000
@@ -434,7 +407,6 @@ def load_twice(kind: str, **options: Any) -> tuple[HFTokenizer, HFTokenizer]:
     return HFTokenizer(get_path(kind), **options), HFTokenizer(get_path(kind), **options)
 
 
-@needs_library
 def test_padding_rows_are_not_in_the_shared_vocabulary() -> None:
     target, draft = load_twice("qwen2")
     n = target.vocab_size
@@ -444,7 +416,6 @@ def test_padding_rows_are_not_in_the_shared_vocabulary() -> None:
     assert compare_vocabularies(target, n + 40, get_path("qwen2"), n + 8) == SharedVocabulary(n, n)
 
 
-@needs_library
 def test_a_copy_of_the_targets_tokenizer_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = HFTokenizer(get_path("qwen2"))
     (tmp_path / "tokenizer.json").write_bytes(get_path("qwen2").read_bytes())
@@ -455,7 +426,6 @@ def test_a_copy_of_the_targets_tokenizer_is_not_loaded_again(tmp_path: Path, mon
         compare_vocabularies(target, n, get_path("gpt2"), n)
 
 
-@needs_library
 def test_an_older_tokenizer_of_the_family_shares_its_ids(tmp_path: Path) -> None:
     target = HFTokenizer(get_path("qwen2"))
     added = json.loads(get_path("qwen2").read_text("utf-8"))["added_tokens"]
@@ -465,7 +435,6 @@ def test_an_older_tokenizer_of_the_family_shares_its_ids(tmp_path: Path) -> None
     assert compare_vocabularies(draft, n + 5, target, n + 5) == SharedVocabulary(n - 2, n - 2)
 
 
-@needs_library
 def test_only_special_tokens_may_have_different_names(tmp_path: Path) -> None:
     target = HFTokenizer(get_path("llama3"))
     data = json.loads(get_path("llama3").read_text("utf-8"))
@@ -482,7 +451,6 @@ def test_only_special_tokens_may_have_different_names(tmp_path: Path) -> None:
     assert [found.target_ids[token] for token in ours] == ours and found.target_ids[added[2]["id"]] == NOT_SHARED
 
 
-@needs_library
 @pytest.mark.parametrize(("one", "other"), [("gpt2", "smollm2"), ("gpt2", "llama2"), ("llama2", "smollm2"), ("qwen2", "llama3")])
 def test_tokens_with_the_same_bytes_are_mapped(one: str, other: str) -> None:
     target, draft = HFTokenizer(get_path(one)), HFTokenizer(get_path(other))
@@ -498,7 +466,6 @@ def test_tokens_with_the_same_bytes_are_mapped(one: str, other: str) -> None:
     assert len(shared) >= len(words[0] & words[1] - {None})
 
 
-@needs_library
 def test_a_character_is_mapped_to_a_character_not_a_byte() -> None:
     """SentencePiece has a byte token and a character token of the same bytes; GPT-2 has only one."""
     target, draft = HFTokenizer(get_path("llama2")), HFTokenizer(get_path("gpt2"))
@@ -509,7 +476,6 @@ def test_a_character_is_mapped_to_a_character_not_a_byte() -> None:
             assert found[ids[1]] == ids[0]
 
 
-@needs_library
 def test_tokenizers_that_share_too_few_tokens_are_rejected(tmp_path: Path) -> None:
     target = HFTokenizer(get_path("llama2"))
     pieces = [(b"<unk>", 0.0), (b"<s>", 0.0), (b"</s>", 0.0), *((b"%d words" % i, 0.0) for i in range(500))]
@@ -519,7 +485,6 @@ def test_tokenizers_that_share_too_few_tokens_are_rejected(tmp_path: Path) -> No
     assert "\n" not in str(caught.value)
 
 
-@needs_library
 def test_a_llama2c_file_and_a_tokenizer_json_of_one_vocabulary_match(tmp_path: Path) -> None:
     library = load_library_tokenizer("llama2")
     names = [library.id_to_token(token) for token in range(library.get_vocab_size())]
@@ -536,7 +501,6 @@ def test_a_llama2c_file_and_a_tokenizer_json_of_one_vocabulary_match(tmp_path: P
     assert ids[0] == ids[n - 1] == NOT_SHARED
 
 
-@needs_library
 def test_a_tokenizer_of_another_size_is_rejected(tmp_path: Path, tokenizer: Tokenizer) -> None:
     target = HFTokenizer(get_path("qwen2"))
     n = target.vocab_size

@@ -12,8 +12,8 @@ from specdec.sampling import TARGET_NOISE, Sampler, Sampling
 from specdec.text.reasoning import ReasoningMarks
 from specdec.text.reasoning_constraint import MAX_HEADER_TOKENS, MAX_SPACES, ReasoningConstraint
 from specdec.verification import VERIFIERS, CoupledVerifier, Draft
-from tests.tools.constraints import FREE, PROMPT, VOCABULARY, ArbitraryDrafter
-from tests.tools.decode import END_MARKS, collect, decode, make_model_drafter
+from tests.tools.constraints import FREE, PROMPT, VOCABULARY, make_arbitrary_drafter
+from tests.tools.decode import END_MARKS, FakeDrafter, collect, decode, make_model_drafter
 from tests.tools.random_models import tiny_model
 from tests.tools.regular_languages import EMPTY_STRING, LanguageConstraint, byte_class, derive_all, get_allowed, literal, repeat
 
@@ -50,23 +50,6 @@ class ThinkingCache(KVCache):
         logits = super().forward_tree(*arguments)
         logits[:, LIKELY] += BIASES
         return logits
-
-
-class TrueDrafter:
-    """Proposes the next tokens of a known output."""
-
-    def __init__(self, expected):
-        self.expected = expected
-
-    def prepare(self, tokens):
-        pass
-
-    def observe(self, logits, rows, n_tokens):
-        pass
-
-    def propose(self, tokens, policy):
-        n = len(tokens) - len(PROMPT)
-        return Draft(self.expected[n : n + policy.max_tokens])
 
 
 def make_marks(is_open, header_end=b""):
@@ -184,8 +167,9 @@ def test_output_equals_the_masked_targets_for_every_draft(name, budget, is_open,
         expected = generate(target, sampling, 24, marks, language, budget, is_required)
         kinds.add(split(expected, marks)[0])
         verifier = CoupledVerifier(105, sampling)
+        true = FakeDrafter(lambda tokens, _, known=expected: [*known, 3, 4, 5][len(tokens) - len(PROMPT) :])
         drafters = {
-            "none": None, "true": TrueDrafter([*expected, 3, 4, 5]), "arbitrary": ArbitraryDrafter(),
+            "none": None, "true": true, "arbitrary": make_arbitrary_drafter(),
             "model": make_model_drafter(draft_model, verifier, sampling),
             "tree": TreeDrafter(ThinkingCache(target), Sampler(105, sampling), verifier.get_draft_stream, END_MARKS),
         }  # fmt: skip

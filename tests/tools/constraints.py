@@ -1,6 +1,6 @@
 """Constraints and drafters for tests of constrained decoding."""
 
-from specdec.verification import Draft
+from tests.tools.decode import FakeDrafter
 from tests.tools.regular_languages import byte_class, concatenate, literal, repeat, union
 
 # ids 0 to 2 and rows from 100 on are empty; some tokens are equal, some contain others
@@ -18,15 +18,11 @@ FREE = concatenate(
 PROMPT = [1, 7, 9]
 
 
-class ArbitraryDrafter:
-    """Proposes consecutive tokens of the vocabulary, allowed or not, in a length that depends on the sequence."""
+def make_arbitrary_drafter():
+    """Return a drafter of consecutive tokens of the vocabulary, allowed or not, in a length that depends on the sequence."""
 
-    def prepare(self, tokens):
-        pass
-
-    def observe(self, logits, rows, n_tokens):
-        pass
-
-    def propose(self, tokens, policy):
+    def propose(tokens, policy):
         n = 1 + sum(tokens) % policy.max_tokens
-        return Draft([(3 + sum(tokens) + i * len(tokens)) % 105 for i in range(n)])
+        return [(3 + sum(tokens) + i * len(tokens)) % 105 for i in range(n)]
+
+    return FakeDrafter(propose)

@@ -15,7 +15,7 @@ from specdec.sampling import Sampler
 from specdec.speculative import DecodingState
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import BOS, EOS
-from specdec.verification import VERIFIERS, Verifier
+from specdec.verification import VERIFIERS, Draft, Verifier
 
 END_MARKS = {BOS: "bos", EOS: "eos"}
 
@@ -31,6 +31,19 @@ class FakeCache:
 
     def can_draft(self, tokens):
         return True
+
+
+class FakeDrafter:
+    """A drafter whose proposals are what a function of the tokens and the policy returns."""
+
+    def __init__(self, propose):
+        self.propose = lambda tokens, policy: Draft(propose(tokens, policy)[: policy.max_tokens])
+
+    def prepare(self, tokens):
+        pass
+
+    def observe(self, logits, rows, n_tokens):
+        pass
 
 
 def decode(
