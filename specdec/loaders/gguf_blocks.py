@@ -9,7 +9,15 @@ import numpy as np
 from specdec.argument_checks import CheckpointError
 from specdec.loaders.checkpoint import BYTE, DerivedTensor, FileTensor
 from specdec.loaders.model_file import Bytes
-from specdec.quant.gguf_repacking import BLOCK_TYPES, MAX_FP16_EXPONENT, MAX_NVFP4_SCALE, MIN_FP16_EXPONENT, MXFP4, dequantize
+from specdec.quant.gguf_repacking import (
+    BLOCK_TYPES,
+    MAX_FP16_EXPONENT,
+    MAX_NVFP4_SCALE,
+    MIN_FP16_EXPONENT,
+    MXFP4,
+    NVFP4,
+    dequantize,
+)
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime.simd import Float32, Int64
 
@@ -30,11 +38,13 @@ class BlockTensor:
         raw: The stored blocks as a tensor of bytes (rows, bytes), which can be sliced by rows.
         type: Name of the block type in `BLOCK_TYPES`.
         error_prefix: File and name of the tensor, for error messages.
+        scales: Factor of each row, (rows,), or None.
     """
 
     raw: Any
     type: str
     error_prefix: str
+    scales: Float32 | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,7 +55,7 @@ class BlockTensor:
     def __getitem__(self, index: slice) -> Float32:
         """Read the rows of a slice and return them as float32."""
         first, last, _ = index.indices(self.shape[0])
-        return dequantize(self.type, self.read_blocks(first, last))
+        return dequantize(self.type, self.read_blocks(first, last), self._get_scales(slice(first, last)))
 
     def read_blocks(self, first: int, last: int) -> Bytes:
         """Read the quantized blocks of rows first to last - 1 as raw bytes, (last - first, bytes).
@@ -60,11 +70,14 @@ class BlockTensor:
             upper = blocks[:, at + 1]
             if ((upper & 0x7C) == 0x7C).any():  # all exponent bits of the f16 are set
                 raise CheckpointError(f"{self.error_prefix} holds NaN or infinite scales")
-        if self.type == "NVFP4" and (blocks[:, :4] > MAX_NVFP4_SCALE).any():
+        if self.type == NVFP4 and (blocks[:, :4] > MAX_NVFP4_SCALE).any():
             raise CheckpointError(f"{self.error_prefix} holds NaN or negative scales")
         if self.type == MXFP4 and not has_fp16_exponents(blocks):
             raise CheckpointError(f"{self.error_prefix} holds scales below 2^-24 or above 2^15, which are not supported")
         return data
+
+    def _get_scales(self, rows: slice | Int64) -> Float32 | None:
+        return None if self.scales is None else self.scales[rows]
 
     def flatten_matrices(self) -> "BlockTensor":
         """Return this tensor unchanged: its matrices are already stacked along the rows, as in `FileTensor.flatten_matrices`."""
@@ -73,11 +86,11 @@ class BlockTensor:
     def slice_rows(self, first: int, last: int) -> "BlockTensor":
         """Return a view of rows first to last - 1, without reading them."""
         assert isinstance(self.raw, FileTensor)
-        return replace(self, raw=self.raw.slice_rows(first, last))
+        return replace(self, raw=self.raw.slice_rows(first, last), scales=self._get_scales(slice(first, last)))
 
     def select_rows(self, indices: Int64) -> "BlockTensor":
         """Return a tensor of the rows with the given indices, in the order of the indices, without reading them."""
-        return replace(self, raw=self.raw.select_rows(indices))
+        return replace(self, raw=self.raw.select_rows(indices), scales=self._get_scales(indices))
 
 
 # MXFP4 in safetensors, with codes and exponents in two tensors (OCP's MX format of 2023): 32 weights are 16 bytes of two codes

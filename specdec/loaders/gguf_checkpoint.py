@@ -4,7 +4,10 @@ Keys, names and defaults are llama.cpp's (gguf-py's constants.py, src/llama-mode
 either supported or rejected by name; other keys are ignored.
 """
 
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +36,8 @@ from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.rerankers import find_rerank_template, read_rerank_head
 from specdec.loaders.tensor_assembly import TensorIndex, assemble_tensors, is_equal
 from specdec.model_config import ModelConfig
+from specdec.quant.gguf_repacking import MAX_NVFP4_TENSOR_SCALE, NVFP4
+from specdec.quant.packed_matrix import to_float32
 from specdec.runtime.simd import Float32
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY
 
@@ -170,8 +175,29 @@ class GGUFModel(TensorIndex[GGUFFile]):
         if name in self._layer_numbers:
             return self._layer_numbers[name]
         if shape[0] == 1 and self.get_shape(name) == shape[1:]:
-            return super().get_tensor(name, shape[1:], types).flatten_matrices()
-        return super().get_tensor(name, shape, types)
+            tensor = super().get_tensor(name, shape[1:], types).flatten_matrices()
+        else:
+            tensor = super().get_tensor(name, shape, types)
+        return self._add_scales(tensor, name, shape) if getattr(tensor, "type", "") == NVFP4 else tensor
+
+    def _add_scales(self, tensor: Any, name: str, shape: tuple[int, ...]) -> Any:
+        """Return an NVFP4 tensor with the scale of all its weights, or of each matrix, if the file has that in another tensor.
+
+        Its input scale, for activations of 4 bits, is ignored. Scales that are a tensor of the family's own are applied there.
+
+        Raises:
+            CheckpointError: The scales have another shape or are not finite or too large.
+        """
+        input_scale_name, scale_name = (f"{name.removesuffix('weight')}{each}" for each in ("input_scale", "scale"))
+        self.ignore([input_scale_name])
+        own_names = {spec.name for spec in self.family.tensor_specs.values()}
+        if scale_name not in self or re.sub(r"\d+", "{}", scale_name) in own_names:
+            return tensor
+        *lengths, n_rows, _ = shape
+        scales = to_float32(super().get_tensor(scale_name, (math.prod(lengths),))[:])
+        if (largest := abs(scales).max()) > MAX_NVFP4_TENSOR_SCALE:
+            raise CheckpointError(f"{self.describe(scale_name)} holds {largest}; expected at most {MAX_NVFP4_TENSOR_SCALE}")
+        return replace(tensor, scales=np.repeat(scales, n_rows))
 
     def is_duplicate(self, name: str, other: str) -> bool:
         """Return whether the tensors with two names are equal, after reading both; if so, mark the second as used."""

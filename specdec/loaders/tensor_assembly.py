@@ -54,8 +54,7 @@ class TensorIndex(Generic[File]):
         """Raise CheckpointError if a tensor in the files was neither used nor ignored."""
         for name in self._sources:
             if name not in self._used:
-                hint = "; scales of whole tensors, as in NVFP4, are not supported" if name.endswith("scale") else ""
-                raise CheckpointError(f"{self.describe(name)} is not part of the model that {self.model_phrase}{hint}")
+                raise CheckpointError(f"{self.describe(name)} is not part of the model that {self.model_phrase}")
 
     def describe(self, name: str) -> str:
         """Return the path of a tensor's file and the tensor's name in that file as a string, for error messages."""

@@ -7,7 +7,7 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
     Q2_K  d sc q - dmin m, in groups of 16     Q3_K  d (sc - 32) (q - 4), in groups of 16
     Q1_0  d (2 q - 1), in groups of 128     Q2_0  d (q - 1), in groups of 64     TQ1_0, TQ2_0  d (q - 1), in groups of 256
     IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t is ggml's table
-    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number     NVFP4  s / 2 t[q], s in UE4M3, in groups of 16
+    MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number     NVFP4  f s / 2 t[q], s in UE4M3, in groups of 16, f of the row
 
 TQ1_0 has five ternary digits in a byte. In memory it is like TQ2_0, in 1.22 times the bytes: to split digits takes 5 times as
 many instructions as to split bits.
@@ -30,6 +30,7 @@ from specdec.quant.groupwise import (
     make_weight_getter,
     pack_codes,
     pack_grouped_rows,
+    pack_row_scales,
     split_factors,
     ungroup,
     unpack_codes,
@@ -45,9 +46,10 @@ from specdec.runtime.work_stealing import get_chunk_range
 UInt8 = npt.NDArray[np.uint8]
 MXFP4, MIN_FP16_EXPONENT, MAX_FP16_EXPONENT = "MXFP4", 128 - 24, 128 + 15  # exponents of powers of two that fp16 holds
 EVEN_BYTES = 0x00FF00FF  # of a word
-# Scales of NVFP4 below 2^-6, s / 2 = n / 1024, as `GroupLayout.byte_scales` has them; a scale from 2^-6 on is its byte plus 24
+# Scales of NVFP4 below 2^-6, s / 2 = n / 1024, as `GroupLayout` describes them; a scale from 2^-6 on is its byte plus 24
 SUBNORMAL_SCALES = np.array([0, 8, 16, 20, 24, 26, 28, 30])
-MAX_NVFP4_SCALE = 0x7E  # as a byte
+NVFP4, MAX_NVFP4_SCALE = "NVFP4", 0x7E  # of a group, as a byte
+MAX_NVFP4_TENSOR_SCALE = 2048
 TWO_BIT_MASK, NIBBLE_MASK, SIGN_MASK = 3 * EACH_BYTE, 15 * EACH_BYTE, 128 * EACH_BYTE
 
 
@@ -355,7 +357,7 @@ BLOCK_TYPES = {
         ("Q2_0", 18, GroupLayout(2, 64, 1, False), repack_q2_0),
         ("TQ1_0", 54, GroupLayout(2, 256, 1, False), repack_tq1_0, 52),
         ("TQ2_0", 66, GroupLayout(2, 256, 1, False), make_two_bit_repacker(0), 64),
-        ("NVFP4", 36, GroupLayout(4, 16, 4, False, "e2m1"), repack_nvfp4),
+        (NVFP4, 36, GroupLayout(4, 16, 4, False, "e2m1"), repack_nvfp4),
     )
 }
 BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_mxfp4, ())
@@ -370,9 +372,12 @@ def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
     return rows
 
 
-def dequantize(type_name: str, raw_bytes: UInt8) -> Float32:
-    """Return rows of GGUF blocks (rows, bytes) as float32, equal bit by bit to those of the python package gguf."""
-    return ungroup(BLOCK_TYPES[type_name].layout, repack_blocks(GGUFBlockRows(type_name, raw_bytes)))
+def dequantize(type_name: str, raw_bytes: UInt8, scales: Float32 | None = None) -> Float32:
+    """Return rows of GGUF blocks (rows, bytes) as float32, equal bit by bit to those of the python package gguf.
+
+    scales: Factor of each row's scales, (rows,), in a layout that has row scales; None: 1.
+    """
+    return ungroup(BLOCK_TYPES[type_name].layout, repack_blocks(GGUFBlockRows(type_name, raw_bytes)), scales)
 
 
 def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> GroupedRows:
@@ -403,6 +408,8 @@ class GGUFFormat(GroupedFormat):
         if source_layout != self.layout:
             grouped = widen_rows(grouped, source_layout, self.layout)
         pack_grouped_rows(panels, first, stride, grouped)
+        if source_layout.has_row_scales:
+            pack_row_scales(panels, first, stride, np.ones(len(rows.raw_bytes)) if rows.scales is None else rows.scales)
 
 
 def _make_weight_format(name: str, layout: GroupLayout) -> GGUFFormat:

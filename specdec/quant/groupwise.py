@@ -7,7 +7,8 @@ sum(x).
 A panel is (blocks, words). A block of columns holds for each of the R rows the fp16 scale and, with minima, the fp16 minimum. If
 a block has several groups, the rows' int8 factors of the scale follow for each group, then those of the minimum; with codes of 2
 bits, a byte holds both factors, of 4 bits each. With the codebook "e2m1", each group has a scale of one byte instead: the
-exponent of a float32, or 5 bits of exponent and 3 of fraction.
+exponent of a float32, or 5 bits of exponent and 3 of fraction. In the second case, one more block ends the panel: it begins with
+an fp32 factor of each row's scales.
 
 Then follow the codes of each group: words of 4 bytes, the rows innermost. Code word k is the 4 codes from 4 k on as bytes, of
 which byte b is made from bits of byte b of the stored words: see `get_bit_fields`. Codes without a minimum have the middle of
@@ -80,7 +81,7 @@ PANEL_BYTE_WORDS = PANEL_ROWS // 4  # words of one byte per row
 EACH_BYTE = 0x01010101  # 1 in every byte of a word
 FP32_FRACTION_BITS = 23
 SCALE_FRACTION_BITS = 3  # of a scale of one byte in a block of several groups
-SCALE_FACTOR = np.float32(2.0**116)  # of such a scale: exponents 1 to 31 are 2^-10 to 2^20
+ROW_SCALE_FACTOR = np.float32(2.0**116)  # of row scales: exponents 1 to 31 of a scale of one byte are 2^-10 to 2^20
 
 # Values of the 4-bit codes: twice the floats of one sign bit, two exponent bits and one mantissa bit (E2M1 of MX, OCP 2023), and
 # ggml's kvalues_iq4nl.
@@ -136,14 +137,14 @@ class GroupLayout(NamedTuple):
         return FP32_FRACTION_BITS - (SCALE_FRACTION_BITS if self.n_groups > 1 else 0)
 
     @property
-    def scale_factor(self) -> np.float32:
-        """Factor of that float32; it is a power of two."""
-        return SCALE_FACTOR if self.n_groups > 1 else np.float32(1)
+    def has_row_scales(self) -> bool:
+        """Whether one more block ends a panel and begins with an fp32 factor of each row's scales, times `ROW_SCALE_FACTOR`."""
+        return self.has_byte_scales and self.n_groups > 1
 
     @property
     def byte_scales(self) -> Float32:
-        """The scale of each byte, (256,)."""
-        return (np.arange(256, dtype=np.uint32) << np.uint32(self.scale_shift)).view(np.float32) * self.scale_factor
+        """The scale of each byte, (256,), without the row's factor."""
+        return (np.arange(256, dtype=np.uint32) << np.uint32(self.scale_shift)).view(np.float32)
 
     @property
     def has_nibble_factors(self) -> bool:
@@ -352,7 +353,7 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
     )
     factors_offset, to_minimum = layout.factors_offset, (layout.n_params - 1) * PANEL_FP16_WORDS
     to_minimum_factors = (layout.n_params - 1) * layout.n_groups * PANEL_BYTE_WORDS
-    scale_shift, scale_factor = layout.scale_shift, layout.scale_factor
+    scale_shift = layout.scale_shift
 
     @jitable
     def get_halves_of_rows(block, first_row, g):
@@ -362,7 +363,7 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
     @jitable
     def get_byte_scales(block, first_row, g):
         scale_bytes = load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
-        scales = mul(view_as_float(shift_left(scale_bytes, scale_shift)), scale_factor)
+        scales = view_as_float(shift_left(scale_bytes, scale_shift))
         return scales, scales
 
     @jitable
@@ -396,6 +397,7 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     n_units, unit_groups, unit_words = layout.n_units, layout.unit_groups, layout.unit_words * PANEL_ROWS
     x_words = GROUP_HEADER_WORDS + group_size // BYTES_PER_WORD
     block_words, codes_offset = layout.block_words, layout.codes_offset
+    n_scale_blocks = int(layout.has_row_scales)
     step_words = block_words // (block_words // PANEL_ROWS)  # that p.ahead_step covers
     header_lines = ceil_div(codes_offset if n_groups > 1 else block_words, LINE_WORDS)
     unit_lines = unit_words // LINE_WORDS if n_groups > 1 else 0
@@ -403,9 +405,10 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     def tile(n_tokens, p):
         """out[t, r] (+)= sum over groups g of scale[r, g] * sum over g of code * x[t] + minimum[r, g] * sum over g of x[t].
 
-        Each group adds one or two terms to its row's chain. p.n is the number of blocks. The tuples `xs`, `sums` and `totals`
-        have an element for each token.
+        Each group adds one or two terms to its row's chain. p.n is the number of blocks, with that of the row scales. The tuples
+        `xs`, `sums` and `totals` have an element for each token.
         """
+        row_scales_at = (p.n - 1) * block_words
         xs, x_floats = split_tokens(get_words(p.x.start, 0), p.x.stride), split_tokens(get_out(p.x.start, 0), p.x.stride)
         line_step = p.ahead_step * LINE_WORDS // step_words
         for row in range(0, PANEL_ROWS, rows):
@@ -413,7 +416,8 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
             share = line_step // n_row_blocks  # of the lines to prefetch
             ahead = advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
             totals = start_sums(outs, rows, n_tokens, p.accumulate)
-            for block in range(p.n):
+            row_scales = load_vector(get_out(p.w, row_scales_at), row)
+            for block in range(p.n - n_scale_blocks):
                 at = block * block_words
                 block_start = advance(p.w, at)
                 for line in range(0, header_lines, n_row_blocks):
@@ -428,6 +432,8 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
                         x_at = (block * n_groups + g) * x_words
                         sums = sum_group(words, i_group, xs, x_at)
                         scales, minima = get_params(block_start, row, g)
+                        if n_scale_blocks:
+                            scales = mul(scales, row_scales)
                         totals = fma(to_float(sums), mul(scales, get_number(x_floats, x_at)), totals)
                         if has_minima:
                             totals = fma(minima, get_number(x_floats, x_at + 2), totals)
@@ -452,6 +458,7 @@ def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
     fields = np.array([[*own, *[BitField(0, 0, 0, 0)] * (n_fields - len(own))] for own in bit_fields])
     load_param = make_param_loader(layout)
     has_codebook, codes = bool(codebook), CODEBOOK_CODES.get(codebook, np.zeros(1, np.int64))
+    has_row_scales = layout.has_row_scales
 
     @inlined
     def get_weight(w, panel, row, k, n, _group_size):
@@ -467,7 +474,10 @@ def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
             code |= ((byte >> shift) & ((1 << n_bits) - 1)) << to
         if has_codebook:
             code = codes[code]
-        weight = np.float32(code - zero_point) * load_param(w, block, 0, row, g)
+        scale = load_param(w, block, 0, row, g)
+        if has_row_scales:
+            scale *= w[panel, w.shape[1] - 1, row]
+        weight = np.float32(code - zero_point) * scale
         if has_minima:
             weight += load_param(w, block, 1, row, g)
         return weight
@@ -566,6 +576,7 @@ class PackArgs(NamedTuple):
         panel_halves: The same panels as 16-bit values.
         panel_bytes: The same panels as bytes.
         params, factors, words: A `GroupedRows`, each array flat from the second axis on.
+        n_blocks: Blocks of a row.
         first: First panel to fill.
         stride: Panels from one to the next.
     """
@@ -576,6 +587,7 @@ class PackArgs(NamedTuple):
     params: Halves2
     factors: Bytes2
     words: Words2
+    n_blocks: int
     first: int
     stride: int
 
@@ -583,7 +595,7 @@ class PackArgs(NamedTuple):
 @kernel
 def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
     """Pack rows of grouped weights (rows, ...) into every stride-th panel from `first` on."""
-    rows, n_blocks = p.words.shape[0], p.panels.shape[1]
+    rows, n_blocks = p.words.shape[0], p.n_blocks
     block_params, block_factors = p.params.shape[1] // n_blocks, p.factors.shape[1] // n_blocks
     block_words = p.words.shape[1] // n_blocks
     factors_offset = 2 * block_params * PANEL_ROWS
@@ -605,13 +617,27 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
 def pack_grouped_rows(panels: Float32, first: int, stride: int, rows: GroupedRows) -> None:
     """Pack a `GroupedRows` into every stride-th panel from `first` on, on all threads."""
     views = (panels.view(dtype) for dtype in (np.uint32, np.uint16, np.uint8))
-    run_on_all_threads(pack_panels(*views, *rows.flatten(), first, stride))
+    run_on_all_threads(pack_panels(*views, *rows.flatten(), rows.words.shape[1], first, stride))
 
 
-def ungroup(layout: GroupLayout, rows: GroupedRows) -> Float32:
-    """Return grouped rows as float32 (rows, columns), code * scale + minimum; each product and sum is rounded."""
+def pack_row_scales(panels: Float32, first: int, stride: int, scales: Array) -> None:
+    """Write the scale of each row to the last block of every stride-th panel from `first` on."""
+    n_panels = ceil_div(len(scales), PANEL_ROWS)
+    padded = np.zeros(n_panels * PANEL_ROWS, np.float32)
+    padded[: len(scales)] = scales * ROW_SCALE_FACTOR
+    panels[first::stride][:n_panels, -1, :PANEL_ROWS] = padded.reshape(n_panels, PANEL_ROWS)
+
+
+def ungroup(layout: GroupLayout, rows: GroupedRows, row_scales: Float32 | None = None) -> Float32:
+    """Return grouped rows as float32 (rows, columns), code * scale + minimum; each product and sum is rounded.
+
+    row_scales: The factors of a layout with row scales, (rows,); None: 1.
+    """
     if layout.has_byte_scales:
         params = layout.byte_scales[rows.factors][:, :, None]
+        if layout.has_row_scales:
+            own = np.ones(len(params), np.float32) if row_scales is None else row_scales
+            params = params * (own * ROW_SCALE_FACTOR)[:, None, None, None]
     else:
         params = rows.params.view(np.float16).astype(np.float32)[..., None]
         if layout.n_groups > 1:
@@ -641,11 +667,15 @@ class GroupedFormat(QuantizedFormat):
 
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the blocks and words of a panel."""
-        return ceil_div(n, self.layout.block_columns), self.layout.block_words
+        return ceil_div(n, self.layout.block_columns) + self.layout.has_row_scales, self.layout.block_words
 
     def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
         """Return the rows of panels as float32; see `WeightFormat.unpack`."""
-        panels, layout = panels[block], self.layout
+        layout, row_scales = self.layout, None
+        panels = panels[block]
+        if layout.has_row_scales:
+            row_scales = panels[:, -1, :PANEL_ROWS].reshape(-1) / ROW_SCALE_FACTOR
+            panels = panels[:, :-1]
         size, n_blocks = panels.shape[:2]
 
         def get_part(first: int, last: int, dtype: type, *shape: int) -> Array:
@@ -659,4 +689,4 @@ class GroupedFormat(QuantizedFormat):
             get_part(layout.factors_offset, layout.codes_offset, np.uint8, layout.n_factor_bytes),
             get_part(layout.codes_offset, layout.block_words, np.uint32, layout.n_units, layout.unit_words),
         )
-        return np.ascontiguousarray(ungroup(layout, rows)[:, :n])
+        return np.ascontiguousarray(ungroup(layout, rows, row_scales)[:, :n])

@@ -31,7 +31,7 @@ class Tensor(Protocol):
     A float tensor returns an array (rows, n) of its `dtype`: float32, float16, or uint16, which holds the bits of bf16. A tensor
     with weights that share scales has an attribute `group`, the group size, and returns `Int8Rows`. A tensor of a GGUF block type
     has the type's name in `type`, returns rows in float32, and has `read_blocks(first, last)`, which returns the rows' bytes
-    (rows, bytes) as uint8.
+    (rows, bytes) as uint8. It may have a factor of each row, (rows,), in `scales`.
     """
 
     @property
@@ -76,10 +76,17 @@ class Int8Rows:
 
 @dataclass(frozen=True)
 class GGUFBlockRows:
-    """Rows of weights of a GGUF block type, given by its name, as the file's bytes: raw_bytes (rows, bytes)."""
+    """Rows of weights of a GGUF block type as the file's bytes.
+
+    Attributes:
+        type: Name of the block type.
+        raw_bytes: The blocks, (rows, bytes).
+        scales: Factor of each row, (rows,), or None; only for block types whose layout has row scales.
+    """
 
     type: str
     raw_bytes: npt.NDArray[np.uint8]
+    scales: Float32 | None = None
 
 
 class PackingOverflowError(Exception):
@@ -311,7 +318,10 @@ def pack_matrix(
 
 def _get_source_rows(tensor: Any, weight_format: WeightFormat, first: int, last: int) -> Any:
     """Return rows first to last (exclusive) of a tensor in the form that the weight format packs."""
-    return GGUFBlockRows(tensor.type, tensor.read_blocks(first, last)) if weight_format.is_gguf_block else tensor[first:last]
+    if not weight_format.is_gguf_block:
+        return tensor[first:last]
+    scales = getattr(tensor, "scales", None)
+    return GGUFBlockRows(tensor.type, tensor.read_blocks(first, last), None if scales is None else scales[first:last])
 
 
 def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[..., Float32] = zeros) -> Matrix:

@@ -16,13 +16,15 @@ from specdec.families.family import GGUFFamily
 from specdec.layers.rope import compute_positions_per_radian
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.gguf_blocks import BlockTensor
+from specdec.loaders.gguf_checkpoint import GGUFModel
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
 from specdec.model import get_architecture
 from specdec.model.model import Model
 from specdec.model_config import Llama3RopeScaling, ModelConfig
-from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
+from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
 from tests.tools.block_tensors import block_model
@@ -309,11 +311,63 @@ def test_nvfp4_scales_that_are_nan_or_negative_are_rejected(tmp_path: Path, scal
         tensor[:]
 
 
-def test_a_scale_of_a_whole_tensor_is_rejected(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
+SCALED_SHAPES = {"token_embd": (40, 128), "blk.0.attn_q": (128, 128), "blk.0.ffn_up_exps": (3, 64, 128)}
+
+
+def write_scaled_tensors(path: Path) -> dict[str, Any]:
+    """Write NVFP4 tensors with a scale of each matrix, and input scales, and return them all."""
+    rng = np.random.default_rng(0)
+    tensors: dict[str, Any] = {}
+    for name, (*lengths, n) in SCALED_SHAPES.items():
+        blocks = random_blocks(rng, "NVFP4", math.prod(lengths), n)
+        tensors[f"{name}.weight"] = blocks._replace(shape=(*lengths, n))
+        for kind in ("scale", "input_scale"):
+            tensors[f"{name}.{kind}"] = rng.random(lengths[0] if len(lengths) > 1 else 1, np.float32) + np.float32(0.01)
+    path.write_bytes(gguf_bytes(make_model_keys("llama_tied"), tensors))
+    return tensors
+
+
+def test_a_scale_of_a_tensor_multiplies_the_scales_of_its_groups(tmp_path: Path) -> None:
+    """The matrices of experts have one each. Includes slices and selected rows, and the packed matrix."""
+    tensors = write_scaled_tensors(tmp_path / "model.gguf")
+    model = GGUFModel(tmp_path / "model.gguf")
+    for name, shape in SCALED_SHAPES.items():
+        blocks = np.frombuffer(tensors[f"{name}.weight"].data, np.uint8).reshape(-1, 36)
+        scales = np.repeat(tensors[f"{name}.scale"], len(blocks) // len(tensors[f"{name}.scale"]))
+        expected = dequantize("NVFP4", blocks, scales).reshape(-1, shape[-1])
+        unscaled = dequantize("NVFP4", blocks) * scales[:, None]
+        np.testing.assert_allclose(expected, unscaled.reshape(expected.shape), rtol=2e-7)
+        tensor = model.get_tensor(f"{name}.weight", shape)
+        np.testing.assert_array_equal(tensor[:], expected)
+        np.testing.assert_array_equal(tensor.slice_rows(30, 40)[3:], expected[33:40])
+        np.testing.assert_array_equal(tensor.select_rows(np.array([39, 2, 1]))[:2], expected[[39, 2]])
+        matrix = pack_matrix([tensor], WEIGHT_FORMATS["NVFP4"])
+        np.testing.assert_array_equal(matrix.weight_format.unpack(matrix.panels, shape[-1], 16)[: len(expected)], expected)
+    model.check_all_used()
+
+
+@pytest.mark.parametrize(
+    ("scale", "problem"),
+    [
+        (np.ones(2, np.float32), r"has the shape \(2,\)"),
+        (np.full(1, np.inf, np.float32), "NaN or infinite"),
+        (np.full(1, 4096, np.float32), "holds 4096.0; expected at most 2048"),
+        (RawTensor("Q8_0", (1, 32), bytes(34)), r"has the shape \(1, 32\)"),
+    ],
+)
+def test_a_scale_of_a_tensor_is_one_finite_number(tmp_path: Path, scale: Any, problem: str) -> None:
+    path = tmp_path / "model.gguf"
+    tensors = write_scaled_tensors(path) | {"blk.0.attn_q.scale": scale}
+    path.write_bytes(gguf_bytes(make_model_keys("llama_tied"), tensors))
+    with pytest.raises(CheckpointError, match=f"blk.0.attn_q.scale.*{problem}"):
+        GGUFModel(path).get_tensor("blk.0.attn_q.weight", SCALED_SHAPES["blk.0.attn_q"])
+
+
+def test_a_scale_of_a_tensor_of_another_type_is_rejected(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
     keys, tensors = small
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(keys, tensors | {"blk.0.attn_q.scale": np.ones(1, np.float32)}))
-    assert "scales of whole tensors, as in NVFP4, are not supported" in get_refusal(path)
+    assert '"blk.0.attn_q.scale" is not part of the model' in get_refusal(path)
 
 
 def test_infinite_scales_are_rejected(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ def test_every_bit_of_a_word_is_one_bit_of_one_code(name):
 def test_matmul_is_exact_in_a_group_and_one_chain_over_groups(name):
     """Compared with exact arithmetic, rounded after every step of the chain."""
     layout, tensor = BLOCK_TYPES[name].layout, RandomBlockTensor(name, ROWS, N)
+    if layout.has_row_scales:
+        tensor.scales = np.random.default_rng(1).random(ROWS, np.float32)
     x = activations(9)
     out = run_matmul(pack_matrix([tensor], WEIGHT_FORMATS[name]), x, 9)
     scales, minima, codes = split_into_groups(name, tensor)
@@ -136,7 +138,7 @@ def split_into_groups(name, tensor):
     layout = BLOCK_TYPES[name].layout
     weights = tensor[0:ROWS].reshape(ROWS, -1, layout.group_size)
     matrix = pack_matrix([tensor], WEIGHT_FORMATS[name])
-    blocks = matrix.panels.reshape(len(matrix.panels), -1, layout.block_words)
+    blocks = matrix.panels[:, : N // layout.block_columns]
     params = blocks[..., : layout.factors_offset].view(np.float16).astype(np.float32)
     params = params.reshape(*blocks.shape[:2], -1, 1, PANEL_ROWS)
     factors = blocks[..., layout.factors_offset : layout.codes_offset].view(np.int8)
@@ -145,6 +147,7 @@ def split_into_groups(name, tensor):
         params = np.where(exponents > 0, 2 ** (exponents - 127), 0).astype(np.float32)[:, :, None, None]
     elif name == "NVFP4":
         params = layout.byte_scales[factors.view(np.uint8)].reshape(*blocks.shape[:2], 1, layout.n_groups, PANEL_ROWS)
+        params = params * matrix.panels[:, -1:, None, None, :PANEL_ROWS]
     elif name == "Q2_K":
         factors = factors.reshape(*blocks.shape[:2], 1, layout.n_groups, PANEL_ROWS)
         params = params * np.concatenate([factors & 15, factors >> 4 & 15], 2)

@@ -6,13 +6,16 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder
 from specdec.engine.request import GenerationRequest
 from specdec.loaders import load_checkpoint
+from specdec.loaders.model_loader import load_model
 from specdec.model import get_architecture
 from specdec.model.model import Model
 from specdec.quant import INT8, PACKED_BF16
 from specdec.server.engine_thread import EngineThread
 from specdec.tokenizer import BOS, Tokenizer
 from tests.tools.checkpoint_files import write_tokenizer
+from tests.tools.configs import make_config
 from tests.tools.engine_threads import Output, assert_same, submit
+from tests.tools.family_models import make_model
 from tests.tools.hf_folders import CONFIGS, FIXTURES, read_folder_tensors
 
 FAMILIES = list(CONFIGS)
@@ -92,6 +95,22 @@ def test_batched_output_equals_unbatched_output_of_each_family(name, make_tokeni
     )
     tokenizer = make_tokenizer(CONFIGS[name].vocab_size)
     assert compare_batch(name, weight_format, draft, np.random.default_rng(i), tokenizer, 8) > 2
+
+
+@pytest.mark.parametrize("name", ["bitnet", "gemma4_dense", "laguna", "muse_glimmer", "qwen3"])
+@pytest.mark.parametrize("draft", ["lookup", "smaller model"])
+def test_a_draft_changes_no_output_of_a_family(name, draft, make_tokenizer):
+    """The smaller model is a random Llama of the same vocabulary."""
+    target, config, tokenizer = load_model(FIXTURES / name, 1), CONFIGS[name], make_tokenizer(CONFIGS[name].vocab_size)
+    smaller = make_model(make_config(40, 50, 1, 4, 2, config.vocab_size, config.seq_len))
+    decoder = SpeculativeDecoder(target, "lookup" if draft == "lookup" else smaller, tokenizer, gamma=3)
+    plain = SpeculativeDecoder(target, None, tokenizer)
+    for temperature in (0.0, 0.8):
+        prompt = [BOS, *[5, 9, 7, 11] * 4]
+        expected = plain.generate(prompt, max_tokens=40, temperature=temperature)
+        drafted = decoder.generate(prompt, max_tokens=40, temperature=temperature)
+        assert drafted.tokens == expected.tokens
+        assert drafted.statistics.n_drafted > 0
 
 
 @pytest.mark.campaign

@@ -31,12 +31,13 @@ class RandomBlockTensor:
             raw[:, :, 0] = rng.integers(104, 124, raw.shape[:2])
             raw[0, 0] = 0
         self.raw = raw.reshape(rows, -1)
+        self.scales: np.ndarray | None = None
 
     def read_blocks(self, first: int, last: int) -> np.ndarray:
         return self.raw[first:last]
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        return dequantize(self.type, self.raw[rows])
+        return dequantize(self.type, self.raw[rows], None if self.scales is None else self.scales[rows])
 
 
 def run_matmul(matrix, x, n_tokens, n_threads=1):
