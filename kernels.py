@@ -8,10 +8,8 @@ Shapes: T tokens of the pass, S cached positions, D dim, F hidden_dim, H query h
 """
 
 import inspect
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -21,20 +19,20 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec import kernels
+from specdec.bench.measure import time_task
+from specdec.bench.pass_speed import make_arithmetic_task, make_read_task
 from specdec.layers import activations
 from specdec.layers.kv_formats import KV_FORMATS
 from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat, bf16_12bit, groupwise, int8, matmul
-from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
+from specdec.quant.dot4 import DOT4_BY_NAME
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
-from specdec.runtime.memory import LazyMemory, all_finite, zeros
+from specdec.runtime.memory import LazyMemory, zeros
 from specdec.runtime.op_program import Executor, Op
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.peak_arithmetic import N_STEPS, make_chains_kernel, make_peak_run
-from specdec.runtime.simd import FP32_STORAGE, INT32_STORAGE, LANES, MAX_TILE_TOKENS, PANEL_ROWS, REGISTER_LANES, round_up
+from specdec.runtime.simd import LANES, MAX_TILE_TOKENS, PANEL_ROWS, round_up
 
-MIN_TIMED_S, MIN_RUNS = 0.05, 5
 READ_BYTES = 1 << 28  # more than the caches hold
 EPS, THETA, SOFTCAP = 1e-5, 10_000.0, 30.0
 FLOAT_TOLERANCE = 2e-5  # of the largest value
@@ -278,17 +276,12 @@ def unpack(s: Sizes, matrix: Any) -> Any:
 
 
 def measure(case: Case, s: Sizes) -> tuple[float, float]:
-    """Return the error of a case relative to the largest expected value, and the median seconds of a run."""
+    """Return the error of a case relative to the largest expected value, and the seconds of a run."""
     executor, n_threads = Executor([[case.op]]), case.n_threads or s.n_threads
     executor(s.n_tokens, case.pos, s.n_tokens, n_threads)
     expected = np.asarray(case.expected, np.float64)
     error = float(np.abs(case.out - expected).max() / max(np.abs(expected).max(), 1e-30))
-    seconds: list[float] = []
-    while len(seconds) < MIN_RUNS or sum(seconds) < MIN_TIMED_S:
-        begin = time.perf_counter()
-        executor(s.n_tokens, case.pos, s.n_tokens, n_threads)
-        seconds.append(time.perf_counter() - begin)
-    return error, statistics.median(seconds)
+    return error, time_task(lambda: executor(s.n_tokens, case.pos, s.n_tokens, n_threads))
 
 
 def get_source(name: str) -> str:
@@ -315,30 +308,12 @@ def get_source(name: str) -> str:
 
 def measure_limits(n_threads: int) -> str:
     """Return the machine's limits: GB/s of a plain read, and GMAC/s of the instructions of tiles on registers alone."""
-    dot = DOT4_BY_NAME[int8.DOT4_NAME]
-    shapes = matmul.choose_tile_shape(PANEL_ROWS, MAX_TILE_TOKENS), dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens)
-    chains = (
-        make_chains_kernel(keep_words, matmul.add_product, FP32_STORAGE, shapes[0].rows, REGISTER_LANES, shapes[0].n_tokens),
-        make_chains_kernel(dot.prepare, dot.dot4, INT32_STORAGE, shapes[1].rows, dot.lanes, shapes[1].n_tokens),
-    )
-    rates = []
-    for kernel, shape, products in zip(chains, shapes, (1, 4), strict=True):
-        seconds = time_call(make_peak_run(kernel, *shape, n_threads))
-        rates.append(products * shape.rows * shape.n_tokens * N_STEPS * n_threads / seconds / 1e9)
-    block = zeros(READ_BYTES // 4)
-    seconds = time_call(lambda: all_finite(block, n_threads))
-    return f"limits: reading {READ_BYTES / seconds / 1e9:.0f} GB/s, fp32 {rates[0]:.0f} GMAC/s, int8 {rates[1]:.0f} GMAC/s"
-
-
-def time_call(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call after a first one."""
-    call()
-    seconds = []
-    for _ in range(MIN_RUNS):
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    gb_per_s = READ_BYTES / time_task(make_read_task(READ_BYTES, n_threads)) / 1e9
+    rates = list[float]()
+    for is_int8 in (False, True):
+        task, n_operations = make_arithmetic_task(is_int8, n_threads)
+        rates.append(n_operations / 2 / time_task(task) / 1e9)
+    return f"limits: reading {gb_per_s:.0f} GB/s, fp32 {rates[0]:.0f} GMAC/s, int8 {rates[1]:.0f} GMAC/s"
 
 
 def main(

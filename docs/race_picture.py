@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specdec import CheckpointError, Sampling, SpeculativeDecoder
-from specdec.bench.race import RecordedRun, format_seconds, measure
+from specdec.bench.measure import RecordedRun
+from specdec.bench.race import format_seconds, measure
 from specdec.loaders.model_paths import get_default_pair
 from specdec.ui.plain_views import ModelLabels
 from specdec.ui.race import RunReplay

@@ -9,13 +9,15 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 
+from specdec.bench.measure import OnProgress, ignore_progress, make_table, take_turns
 from specdec.model.model import Model
 from specdec.quant.dot4 import choose_dot4
 from specdec.runtime.cpu_topology import get_topology
@@ -92,9 +94,7 @@ def make_cases(
     return cases
 
 
-def run(
-    name: str, model: Model, cases: Sequence[BenchCase], on_progress: Callable[[float], None] = lambda share: None
-) -> BenchReport:
+def run(name: str, model: Model, cases: Sequence[BenchCase], on_progress: OnProgress = ignore_progress) -> BenchReport:
     """Time all cases of a model benchmark in ROUNDS interleaved rounds, after a warm-up, and return the report.
 
     Args:
@@ -103,21 +103,18 @@ def run(
         cases: The cases.
         on_progress: Called with the completed fraction.
     """
-    rates = [list[float]() for _ in cases]
     for case in cases:
         _time_case(model, BenchCase(case.threads, 0, min(case.tokens, WARM_UP_TOKENS), case.is_prompt))
-    for i, (_, (case, case_rates)) in enumerate(itertools.product(range(ROUNDS), zip(cases, rates, strict=True))):
-        on_progress(i / (ROUNDS * len(cases)))
-        case_rates.append(case.tokens / _time_case(model, case))
-    timed = [
-        BenchResult(case.threads, case.name, statistics.median(case_rates), min(case_rates), max(case_rates))
-        for case, case_rates in zip(cases, rates, strict=True)
-    ]
-    fallback = platform.processor() or platform.machine()
+    rounds = take_turns([partial(_time_case, model, case) for case in cases], ROUNDS, on_progress)
+    timed = list[BenchResult]()
+    for case, seconds in zip(cases, zip(*rounds, strict=True), strict=True):
+        rates = [case.tokens / each for each in seconds]
+        timed.append(BenchResult(case.threads, case.name, statistics.median(rates), min(rates), max(rates)))
+    weights, cpu = model.weights, read_cpu_name() or platform.processor() or platform.machine()
+    instructions = choose_dot4(CPU_FEATURES)
+    cores, system = get_topology().description, platform.platform()
     return BenchReport(
-        name, model.weights.format_names, model.weights.n_bytes / 2**30, model.kv, read_cpu_name() or fallback,
-        get_topology().description,
-        choose_dot4(CPU_FEATURES), platform.platform(), timed,
+        name, weights.format_names, weights.n_bytes / 2**30, model.kv, cpu, cores, instructions, system, timed
     )  # fmt: skip
 
 
@@ -151,10 +148,10 @@ def to_json(report: BenchReport) -> str:
 def to_table(report: BenchReport) -> Table:
     """Return a Rich table of the tokens per second of each case, captioned with the machine."""
     title = f"{Path(report.model).name}: {report.weights}, {report.gib:.2f} GiB, keys and values {report.kv}"
-    caption = f"{report.cpu}; {report.cores}; {report.instructions}; {report.system}"
-    table = Table(title=title, caption=f"{caption}. Medians of {ROUNDS} rounds, by turns.")
-    for column in ("threads", "test", "tokens/s", "least to most"):
-        table.add_column(column, justify="right")
-    for each in report.timed:
-        table.add_row(str(each.threads), each.test, f"{each.tokens_per_s:.2f}", f"{each.least:.2f} to {each.most:.2f}")
-    return table
+    caption = f"{report.cpu}; {report.cores}; {report.instructions}; {report.system}. Medians of {ROUNDS} rounds, by turns."
+    rows = [
+        {"threads": f"{each.threads}", "test": each.test, "tokens/s": f"{each.tokens_per_s:.2f}",
+         "least to most": f"{each.least:.2f} to {each.most:.2f}"}
+        for each in report.timed
+    ]  # fmt: skip
+    return make_table(rows, title, caption)

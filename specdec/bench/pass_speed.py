@@ -1,16 +1,16 @@
 """Timing of passes over T tokens with random weights, compared with the limits of memory and arithmetic."""
 
-import itertools
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 from rich.table import Table
 
+from specdec.bench.measure import make_table, take_turns, time_task
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
@@ -33,7 +33,6 @@ PASS_TOKENS = (1, 2, 4, 8, 16, 64)
 PREFILL_TOKENS = 128
 ROUNDS = 15  # each with every T, so that a change of the machine's speed affects them all
 Task = Callable[[], object]
-MIN_TASK_RUNS, MIN_TASK_S = 3, 0.01  # consecutive runs of a task, as warm-up and again while it is timed
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,14 @@ def run(
     weights = LLAMA.pack(config, tensors, INT8 if is_int8 else None, make_progress("packing weights"))
     model = Model(config, weights, n_threads)
     del tensors
-    calculate, flops = _make_arithmetic_task(is_int8, model.n_threads)
+    calculate, flops = make_arithmetic_task(is_int8, model.n_threads)
     n_prefill = min(PREFILL_TOKENS, config.seq_len)
     passes = [_make_pass_task(model, n_prefill, 1), *(_make_pass_task(model, n, n) for n in PASS_TOKENS)]
-    medians = _measure_medians([_make_read_task(weights.n_bytes, model.n_threads), calculate, *passes], make_progress)
-    reads, calculations, prefills, *seconds = medians
+    tasks = [make_read_task(weights.n_bytes, model.n_threads), calculate, *passes]
+    for _ in take_turns(tasks, 1, make_progress("warming up")):
+        pass
+    rounds = take_turns([partial(time_task, task) for task in tasks], ROUNDS, make_progress("measuring"))
+    reads, calculations, prefills, *seconds = map(statistics.median, zip(*rounds, strict=True))
     flop_seconds = 2 * n_weights * calculations / flops  # lower bound of a token's arithmetic
 
     def make_timing(n_tokens: int, seconds: float) -> PassTiming:
@@ -148,19 +150,12 @@ def run(
         flop_per_s = 2 * n_weights * n_tokens / seconds
         return PassTiming(n_tokens, seconds, weights.n_bytes / seconds / 1e9, flop_per_s / 1e9, needed[limit] / seconds, limit)
 
-    return PassBenchResult(
-        config,
-        weights.n_bytes / reads / 1e9,
-        flops / calculations / 1e9,
-        model.n_threads,
-        weights.format_names,
-        [make_timing(n, s) for n, s in zip(PASS_TOKENS, seconds, strict=True)],
-        n_prefill,
-        prefills,
-    )
+    limits = weights.n_bytes / reads / 1e9, flops / calculations / 1e9
+    rows = [make_timing(n, s) for n, s in zip(PASS_TOKENS, seconds, strict=True)]
+    return PassBenchResult(config, *limits, model.n_threads, weights.format_names, rows, n_prefill, prefills)
 
 
-def _make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
+def make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
     """Return a task that runs the weight format's multiply-add on registers alone, and the task's number of operations."""
     dot = DOT4_BY_NAME[choose_dot4(CPU_FEATURES)]
     if is_int8:
@@ -173,7 +168,7 @@ def _make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
     return make_peak_run(kernel, rows, n_tokens, n_threads), 2 * products * rows * n_tokens * N_STEPS * n_threads
 
 
-def _make_read_task(n_bytes: int, n_threads: int) -> Task:
+def make_read_task(n_bytes: int, n_threads: int) -> Task:
     """Return a task that reads `n_bytes` bytes of memory, which this function allocates."""
     block = zeros(n_bytes // 4)
     block[:] = 1.0
@@ -191,35 +186,6 @@ def _make_pass_task(model: Model, n_tokens: int, n_logits: int) -> Task:
     return run_pass
 
 
-def _measure_medians(tasks: list[Task], make_progress: Callable[[str], Callable[[float], None]]) -> list[float]:
-    """Run each task for a warm-up and then once per round, and return the median seconds of each task."""
-    on_progress = make_progress("warming up")
-    for i, task in enumerate(tasks):
-        on_progress(i / len(tasks))
-        task()
-    on_progress = make_progress("measuring")
-    times: list[list[float]] = [[] for _ in range(ROUNDS)]
-    for i, (round_times, task) in enumerate(itertools.product(times, tasks)):
-        on_progress(i / (ROUNDS * len(tasks)))
-        round_times.append(_time_task(task))
-    return [statistics.median(task) for task in zip(*times, strict=True)]
-
-
-def _time_task(task: Task) -> float:
-    """Run a task many times and return the mean seconds of a run.
-
-    An equal series of runs that is not timed comes first, to fill the CPU caches with the task's data.
-    """
-    begin, n = time.perf_counter(), 0
-    while n < MIN_TASK_RUNS or time.perf_counter() < begin + MIN_TASK_S:
-        task()
-        n += 1
-    begin = time.perf_counter()
-    for _ in range(n):
-        task()
-    return (time.perf_counter() - begin) / n
-
-
 def to_json(result: PassBenchResult) -> str:
     """Return the result of a pass benchmark as JSON text; the shape is the seven numbers that `--shape` takes."""
     return json.dumps(asdict(result) | {"shape": {name: getattr(result.shape, name) for name in SHAPE_FIELDS}})
@@ -233,16 +199,15 @@ def to_table(result: PassBenchResult, shape: str) -> Table:
         f"a prompt of {result.prefill_tokens} tokens: {result.prefill_seconds * 1e3:.1f} ms, {speed:.0f} tok/s\n"
         f"limits: a plain read {result.read_gb_per_s:.1f} GB/s, in registers {result.gflop_per_s:.0f} GFLOP/s"
     )
-    table = Table("tokens", "ms", "x one", "GB/s", "GFLOP/s", "of the nearer limit", title=title, caption=caption)
-    for column in table.columns:
-        column.justify = "right"
-    for row in result.rows:
-        table.add_row(
-            f"{row.tokens}",
-            f"{row.seconds * 1e3:.2f}",
-            f"{row.seconds / result.rows[0].seconds:.2f}",
-            f"{row.gb_per_s:.1f}",
-            f"{row.gflop_per_s:.0f}",
-            f"{row.limit} {row.share:.0%}",
-        )
-    return table
+    rows = [
+        {
+            "tokens": f"{row.tokens}",
+            "ms": f"{row.seconds * 1e3:.2f}",
+            "x one": f"{row.seconds / result.rows[0].seconds:.2f}",
+            "GB/s": f"{row.gb_per_s:.1f}",
+            "GFLOP/s": f"{row.gflop_per_s:.0f}",
+            "of the nearer limit": f"{row.limit} {row.share:.0%}",
+        }
+        for row in result.rows
+    ]
+    return make_table(rows, title, caption)

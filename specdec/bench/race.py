@@ -1,51 +1,19 @@
 """The target alone against the pair on one output, each run separately, so that neither slows the other down."""
 
-import itertools
 import json
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from specdec.events import Event, Statistics, Step
+from specdec.bench.measure import OnProgress, RecordedRun, ignore_progress, record, take_turns
+from specdec.events import Event, Step
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 
 MAX_ROUNDS = 5
 MAX_MEASURE_S = 3.0  # no round begins after that time
-
-
-@dataclass
-class RecordedRun:
-    """The recorded decoding events of one generation, and their statistics."""
-
-    events: list[Event] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
-
-    def add(self, event: Event) -> None:
-        """Record a decoding event and add it to the statistics."""
-        self.events.append(event)
-        self.statistics.add(event)
-
-    @property
-    def output(self) -> tuple[list[int], str | None]:
-        """The generated tokens and the stop reason, for comparison with those of other runs."""
-        return self.tokens, self.statistics.stop_reason
-
-    @property
-    def steps(self) -> list[Step]:
-        """The verified steps among the recorded events, in order."""
-        return [event for event in self.events if isinstance(event, Step)]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The generated tokens of all steps, in order."""
-        return [token for step in self.steps for token in step.tokens]
-
-    @property
-    def end_seconds(self) -> list[float]:
-        """The measured end of each step, in seconds from the beginning of the first."""
-        return list(itertools.accumulate(step.seconds for step in self.steps))
 
 
 @dataclass
@@ -101,13 +69,6 @@ class Race:
             wrapped += [name, *textwrap.wrap(line, max(width, 1), initial_indent="  ", subsequent_indent="  ")]
         return wrapped
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the statistics of both runs, their speed ratio and the equality of their texts as a dict for JSON."""
-        sides = {"alone": self.alone.statistics, "pair": self.pair.statistics}
-        names = ("n_generated", "target_passes", "decode_seconds", "tokens_per_second")
-        fields = {side: {name: getattr(s, name) for name in names} for side, s in sides.items()}
-        return {**fields, "ratio": self.speedup or None, "same_text": self.is_same_text, "rounds": self.n_rounds}
-
 
 def format_seconds(seconds: float) -> str:
     """Return a time in seconds as text: 0.0462 as "46 ms", and 4.62 as "4.6 s"."""
@@ -119,7 +80,7 @@ def measure(
     prompt: str | Sequence[int],
     max_tokens: int,
     sampling: Sampling,
-    on_progress: Callable[[float], object] = lambda share: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Race:
     """Generate one output with the target alone and the pair in turns; return the fastest run of each, without prefill.
 
@@ -132,24 +93,31 @@ def measure(
         sampling: Sampling settings.
         on_progress: Called with the completed fraction of the first round, and in later rounds with a value of at most 1.
     """
-    both = SpeculativeDecoder(decoder.target, None, decoder.tokenizer), decoder
-    runs: list[tuple[RecordedRun, ...]] = []
-    begin, written = time.perf_counter(), 0
-    while len(runs) < MAX_ROUNDS and (not runs or time.perf_counter() < begin + MAX_MEASURE_S):
-        round_runs = []
-        for side in both:
-            run = RecordedRun()
-            for event in side.stream(prompt, max_tokens, sampling):
-                run.add(event)
-                written += len(event.tokens) if isinstance(event, Step) else 0
-                on_progress(min(1.0, written / max(2 * max_tokens, 1)))
-            round_runs.append(run)
-        runs.append(tuple(round_runs))
-    is_same_text = all(run.output == runs[0][0].output for round_runs in runs for run in round_runs)
-    alone, pair = (min(round_runs, key=lambda run: run.statistics.decode_seconds) for round_runs in zip(*runs, strict=True))
-    return Race(alone, pair, len(runs), is_same_text)
+    n_written = 0
+
+    def count_tokens(event: Event) -> None:
+        nonlocal n_written
+        n_written += len(event.tokens) if isinstance(event, Step) else 0
+        on_progress(min(1.0, n_written / max(2 * max_tokens, 1)))
+
+    def run(side: SpeculativeDecoder) -> RecordedRun:
+        return record(side.stream(prompt, max_tokens, sampling), count_tokens)
+
+    target_alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
+    rounds, end = list[list[RecordedRun]](), time.perf_counter() + MAX_MEASURE_S
+    for runs in take_turns([partial(run, target_alone), partial(run, decoder)], MAX_ROUNDS):
+        rounds.append(runs)
+        if time.perf_counter() >= end:
+            break
+    is_same_text = all(each.output == rounds[0][0].output for runs in rounds for each in runs)
+    alone, pair = (min(runs, key=lambda each: each.statistics.decode_seconds) for runs in zip(*rounds, strict=True))
+    return Race(alone, pair, len(rounds), is_same_text)
 
 
 def to_json(race: Race, text: str, **extra: object) -> str:
     """Return a race as the text of one JSON object: the text, its tokens, both runs, their ratio and the fields in `extra`."""
-    return json.dumps({"text": text, "tokens": race.pair.tokens} | race.to_dict() | extra)
+    names = ("n_generated", "target_passes", "decode_seconds", "tokens_per_second")
+    sides = {"alone": race.alone.statistics, "pair": race.pair.statistics}
+    runs = {side: {name: getattr(statistics, name) for name in names} for side, statistics in sides.items()}
+    result = {"ratio": race.speedup or None, "same_text": race.is_same_text, "rounds": race.n_rounds}
+    return json.dumps({"text": text, "tokens": race.pair.tokens} | runs | result | extra)

@@ -6,14 +6,16 @@ its rounds. Only decoding is timed, as in the statistics of a generation, withou
 seeds (coupled verification), and every one of them is compared.
 """
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Literal, NamedTuple
 
-from specdec.bench.race import RecordedRun
+from specdec.bench.measure import OnProgress, RecordedRun, ignore_progress, record, take_turns
 from specdec.draft.model_bundle import LOOKUP
-from specdec.draft.settings import AUTO
+from specdec.draft.settings import AUTO, Gamma, TreeMode
 from specdec.events import Event, Statistics
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
@@ -22,19 +24,10 @@ MIN_SPEEDUP = 1.03  # over the target alone; less is noise
 MIN_RELATIVE_SPEED = 0.98  # of the best setting; one setting for all temperatures is then simpler than two
 WARM_UP_TOKENS = 32
 PROMPTS = (  # short: 500 tokens after each of them fit a context of 512
-    "Once upon a time",
-    "One day, a little girl named Lily",
-    "Tim and Sam were best friends.",
-    "There was a big dog named Max.",
-    "The sun was hot and",
-    "Mom and Dad went to the park",
-    "Lily had a red ball.",
-    "A small bird sat in a tree.",
-    "Ben wanted a new toy car.",
-    '"Can we play?" asked Tom.',
-    "It was a rainy day and",
-    "The cat was very sad because",
-)
+    "Once upon a time", "One day, a little girl named Lily", "Tim and Sam were best friends.", "There was a big dog named Max.",
+    "The sun was hot and", "Mom and Dad went to the park", "Lily had a red ball.", "A small bird sat in a tree.",
+    "Ben wanted a new toy car.", '"Can we play?" asked Tom.', "It was a rainy day and", "The cat was very sad because",
+)  # fmt: skip
 SUMMED_FIELDS = (  # fields taken from the summed statistics of the runs
     "n_drafted", "n_accepted", "acceptance_rate", "tokens_per_pass", "acceptance_by_position", "experts_alone",
     "experts_per_token",
@@ -44,16 +37,6 @@ SettingKind = Literal["alone", "draft", "lookup", "pair"]
 
 class OutputMismatchError(Exception):
     """Raised when a setting's output differs from the target's own with the same seed."""
-
-
-class StreamingDecoder(Protocol):
-    """The interface of a decoder that a sweep uses: its draft options and its stream of events."""
-
-    gamma: Any  # draft length
-    tree: Any  # token trees: auto, on or off
-
-    def stream(self, prompt: str, max_tokens: int, sampling: Sampling) -> Iterator[Event]:
-        """Generate up to `max_tokens` tokens after a prompt and yield the decoding events."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +54,10 @@ class Setting:
 
     name: str
     options: str
-    decoder: StreamingDecoder
+    decoder: SpeculativeDecoder
     kind: SettingKind
-    gamma: int | str | None = None
-    tree: str = "off"
+    gamma: Gamma | None = None
+    tree: TreeMode = "off"
 
     def stream(self, case: "SweepCase") -> Iterator[Event]:
         """Set the decoder's draft length and tree mode to those of this setting, and yield the decoding events of a case."""
@@ -137,6 +120,20 @@ class SweepRuns:
     runs: dict[SweepCase, list[dict[str, RecordedRun]]] = field(default_factory=dict)
     is_complete: bool = False
 
+    def add(self, case: SweepCase, runs: Sequence[RecordedRun]) -> None:
+        """Add a round with a run of each setting.
+
+        Raises:
+            OutputMismatchError: An output differs from that of the target alone.
+        """
+        rounds = self.runs.setdefault(case, [])
+        named = dict(zip([setting.name for setting in self.settings], runs, strict=True))
+        plain = (rounds[0] if rounds else named)[self.settings[0].name]
+        for setting in self.settings:
+            if setting.kind != "draft":
+                _check_same_output(named[setting.name], plain, setting, case)
+        rounds.append(named)
+
     def compute_cells(self) -> list[SettingResult]:
         """Return a result for each temperature, length and setting; settings without a case to measure are left out."""
         return self._aggregate_all((case.sampling.temperature, case.max_tokens) for case in self.runs)
@@ -185,7 +182,7 @@ def _get_speed(run: RecordedRun) -> float:
 # Settings and cases
 
 
-def make_settings(pair: SpeculativeDecoder, gammas: Sequence[int | str]) -> tuple[list[Setting], list[str]]:
+def make_settings(pair: SpeculativeDecoder, gammas: Sequence[Gamma]) -> tuple[list[Setting], list[str]]:
     """Return the settings to compare, and notes on those that are left out.
 
     The target alone comes first, then the draft alone, lookup, and the pair with each gamma, with trees and staged. Decoders
@@ -254,74 +251,56 @@ def make_cases(
     return cases, notes
 
 
-def make_samplings(temperatures: Sequence[float], top_p: float, n_seeds: int) -> list[Sampling]:
-    """Return sampling settings with seeds 1 to n_seeds for each temperature; greedy sampling depends on no seed and gets one."""
-    return [Sampling(t, 0, top_p, seed) for t in temperatures for seed in range(1, 1 + (n_seeds if t else 1))]
-
-
 # Measurement
+
+
+class _StoppedError(Exception):
+    """Raised in a generation when the sweep must stop."""
 
 
 def measure(
     settings: Sequence[Setting],
     cases: Sequence[SweepCase],
-    rounds: int,
-    on_progress: Callable[[float], object] = lambda share: None,
+    n_rounds: int,
+    on_progress: OnProgress = ignore_progress,
     should_stop: Callable[[], object] = lambda: False,
 ) -> SweepRuns:
-    """Generate all cases with all settings `rounds` times, after a warm-up, and return the recorded runs.
+    """Generate all cases with all settings in some rounds, after a warm-up, and return the recorded runs.
 
     Args:
         settings: The settings; the first must be the target alone.
         cases: The cases.
-        rounds: Number of rounds.
+        n_rounds: Number of rounds.
         on_progress: Called with the completed fraction.
         should_stop: Returns whether to stop and return the runs so far.
 
     Raises:
         OutputMismatchError: The output of a setting differs from that of the target alone.
     """
+
+    def stop_if_needed(event: Event) -> None:
+        if should_stop():
+            raise _StoppedError
+
+    def run(setting: Setting, case: SweepCase) -> RecordedRun:
+        return record(setting.stream(case), stop_if_needed)
+
     measured = SweepRuns(settings)
-    _warm_up(settings, cases, should_stop)
-    total, done = rounds * len(settings) * sum(case.max_tokens for case in cases), 0
-    schedule = [(case, i + number) for number in range(rounds) for i, case in enumerate(cases)]
-    for case, offset in schedule:
-        runs: dict[str, RecordedRun] = {}
-        offset %= len(settings)
-        for setting in (*settings[offset:], *settings[:offset]):
+    total, done = n_rounds * sum(case.max_tokens for case in cases), 0
+    try:
+        for sampling in dict.fromkeys(case.sampling for case in cases):  # pays one-time costs
+            n = min(WARM_UP_TOKENS, cases[0].max_tokens)
+            for setting in settings:
+                run(setting, cases[0]._replace(max_tokens=n, sampling=sampling))
+        for number, (i, case) in itertools.product(range(n_rounds), enumerate(cases)):
             on_progress(done / total)
-            run = run_setting(setting, case, should_stop)
-            if run is None:
-                return measured
-            runs[setting.name] = run
             done += case.max_tokens
-        earlier = measured.runs.setdefault(case, [])
-        plain = (earlier[0] if earlier else runs)[settings[0].name]
-        for setting in settings:
-            if setting.kind != "draft":
-                _check_same_output(runs[setting.name], plain, setting, case)
-        earlier.append(runs)
+            for runs in take_turns([partial(run, setting, case) for setting in settings], 1, first=i + number):
+                measured.add(case, runs)
+    except _StoppedError:
+        return measured
     measured.is_complete = True
     return measured
-
-
-def _warm_up(settings: Sequence[Setting], cases: Sequence[SweepCase], should_stop: Callable[[], object]) -> None:
-    """Run every setting and sampling briefly and discard the result, so that one-time costs are paid."""
-    for sampling in dict.fromkeys(case.sampling for case in cases):
-        for setting in settings:
-            run_setting(
-                setting, cases[0]._replace(max_tokens=min(WARM_UP_TOKENS, cases[0].max_tokens), sampling=sampling), should_stop
-            )
-
-
-def run_setting(setting: Setting, case: SweepCase, should_stop: Callable[[], object] = lambda: False) -> RecordedRun | None:
-    """Generate one output of the sweep with a setting and return the recorded run; None as soon as `should_stop` returns true."""
-    run = RecordedRun()
-    for event in setting.stream(case):
-        run.add(event)
-        if should_stop():
-            return None
-    return run
 
 
 def _check_same_output(run: RecordedRun, plain: RecordedRun, setting: Setting, case: SweepCase) -> None:
@@ -379,27 +358,3 @@ def format_conclusion(totals: Sequence[SettingResult]) -> str:
         return f"Leave out -d here: the target alone is as fast or faster (at best {format_group(others, suffix)})."
     where = " and ".join(format_temperature(t, temperatures) for t in others)
     return f"Best here: {format_group(paying, suffix)}; leave out -d for {where} (at best {format_group(others, '')})."
-
-
-class FixedGammaSummary(NamedTuple):
-    """A summary of the settings with a fixed draft length.
-
-    Attributes:
-        mean: Mean of their mean speed-ups.
-        best: Result with the highest mean speed-up.
-        best_text: Highest speed-up of a single case.
-    """
-
-    mean: float
-    best: SettingResult
-    best_text: float
-
-
-def summarize_fixed_gamma(cells: Sequence[SettingResult]) -> FixedGammaSummary | None:
-    """Return a summary of the results with a fixed draft length, of the pair or else of lookup; None if there are none."""
-    kind = "pair" if any(result.kind == "pair" for result in cells) else "lookup"
-    fixed = [f for f in cells if f.kind == kind and AUTO not in f.options]
-    if not fixed:
-        return None
-    best = max(fixed, key=lambda result: result.speedup_mean)
-    return FixedGammaSummary(statistics.fmean(f.speedup_mean for f in fixed), best, max(f.speedup_max for f in fixed))

@@ -2,7 +2,8 @@
 
 from rich.console import ConsoleDimensions
 
-from specdec.bench.race import Race, RecordedRun, format_seconds
+from specdec.bench.measure import RecordedRun
+from specdec.bench.race import Race, format_seconds
 from specdec.events import Prompt
 from specdec.ui.panel import InteractiveView
 from specdec.ui.plain_views import ModelLabels

@@ -12,12 +12,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specdec.bench.sweep import (
-    FixedGammaSummary,
     SettingResult,
     SweepRuns,
     format_conclusion,
     format_temperature,
-    summarize_fixed_gamma,
 )
 from specdec.ui.plain_views import sanitize_line
 
@@ -37,7 +35,6 @@ class SweepReport:
         title: Name of the pair.
         cells: Results by setting, temperature and length.
         totals: Results by setting and temperature.
-        overall: Summary of the fixed draft lengths, None without them.
         conclusion: One sentence on the best options.
         notes: What was left out, and why.
         is_complete: Whether the sweep ran to its end.
@@ -46,7 +43,6 @@ class SweepReport:
     title: str
     cells: list[SettingResult]
     totals: list[SettingResult]
-    overall: FixedGammaSummary | None
     conclusion: str
     notes: list[str]
     is_complete: bool
@@ -66,7 +62,6 @@ class SweepReport:
             title,
             cells,
             totals,
-            summarize_fixed_gamma(cells),
             format_conclusion(totals),
             [*notes, *interrupted],
             measured.is_complete,
@@ -100,17 +95,6 @@ class SweepReport:
         """Return the name of a temperature in the report, such as "greedy", "sampled" or "temperature 0.7"."""
         return format_temperature(temperature, self.temperatures)
 
-    def format_overall(self) -> str:
-        """Return one line that summarizes the fixed draft lengths, as tables of other projects do; "" without them."""
-        if not self.overall:
-            return ""
-        best = self.overall.best
-        return (
-            f"Fixed γ: mean {self.overall.mean:.2f} times the target alone, best {best.speedup_mean:.2f} "
-            f"({best.setting}, {self.format_temperature(best.temperature)}, {best.max_tokens} tokens), best text "
-            f"{self.overall.best_text:.2f}."
-        )
-
 
 # Terminal
 
@@ -123,7 +107,7 @@ def print_report(report: SweepReport, console: Console) -> None:
         name = Text(sanitize_line(report.title), "bold")
         parts = [name, to_table(report, console.width), Text(), title, to_bars(report, console), Text()]
     parts += [Text(sanitize_line(note), style="dim") for note in report.notes]
-    lines = (report.format_draft_alone(), report.format_experts(), report.format_overall())
+    lines = (report.format_draft_alone(), report.format_experts())
     parts += [Text(line) for line in lines if line]
     console.print(Group(*parts, Text(report.conclusion, style="bold")))
 
@@ -197,18 +181,11 @@ def _group_by_setting(totals: Sequence[SettingResult]) -> Iterator[tuple[str, li
 
 def to_json(report: SweepReport, **more: object) -> str:
     """Return a sweep report as the text of one JSON object, with the further fields in `more`."""
-    best = report.overall and {
-        "mean": report.overall.mean,
-        "best": report.overall.best.speedup_mean,
-        "best_setting": asdict(report.overall.best),
-        "best_text": report.overall.best_text,
-    }
     return json.dumps(
         more
         | {
             "cells": [asdict(f) for f in report.cells],
             "totals": [asdict(f) for f in report.totals],
-            "fixed_gamma": best,
             "conclusion": report.conclusion,
             "notes": report.notes,
             "interrupted": not report.is_complete,

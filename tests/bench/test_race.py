@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from specdec.bench.race import Race, RecordedRun, measure
+from specdec.bench.measure import RecordedRun
+from specdec.bench.race import Race, measure
 from specdec.events import Prompt, Step
 from specdec.sampling import Sampling
 from specdec.speculative_decoder import SpeculativeDecoder
@@ -52,9 +53,7 @@ class RaceStage:
         file = io.TextIOWrapper(self.bytes, encoding="utf-8", newline="", write_through=True)
         self.console = Console(file=file, width=width, height=height, force_terminal=True, legacy_windows=False)
         self.view = RaceView(
-            self.race,
-            ModelLabels("big", "by little", "big + little"),
-            Window(self.console, self.keys, self.clock, self.sleep),
+            self.race, ModelLabels("big", "by little", "big + little"), Window(self.console, self.keys, self.clock, self.sleep)
         )
 
     def sleep(self, seconds: float) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,18 @@ from xml.etree import ElementTree
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from typer.models import OptionInfo
 
 import specdec
 from specdec import Sampling, SpeculativeDecoder
 from specdec.bench import sweep
-from specdec.bench.race import RecordedRun
+from specdec.bench.measure import RecordedRun
 from specdec.bench.sweep import Setting, SettingResult, SweepCase, SweepRuns
-from specdec.cli import bootstrap
 from specdec.cli.sweep import SweepRequest
 from specdec.events import Event, Prompt, Proposal, Step
-from specdec.ui import signals
 from specdec.ui import sweep_report as sweep_chart
 from tests.conftest import Pair
 from tests.fakes.terminal import ShellJob
+from tests.tools.command_runs import Run, assert_rejected, from_json, run  # noqa: F401  (a fixture)
 
 GREEDY, SAMPLED = Sampling(0.0), Sampling(1.0, seed=1)
 STORY = list(range(100, 160))
@@ -68,7 +65,7 @@ def make_fake_settings(**pair: Any) -> list[Setting]:
 
 def test_speedup_compares_neighbours_and_excludes_prefill() -> None:
     """Four tokens take two seconds; the target alone takes four."""
-    measured = sweep.measure(make_fake_settings(), [SweepCase("a", 40, GREEDY)], rounds=2)
+    measured = sweep.measure(make_fake_settings(), [SweepCase("a", 40, GREEDY)], n_rounds=2)
     alone, draft, pair = measured.compute_cells()
     assert measured.is_complete
     assert (alone.speedup_mean, alone.tokens_per_second, alone.tokens_per_pass) == (1.0, 1.0, 1.0)
@@ -81,7 +78,7 @@ def test_speedup_compares_neighbours_and_excludes_prefill() -> None:
 
 def test_acceptance_by_position_counts_only_drafted_tokens() -> None:
     """Ten passes of four tokens; the last one has room for only three proposals."""
-    measured = sweep.measure(make_fake_settings(), [SweepCase("a", 40, GREEDY)], rounds=1)
+    measured = sweep.measure(make_fake_settings(), [SweepCase("a", 40, GREEDY)], n_rounds=1)
     pair = measured.compute_cells()[-1]
     assert pair.acceptance_by_position == [1.0, 1.0, 1.0, 0.0]
     assert pair.n_drafted == 9 * 4 + 3
@@ -260,22 +257,6 @@ def test_several_temperatures_are_named_by_number() -> None:
     assert sweep.format_conclusion([]) == sweep.format_conclusion([make_result("", 0, 1, "alone")]) == "Nothing was measured."
 
 
-def test_fixed_gamma_summary_ignores_other_settings() -> None:
-    cells = [
-        make_result("", 0, 1.0, "alone", 50),
-        make_result("-d lookup -g 8", 0, 9.0, "lookup", 50),
-        make_result("-g auto", 0, 8.0, n=50),
-    ]
-    cells += [make_result("-g 2", 0, 2.0, n=50), make_result("-g 4", 1, 3.0, n=200)]
-    over = sweep.summarize_fixed_gamma(cells)
-    assert over is not None
-    assert (over.mean, over.best, over.best_text) == (2.5, cells[-1], pytest.approx(3.6))
-    lookup = sweep.summarize_fixed_gamma(cells[:2])
-    assert lookup is not None
-    assert lookup.mean == 9.0
-    assert sweep.summarize_fixed_gamma(cells[:1]) is None
-
-
 # Reports
 
 
@@ -286,9 +267,7 @@ def report(
     of = totals(table, temperatures)
     cells = [dataclasses.replace(f, max_tokens=n, acceptance_by_position=[0.9] * 20) for n in (50, 200) for f in of]
     of += [make_result("draft alone", t, 30.0, "draft") for t in temperatures]
-    return sweep_chart.SweepReport(
-        title, cells, of, sweep.summarize_fixed_gamma(cells), sweep.format_conclusion(of), ["a note"], True
-    )
+    return sweep_chart.SweepReport(title, cells, of, sweep.format_conclusion(of), ["a note"], True)
 
 
 def test_experts_read_are_reported_by_setting() -> None:
@@ -310,7 +289,7 @@ def test_table_and_bars_fit_console_and_are_plain_without_terminal(width: int) -
     assert max(map(cell_len, text.splitlines())) <= width
     assert ("by position" in text) == (width >= 80)
     assert report().conclusion.split()[0] in text
-    for word in ("greedy, 50 tokens", "sampled, 200 tokens", "big + little", "a note", "30.0", "Fixed γ: mean 2.00"):
+    for word in ("greedy, 50 tokens", "sampled, 200 tokens", "big + little", "a note", "30.0"):
         assert word in text
     bars = [line for line in text.splitlines() if "█" in line]
     assert len(bars) == 2 * 3  # of the target alone and two settings; the draft alone would dwarf them
@@ -368,7 +347,7 @@ def test_csv_and_json_have_row_for_every_result() -> None:
     assert (rows[-1]["speedup_mean"], rows[-1]["acceptance_by_position"]) == ("2.0000", " ".join(["0.9000"] * 20))
     result = json.loads(sweep_chart.to_json(report(), model="big"))
     assert result["cells"] == [dataclasses.asdict(f) for f in report().cells]
-    assert (result["model"], result["fixed_gamma"]["mean"], result["interrupted"]) == ("big", 2.0, False)
+    assert (result["model"], result["interrupted"]) == ("big", False)
 
 
 # Settings and cases
@@ -424,138 +403,101 @@ def test_length_beyond_context_is_left_out(decoder: SpeculativeDecoder) -> None:
 
 
 def test_greedy_sampling_has_one_seed() -> None:
-    assert [(s.temperature, s.seed) for s in sweep.make_samplings([0.0, 1.0], 0.9, 2)] == [(0.0, 1), (1.0, 1), (1.0, 2)]
+    assert [(s.temperature, s.seed) for s in SweepRequest(seeds=2).samplings] == [(0.0, 1), (1.0, 1), (1.0, 2)]
 
 
 # The command
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(signals.SignalHandler, "install", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["specdec", "sweep", *map(str, arguments)])
-    with pytest.raises(SystemExit) as done:
-        bootstrap.main()
-    assert isinstance(done.value.code, int)
-    return done.value.code, *capsys.readouterr()
-
-
-def of(pair: Pair, *more: object) -> list[object]:
-    draft = [] if "-d" in more else ["-d", pair.draft]
-    models = ["-m", pair.target, *draft, "-z", pair.tokenizer, "-j", 1]
-    return [*models, "--max-tokens", "5,20", "-g", "1,4", "--rounds", 1, *more]
-
-
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("One day\n\n  a cat  \nOne day\n")
-    return path
+def run_sweep(run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs `specdec sweep` in tmp_path with the pair, a file of prompts and further arguments."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("One day\n\n  a cat  \nOne day\n")
+    return lambda *more: run("sweep", *make_arguments(pair), *more)
 
 
-def test_command_prints_results_and_draws_chart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path, tmp_path: Path
-) -> None:
-    svg = tmp_path / "chart.svg"
-    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts, "--json", "--svg", svg))
-    assert (code, err) == (0, "")
-    result = json.loads(out)
+def make_arguments(pair: Pair) -> list[object]:
+    models = ["-m", pair.target, "-d", pair.draft, "-z", pair.tokenizer, "-j", 1]
+    return [*models, "--prompts", "prompts.txt", "--max-tokens", "5,20", "-g", "1,4", "--rounds", 1]
+
+
+def test_command_prints_results_and_draws_chart(run_sweep: Run) -> None:
+    result = from_json(run_sweep("--json", "--svg", "chart.svg"))
     assert result["prompts"] == ["One day", "a cat"]
     assert (result["kv"], result["arithmetic"]) == ("f32", specdec.__arithmetic__)
     assert {(f["options"], f["temperature"], f["max_tokens"], f["n_texts"]) for f in result["cells"]} == {
         (options, t, n, 2) for options in ("", "-d lookup -g 4", "-g 1", "-g 4") for t in (0, 1) for n in (5, 20)
     }
     assert result["conclusion"].startswith(("Best here", "Leave out"))
-    assert "γ&#160;4" in svg.read_text(encoding="utf-8")
-    ElementTree.parse(svg)
-    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts, "--csv", "--temperatures", 0.5))
+    assert "γ&#160;4" in Path("chart.svg").read_text(encoding="utf-8")
+    ElementTree.parse("chart.svg")
+    code, out, err = run_sweep("--csv", "--temperatures", 0.5)
     assert (code, err.split()[0] in ("Best", "Leave")) == (0, True)
     assert len(list(csv.DictReader(io.StringIO(out)))) == 2 * 5
 
 
-def test_differing_outputs_exit_with_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path
-) -> None:
+def test_differing_outputs_exit_with_code_1(run_sweep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that accepts everything: 7 follows each proposal."""
     monkeypatch.setattr(
         "specdec.verification.CoupledVerifier.verify",
         lambda _, logits, draft, position: ([*draft.tokens, 7][: len(logits)], len(draft.tokens)),
     )
-    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts))
-    assert (code, out) == (1, "")
-    assert err.count("\n") == 1
+    code, out, err = run_sweep()
+    assert (code, out, err.count("\n")) == (1, "", 1)
     assert all(word in err for word in ("differs from the target's own", "'One day'", "seed 1", "temperature 0"))
 
 
-REFUSED: dict[str, tuple[list[object], str]] = {
-    "no length": (["--max-tokens", "5,x"], "--max-tokens"),
-    "length 0": (["--max-tokens", "0"], "--max-tokens"),
-    "nothing": (["--max-tokens", ","], "--max-tokens"),
-    "gamma": (["-g", "64"], "--gammas"),
-    "temperature": (["--temperatures", "-1"], "--temperatures"),
-    "no temperature": (["--temperatures", "nan"], "--temperatures"),
-    "too long": (["--max-tokens", "5000"], "the context of 128 has room for 5000 tokens"),
-    "two outputs": (["--json", "--csv"], "--csv"),
-    "no such file": (["--prompts", "nowhere.txt"], "nowhere.txt"),
-    "a folder": (["--prompts", "."], "cannot read .: "),
-    "no such folder": (["--svg", "nowhere/chart.svg"], "nowhere"),
-    "a folder as picture": (["--svg", "."], "--svg"),
-    "no such model": (["-m", "nowhere.bin"], "nowhere.bin"),
-    "no draft": (["-d", "none"], "sweep needs a draft; leave out -d"),
-    "rounds": (["--rounds", "-1"], "--rounds"),
-    "quantize": (["--quantize", "all"], "--quantize"),
-    "threads": (["-j", "9999"], "threads"),
-    "a word": (["word"], "word"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_options_are_rejected_in_one_line_before_running(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--max-tokens", "5,x"], "--max-tokens"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--max-tokens", ","], "--max-tokens"),
+        (["-g", "64"], "--gammas"),
+        (["--temperatures", "-1"], "--temperatures"),
+        (["--temperatures", "nan"], "--temperatures"),
+        (["--max-tokens", "5000"], "the context of 128 has room for 5000 tokens"),
+        (["--json", "--csv"], "--csv"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--prompts", "."], "cannot read .: "),
+        (["--svg", "nowhere/chart.svg"], "nowhere"),
+        (["--svg", "."], "--svg"),
+        (["-m", "nowhere.bin"], "nowhere.bin"),
+        (["--rounds", "-1"], "--rounds"),
+        (["--quantize", "all"], "--quantize"),
+        (["-j", "9999"], "threads"),
+        (["-p", "2"], "--top-p"),
+        (["word"], "word"),
+    ],
+    ids=str,
+)
+def test_invalid_options_are_rejected_before_running(
+    run_sweep: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[object], word: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "measure", lambda *_: pytest.fail("it ran"))
-    arguments, word = REFUSED[name]
-    code, out, err = run(monkeypatch, capsys, *of(pair, *arguments))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert word in err
-    assert list(tmp_path.iterdir()) == []
+    assert_rejected(run_sweep(*arguments), word)
+    assert sorted(path.name for path in Path().iterdir()) == ["models", "prompts.txt"]
+
+
+def test_a_draft_is_needed(run: Run, pair: Pair) -> None:
+    assert_rejected(run("sweep", "-m", pair.target, "-d", "none"), "sweep needs a draft; leave out -d")
 
 
 @pytest.mark.parametrize("text", [b"", b"\n \n", b"\xff\xfe"])
-def test_prompt_file_without_prompts_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path, text: bytes
-) -> None:
-    prompts.write_bytes(text)
-    code, _, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts))
-    assert (code, err.count("\n"), str(prompts) in err) == (2, 1, True)
+def test_prompt_file_without_prompts_is_rejected(run_sweep: Run, text: bytes) -> None:
+    Path("prompts.txt").write_bytes(text)
+    assert_rejected(run_sweep(), "prompts.txt")
 
 
-def test_results_are_printed_if_chart_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: Pair, prompts: Path
-) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("no disk here is always full")
-    code, out, err = run(monkeypatch, capsys, *of(pair, "--prompts", prompts, "--json", "--svg", "/dev/full"))
-    assert code == 2
-    assert json.loads(out)["cells"]
-    assert "/dev/full" in err
-    assert err.count("\n") == 1
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk here is always full")
+def test_results_are_printed_if_chart_cannot_be_written(run_sweep: Run) -> None:
+    code, out, err = run_sweep("--json", "--svg", "/dev/full")
+    assert (code, err.count("\n")) == (2, 1) and json.loads(out)["cells"] and "/dev/full" in err
 
 
-def test_help_fits_80_columns_and_lists_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run(monkeypatch, capsys, "--help")
-    assert (code, err) == (0, "")
-    assert max(map(cell_len, out.splitlines())) <= 80
-    options = [each.default for each in dataclasses.fields(SweepRequest)]
-    names = [name for info in options if isinstance(info, OptionInfo) and not info.hidden for name in info.param_decls or ()]
-    assert len(names) > 20
-    for name in ["-h", "--help", *names]:
-        assert re.search(rf"(?<![\w-]){name}(?![\w-])", out), name
-
-
-def test_ctrl_c_prints_results_so_far(pair: Pair, prompts: Path) -> None:
-    with ShellJob(["sweep", *of(pair, "--prompts", prompts, "--rounds", 400)], 90, 60) as job:
+def test_ctrl_c_prints_results_so_far(run_sweep: Run, pair: Pair) -> None:
+    with ShellJob(["sweep", *make_arguments(pair), "--rounds", 400], 90, 60) as job:
         job.read_until(word="s left")  # from a hundredth on: four rounds are done
         job.type_keys(b"\x03")
         assert job.read_report() == "130"
