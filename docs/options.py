@@ -1,12 +1,10 @@
 """Write the tables of docs/options.md from the command-line options: python docs/options.py [FILE]."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -60,12 +58,9 @@ def make_rows(command: Any) -> dict[str, str]:
 
 
 def make_row(param: Any) -> str:
-    """Return a table row; a default named in the help goes into its column."""
-    help_text = Text.from_markup(param.help or "").plain
-    meaning, named_default = re.fullmatch(r"(.*?)(?: \[default: (.*)\])?", help_text, re.DOTALL).groups()  # type: ignore[union-attr]
+    """Return a table row."""
     shows_default = param.show_default and param.default not in (None, "") and param.default is not False
-    default = named_default or (str(param.default) if shows_default else "")
-    cells = ", ".join(format_names(param)), meaning, f"`{default}`" if default else ""
+    cells = ", ".join(format_names(param)), param.help or "", f"`{param.default}`" if shows_default else ""
     return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in cells) + " |\n"
 
 

@@ -378,6 +378,20 @@ class SpeculativeDecoder:
                 except StopIteration as end:
                     return cast(list[float], end.value)
 
+    def find_reasoning_marks(self, prompt: list[int]) -> "ReasoningMarks | None":
+        """Return the marks around a thought that the output after a prompt may begin with; None for a model that does not think.
+
+        Also returns None if the model has no chat template, or the package that renders it is missing.
+        """
+        checkpoint = self.bundle.checkpoint
+        if not (checkpoint and (checkpoint.chat_template or checkpoint.path.is_dir())):  # a file without a chat template
+            return None
+        from specdec.text import reasoning
+
+        with suppress(ValueError):  # there is no template, or the package that renders it is missing
+            return reasoning.find_reasoning_marks(self.chat_template, self.tokenizer, prompt)
+        return None
+
     def read_and_stream(
         self,
         prompt: PromptInput,

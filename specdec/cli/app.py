@@ -14,8 +14,8 @@ import typer
 from specdec.cli import batch, bench, chat, compile, generate, models, race, serve, sweep
 from specdec.cli.common_options import Request, get_given_options
 from specdec.cli.option_fields import translate_parameters
-from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message, report_error
-from specdec.cli.typer_commands import CommandGroup, Subcommand
+from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message
+from specdec.cli.typer_commands import CommandGroup, Subcommand, format_usage_error
 from specdec.loaders import CheckpointError, CheckpointWarning
 from specdec.tokenizer import TokenizerError
 from specdec.ui.signals import exit_code, signals
@@ -50,6 +50,32 @@ UsageError = cast(type[Exception], next(c for c in typer.BadParameter.__mro__ if
 
 def main() -> None:
     """Run the command line and exit; errors that the user can fix print one line on stderr and exit with code 2."""
+    _prepare_output()
+    code: Any = 2
+    try:
+        with guard_output():
+            code = _run_command()
+    except typer.Exit as done:
+        code = done.exit_code
+    except UsageError as error:
+        print_message(format_usage_error(error))
+    except (CheckpointError, TokenizerError, ValueError) as error:
+        print_message(translate_parameters(str(error)))
+    except MemoryError as error:
+        reason = f"not enough memory: {error}".rstrip(": ")
+        print_message(f"{reason}; use a smaller model or a shorter output (--max-tokens)")
+    except RuntimeError as error:
+        if NO_THREAD_MESSAGE not in str(error):
+            raise
+        print_message(f"{error}: the limit on memory or processes is reached (ulimit -v, ulimit -u); raise it, or use -j 1")
+    except SystemExit as end:
+        # Typer exits with 1 for shell completion; Rich exits with 1 when the reader of its output has closed the pipe.
+        code = BROKEN_PIPE_EXIT_CODE if end.code == 1 and COMPLETION_VARIABLE not in " ".join(os.environ) else end.code
+    sys.exit(exit_code(signals.end_signal) if signals.end_signal else code or 0)
+
+
+def _prepare_output() -> None:
+    """Make the streams accept all text, remove invalid terminal sizes, and show warnings in one line each."""
     # A closed stream is None; its output is dropped. Undecodable file names and non-ASCII output still print on any terminal.
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
     for stream in (sys.stdout, sys.stderr):
@@ -58,61 +84,20 @@ def main() -> None:
     for name in SIZE_VARIABLES:
         if not re.fullmatch("0*[1-9][0-9]{0,3}", os.environ.get(name, "1")):
             del os.environ[name]
-    warnings.showwarning = _show_warning
+    warnings.showwarning = lambda message, *_, **__: print_message(str(message))
     warnings.filterwarnings("always", category=CheckpointWarning)
-    try:
-        with guard_output():
-            request = app(prog_name="specdec", standalone_mode=False)
-            code: Any = 0 if isinstance(request, Request) else request  # the exit code of Typer's own options, such as --help
-            if isinstance(request, Request):
-                warn_of_misplaced_options(request.context)
-                run = dict(COMMANDS.values()).get(type(request), generate.run)
-                run(request)
-    except typer.Exit as done:
-        code = done.exit_code
-    except UsageError as error:
-        code = report_error(format_usage_error(error))
-    except (CheckpointError, TokenizerError, ValueError) as error:
-        code = report_error(translate_parameters(str(error)))
-    except MemoryError as error:
-        reason = f"not enough memory{f' ({error})' if str(error) else ''}"
-        code = report_error(f"{reason}; use a smaller model or a shorter output (--max-tokens)")
-    except RuntimeError as error:
-        if NO_THREAD_MESSAGE not in str(error):
-            raise
-        code = report_error(f"{error}: the limit on memory or processes is reached (ulimit -v, ulimit -u); raise it, or use -j 1")
-    except SystemExit as end:
-        # Typer exits with 1 for shell completion; Rich exits with 1 when the reader of its output has closed the pipe.
-        code = BROKEN_PIPE_EXIT_CODE if end.code == 1 and COMPLETION_VARIABLE not in " ".join(os.environ) else end.code
-    sys.exit(exit_code(signals.end_signal) if signals.end_signal else code or 0)
 
 
-def warn_of_misplaced_options(context: typer.Context) -> None:
-    """Print a message if options come before the name of a command."""
-    if context.parent and (given := ", ".join(get_given_options(cast(typer.Context, context.parent)).values())):
+def _run_command() -> Any:
+    """Parse the command line and run its command; return the exit code, which Typer's own options, such as --help, set."""
+    request = app(prog_name="specdec", standalone_mode=False)
+    if not isinstance(request, Request):
+        return request
+    context: Any = request.context
+    if context.parent and (misplaced := ", ".join(get_given_options(context.parent).values())):
         name = context.info_name
-        print_message(
-            f"options before {name} have no effect: {given}; put them after {name}, or use -i {name} if it is the prompt"
-        )
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
-    """Print a CheckpointWarning as one line on stderr; pass all other warnings to Python's default function."""
-    if issubclass(category, CheckpointWarning):
-        print_message(str(message))
-    else:
-        _default_show_warning(message, category, *location, **options)
-
-
-_default_show_warning = warnings.showwarning
-
-
-def format_usage_error(error: Exception) -> str:
-    """Return the message for an error that Typer raised: what is wrong with the command line and how to fix it."""
-    if name := getattr(error, "option_name", "") if hasattr(error, "possibilities") else "":
-        options = [option for param in error.ctx.command.params for option in param.opts]  # type: ignore[attr-defined]
-        begun = [option for option in options if option.startswith(name)]
-        similar = begun[:2] or list(getattr(error, "possibilities", None) or [])[:1]
-        return f"unknown option {name}; " + (f"did you mean {' or '.join(similar)}?" if similar else "--help lists all options")
-    message: str = error.format_message()  # type: ignore[attr-defined]
-    return message.removeprefix("Invalid value: ")
+        advice = f"put them after {name}, or use -i {name} if it is the prompt"
+        print_message(f"options before {name} have no effect: {misplaced}; {advice}")
+    run = dict(COMMANDS.values()).get(type(request), generate.run)
+    run(request)
+    return 0

@@ -1,7 +1,6 @@
 """`specdec batch`: generates the results of a file of requests, and goes on where an earlier run stopped."""
 
 import codecs
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.argument_checks import wrap_read_errors
 from specdec.cli.common_options import with_models
 from specdec.cli.model_loading import load_models, resolve_model_paths
 from specdec.cli.option_fields import argument, option
@@ -17,7 +17,6 @@ from specdec.cli.serve import ServedRequest, describe_model
 from specdec.draft.settings import AUTO
 from specdec.engine.metrics import Metrics
 from specdec.loaders.model_file import write_text_atomically
-from specdec.text import chat_template, structured_output
 from specdec.ui.plain_views import format_time_left
 from specdec.ui.progress import ProgressBar, show_status
 from specdec.ui.signals import signals
@@ -33,9 +32,7 @@ class BatchJobRequest(ServedRequest):
     """The options of `specdec batch`."""
 
     files: list[str] | None = argument("IN OUT", "The file of requests, and the file to which their results are added.")
-    shard: str = option(
-        "1/1", "--shard I/N", "Generation", "Take every N-th line, from line I: one of N parts of the job, for N machines."
-    )
+    shard: str = option("1/1", "--shard I/N", "Generation", "Take every N-th line, from line I: one of N parts of the job.")
 
     def select(self, lines: Sequence["BatchLine"]) -> list["BatchLine"]:
         """Return the lines of the shard.
@@ -57,19 +54,21 @@ def run(request: BatchJobRequest) -> None:
 
     Each line of IN has custom_id, method, url and body. Results are added to OUT as they end. The same command goes on.
     """
-    from specdec.server.batch import BatchRunner, parse_lines  # imported here, since no other command needs it
+    from specdec.server.batch import BatchRunner, find_required_packages, parse_lines  # imported here: no other command needs it
 
-    if len(request.files or []) != 2:
+    files = [Path(name) for name in request.files or ()]
+    if len(files) != 2:
         raise ValueError("expected two files: specdec batch IN.jsonl OUT.jsonl -m MODEL")
-    source, target = map(Path, request.files or [])
-    lines = parse_lines(_read(source).removeprefix(codecs.BOM_UTF8))
+    source, target = files
+    with wrap_read_errors(source, ValueError):
+        lines = parse_lines(source.read_bytes().removeprefix(codecs.BOM_UTF8))
     done = read_done(target, lines)
     pending = [line for line in request.select(lines) if line.id not in done]
     if not pending:
         print_message(f"nothing is left: {target} has a result of each of the {len(done)} requests")
         return
     request = with_models(request, AUTO)
-    with load_models(request, resolve_model_paths(request, find_packages(pending))) as models:
+    with load_models(request, resolve_model_paths(request, find_required_packages(pending))) as models:
         pass
     request = models.resolve_draft(request)
     model = describe_model(request, models.decoder, request.name)
@@ -80,7 +79,7 @@ def run(request: BatchJobRequest) -> None:
         for result in runner.run(pending):
             if result:
                 n_done += 1
-                _write(target, result)
+                append_line(target, result)
             seconds, share = time.perf_counter() - begin, n_done / len(pending)
             speed = runner.metrics.generated_tokens / seconds
             suffix = f" of {len(pending)}, {speed:.0f} tok/s{format_time_left(seconds, share)}"
@@ -93,14 +92,8 @@ def run(request: BatchJobRequest) -> None:
         print_message(f"{len(pending) - n_done} requests are left; the same command goes on with them")
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _write(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file; raise ValueError if the file cannot be written."""
     try:
         with path.open("ab") as file:
             file.write(line)
@@ -116,36 +109,16 @@ def read_done(path: Path, lines: Sequence["BatchLine"]) -> set[str]:
     Raises:
         ValueError: The file has something else than results of these lines.
     """
+    from specdec.server.batch import find_done
+
     if not path.exists():
         return set()
-    data, kept, done = _read(path), list[bytes](), set[str]()
-    custom_ids = {line.id: line.custom_id for line in lines}
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
-        try:
-            result = json.loads(line)
-            is_known = custom_ids[result["id"]] == result["custom_id"]
-            is_done = result["response"]["status_code"] < 500
-        except (ValueError, KeyError, TypeError):
-            is_known = False
-        if not is_known:
-            raise ValueError(f"line {number} of {path} is no result of these requests; name another file for the results")
-        if is_done:
-            kept.append(line)
-            done.add(result["id"])
-    if (whole := b"".join(kept)) != data:
-        write_text_atomically(path, whole.decode())
+    with wrap_read_errors(path, ValueError):
+        data = path.read_bytes()
+    kept, done = find_done(str(path), data, lines)
+    if kept != data:
+        write_text_atomically(path, kept.decode())
     return done
-
-
-def find_packages(lines: Sequence["BatchLine"]) -> dict[str, str]:
-    """Return the packages that requests need, each with its purpose."""
-    packages = dict[str, str]()
-    for line in lines:
-        if "messages" in line.body:
-            packages |= chat_template.REQUIRED_PACKAGES
-        if line.body.get("response_format"):
-            packages |= structured_output.REQUIRED_PACKAGES
-    return packages
 
 
 def format_summary(metrics: Metrics, n_done: int, n_errors: int, seconds: float, draft_label: str) -> str:

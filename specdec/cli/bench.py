@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from rich.console import Console
+from rich.table import Table
 
 from specdec.argument_checks import check_choice
 from specdec.cli.common_options import AS_JSON, KV, MODEL, Request
@@ -43,38 +44,25 @@ class BenchRequest(Request):
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
         check_choice("kv", self.kv, get_args(KVFormatName))
-        _ = self.timed_thread_counts
-        if not any((*self.parse_token_counts("--n-prompt", self.prompts), *self.parse_token_counts("--n-gen", self.counts))):
+        prompts, counts, _ = self.token_counts
+        if not any(prompts + counts):
             raise ValueError("-p and -n are both 0; at least one must be more")
+        _ = self.timed_thread_counts
 
     @property
     def timed_thread_counts(self) -> list[int]:
-        """The thread counts to time, as -j lists them; 0 stands for all counts that may be the fastest.
-
-        Raises:
-            ValueError: The list has something other than numbers of available threads.
-        """
-        n_available = get_available_threads()
-        named = parse_list(
-            "threads",
-            self.thread_counts,
-            int,
-            lambda n: 0 <= n <= n_available,
-            f"numbers up to {n_available} (this machine has {get_topology().description})",
-        )
+        """The thread counts to time, as -j lists them; 0 stands for all counts that may be the fastest."""
+        n_cores = get_available_threads()
+        expected = f"numbers up to {n_cores} (this machine has {get_topology().description})"
+        named = parse_list("threads", self.thread_counts, int, lambda n: 0 <= n <= n_cores, expected)
         return [*dict.fromkeys(n for each in named for n in ([each] if each else get_thread_choices()))]
 
-    def parse_token_counts(self, option: str, text: str) -> list[int]:
-        """Parse a comma-separated list of token counts into distinct integers.
-
-        Args:
-            option: Name of the option, for the error.
-            text: The list.
-
-        Raises:
-            ValueError: The list has something other than numbers from 0 to MAX_BENCH_TOKENS.
-        """
-        return parse_list(option, text, int, lambda n: 0 <= n <= MAX_BENCH_TOKENS, f"numbers of tokens up to {MAX_BENCH_TOKENS}")
+    @property
+    def token_counts(self) -> list[list[int]]:
+        """The numbers of tokens of -p, -n and -d."""
+        texts = {"--n-prompt": self.prompts, "--n-gen": self.counts, "--depth": self.depths}
+        expected = f"numbers of tokens up to {MAX_BENCH_TOKENS}"
+        return [parse_list(name, text, int, lambda n: 0 <= n <= MAX_BENCH_TOKENS, expected) for name, text in texts.items()]
 
 
 def run(request: BenchRequest) -> None:
@@ -82,38 +70,32 @@ def run(request: BenchRequest) -> None:
 
     specdec bench -m model.gguf -p 512 -n 128
     """
-    ineffective = [request.given[name] for name in (SHAPE_OPTIONS if request.model else FILE_OPTIONS) if name in request.given]
-    if ineffective:
-        verb = "has" if len(ineffective) == 1 else "have"
-        print_message(f"{' and '.join(ineffective)} {verb} no effect with{'' if request.model else 'out'} -m")
-    if request.model:
-        _time_model(request, request.model)
-        return
-    from specdec.bench import pass_speed  # imported here, since no other command needs it
-
-    config = pass_speed.parse_shape(request.shape)
-    with show_status("making weights") as show:
-        result = pass_speed.run(
-            config, request.timed_thread_counts[0], request.int8, lambda task: make_progress_callback(show, task)
-        )
+    names, reason = (SHAPE_OPTIONS, "with -m") if request.model else (FILE_OPTIONS, "without -m")
+    if note := request.note_ineffective(names, reason):
+        print_message(note)
+    result, table = _time_model(request, request.model) if request.model else _time_random_model(request)
     with guard_output():
-        print(pass_speed.to_json(result)) if request.as_json else Console().print(pass_speed.to_table(result, request.shape))
+        print(result) if request.as_json else Console().print(table)
 
 
-def _time_model(request: BenchRequest, name: str) -> None:
-    from specdec.bench import model_speed
+def _time_model(request: BenchRequest, name: str) -> tuple[str, Table]:
+    from specdec.bench import model_speed  # imported here, since no other command needs it
 
-    prompts, counts = (
-        request.parse_token_counts("--n-prompt", request.prompts),
-        request.parse_token_counts("--n-gen", request.counts),
-    )
-    threads, depths = request.timed_thread_counts, request.parse_token_counts("--depth", request.depths)
+    threads = request.timed_thread_counts
     with show_status() as show:
         checkpoint = open_checkpoint("target", resolve_path(name))
+        prompts, counts, depths = request.token_counts
         cases = model_speed.make_cases(prompts, counts, depths, threads, checkpoint.config.seq_len)
-        loader = Loader(
-            max(threads), cast(KVFormatName, request.kv), lambda name, share: show(ProgressBar(f"{LOADING} {name}", share))
-        )
+        kv = cast(KVFormatName, request.kv)
+        loader = Loader(max(threads), kv, lambda name, share: show(ProgressBar(f"{LOADING} {name}", share)))
         report = model_speed.run(name, loader.load(checkpoint, None), cases, make_progress_callback(show, TIMING))
-    with guard_output():
-        print(model_speed.to_json(report)) if request.as_json else Console().print(model_speed.to_table(report))
+    return model_speed.to_json(report), model_speed.to_table(report)
+
+
+def _time_random_model(request: BenchRequest) -> tuple[str, Table]:
+    from specdec.bench import pass_speed
+
+    config, n_threads = pass_speed.parse_shape(request.shape), request.timed_thread_counts[0]
+    with show_status("making weights") as show:
+        result = pass_speed.run(config, n_threads, request.int8, lambda task: make_progress_callback(show, task))
+    return pass_speed.to_json(result), pass_speed.to_table(result, request.shape)

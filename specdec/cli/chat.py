@@ -15,24 +15,12 @@ from specdec.cli.common_options import (
     with_models,
 )
 from specdec.cli.model_loading import get_recommended_sampling, load_models, make_constraint_factory, resolve_model_paths
-from specdec.cli.option_fields import argument, decode_utf8, option
+from specdec.cli.option_fields import argument, option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import STDIN, read_first_message
 from specdec.draft.settings import AUTO
 from specdec.loaders import is_llama2c_file
 from specdec.text.chat_template import LLAMA2C_TEMPLATE, REQUIRED_PACKAGES
-
-
-def reject_steps(value: object) -> None:
-    """Reject a value of the option -n, which users of llama2.c may expect in `specdec chat`.
-
-    Raises:
-        ValueError: The option is given.
-    """
-    if value is not None:
-        raise ValueError(
-            "-n counts the prompt too, so it is not supported in a conversation; use --max-tokens N to limit an answer"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +29,10 @@ class ChatRequest(SpeculationOptions, SamplingOptions, ConstraintOptions, Prompt
 
     word: str | None = argument("MODEL", "The target, as for -m.")
     template: str = TEMPLATE
-    system: str = option("", "-y, --system TEXT", "Generation", "System prompt.", callback=decode_utf8)
-    prompt: str = option("", "-i, --prompt TEXT", "Generation", "The first message.", callback=decode_utf8)
+    system: str = option("", "-y, --system TEXT", "Generation", "System prompt.")
+    prompt: str = option("", "-i, --prompt TEXT", "Generation", "The first message.")
     file: str = option("", "-f, --file FILE", "Generation", "Append this file to the first message; piped input follows both.")
-    steps: int | None = option(None, "-n, --steps", "Generation", "", hidden=True, callback=reject_steps)
+    steps: int | None = option(None, "-n, --steps N", "Generation", "in other commands, the total length", hidden=True)
     max_tokens: int = option(1024, "--max-tokens N", "Generation", "Maximum number of tokens in an answer.", min=1)
     temperature: float = option(0.7, "-t, --temperature X", "Most used", "Sampling temperature. 0: greedy.", min=0.0)
     plain: bool = option(False, "--plain", "Output", "Disable colors.")
@@ -54,6 +42,8 @@ class ChatRequest(SpeculationOptions, SamplingOptions, ConstraintOptions, Prompt
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
+        if self.steps is not None:
+            raise ValueError("-n counts the prompt too and is not supported in a conversation; use --max-tokens N per answer")
         self.check_word(self.word)
         check_string("system", self.system)
 
@@ -92,7 +82,7 @@ def run(request: ChatRequest) -> None:
         models.decoder.encode_chat([{"role": USER, "content": ""}])
         constraint = make_constraint(models.decoder)
     if is_default_template:
-        print_message(f"{request.display_names[0]} has no chat template; using Llama 2's, which a story model was not trained on")
+        print_message(f"{request.labels.target} has no chat template; using Llama 2's, which a story model was not trained on")
     request = models.resolve_draft(request)
     names = [each.name for each in fields(ChatSettings) if each.name != "seed"]
     sampling = {name: getattr(request, name) for name in names} | get_recommended_sampling(request, models.decoder)

@@ -1,7 +1,7 @@
 """The options of all commands as frozen dataclasses with checked values, which Typer calls; loads no model."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TypeVar, cast, get_args
 import typer
 
 from specdec.argument_checks import check_choice, check_string
-from specdec.cli.option_fields import decode_utf8, option
+from specdec.cli.option_fields import option
 from specdec.cli.prompt_sources import STDIN
 from specdec.draft.draft_length import MAX_GAMMA
 from specdec.draft.model_bundle import LOOKUP, MTP, SELF
@@ -21,28 +21,16 @@ from specdec.model.model import KVFormatName
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.sampling import Sampling
-from specdec.ui.plain_views import ModelLabels, sanitize_line
+from specdec.ui.plain_views import ModelLabels
 from specdec.verification import VerifyMode
 
 NONE = "none"  # as a draft: the target decodes alone
 DRAFT_KEYWORDS = (SELF, MTP, LOOKUP, AUTO, NONE)  # drafts that are not names of models
 DEFAULT_STEPS = 256  # for -n
-MODEL = option(
-    None, "-m, --model NAME", "Most used", "Target: a folder, a GGUF or llama2.c file, or org/name or org/name:Q4_K_M on the hub."
-)
-KV = option(
-    AUTO, "--kv auto|f32|f16|q8", "Models",
-    "KV cache format; each has its own output. auto: f32 if the target has fp32 weights, else f16.",
-)  # fmt: skip
+MODEL = option(None, "-m, --model NAME", "Most used", "Target: a folder, a GGUF or llama2.c file, or org/name:Q4_K_M on the hub.")
+KV = option(AUTO, "--kv auto|f32|f16|q8", "Models", "KV cache format; changes the output. auto: f32 for fp32 weights, else f16.")
 TEMPLATE = option("", "--template FILE", "Models", "Chat template: a Jinja file, or llama2. By default the model's own.")
-TOP_P = option(
-    0.9,
-    "-p, --top-p X",
-    "Sampling",
-    "Sample from the likeliest tokens with a total probability of X. 0, 1: off.",
-    min=0.0,
-    max=1.0,
-)
+TOP_P = option(0.9, "-p, --top-p X", "Sampling", "Keep the likeliest tokens with a total probability of X. 0, 1: off.")
 AS_JSON = option(False, "--json", "Output", "Print one JSON object to stdout.")
 RequestT = TypeVar("RequestT", bound="ModelRequest")
 PromptT = TypeVar("PromptT", bound="PromptRequest")
@@ -72,6 +60,12 @@ class Request:
         """The option of each field that the command line sets, such as "--gamma"."""
         return get_given_options(self.context) if self.context else {}
 
+    def note_ineffective(self, names: Iterable[str], reason: str) -> str:
+        """Return a message that the given options among some fields have no effect, and why; "" if none is given."""
+        options = [self.given[name] for name in names if name in self.given]
+        verb = "has" if len(options) == 1 else "have"
+        return f"{' and '.join(options)} {verb} no effect {reason}" if options else ""
+
 
 def get_given_options(context: typer.Context) -> dict[str, str]:
     """Return the option of each parameter that the command line of a context sets, such as "--gamma"."""
@@ -97,27 +91,21 @@ class ModelRequest(Request):
     prompt_cache_size = 0
     model: str | None = MODEL
     draft: str = option(
-        "", "-d, --draft NAME", "Most used",
-        "Draft: a model as for -m, a head, mtp (the target's own head), self (a quantized copy), lookup (no model), none.",
-    )  # fmt: skip
+        "", "-d, --draft NAME", "Most used", "Draft: a model, a head, mtp (the target's), self (quantized copy), lookup or none."
+    )
     stage: str = option("", "--stage lookup|NAME", "Models", "Draft of the draft: lookup or a smaller model.")
     quantize: str = option(
-        "draft", "--quantize WHAT", "Models",
-        "Quantize draft (int8 or int4 by its size), target (int8), both or none; draft=int4 chooses the bits.",
-    )  # fmt: skip
-    kv: str = KV
-    pack: str = option(
-        AUTO, "--pack auto|on|none", "Models", "Store bf16 weights in 12 bits, without loss. auto: if a trial is faster."
+        "draft", "--quantize WHAT", "Models", "Quantize draft (int8 or int4), target (int8), both or none; or say draft=int4."
     )
+    kv: str = KV
+    pack: str = option(AUTO, "--pack auto|on|none", "Models", "Store bf16 weights in 12 bits, without loss. auto: if faster.")
     weight_cache: str = option(
-        AUTO, "--weight-cache auto|on|off|DIR", "Models",
-        "Keep packed weights on disk for quicker starts. auto: of models of 100 MB or more. DIR: in this folder.",
-    )  # fmt: skip
+        AUTO, "--weight-cache auto|on|off|DIR", "Models", "Keep packed weights on disk (in DIR). auto: of models from 100 MB on."
+    )
     packed: str = option("", "--packed", "Models", "", hidden=True)  # the old name of --weight-cache
     tokenizer: str = option(
-        "", "-z, --tokenizer FILE", "Models",
-        "Tokenizer. By default the folder's own; for llama2.c, tokN.bin (N tokens) or tokenizer.bin, there or in models/.",
-    )  # fmt: skip
+        "", "-z, --tokenizer FILE", "Models", "Tokenizer. By default the model's own; for llama2.c files tokN.bin, N its tokens."
+    )
     threads: int = option(0, "-j, --threads N", "Machine", "CPU threads. 0: all cores, or fewer if that is faster.", min=0)
 
     def __post_init__(self) -> None:
@@ -131,9 +119,8 @@ class ModelRequest(Request):
             raise ValueError("--prompt-cache-size needs --prompt-cache DIR")
         if self.schema and self.regex:
             raise ValueError("--schema and --regex exclude each other; leave one of them out")
-        if self.threads > get_available_threads():
-            expected = f"at most {get_available_threads()} (this machine has {get_topology().description})"
-            raise ValueError(f"threads is {self.threads}; expected {expected}")
+        if self.threads > (n := get_available_threads()):
+            raise ValueError(f"threads is {self.threads}; expected at most {n} (this machine has {get_topology().description})")
         _ = self.draft_settings
 
     def check_word(self, word: str | None) -> None:
@@ -148,18 +135,9 @@ class ModelRequest(Request):
         return SpeculativeSettings(parse_gamma(self.gamma), cast(VerifyMode, self.verify), cast(TreeMode, self.tree))
 
     @property
-    def display_names(self) -> list[str]:
-        """The short names for display of target, draft and stage, without those that are not given; needs `with_models` first."""
-        names = [str(self.model), self.draft, self.stage]
-        return [sanitize_line(Path(name).name.removesuffix(".bin").removesuffix(".gguf")) for name in names if name]
-
-    @property
     def labels(self) -> ModelLabels:
-        """The labels with which views name the target, the origin of draft tokens, and the pair; needs `with_models` first."""
-        names = self.display_names
-        origins = {LOOKUP: "from what came before", SELF: f"by {names[0]} in fewer bits", MTP: f"by {names[0]}'s own head"}
-        label = origins.get(self.draft, f"by {names[1]}") if self.draft else ""
-        return ModelLabels(names[0], label, " + ".join(names))
+        """The labels with which views name the models; needs `with_models` first."""
+        return ModelLabels.from_names(str(self.model), self.draft, self.stage)
 
     @property
     def model_names(self) -> dict[str, str | None]:
@@ -171,41 +149,28 @@ class ModelRequest(Request):
 class SpeculationOptions(ModelRequest):
     """The options of the draft's length and shape."""
 
-    gamma: str = option(
-        AUTO, "-g, --gamma N|auto", "Speculation",
-        "Draft tokens per step (γ). auto: as many as pay off; 4 with --verify rejection or block.",
-    )  # fmt: skip
-    tree: str = option(
-        AUTO, "--tree auto|on|off", "Speculation",
-        "Propose token trees, with several candidates per position. auto: with -d lookup where they pay off.",
-    )  # fmt: skip
+    gamma: str = option(AUTO, "-g, --gamma N|auto", "Speculation", "Draft tokens per step (γ). auto: as many as pay off.")
+    tree: str = option(AUTO, "--tree auto|on|off", "Speculation", "Propose token trees. auto: with -d lookup where they pay off.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(ModelRequest):
     """The options of sampling."""
 
-    temperature: float = option(1.0, "-t, --temperature X", "Most used", "Sampling temperature. 0: greedy.", min=0.0)
+    temperature: float = option(1.0, "-t, --temperature X", "Most used", "Sampling temperature. 0: greedy.")
     top_p: float = TOP_P
-    top_k: int = option(0, "-k, --top-k N", "Sampling", "Sample from the N most likely tokens. 0: off.", min=0)
-    min_p: float = option(
-        0.0, "--min-p X", "Sampling", "Drop tokens that are less likely than X times the most likely one.", min=0.0, max=1.0
-    )
+    top_k: int = option(0, "-k, --top-k N", "Sampling", "Sample from the N most likely tokens. 0: off.")
+    min_p: float = option(0.0, "--min-p X", "Sampling", "Drop tokens that are less likely than X times the likeliest.")
     repetition_penalty: float = option(
-        1.0,
-        "--repeat-penalty X",
-        "Sampling",
-        "Above 1: make earlier tokens, also of the prompt, less likely.",
-        min=0.01,
-        max=100.0,
+        1.0, "--repeat-penalty X", "Sampling", "Above 1: make earlier tokens, also of the prompt, less likely."
     )
     presence_penalty: float = option(
-        0.0, "--presence-penalty X", "Sampling", "Subtract X from the logit of each token in the output.", min=-100.0, max=100.0
+        0.0, "--presence-penalty X", "Sampling", "Subtract X from the logit of each token in the output."
     )
     frequency_penalty: float = option(
-        0.0, "--frequency-penalty X", "Sampling", "Subtract X for each time that a token is in the output.", min=-100.0, max=100.0
+        0.0, "--frequency-penalty X", "Sampling", "Subtract X for each time that a token is in the output."
     )
-    seed: int = option(0, "-s, --seed N", "Sampling", "Random seed. 0: a new one each time.", min=0)
+    seed: int = option(0, "-s, --seed N", "Sampling", "Random seed. 0: a new one each time.")
 
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
@@ -229,12 +194,8 @@ class SamplingOptions(ModelRequest):
 class PromptCacheOptions(ModelRequest):
     """The options of the prompt cache on disk."""
 
-    prompt_cache: str = option(
-        "", "--prompt-cache DIR", "Models", "Keep processed prompts, which contain the conversations, in this folder."
-    )
-    prompt_cache_size: int = option(
-        10_000, "--prompt-cache-size MB", "Models", "Maximum size of --prompt-cache in megabytes.", min=1, max=10**8
-    )
+    prompt_cache: str = option("", "--prompt-cache DIR", "Models", "Keep processed prompts, also conversations, in this folder.")
+    prompt_cache_size: int = option(10_000, "--prompt-cache-size MB", "Models", "Limit of --prompt-cache.", min=1, max=10**8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,21 +203,17 @@ class ConstraintOptions(ModelRequest):
     """The options of structured output."""
 
     schema: str = option("", "--schema FILE|json", "Generation", "Generate JSON that matches this JSON Schema. json: any object.")
-    regex: str = option("", "--regex REGEX", "Generation", "Generate text that matches this regex.", callback=decode_utf8)
+    regex: str = option("", "--regex REGEX", "Generation", "Generate text that matches this regex.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRequest(SpeculationOptions, SamplingOptions):
     """The options of a command that continues a prompt."""
 
-    prompt: str | None = option(
-        None, "-i, --prompt TEXT", "Most used",
-        "The prompt, same as PROMPT. -: stdin. [dim]\\[default: Once upon a time][/dim]", callback=decode_utf8,
-    )  # fmt: skip
+    prompt: str | None = option(None, "-i, --prompt TEXT", "Most used", "The prompt. -: stdin. By default: Once upon a time.")
     steps: int | None = option(
-        None, "-n, --steps N", "Most used",
-        "Total number of tokens, prompt included. 0: as many as fit. [dim]\\[default: 256][/dim]", min=0,
-    )  # fmt: skip
+        None, "-n, --steps N", "Most used", "Tokens with the prompt. 0: as many as fit. By default 256.", min=0
+    )
     max_tokens: int | None = option(None, "--max-tokens N", "Most used", "Maximum number of new tokens.", min=1)
 
 
@@ -286,8 +243,7 @@ def with_default_steps(request: PromptT) -> PromptT:
     """
     if request.steps is not None and request.max_tokens is not None:
         raise ValueError("-n counts the prompt's tokens too and --max-tokens does not; leave one of the two out")
-    is_unlimited = request.steps is None and request.max_tokens is None
-    return replace(request, steps=DEFAULT_STEPS) if is_unlimited else request
+    return replace(request, steps=DEFAULT_STEPS) if request.steps is request.max_tokens is None else request
 
 
 def parse_gamma(text: str) -> Gamma:

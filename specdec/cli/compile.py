@@ -42,8 +42,7 @@ def run(request: CompileRequest) -> None:
         n_new = len(list_cached_names() - known)
         with guard_output():
             what = f"compiled {n_new} functions" if n_new else "nothing to compile"
-            seconds = time.perf_counter() - begin
-            print(f"{sanitize_line(' + '.join(resolved.display_names))}: {what} ({seconds:.1f} s)", flush=True)
+            print(f"{resolved.labels.pair}: {what} ({time.perf_counter() - begin:.1f} s)", flush=True)
         for error in code_cache.write_errors[:1]:
             raise ValueError(f"compiled code cannot be kept in {code_cache.get_cache_dir()}: {error.strerror or error}")
     with guard_output():

@@ -1,9 +1,10 @@
 """The command without a name: generates text in a live panel, as a plain stream, or as JSON."""
 
+import re
+import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
 
 from rich.console import Console
 
@@ -17,25 +18,21 @@ from specdec.cli.common_options import (
     with_models,
 )
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
-from specdec.cli.option_fields import decode_utf8, option
-from specdec.cli.output_errors import guard_output, print_message
+from specdec.cli.option_fields import option
+from specdec.cli.output_errors import guard_output, print_message, print_version
 from specdec.cli.prompt_sources import STDIN, read_prompt
-from specdec.cli.suggestions import explain_misplaced_word
-from specdec.cli.version import print_version
 from specdec.draft.settings import AUTO
 from specdec.events import Event, PrefillProgress, Prompt, Statistics
-from specdec.loaders.model_paths import is_model_name
+from specdec.loaders.model_paths import is_model_name, is_text_file
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
-from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.ui.panel import LivePanel, buffer_events
-from specdec.ui.plain_views import MIN_ADVICE_PASSES, PlainView, SilentView, View, print_result, print_summary, run_view, to_json
+from specdec.ui.plain_views import PlainView, SilentView, View, get_advice, print_result, print_summary, run_view, to_json
 from specdec.ui.progress import show_prefill_progress
 from specdec.ui.terminal_window import Window, find_obstacle
 
-if TYPE_CHECKING:
-    from specdec.text.conversation import ThoughtFilter
-    from specdec.text.reasoning import ReasoningMarks
+NUMBER = re.compile(r"[-+.]*\d[-+.\d]*")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +40,16 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
     """The options of the command without a name."""
 
     file: str = option("", "-f, --file FILE", "Generation", "Read the prompt from this file.")
-    stop: list[str] | None = option(
-        None, "--stop TEXT", "Generation", "Stop before this string. Can be repeated.", callback=decode_utf8
-    )
+    stop: list[str] | None = option(None, "--stop TEXT", "Generation", "Stop before this string. Can be repeated.")
     samples: int = option(1, "--samples N", "Generation", "Generate N outputs, with this seed and the following ones.", min=1)
-    logit_bias: list[str] | None = option(
-        None, "--logit-bias ID=X", "Sampling", "Add X to the logit of token ID. Can be repeated."
-    )
+    logit_bias: list[str] | None = option(None, "--logit-bias ID=X", "Sampling", "Add X to the logit of token ID. Repeatable.")
     verify: str = option(
-        "coupled", "--verify coupled|rejection|block", "Speculation",
-        "coupled: the output of the target alone with this seed. rejection and block keep only its distribution.",
-    )  # fmt: skip
+        "coupled", "--verify coupled|rejection|block", "Speculation", "coupled: the target's output. Others: its distribution."
+    )
     plain: bool = option(False, "--plain", "Output", "Disable the panel: the text goes to stdout, the result to stderr.")
     pace: float | None = option(
-        None, "--pace X", "Output",
-        "Maximum passes per second in the panel. 0: full speed. By default a short output takes four seconds.", min=0.0,
-    )  # fmt: skip
+        None, "--pace X", "Output", "Limit of passes per second in the panel. 0: off. By default 4 s for a short output.", min=0.0
+    )
     stats: bool = option(False, "--stats", "Output", "Print all statistics at the end.")
     as_json: bool = AS_JSON
     version: bool = option(False, "--version", "Output", "Print the version and the arithmetic revision, and exit.")
@@ -66,12 +57,7 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
-        check_strings("stop", self.stop_strings)
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """The strings of --stop before which the output ends; empty if none is given."""
-        return self.stop or []
+        check_strings("stop", self.stop or [])
 
     @property
     def logit_biases(self) -> list[tuple[int, float]]:
@@ -96,15 +82,12 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
             ValueError: The positional words are not at most one model and one prompt, or options contradict each other.
         """
         words = self.context.args if self.context else []
-        if error := explain_misplaced_word(words, has_prompt=self.prompt is not None or bool(self.file)):
-            raise ValueError(error)
         models = [word for word in words if word != STDIN and is_model_name(word)]
-        texts = [decode_utf8(word) for word in words if word not in models]
+        texts = [word for word in words if word not in models]
+        reject_misplaced_words(words, has_prompt=self.prompt is not None or bool(self.file))
         if len(models) > 1 or len(texts) > 1:
-            advice = "put quotes around a prompt of several words, or use -i TEXT"
-            advice = "name the draft with -d" if len(models) > 1 else advice
-            expected = f"expected one {'model' if len(models) > 1 else 'prompt'}"
-            raise ValueError(f"{expected}, got {len(words)} words: {' '.join(words)!r}; {advice}")
+            advice = "name a draft with -d, and put quotes around a prompt of several words, or use -i TEXT"
+            raise ValueError(f"expected one model and one prompt, got {len(words)} words: {' '.join(words)!r}; {advice}")
         if models:
             self.check_word(models[0])
         prompt = read_prompt(self.prompt, self.file, texts[0] if texts else None)
@@ -119,25 +102,40 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
             ("with --plain", self.plain and not self.as_json, ("pace",)),
             ("at temperature 0", self.temperature == 0, ("top_p", "top_k", "min_p")),
         )
-        idle = [(why, [self.given[name] for name in names if name in self.given]) for why, is_idle, names in reasons if is_idle]
-        return "; ".join(
-            f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {why}" for why, names in idle if names
-        )
+        notes = (self.note_ineffective(names, reason) for reason, is_idle, names in reasons if is_idle)
+        return "; ".join(filter(None, notes))
 
     def get_settings(self, models: LoadedModels) -> JSONDict:
-        """Return the models and options that the output depends on, except the seed, as a dict for JSON."""
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-        sampling_names = ("temperature", "top_p", "top_k", "min_p", *penalties, "verify", "tree", "quantize")
-        names = ("prompt", "steps", "max_tokens", "schema", "regex", *sampling_names)
+        """Return the models and options, except the seed, as a dict for JSON."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("context", "seed")}
         return {
+            **options,
             **self.model_names,
-            **{name: getattr(self, name) for name in names},
-            "stop": self.stop_strings,
+            "stop": self.stop or [],
             "gamma": self.draft_settings.gamma if self.draft else 0,
             "threads": models.decoder.target.n_threads,
             "tokenizer": str(models.decoder.tokenizer.path),
             **models.metadata,
         }
+
+
+def reject_misplaced_words(words: list[str], has_prompt: bool) -> None:
+    """Raise ValueError if a positional word is a number, or names a text file; a first word may be a number as the prompt.
+
+    Args:
+        words: The positional words.
+        has_prompt: Whether an option gives the prompt.
+    """
+    for i, word in enumerate(words):
+        quoted = shlex.quote(word)
+        if (i or has_prompt) and NUMBER.fullmatch(word):
+            hint = f"use -n {word} for the number of tokens, or -t {word} for the temperature"
+            raise ValueError(f"unexpected number {word!r}; {hint}, or -i {quoted} if it is the prompt")
+        names_file = word.endswith(TEXT_SUFFIXES) and " " not in word and not has_prompt
+        if word != STDIN and (names_file or is_text_file(word)):
+            raise ValueError(
+                f"{word!r} names a text file; use -f {quoted} to read the prompt from it, or -i {quoted} if it is one"
+            )
 
 
 def run(request: TextRequest) -> None:
@@ -190,14 +188,17 @@ class GenerationRunner:
 
     def generate(self, sampling: Sampling) -> Statistics:
         """Generate one output, show it, and print its result or JSON; return the statistics of the generation."""
-        decoder, stops, constraint = self.models.decoder, self.request.stop_strings, self.constraint
+        decoder, stops = self.models.decoder, self.request.stop or ()
         statistics = Statistics(len(self.prompt))
         view = self._make_view(statistics)
         events: Iterator[Event | PrefillProgress]
-        marks = find_reasoning_marks(decoder, self.prompt)
-        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, constraint=constraint)
-        thought_filter = make_thought_filter(marks) if marks else None
-        if thought_filter:
+        marks = decoder.find_reasoning_marks(self.prompt)
+        events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, constraint=self.constraint)
+        thought_filter = None
+        if marks:
+            from specdec.text.conversation import ThoughtFilter  # imported here, since few models think
+
+            thought_filter = ThoughtFilter(marks)
             events = map(thought_filter.filter, events)
         if isinstance(view, LivePanel):  # the panel shows the prefill progress itself
             events = buffer_events(events)
@@ -227,8 +228,9 @@ class GenerationRunner:
         decoder, labels, errors = self.models.decoder, self.request.labels, Console(stderr=True)
         is_hidden_panel = bool(labels.draft_label) and isinstance(view, LivePanel) and not view.was_drawn
         more = f"seed {seed}; more with --stats" + ", --pace 4 lets you watch" * is_hidden_panel
-        note, is_coupled = get_advice(decoder, statistics), decoder.verify == "coupled"
-        print_result(errors, statistics, labels, is_coupled, note, more)
+        is_coupled = decoder.verify == "coupled"
+        advice = get_advice(statistics, is_auto=decoder.gamma == AUTO) if decoder.draft else ""
+        print_result(errors, statistics, labels, is_coupled, advice, more)
         if self.request.stats:
             details = {"seed": seed, "threads": decoder.autotuner.thread_summary, **self.models.metadata}
             if summary := decoder.bundle.draft_summary:
@@ -236,42 +238,3 @@ class GenerationRunner:
             if decoder.has_draft:  # the draft has no part in the output
                 details["text" if is_coupled else "distribution"] = f"the {decoder.target.weights.format_names} target's own"
             print_summary(errors, statistics, **details)
-
-
-def find_reasoning_marks(decoder: SpeculativeDecoder, prompt: list[int]) -> "ReasoningMarks | None":
-    """Return the marks around a thought that the output after a prompt may begin with; None for a model that does not think.
-
-    Also returns None if the model has no chat template, or the package that renders it is missing.
-    """
-    checkpoint = decoder.bundle.checkpoint
-    if not (checkpoint and (checkpoint.chat_template or checkpoint.path.is_dir())):  # a file without a chat template
-        return None
-    from specdec.text import reasoning
-
-    try:
-        return reasoning.find_reasoning_marks(decoder.chat_template, decoder.tokenizer, prompt)
-    except ValueError:  # there is no template, or the package that renders it is missing
-        return None
-
-
-def make_thought_filter(marks: "ReasoningMarks") -> "ThoughtFilter":
-    """Return a new filter of the events of an output that may begin with a thought."""
-    from specdec.text.conversation import ThoughtFilter
-
-    return ThoughtFilter(marks)
-
-
-def get_advice(decoder: SpeculativeDecoder, statistics: Statistics) -> str:
-    """Return a note for the user if the draft was hardly used or made generation slower; "" if there is none."""
-    if not decoder.draft or statistics.target_passes < MIN_ADVICE_PASSES:
-        return ""
-    n_drafted = sum(statistics.drafted_histogram[1:])
-    if decoder.gamma == AUTO and not n_drafted:
-        return "no draft was used, because drafting would cost more time than it saves"
-    if decoder.gamma == AUTO and n_drafted < statistics.target_passes / 4:
-        return (
-            f"only {n_drafted} of {statistics.target_passes} passes had a draft, because more would cost more time than they save"
-        )
-    if decoder.gamma != AUTO and statistics.speed_up and statistics.speed_up < 1:
-        return "-g makes generation slower here; leave it out"
-    return ""

@@ -13,18 +13,17 @@ from specdec.argument_checks import JSONDict
 from specdec.cli.common_options import DRAFT_KEYWORDS, ModelRequest, PromptRequest, RequestT
 from specdec.cli.option_fields import PARAMETER_OPTIONS
 from specdec.cli.output_errors import print_message
-from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.model_bundle import HEAD, LOOKUP, MTP
 from specdec.draft.settings import AUTO
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
 from specdec.loaders.model_loader import PackMode
-from specdec.loaders.model_paths import find_required_packages
+from specdec.loaders.model_paths import find_local, find_required_packages, resolve_path
 from specdec.model.model import KVFormatName
 from specdec.protocols import Constraint
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text import structured_output
-from specdec.ui.progress import LOADING, TIMING, ProgressBar, show_status
+from specdec.ui.progress import LOADING, STATUS_DELAY_S, TIMING, ProgressBar, show_status
 
 NO_PACKAGES: Mapping[str, str] = {}
 ANY_JSON_OBJECT = "json"  # value of --schema for any JSON object
@@ -48,16 +47,6 @@ class LoadedModels:
         return replace(request, draft=(self.found_draft or MTP) if self.decoder.draft else LOOKUP)
 
     @property
-    def found_draft_note(self) -> str:
-        """A line with the draft that was found next to the target, its weights and its cost; "" if none was."""
-        if not (self.found_draft and self.decoder.draft):
-            return ""
-        name, weights = Path(self.found_draft).name, self.decoder.draft.weights.format_names
-        cost, pays = self.decoder.autotuner.guess_cost, self.decoder.autotuner.is_draft_profitable
-        line = f"draft: {name} next to the model, {weights}, {cost:.2g} of a pass"
-        return line if pays else f"{line}, which does not pay: -d lookup starts sooner"
-
-    @property
     def metadata(self) -> JSONDict:
         """The formats and the arithmetic revision that the output depends on, besides model names and sampling."""
         return {"weights": self.decoder.weights, "kv": self.decoder.target.kv, "arithmetic": specdec.__arithmetic__}
@@ -75,9 +64,7 @@ def load_models(request: ModelRequest, paths: list[str | Path] | None = None) ->
     """
     target, draft, stage = paths or resolve_model_paths(request)
     if request.temperature > WARN_TEMPERATURE:
-        print_message(
-            f"-t {request.temperature:g} is a temperature at which nearly all tokens are equally likely; use -j N for threads"
-        )
+        print_message(f"-t {request.temperature:g} makes nearly all tokens equally likely; use -j N for threads")
     with show_status() as show:
         begin = time.perf_counter()
         decoder = load_decoder(request, (target, draft, stage), lambda name, share: show(ProgressBar(f"{LOADING} {name}", share)))
@@ -90,20 +77,26 @@ def load_models(request: ModelRequest, paths: list[str | Path] | None = None) ->
         show(TIMING)
         decoder.warm_up()
         models.load_seconds, models.warmup_seconds = loaded - begin, time.perf_counter() - loaded
-    if models.found_draft_note:
-        print_message(models.found_draft_note)
+    for note in describe_models(models):
+        print_message(note)
+
+
+def describe_models(models: LoadedModels) -> Iterator[str]:
+    """Yield notes on drafts: one that was found next to the target, one with another vocabulary, and one that is too large."""
+    decoder = models.decoder
+    if models.found_draft and decoder.draft:
+        name, weights = Path(models.found_draft).name, decoder.draft.weights.format_names
+        advice = "" if decoder.autotuner.is_draft_profitable else ", which does not pay: -d lookup starts sooner"
+        yield f"draft: {name} next to the model, {weights}, {decoder.autotuner.guess_cost:.2g} of a pass{advice}"
     for name, n in decoder.shared.items():
         if name != HEAD:  # heads share few tokens by design
-            print_message(
-                f"the {name} has another vocabulary, with {n:,} of the target's {decoder.n_ids:,} tokens, and proposes only those"
-            )
+            known = f"{n:,} of the target's {decoder.n_ids:,} tokens"
+            yield f"the {name} has another vocabulary, with {known}, and proposes only those"
     for (larger, larger_model), (smaller, smaller_model) in itertools.pairwise(decoder.bundle.models.items()):
-        smaller_bytes, larger_bytes = (each.weights.n_bytes for each in (smaller_model, larger_model))
-        if smaller_bytes >= larger_bytes and not smaller_model.config.experts:  # a token reads only a few experts
-            sizes = f"({smaller_bytes / 10**6:,.1f} and {larger_bytes / 10**6:,.1f} MB of weights)"
-            print_message(
-                f"the {smaller} is not smaller than the {larger} {sizes}, so it saves no time; name the large model with -m"
-            )
+        smaller_mb, larger_mb = (each.weights.n_bytes / 10**6 for each in (smaller_model, larger_model))
+        if smaller_mb >= larger_mb and not smaller_model.config.experts:  # a token reads only a few experts
+            sizes = f"({smaller_mb:,.1f} and {larger_mb:,.1f} MB of weights)"
+            yield f"the {smaller} is not smaller than the {larger} {sizes}, so it saves no time; name the large model with -m"
 
 
 def load_decoder(
@@ -151,6 +144,22 @@ def open_prompt_cache(request: ModelRequest) -> PromptCache | None:
     return PromptCache(request.prompt_cache, request.prompt_cache_size * 10**6, specdec.__arithmetic__, print_message)
 
 
+def find_model(name: str, candidates: Sequence[str] = ()) -> Path:
+    """Return the path of a model, and download the model if it is not installed, with a status line meanwhile.
+
+    Args:
+        name: Path, alias or hub name of the model, as in `resolve_path`.
+        candidates: Keywords that would be valid in place of a name, for suggestions.
+
+    Raises:
+        CheckpointError: The model is neither installed nor downloadable.
+    """
+    if not name or find_local(name):
+        return resolve_path(name, candidates=candidates)
+    with show_status(f"looking for {name}", STATUS_DELAY_S):
+        return resolve_path(name, candidates=candidates)
+
+
 def resolve_model_paths(request: ModelRequest, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
     """Return the paths of target, draft and stage, and download the models if needed; keywords such as lookup are kept.
 
@@ -182,21 +191,14 @@ def make_constraint_factory(request: ModelRequest) -> Callable[[SpeculativeDecod
     The schema file is read now, so that an error in it is reported before models load.
 
     Raises:
-        ValueError: --schema is a JSON object rather than the name of a file.
         CheckpointError: The schema file cannot be read, or is not a JSON object.
     """
     if request.regex:
         return lambda decoder: decoder.regex(request.regex)
-    if not request.schema:
-        return lambda decoder: None
     if request.schema == ANY_JSON_OBJECT:
         return SpeculativeDecoder.json_object
-    if request.schema.lstrip().startswith("{"):
-        raise ValueError(
-            "--schema must be the name of a file, got a JSON object; save it to a file, such as --schema schema.json"
-        )
-    schema = read_json_object(Path(request.schema))
-    return lambda decoder: decoder.json_schema(schema)
+    schema = read_json_object(Path(request.schema)) if request.schema else None
+    return lambda decoder: None if schema is None else decoder.json_schema(schema)
 
 
 def resolve_max_tokens(request: PromptRequest, decoder: SpeculativeDecoder, n_prompt: int) -> int:
@@ -212,37 +214,28 @@ def resolve_max_tokens(request: PromptRequest, decoder: SpeculativeDecoder, n_pr
     Raises:
         ValueError: -n leaves no token after the prompt.
     """
-    n, target = _resolve_max_tokens(request, decoder, n_prompt), decoder.target
+    target, steps = decoder.target, request.steps
+    n_free = target.n_positions + 1 - n_prompt  # the last token is never run
+    if steps and steps < n_prompt:
+        new = f"use --max-tokens {min(200, n_free)} to generate {min(200, n_free)} new ones"
+        raise ValueError(f"-n {steps} counts the prompt, which has {n_prompt} tokens; {new}")
+    if request.max_tokens is not None:
+        n, limit = request.max_tokens, f"--max-tokens {request.max_tokens}"
+    elif steps:
+        # llama2.c counts positions: n steps make n + 1 tokens, BOS included
+        n, limit = steps + 1 - n_prompt, f"-n {steps}" if "steps" in request.given else ""
+    else:
+        n, limit = max(decoder.n_positions + 1 - n_prompt, 1), ""  # the decoder reports a prompt that is too long
+        if n < n_free:
+            print_message(f"this machine's memory has room for {n:,} of the {n_free:,} tokens that the target's context has left")
+    if n > n_free and limit:
+        context = f"the target's context of {target.n_positions:,} tokens"
+        print_message(f"{limit} exceeds {context}; generating at most {n_free:,} new ones")
+    n = min(n, n_free)
     if (n_bytes := target.get_sequence_bytes(n_prompt + n)) >= WARN_KV_BYTES:
         smaller = "" if target.kv == "q8" else "; use --kv q8 to take less"
         print_message(f"the KV cache of {n_prompt + n:,} tokens in {target.kv} may take {n_bytes / 10**9:.1f} GB{smaller}")
     return n
-
-
-def _resolve_max_tokens(request: PromptRequest, decoder: SpeculativeDecoder, n_prompt: int) -> int:
-    n_positions = decoder.target.n_positions
-    n_free = n_positions + 1 - n_prompt  # the last token is never run
-    name, option, steps = "max_tokens", "--max-tokens", request.steps
-    if request.max_tokens is not None:
-        n = request.max_tokens
-    elif steps:
-        if steps < n_prompt:
-            n = min(200, n_free)
-            raise ValueError(
-                f"-n {steps} counts the prompt, which has {n_prompt} tokens; use --max-tokens {n} to generate {n} new ones"
-            )
-        # llama2.c counts positions: n steps make n + 1 tokens, BOS included
-        name, option, n = "steps", "-n", steps + 1 - n_prompt
-    else:
-        if decoder.n_positions < n_positions:
-            print_message(
-                f"this machine's memory has room for {decoder.n_positions} of the {n_positions} tokens of the target's context"
-            )
-        return max(decoder.n_positions + 1 - n_prompt, 1)  # the decoder reports a prompt that is too long
-    if n > n_free and name in request.given:
-        message = f"{option} {getattr(request, name)} exceeds the target's context of {n_positions:,} tokens"
-        print_message(f"{message}; generating at most {n_free:,} new ones")
-    return min(n, n_free)
 
 
 def get_recommended_sampling(request: ModelRequest, decoder: SpeculativeDecoder) -> JSONDict:
@@ -252,5 +245,5 @@ def get_recommended_sampling(request: ModelRequest, decoder: SpeculativeDecoder)
     recommended = {name: value for name, value in recommended_by_files.items() if name not in given}
     if recommended:
         options = ", ".join(f"{PARAMETER_OPTIONS[name]} {value:g}" for name, value in recommended.items())
-        print_message(f"sampling recommended by {request.display_names[0]}'s files: {options}")
+        print_message(f"sampling recommended by {request.labels.target}'s files: {options}")
     return recommended

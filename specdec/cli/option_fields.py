@@ -1,8 +1,6 @@
 """Helpers that declare command-line options as fields of dataclasses, and that name the options in the library's errors."""
 
-import os
 import re
-from contextlib import suppress
 from typing import Any
 
 import typer
@@ -37,10 +35,9 @@ def option(default: Any, declaration: str, panel: str, help: str, **more: Any) -
         help: Help text.
         **more: Further arguments of `typer.Option`.
     """
-    *names, last = declaration.replace(",", "").split()
-    if last.startswith("-"):
-        return typer.Option(default, *names, last, metavar="", help=help, rich_help_panel=panel, **more)
-    return typer.Option(default, *names, metavar=last, help=help, rich_help_panel=panel, **more)
+    names = declaration.replace(",", "").split()
+    metavar = "" if names[-1].startswith("-") else names.pop()
+    return typer.Option(default, *names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -54,15 +51,3 @@ def translate_parameters(message: str) -> str:
     For example, draft=... becomes -d, kv='f32' becomes --kv f32, and "gamma is 0" becomes "--gamma is 0".
     """
     return _PARAMETER_REFERENCE.sub(lambda match: f"{PARAMETER_OPTIONS[match[1] or match[3]]} {match[2] or ''}".rstrip(), message)
-
-
-def decode_utf8(value: Any) -> Any:
-    """Decode a command-line string, or a list of them, as UTF-8 even if the locale has another encoding.
-
-    Other values, and bytes that are not UTF-8, are returned unchanged.
-    """
-    if isinstance(value, list):
-        return [decode_utf8(text) for text in value]
-    with suppress(TypeError, UnicodeError):  # None, or bytes that are not UTF-8
-        return os.fsencode(value).decode()
-    return value

@@ -1,25 +1,24 @@
-"""How a run ends: error lines on stderr, closed pipes and full disks."""
+"""How a run ends: error lines on stderr, closed pipes and full disks. Loads only the standard library."""
 
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
-import typer
-
-from specdec.ui.plain_views import sanitize_line
+from specdec import __arithmetic__, __version__
 
 BROKEN_PIPE_EXIT_CODE = 141  # what a shell reports for SIGPIPE
 
 
 @contextmanager
 def guard_output() -> Iterator[None]:
-    """Flush stdout at the end of the context, and turn an OSError within it into an exit code.
+    """Flush stdout at the end of the context, and exit on an OSError within it.
 
     A closed pipe exits quietly with code 141; another error, such as a full disk, prints one line and exits with code 2.
 
     Raises:
-        typer.Exit: Output could not be written.
+        SystemExit: Output could not be written.
     """
     try:
         yield
@@ -27,21 +26,27 @@ def guard_output() -> Iterator[None]:
     except OSError as error:
         # The interpreter flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = (
-            BROKEN_PIPE_EXIT_CODE
-            if isinstance(error, BrokenPipeError)
-            else report_error(f"cannot write the output: {error.strerror}")
-        )
-        raise typer.Exit(code) from None
+        if isinstance(error, BrokenPipeError):
+            sys.exit(BROKEN_PIPE_EXIT_CODE)
+        exit_with_error(f"cannot write the output: {error.strerror}")
 
 
-def report_error(message: str) -> int:
-    """Print an error that the user can fix on stderr, and return the exit code of such errors, 2."""
-    print_message(message)
-    return 2
+def exit_with_error(message: str) -> NoReturn:
+    """Print an error message as one line on stderr and exit with code 2, that of errors that the user can fix."""
+    if sys.stderr:
+        print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def print_message(message: str) -> None:
     """Print a message as one line on stderr, with "specdec: " in front and without control characters."""
+    from specdec.ui.plain_views import sanitize_line  # imported here, since it loads rich
+
     with suppress(OSError):
         print(f"specdec: {sanitize_line(message)}", file=sys.stderr)
+
+
+def print_version() -> None:
+    """Print the package version and the arithmetic revision, which the output for a seed depends on."""
+    with guard_output():
+        print(f"specdec {__version__}, arithmetic {__arithmetic__}")

@@ -3,11 +3,7 @@
 import ipaddress
 import logging
 import os
-import queue
 import socket
-import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.argument_checks import JSONObject
-from specdec.cli.common_options import (
-    DRAFT_KEYWORDS,
-    TEMPLATE,
-    PromptCacheOptions,
-    SpeculationOptions,
-    with_models,
+from specdec.cli.common_options import DRAFT_KEYWORDS, TEMPLATE, PromptCacheOptions, SpeculationOptions, with_models
+from specdec.cli.model_loading import (
+    LoadedModels,
+    find_model,
+    get_recommended_sampling,
+    load_decoder,
+    load_models,
+    resolve_model_paths,
 )
-from specdec.cli.model_loading import LoadedModels, get_recommended_sampling, load_decoder, load_models, resolve_model_paths
 from specdec.cli.option_fields import argument, option, translate_parameters
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
-from specdec.cli.resolve_with_progress import find_model
 from specdec.draft.settings import AUTO
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_loader import get_memory_headroom
@@ -34,9 +30,10 @@ from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.sampling import Sampling, override_sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import TemplateError
-from specdec.text.conversation import ChatSettings as ChatSettings
+from specdec.text.conversation import ChatSettings
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.signals import signals
+from specdec.ui.stderr_log import StderrLog
 
 if TYPE_CHECKING:
     from specdec.server.generation_fields import ServedModel
@@ -45,8 +42,7 @@ if TYPE_CHECKING:
 REQUIRED_PACKAGES = {optional_dependencies.STARLETTE: "to answer requests", optional_dependencies.UVICORN: "to listen"}
 EXIT_MARGIN_S = 10.0  # after the grace period; then the process is ended
 MAX_KEY_LENGTH = 1000
-MAX_LOG_LINES = 1000  # log lines that wait to be written
-_DEFAULT_HELP = "for requests that set none. By default the model's own, else"
+_IF_UNSET = "For requests that set none. By default the model's own, else"
 SINGLE_MODEL_OPTIONS = ("tokenizer", "template", "stage")  # options that need -m
 ON_DEMAND_OPTIONS = ("keep_alive", "models")  # options of a server without -m
 CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
@@ -57,13 +53,9 @@ class ServedRequest(SpeculationOptions, PromptCacheOptions):
     """The options of `specdec serve` and `specdec batch`."""
 
     template: str = TEMPLATE
-    served_temperature: float | None = option(
-        None, "-t, --temperature X", "Sampling", f"Temperature {_DEFAULT_HELP} 0.7. 0: greedy.", min=0.0
-    )
-    served_top_p: float | None = option(
-        None, "-p, --top-p X", "Sampling", f"Top-p {_DEFAULT_HELP} 0.9. 0, 1: off.", min=0.0, max=1.0
-    )
-    served_top_k: int | None = option(None, "-k, --top-k N", "Sampling", f"Top-k {_DEFAULT_HELP} 0. 0: off.", min=0)
+    served_temperature: float | None = option(None, "-t, --temperature X", "Sampling", f"{_IF_UNSET} 0.7. 0: greedy.", min=0.0)
+    served_top_p: float | None = option(None, "-p, --top-p X", "Sampling", f"{_IF_UNSET} 0.9. 0, 1: off.", min=0.0, max=1.0)
+    served_top_k: int | None = option(None, "-k, --top-k N", "Sampling", f"{_IF_UNSET} 0. 0: off.", min=0)
     cache: int = option(0, "--cache MB", "Server", "Memory for all KV caches. 0: half of what the weights leave free.", min=0)
     reasoning_budget: int = option(-1, "--reasoning-budget N", "Server", "Maximum tokens of a thought. -1: off.", min=-1)
 
@@ -80,7 +72,7 @@ class ServedRequest(SpeculationOptions, PromptCacheOptions):
     @property
     def name(self) -> str:
         """The model's name for clients: its name on the hub, or its file's name, never its path."""
-        return self.display_names[0] if os.path.exists(str(self.model)) else sanitize_line(str(self.model))
+        return self.labels.target if os.path.exists(str(self.model)) else sanitize_line(str(self.model))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +80,7 @@ class ServeRequest(ServedRequest):
     """The options of `specdec serve`."""
 
     word: str | None = argument("MODEL", "The target, as for -m.")
-    host: str = option(
-        "127.0.0.1", "--host HOST", "Server",
-        "Address to listen on. One that other machines can reach needs --api-key-file or --no-key.",
-    )  # fmt: skip
+    host: str = option("127.0.0.1", "--host HOST", "Server", "Address to listen on. Other machines need a key, or --no-key.")
     port: int = option(8080, "--port N", "Server", "Port to listen on. 0: any free port.", min=0, max=65535)
     models: str = option("", "--models DIR", "Server", "Offer the models of this folder instead of the installed ones.")
     api_key_file: str = option("", "--api-key-file FILE", "Server", "Require one of the API keys in this file (one per line).")
@@ -120,16 +109,13 @@ class ServeRequest(ServedRequest):
         if port.isdecimal() and host and ":" not in host.strip("[]"):
             raise ValueError(f"--host {self.host} has a port in it; expected --host {host} --port {port}")
         if not (self.is_local or self.api_key_file or self.no_key):
-            raise ValueError(
-                f"--host {self.host} accepts other machines; set their API keys with --api-key-file FILE, or use --no-key"
-            )
-        model = self.word or self.model
-        if model and (on_demand := [option for field, option in self.given.items() if field in ON_DEMAND_OPTIONS]):
-            raise ValueError(f"{on_demand[0]} needs a server without -m, which loads models on demand")
+            raise ValueError(f"--host {self.host} accepts other machines; use --api-key-file FILE for their keys, or --no-key")
         if self.models and (not os.path.isdir(self.models) or os.path.exists(os.path.join(self.models, "config.json"))):
             raise ValueError(f"--models {self.models} is not a folder of models; name a single model with -m")
-        if not model and (fixed := [option for field, option in self.given.items() if field in SINGLE_MODEL_OPTIONS]):
-            raise ValueError(f"{fixed[0]} needs a single model; name it with -m")
+        model = self.word or self.model
+        names, reason = (ON_DEMAND_OPTIONS, "with -m") if model else (SINGLE_MODEL_OPTIONS, "without -m")
+        if note := self.note_ineffective(names, reason):
+            raise ValueError(note)
         return with_models(replace(self, word=None, model=model), AUTO) if model else self
 
     @property
@@ -150,9 +136,8 @@ class ServeRequest(ServedRequest):
             return []
         keys = [line.strip() for line in read_text_input(self.api_key_file).splitlines() if line.strip()]
         if not keys or not all(key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH for key in keys):
-            raise ValueError(
-                f"{self.api_key_file} must have one API key per line, in printable ASCII of at most {MAX_KEY_LENGTH} characters"
-            )
+            expected = f"one API key per line, in printable ASCII of at most {MAX_KEY_LENGTH} characters"
+            raise ValueError(f"{self.api_key_file} must have {expected}")
         return keys
 
 
@@ -199,7 +184,8 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     from specdec.server.listener import Listener
     from specdec.server.model_manager import ModelManager, make_single_model_manager
 
-    logging.getLogger("specdec.server").addHandler(handler := StderrLog())
+    handler = StderrLog()
+    logging.getLogger("specdec.server").addHandler(handler)
     log = handler.write_line
     if models:
         manager = make_single_model_manager(make_served_model(request, models.decoder, request.name))
@@ -247,32 +233,15 @@ def describe_model(request: ServedRequest, decoder: SpeculativeDecoder, name: st
 
 
 def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ModelInstance":
-    """Return a loaded decoder as an instance that the server can use, with its engine, template and default sampling.
+    """Return a loaded decoder as an instance that the server can use, and print notes on the model and its KV cache."""
+    from specdec.server.model_manager import start_instance
 
-    Starts the thread of the engine and one that prewarms the decoder. Prints notes on the model and its KV cache.
-    """
-    from specdec.server.engine_thread import EngineThread
-    from specdec.server.model_manager import ModelInstance
-
-    model = describe_model(request, decoder, name)
-    threading.Thread(target=prewarm, args=(decoder,), name="awake", daemon=True).start()
     cache_bytes, target = request.get_cache_bytes(decoder), decoder.target
     kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
     total = f"at most {cache_bytes / 10**9:.1f} GB in total"
+    model = describe_model(request, decoder, name)
     print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
-    engine = EngineThread(decoder, request.slots, request.queue, cache_bytes)
-    return ModelInstance(model, engine, int(time.time()))
-
-
-def prewarm(decoder: SpeculativeDecoder) -> None:
-    """Start the helper processes and load the vocabulary of structured output, so that the first request need not wait.
-
-    The processes render templates, encode text and check schemas. Errors are ignored; the request that meets them reports them.
-    """
-    with suppress(Exception):
-        decoder.encode_chat([{"role": "user", "content": "Hello."}])
-    with suppress(Exception):
-        decoder.json_object()
+    return start_instance(model, request.slots, request.queue, cache_bytes)
 
 
 class CatalogModelSource:
@@ -308,34 +277,3 @@ class CatalogModelSource:
             free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
             for each in instances:
                 each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
-
-
-class StderrLog(logging.Handler):
-    """A log on stderr written by a thread, so that a reader that stalls blocks nothing; lines that do not fit are dropped."""
-
-    def __init__(self) -> None:
-        """Start the thread that writes the lines."""
-        super().__init__()
-        self._lines, self._n_dropped = queue.Queue[str](MAX_LOG_LINES), 0
-        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
-
-    def write_line(self, line: str) -> None:
-        """Queue a log line with the time in front; count it as dropped if the queue is full."""
-        try:
-            self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
-        except queue.Full:
-            self._n_dropped += 1
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue the message of a log record as a line."""
-        self.write_line(record.getMessage())
-
-    def _write_lines(self) -> None:
-        """Write queued lines to stderr forever, without Python's buffers: a blocked write would hold their lock, even at exit."""
-        while True:
-            line, n = self._lines.get(), self._n_dropped
-            lines = [line, *([f"{n} log lines were dropped, because stderr was not read"] if n else [])]
-            with suppress(OSError, ValueError):
-                for each in lines:
-                    os.write(sys.stderr.fileno(), f"specdec: {sanitize_line(each)}\n".encode(errors="backslashreplace"))
-            self._n_dropped -= n

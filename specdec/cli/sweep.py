@@ -8,15 +8,15 @@ from functools import cached_property
 import typer
 from rich.console import Console
 
-from specdec.argument_checks import JSONDict
 from specdec.cli.common_options import AS_JSON, TOP_P, ModelRequest, parse_gamma, with_models
-from specdec.cli.model_loading import LoadedModels, load_models
+from specdec.cli.model_loading import load_models
 from specdec.cli.option_fields import option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
 from specdec.cli.typer_commands import parse_list
 from specdec.draft.draft_length import MAX_GAMMA
 from specdec.draft.settings import AUTO, Gamma
+from specdec.sampling import Sampling
 from specdec.ui.progress import make_progress_callback, show_status
 from specdec.ui.signals import signals
 
@@ -26,15 +26,13 @@ class SweepRequest(ModelRequest):
     """The options of `specdec sweep`."""
 
     prompts: str = option("", "--prompts FILE", "Generation", "File with one prompt per line. By default a dozen story openings.")
-    tokens: str = option(
-        "", "--max-tokens LIST", "Generation", "New tokens per output. By default 50,200; with --full 50,100,200,500."
-    )
+    tokens: str = option("", "--max-tokens LIST", "Generation", "New tokens per output. By default 50,200, with --full more.")
     temperatures: str = option("0,1", "--temperatures LIST", "Sampling", "Sampling temperatures. 0: greedy.")
     top_p: float = TOP_P
     gammas: str = option("1,2,4,8,auto", "-g, --gammas LIST", "Speculation", "Draft tokens per step (γ), 1 to 63, or auto.")
     rounds: int = option(0, "--rounds N", "Measuring", "Timed runs of each output. 0: 3; with --full 5.", min=0)
     seeds: int = option(0, "--seeds N", "Measuring", "Sampled outputs per prompt. 0: 1; with --full 3.", min=0)
-    full: bool = option(False, "--full", "Measuring", "Measure more lengths, rounds and seeds; takes minutes instead of one.")
+    full: bool = option(False, "--full", "Measuring", "Measure 50,100,200,500 tokens, more rounds and seeds; takes minutes.")
     as_json: bool = AS_JSON
     as_csv: bool = option(False, "--csv", "Output", "Print CSV rows to stdout.")
     svg: str = option("", "--svg FILE", "Output", "Write the table and the bars to this file as SVG.")
@@ -42,7 +40,7 @@ class SweepRequest(ModelRequest):
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid or two exclude each other."""
         super().__post_init__()
-        _ = self.lengths, self.temperature_values, self.draft_lengths
+        _ = self.lengths, self.samplings, self.draft_lengths
         if self.as_json and self.as_csv:
             raise ValueError("--json and --csv both go to stdout; leave one of the two out")
 
@@ -53,9 +51,12 @@ class SweepRequest(ModelRequest):
         return parse_list("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
 
     @cached_property
-    def temperature_values(self) -> list[float]:
-        """The sampling temperatures, from --temperatures."""
-        return parse_list("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, "numbers from 0 (greedy) on")
+    def samplings(self) -> list[Sampling]:
+        """The sampling settings: each of --temperatures, with --seeds seeds at positive ones."""
+        expected = "numbers from 0 (greedy) on"
+        values = parse_list("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, expected)
+        n_seeds = self.seeds or (3 if self.full else 1)
+        return [Sampling(t, 0, self.top_p, seed) for t in values for seed in range(1, 1 + (n_seeds if t else 1))]
 
     @cached_property
     def draft_lengths(self) -> list[Gamma]:
@@ -66,11 +67,6 @@ class SweepRequest(ModelRequest):
     def n_rounds(self) -> int:
         """The number of timed runs of each output, from --rounds or the default."""
         return self.rounds or (5 if self.full else 3)
-
-    @property
-    def n_seeds(self) -> int:
-        """The number of seeds per prompt at positive temperatures, from --seeds or the default."""
-        return self.seeds or (3 if self.full else 1)
 
     def resolve(self) -> "SweepRequest":
         """Return a copy of the request with the names of its models filled in.
@@ -97,19 +93,6 @@ class SweepRequest(ModelRequest):
             raise ValueError(f"--prompts: {self.prompts} has no line with a prompt")
         return prompts
 
-    def get_settings(self, models: LoadedModels, prompts: Sequence[str]) -> JSONDict:
-        """Return the models, prompts and options of the sweep as a dict for JSON."""
-        return {
-            **self.model_names,
-            "quantize": self.quantize,
-            "threads": models.decoder.target.n_threads,
-            **models.metadata,
-            "prompts": prompts,
-            "rounds": self.n_rounds,
-            "seeds": self.n_seeds,
-            "top_p": self.top_p,
-        }
-
 
 def run(request: SweepRequest) -> None:
     """Find the fastest options for these models and prompts.
@@ -126,26 +109,28 @@ def run(request: SweepRequest) -> None:
     request = request.resolve()
     with load_models(request) as models:
         pair = models.decoder
-        samplings = sweep.make_samplings(request.temperature_values, request.top_p, request.n_seeds)
-        cases, notes = sweep.make_cases(pair, prompts, request.lengths, samplings)
+        cases, notes = sweep.make_cases(pair, prompts, request.lengths, request.samplings)
     settings, skipped = sweep.make_settings(pair, request.draft_lengths)
     signals.begin_output()
     try:
         with show_status("measuring") as show:
-            measured = sweep.measure(
-                settings, cases, request.n_rounds, make_progress_callback(show, "measuring"), lambda: signals.end_signal
-            )
+            on_progress = make_progress_callback(show, "measuring")
+            measured = sweep.measure(settings, cases, request.n_rounds, on_progress, lambda: signals.end_signal)
     except sweep.OutputMismatchError as error:
         print_message(str(error))
         raise typer.Exit(1) from None
-    counts = {"prompt": len(prompts), "round": request.n_rounds, "thread": pair.target.n_threads}
+    n_threads = pair.target.n_threads
+    counts = {"prompt": len(prompts), "round": request.n_rounds, "thread": n_threads}
     counted = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
     scale = ", ".join([*counted, pair.weights, f"top-p {request.top_p:g}"])
     report = chart.SweepReport.from_runs(measured, request.labels.pair, [scale, *notes, *skipped])
     svg_error = chart.write_svg(report, request.svg) if request.svg else ""  # before stdout, whose reader may have closed it
     with guard_output():
         if request.as_json:
-            print(chart.to_json(report, **request.get_settings(models, prompts)))
+            n_seeds = max(sampling.seed for sampling in request.samplings)
+            options = {"quantize": request.quantize, "top_p": request.top_p, "rounds": request.n_rounds, "seeds": n_seeds}
+            details = {**request.model_names, **models.metadata, **options, "threads": n_threads, "prompts": prompts}
+            print(chart.to_json(report, **details))
         elif request.as_csv:
             print(chart.to_csv(report), end="")
             Console(stderr=True, soft_wrap=True).print(report.conclusion, markup=False, highlight=False)

@@ -1,25 +1,39 @@
-"""Typer commands with hints for wrong command lines: values, and words among options."""
+"""Typer commands with hints for wrong command lines: values, misspelled commands, and words among options."""
 
+import difflib
 import math
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import typer
 from typer.core import TyperCommand, TyperGroup
 
+from specdec.argument_checks import shorten
 from specdec.cli.option_fields import PANELS
-from specdec.cli.suggestions import (
-    explain_extra_word,
-    explain_foreign_option,
-    explain_invalid_number,
-    explain_unknown_command,
-)
 from specdec.loaders.model_paths import is_model_name
 
 T = TypeVar("T")
 Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Command")
+MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
+# ollama's commands
+FOREIGN_COMMANDS = {"run": "chat", "pull": "models pull", "rm": "models rm", "list": "models list", "ls": "models ls"}
+# Options of llama.cpp: `-ngl 3` would be read as `-n gl`, and `-hf` as `-h -f`.
+LLAMA_CPP_OPTIONS = {
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), "leave it out, since specdec runs on the CPU"),
+    **dict.fromkeys(("-c", "--ctx-size"), "leave it out, since the context grows up to the model's own"),
+    **dict.fromkeys(("-fa", "--mlock", "--no-mmap", "--jinja"), "leave it out"),
+    **dict.fromkeys(("-md", "--model-draft", "-hfd"), "use -d NAME for the draft"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "use -m org/name, or -m org/name:Q4_K_M"),
+    **dict.fromkeys(("-np", "--parallel"), "use --slots N"),
+    **dict.fromkeys(("-ctk", "--cache-type-k"), "use --kv f16 or q8"),
+    **dict.fromkeys(("--predict", "--n-predict"), "use --max-tokens N"),
+    "--draft-max": "use -g N for the draft length",
+    "-cnv": "use specdec chat",
+    "-sys": "use -y TEXT, in specdec chat",
+}
+TYPE_NAMES = {int: "a whole number", float: "a number"}
 
 
 def convert_value(param: Any, context: Any, value: Any) -> Any:
@@ -34,18 +48,18 @@ def convert_value(param: Any, context: Any, value: Any) -> Any:
         ValueError: The value is not a number within the parameter's limits.
     """
     number_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
-    if value is None and (param.multiple or param.nargs == -1):
-        value = ()
-    elif number_type in (int, float) and isinstance(value, str):
-        least = -math.inf if limits.min is None else limits.min
-        most = math.inf if limits.max is None else limits.max
-        number = None
-        with suppress(ValueError):
-            number = number_type(value)
-        if number is None or not least <= number <= most:  # not a number is not within any limits
-            raise ValueError(explain_invalid_number(param, context, value))
-        value = number
-    return param.callback(context, param, value) if param.callback else value
+    if number_type not in TYPE_NAMES or not isinstance(value, str):
+        return param.callback(context, param, value) if param.callback else value  # of Typer's own flags
+    least = -math.inf if limits.min is None else limits.min
+    most = math.inf if limits.max is None else limits.max
+    with suppress(ValueError):
+        number = number_type(value)
+        if least <= number <= most:  # not a number is not within any limits
+            return number
+    minimum = "" if limits.min is None else f", {least:g} or more"
+    span = minimum if limits.max is None else f" from {least:,.10g} to {most:,.10g}"
+    name, expected = max(param.opts, key=len), TYPE_NAMES[number_type]
+    raise ValueError(f"{name} is {shorten(value, repr)}; expected {expected}{span} ({param.help})")
 
 
 class CommandParameters:
@@ -69,13 +83,16 @@ class Subcommand(CommandParameters, TyperCommand):
         """Parse the command's arguments into the context and return the words that are left.
 
         Raises:
-            typer.BadParameter: A word is not taken by the command.
+            ValueError: A word is not taken by the command.
         """
         _parse_words(self, ctx, args)
         ctx.allow_extra_args = True  # --help still works behind extra words
         words = list(super().parse_args(ctx, args))
         if words and not ctx.resilient_parsing:
-            raise typer.BadParameter(explain_extra_word(self, words[0], is_model_name(words[0])))
+            taken = ("-m NAME for a model", "-i TEXT for a prompt", "-n N for the number of tokens")
+            names = {name for param in self.params for name in param.opts}
+            hint = ", ".join(each for each in taken if each.split()[0] in names)
+            raise ValueError(f"unexpected word {words[0]!r}; use {hint}; --help lists all options")
         return words
 
 
@@ -88,37 +105,51 @@ class CommandGroup(CommandParameters, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse a command's name, or the prompt and options of the command without a name, and return the arguments left.
 
-        The words "help" and "version" are treated as --help and --version.
+        The word "help" is treated as --help.
 
         Raises:
-            typer.BadParameter: The first word is a misspelled command.
+            ValueError: The first word is a misspelled command, or one of ollama.
         """
         words = _parse_words(self, ctx, args)
-        if words[:1] in (["help"], ["version"]) and args == words:
-            known = [word for word in words[1:2] if word in self.commands]
-            args = ["--version"] if words == ["version"] else [*known, "--help"]
-        elif words and words[0] not in self.commands:
-            is_word = not is_model_name(words[0]) and " " not in words[0] and not ctx.resilient_parsing
-            if is_word and (error := explain_unknown_command(words, list(self.commands))):
-                raise typer.BadParameter(error)
-            ctx.allow_interspersed_args = True
-            return list(Command.parse_args(self, ctx, args))
-        return list(super().parse_args(ctx, args))
+        if words[:1] == ["help"] and args == words:
+            args = words = [*words[1:2], "--help"]
+        if not words or words[0] in self.commands:
+            return list(super().parse_args(ctx, args))
+        first = words[0]
+        is_prompt = ctx.resilient_parsing or " " in first or is_model_name(first)
+        similar = [*difflib.get_close_matches(first.lower(), self.commands, 1, MIN_COMMAND_SIMILARITY), ""][0]
+        command = FOREIGN_COMMANDS.get(first, similar)
+        if command and not is_prompt:
+            prompt = shlex.quote(" ".join(words))
+            raise ValueError(f"unknown command {first!r}; did you mean 'specdec {command}'? If it is the prompt, use -i {prompt}")
+        ctx.allow_interspersed_args = True
+        return list(Command.parse_args(self, ctx, args))
 
 
 def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Return the positional words of a command line.
 
     Raises:
-        typer.BadParameter: An option is one of llama.cpp, or -d is given twice; Typer would take the last one.
+        ValueError: An option is one of llama.cpp, or -d is given twice; Typer would take the last one.
     """
     known = {name for param in command.params for name in param.opts}
-    if error := explain_foreign_option([argument for argument in args if argument not in known]):
-        raise typer.BadParameter(error)
-    _, words, options = command.make_parser(ctx).parse_args(args=list(args))
-    if [option.name for option in options].count("draft") > 1:
-        raise typer.BadParameter("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")
+    options = args[: args.index("--")] if "--" in args else args
+    for name in (option.partition("=")[0] for option in options):
+        if name in LLAMA_CPP_OPTIONS and name not in known:
+            raise ValueError(f"{name} is an option of llama.cpp; {LLAMA_CPP_OPTIONS[name]}")
+    _, words, given = command.make_parser(ctx).parse_args(args=list(args))
+    if [param.name for param in given].count("draft") > 1:
+        raise ValueError("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")
     return list(words)
+
+
+def format_usage_error(error: Any) -> str:
+    """Return the message for an error that Typer raised: what is wrong with the command line and how to fix it."""
+    if hasattr(error, "possibilities"):
+        options = [option for param in error.ctx.command.params for option in param.opts]
+        longer = [option for option in options if option.startswith(error.option_name)]  # an abbreviation is not similar
+        error.possibilities = longer or error.possibilities
+    return f"{error.format_message().removeprefix('Invalid value: ').rstrip('.')}; --help lists all options"
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> list[T]:
@@ -134,10 +165,8 @@ def parse_list(option: str, text: str, parse: Callable[[str], T], is_valid: Call
     Raises:
         ValueError: An item cannot be parsed or is not allowed.
     """
-    try:
+    with suppress(ValueError):
         values = list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
         if all(map(is_valid, values)):
             return values
-    except ValueError:
-        pass
     raise ValueError(f"{option} is {text!r}; expected {expected}, separated by commas")

@@ -24,6 +24,7 @@ from specdec.server.json_values import encode_json
 from specdec.server.openai_chat import CompletionFormatter, parse_chat_request, parse_completion_request
 from specdec.server.rerank import parse_rerank_request
 from specdec.server.response_formatter import ChoiceDelta
+from specdec.text import chat_template, structured_output
 
 GENERATION_PARSERS = {"/v1/chat/completions": parse_chat_request, "/v1/completions": parse_completion_request}
 AUXILIARY_PARSERS: dict[str, Callable[[JSONObject, ServedModel], AuxiliaryRequest]] = {
@@ -100,6 +101,47 @@ def parse_lines(data: bytes) -> list[BatchLine]:
             request = BatchLine(number, request.custom_id, error=error)
         requests.append(request)
     return requests
+
+
+def find_done(name: str, data: bytes, lines: Iterable[BatchLine]) -> tuple[bytes, set[str]]:
+    """Return the results to keep of those that an earlier run has written, and their ids.
+
+    Drops a last line that was cut off, and errors of the machine (status 500 and up), whose requests are tried again.
+
+    Args:
+        name: Name of the file of results, for the error.
+        data: The lines of results.
+        lines: The lines of the job.
+
+    Raises:
+        ValueError: A line is no result of the job.
+    """
+    kept, done = list[bytes](), set[str]()
+    custom_ids = {line.id: line.custom_id for line in lines}
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
+        try:
+            result = json.loads(line)
+            is_known = custom_ids[result["id"]] == result["custom_id"]
+            is_done = result["response"]["status_code"] < 500
+        except (ValueError, KeyError, TypeError):
+            is_known = False
+        if not is_known:
+            raise ValueError(f"line {number} of {name} is no result of these requests; name another file for the results")
+        if is_done:
+            kept.append(line)
+            done.add(result["id"])
+    return b"".join(kept), done
+
+
+def find_required_packages(lines: Iterable[BatchLine]) -> dict[str, str]:
+    """Return the packages that requests need, each with its purpose."""
+    packages = dict[str, str]()
+    for line in lines:
+        if "messages" in line.body:
+            packages |= chat_template.REQUIRED_PACKAGES
+        if line.body.get("response_format"):
+            packages |= structured_output.REQUIRED_PACKAGES
+    return packages
 
 
 class BatchFormatter(CompletionFormatter):

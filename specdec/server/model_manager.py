@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,6 +17,7 @@ from specdec.engine.metrics import Metrics, merge_metrics
 from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ServedModel
+from specdec.speculative_decoder import SpeculativeDecoder
 
 MAX_WEIGHTS_SHARE = 0.75  # of the memory, for the weights of all models if there are several
 # the directories of a local path, which are hidden from clients; their names may contain spaces
@@ -36,6 +38,30 @@ class ModelInstance(NamedTuple):
     model: ServedModel
     engine: EngineThread
     created: int
+
+
+def start_instance(model: ServedModel, max_running: int, max_waiting: int, cache_bytes: int) -> ModelInstance:
+    """Start the engine of a model and a thread that prewarms it, and return them as an instance.
+
+    Args:
+        model: The model.
+        max_running: Maximum number of sequences that are generated at once.
+        max_waiting: Maximum number of waiting sequences.
+        cache_bytes: Memory limit of all KV caches together, in bytes.
+    """
+    threading.Thread(target=prewarm, args=(model.decoder,), name="awake", daemon=True).start()
+    return ModelInstance(model, EngineThread(model.decoder, max_running, max_waiting, cache_bytes), int(time.time()))
+
+
+def prewarm(decoder: SpeculativeDecoder) -> None:
+    """Start the helper processes and load the vocabulary of structured output, so that the first request need not wait.
+
+    The processes render templates, encode text and check schemas. Errors are ignored; the request that meets them reports them.
+    """
+    with suppress(Exception):
+        decoder.encode_chat([{"role": "user", "content": "Hello."}])
+    with suppress(Exception):
+        decoder.json_object()
 
 
 class ModelSource(Protocol):

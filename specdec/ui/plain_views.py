@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -69,6 +70,14 @@ class ModelLabels:
     target: str
     draft_label: str = ""
     pair: str = ""
+
+    @classmethod
+    def from_names(cls, target: str, draft: str, stage: str) -> "ModelLabels":
+        """Return the labels of models with these names or paths, or keywords such as "lookup"; "" for none."""
+        file_names = [Path(name).name for name in (target, draft, stage) if name]
+        names = [sanitize_line(name.removesuffix(".bin").removesuffix(".gguf")) for name in file_names]
+        origins = {"lookup": "from what came before", "self": f"by {names[0]} in fewer bits", "mtp": f"by {names[0]}'s own head"}
+        return cls(names[0], origins.get(draft, f"by {names[1]}") if draft else "", " + ".join(names))
 
 
 def format_time_left(seconds: float, share: float) -> str:
@@ -222,6 +231,23 @@ def format_result(statistics: Statistics, labels: ModelLabels, is_same_text: boo
     if 0.95 <= s.speed_up < 1.05:
         return f"As fast as {labels.target} alone, {per_pass}; {same_output}."
     return f"{s.speed_up:.{1 if s.speed_up > 1 else 2}f} times as fast as {labels.target} alone, {per_pass}; {same_output}."
+
+
+def get_advice(statistics: Statistics, is_auto: bool) -> str:
+    """Return a note for the user if the draft was hardly used or made generation slower; "" if there is none.
+
+    Args:
+        statistics: Statistics of a generation with a draft model.
+        is_auto: Whether the draft length adapts (-g auto).
+    """
+    n_passes, n_drafted = statistics.target_passes, sum(statistics.drafted_histogram[1:])
+    if n_passes < MIN_ADVICE_PASSES:
+        return ""
+    if is_auto and n_drafted < n_passes / 4:
+        return f"only {n_drafted} of {n_passes} passes had a draft, because more would cost more time than they save"
+    if not is_auto and statistics.speed_up and statistics.speed_up < 1:
+        return "-g makes generation slower here; leave it out"
+    return ""
 
 
 def print_result(console: Console, statistics: Statistics, labels: ModelLabels, is_same_text: bool, note: str, more: str) -> None:

@@ -31,6 +31,14 @@ def cell_width(text: str) -> int:
     return len(text) if text.isascii() else sum(map(get_character_cell_size, text))
 
 
+def format_count(n: int) -> str:
+    """Return a number as text in thousands, millions or billions, such as "1.5 G" or "135 M", so that a unit may follow."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}" if n < 10 * unit else f"{n / unit:.0f} {name}"
+    return f"{n} "
+
+
 def leading_word(text: str) -> str:
     """Return the word characters that a text starts with, which may continue a word before it; "" if there are none."""
     return text[: next((i for i, c in enumerate(text) if not is_word_character(c)), len(text))]

@@ -48,7 +48,7 @@ def test_request_has_values_of_command_line() -> None:
     request = make_request(
         "a", "-m", "b.bin", "-d", "c.bin", "-n", 9, "-t", 0.5, "-s", 7, "-g", 3, "--stop", "x", "--stop", "y", "--json"
     )
-    assert (request.context.args, request.model, request.draft, request.steps, request.stop_strings) == (
+    assert (request.context.args, request.model, request.draft, request.steps, [*request.stop]) == (
         ["a"],
         "b.bin",
         "c.bin",
@@ -182,6 +182,6 @@ def test_ineffective_options_are_known_before_loading(words: list[object], expec
 
 def test_sweep_parses_lists_once() -> None:
     request = make_request("sweep", "-g", "1, 1,auto", "--max-tokens", "5,20", "--temperatures", "0,0.5")
-    assert (request.draft_lengths, request.lengths, request.temperature_values) == ([1, "auto"], [5, 20], [0, 0.5])
-    assert (request.n_rounds, request.n_seeds) == (3, 1)
+    assert (request.draft_lengths, request.lengths) == ([1, "auto"], [5, 20])
+    assert (request.n_rounds, [each.temperature for each in request.samplings]) == (3, [0, 0.5])
     assert [make_request("sweep", "--full").lengths, make_request("sweep", "--full").n_rounds] == [[50, 100, 200, 500], 5]

@@ -57,9 +57,7 @@ def test_missing_model_is_an_error(run: Run) -> None:
 
 
 def test_cache_folder_that_is_not_writable_is_an_error_before_anything_loads(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))

@@ -11,7 +11,7 @@ from rich.console import Console
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec import Prompt, Sampling, SpeculativeDecoder, Step
-from specdec.cli.generate import GenerationRunner, find_reasoning_marks
+from specdec.cli.generate import GenerationRunner
 from specdec.events import Statistics
 from specdec.ui.panel import LivePanel
 from specdec.ui.plain_views import ModelLabels, PlainView, sanitize
@@ -38,7 +38,7 @@ def make_runner(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) ->
         steps = [Step([1], [], 0, 0.5, 0.0, pieces=[text[i : i + 3]]) for i in range(0, len(text), 3)]
         events, calls = [Prompt([1], 0.0, PROMPT), *steps, Step([], [], 0, 0.0, 0.0, "eos", pieces=[""])], list[Any]()
         monkeypatch.setattr(decoder, "read_and_stream", lambda *given, **_: calls.append(given) or iter(events))
-        settings = {"stop_strings": [], "as_json": False, "plain": True, "pace": 0.0, "stats": False, **options}
+        settings = {"stop": [], "as_json": False, "plain": True, "pace": 0.0, "stats": False, **options}
         request = SimpleNamespace(**settings, labels=ModelLabels("a"), get_settings=lambda models: {})
         models = SimpleNamespace(decoder=decoder, load_seconds=0.0, warmup_seconds=0.0, metadata={})
         return GenerationRunner(cast(Any, request), cast(Any, models), [1], 99, None), calls
@@ -103,7 +103,7 @@ def make_thought_steps(thought: str, answer: str) -> list[Step]:
 
 
 def test_models_that_do_not_think_have_no_marks(pair: Pair, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_reasoning_marks(SpeculativeDecoder(pair.target, None), [1]) is None
-    assert find_reasoning_marks(decoder, [1]) is not None
+    assert SpeculativeDecoder(pair.target, None).find_reasoning_marks([1]) is None
+    assert decoder.find_reasoning_marks([1]) is not None
     monkeypatch.setattr(decoder.chat_template, "source", SOURCES["no thoughts"][0])
-    assert find_reasoning_marks(decoder, [1]) is None
+    assert decoder.find_reasoning_marks([1]) is None

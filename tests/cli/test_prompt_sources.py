@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from typer.core import TyperOption
 from typer.main import get_command
 
-from specdec.cli.app import UsageError, app, format_usage_error
+from specdec.cli.app import app
 from specdec.head_config import HeadConfig
 from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders import model_paths as files
@@ -47,27 +47,7 @@ def settings(result: tuple[int, str, str]) -> dict[str, object]:
 
 # Words
 
-VALUES = (
-    None,
-    "40",
-    "007",
-    "0",
-    "1.5",
-    "1.",
-    ".5",
-    "-1",
-    "+1",
-    "1e3",
-    "nan",
-    "inf",
-    " 4",
-    "4 ",
-    "1_000",
-    "9" * 18,
-    "9" * 30,
-    "",
-    "word",
-)
+VALUES = (None, "40", "007", "0", "1.5", "1.", ".5", "-1", "+1", "1e3", "inf", " 4", "4 ", "1_000", "9" * 30, "", "word")
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -75,31 +55,13 @@ def test_converted_value_equals_typers_own(value: str | None) -> None:
     """Check every option, given and as default."""
     group = get_command(app)
     context = group.make_context("specdec", [], resilient_parsing=True)
-    n_validated = 0
     for command in (group, *group.commands.values()):
         for param in command.get_params(context):
-            if hasattr(TyperOption, "get_runtime_param") and not getattr(param, "is_flag", False):
-                of_it = [value] if value is not None and (param.multiple or param.nargs == -1) else value
-                for given in (of_it, param.default):
+            is_single = not (getattr(param, "is_flag", False) or param.multiple or param.nargs == -1)
+            if hasattr(TyperOption, "get_runtime_param") and is_single:  # parameters of older Typers have no such validation
+                for given in (value, param.default):
                     typers_own = partial(type(param).process_value, param)
                     assert process_result(param.process_value, context, given) == process_result(typers_own, context, given)
-                    n_validated += 1
-    assert n_validated or not hasattr(TyperOption, "get_runtime_param")  # parameters of older Typers have no such validation
-
-
-def test_error_for_missing_number_describes_expected_value() -> None:
-    group = get_command(app)
-    wrong = 0
-    for command in (group, *group.commands.values()):
-        words = [] if command is group else [command.name]
-        for param in command.params:
-            if getattr(param, "metavar", "") in ("N", "X", "S", "MB") and not param.hidden:
-                with pytest.raises((UsageError, ValueError)) as error_info:
-                    app([*words, param.opts[0], "word"], standalone_mode=False)
-                line = format_usage_error(error_info.value) if isinstance(error_info.value, UsageError) else str(error_info.value)
-                assert "is 'word'; expected a" in line or "expected auto or 1 to" in line
-                wrong += 1
-    assert wrong > 30
 
 
 def process_result(process: Callable[..., object], context: object, value: object) -> str:
@@ -107,6 +69,18 @@ def process_result(process: Callable[..., object], context: object, value: objec
         return repr(process(context, value))
     except Exception:
         return "an error"
+
+
+def test_error_for_a_word_in_the_place_of_a_number_explains_the_option() -> None:
+    group, n_wrong = get_command(app), 0
+    for command in (group, *group.commands.values()):
+        words = [] if command is group else [command.name]
+        for param in command.params:
+            if getattr(param, "metavar", "") in ("N", "X", "S", "MB") and not param.hidden:
+                with pytest.raises(ValueError, match=r"is 'word'; expected a(uto or 1 to 63| (whole )?number.* [(])"):
+                    app([*words, param.opts[0], "word"], standalone_mode=False)
+                n_wrong += 1
+    assert n_wrong > 30
 
 
 def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
@@ -124,12 +98,12 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["swep"], "did you mean 'sweep'"),
-        (["list"], "did you mean 'models list'"),
-        (["chta", "hi"], "did you mean 'chat'"),
-        (["Bensh"], "did you mean 'bench'"),
+        (["swep"], "did you mean 'specdec sweep'?"),
+        (["list"], "did you mean 'specdec models list'?"),
+        (["chta", "hi"], "did you mean 'specdec chat'?"),
+        (["Bensh"], "did you mean 'specdec bench'?"),
         (["Once", "upon", "a", "time"], "quotes"),
-        (["a.bin", "b.bin"], "draft with -d"),
+        (["a.bin", "b.bin"], "expected one model and one prompt, got 2 words: 'a.bin b.bin'; name a draft with -d"),
         (["a.bin", "-m", "b.bin"], "two targets"),
         (["hello", "-i", "there"], "expected one prompt, got -i and 'hello'; leave one out"),
         (["-ngl", "3"], "specdec: -ngl is an option of llama.cpp; leave it out, since specdec runs on the CPU"),
@@ -138,44 +112,40 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["chat", "-hf", "a/b"], "-hf is an option of llama.cpp; use -m org/name"),
         (["-c", "4096"], "-c is an option of llama.cpp; leave it out, since the context grows up to the model's own"),
         (["serve", "--ctx-size", "4096"], "--ctx-size is an option of llama.cpp; leave it out"),
-        (["-n", "-1"], "--steps is '-1'; expected a whole number, 0 or more; use -n 0 for as many as fit"),
+        (["-n", "-1"], "--steps is '-1'; expected a whole number, 0 or more (Tokens with the prompt. 0: as many as fit"),
         (["-g", "0"], "--gamma is '0'; expected auto or 1 to 63; use -d none for no draft"),
-        (["run", "a.bin"], "unknown command 'run'; use 'specdec chat a.bin'. If it is the prompt, use -i 'run a.bin'"),
-        (["run"], "unknown command 'run'; use 'specdec chat NAME'. If it is the prompt, use -i run"),
+        (["run", "a.bin"], "unknown command 'run'; did you mean 'specdec chat'? If it is the prompt, use -i 'run a.bin'"),
         (["models", "nosuch"], "expected a folder, a model, or the action pull, rm, name or clean"),
         (["models", "x", "y"], "expected FOLDER, or pull NAME, rm NAME, name SHORT NAME, clean"),
-        (["-p", "Once upon a time"], "use -i TEXT for the prompt"),
+        (["-p", "Once upon a time"], "--top-p is 'Once upon a time'; expected a number (Keep the likeliest tokens"),
         (["-m", ""], "the model name is empty"),
         (["nope.gguf"], "'nope.gguf' not found here, in models or in"),
-        (["--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
-        (["--temp", "0.7"], "unknown option --temp; did you mean --temperature?"),
-        (["--tempera", "1"], "did you mean --temperature?"),
+        (["--temprature", "1"], "No such option: --temprature (Possible options: --temperature"),
+        (["--temp", "0.7"], "No such option: --temp (Possible options: --temperature"),
         (["-m", "https://huggingface.co/org/name"], "is a URL; name the model as org/name"),
         (["--logit-bias", "5=500"], "specdec: --logit-bias of 5 is 500"),
-        (["--zzz"], "unknown option --zzz; --help lists"),
-        (["-j", "x"], "--threads is 'x'; expected a whole number, 0 or more"),
-        (["--min-p", "2"], "--min-p is '2'; expected a number from 0 to 1\n"),
-        (["race", "hello"], "unexpected word 'hello'; use -i TEXT for a prompt; --help"),
-        (["bench", "a.bin"], "unexpected word 'a.bin'; use -m NAME for a model; --help"),
+        (["--zzz"], "No such option: --zzz; --help lists"),
+        (["-j", "x"], "--threads is 'x'; expected a whole number, 0 or more (CPU threads."),
+        (["--min-p", "2"], "--min-p is 2.0; expected a number from 0 (off) to 1"),
+        (["race", "hello"], "unexpected word 'hello'; use -m NAME for a model, -i TEXT for a prompt, -n N for the number of"),
+        (["sweep", "a.bin"], "unexpected word 'a.bin'; use -m NAME for a model; --help"),
         (["chat", "hello", "-m", "b.bin"], "a message with -i"),
         (["chat", "-n", "5"], "specdec: -n counts the prompt too"),
-        (["chat", "-n", "x"], "--steps is 'x'; expected a whole number\n"),
-        (["pull", "org/name"], "did you mean 'models pull'? If it is the prompt, use -i 'pull org/name'\n"),
-        (["Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens\n"),
-        (["a.bin", "Once upon a time", "20"], "use -n 20 for the number of tokens\n"),
-        (["-i", "Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens\n"),
-        (["-f", "a.txt", "20"], "use -n 20 for the number of tokens\n"),
-        (["a.bin", "20"], "use -n 20 for the number of tokens, or -i 20 if it is the prompt\n"),
-        (["a.bin", "0.9", "256", "Once upon a time"], "use -t 0.9 for the temperature, or -i 0.9 if it is the prompt"),
-        (["race", "20"], "use -n 20 for the number of tokens; --help"),
-        (["serve", "-p", "8080"], "expected a number from 0 to 1; use --port 8080 for the port"),
+        (["chat", "-n", "x"], "--steps is 'x'; expected a whole number (in other commands, the total length)\n"),
+        (["pull", "org/name"], "did you mean 'specdec models pull'? If it is the prompt, use -i 'pull org/name'\n"),
+        (["Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens, or -t 20 for the temperature"),
+        (["a.bin", "Once upon a time", "20"], "use -n 20"),
+        (["-i", "Once upon a time", "20"], "use -n 20"),
+        (["-f", "a.txt", "20"], "use -n 20"),
+        (["a.bin", "20"], ", or -i 20 if it is the prompt\n"),
+        (["a.bin", "0.9", "256", "Once upon a time"], "use -n 0.9 for the number of tokens, or -t 0.9 for the temperature"),
+        (["serve", "-p", "8080"], "--top-p is '8080'; expected a number from 0 to 1 (For requests that set none."),
         (["serve", "8080"], "'8080' is not a model; use --port 8080 for the port"),
         (
             ["serve", "-m", "a.bin", "--host", "0.0.0.0:80"],
             "--host 0.0.0.0:80 has a port in it; expected --host 0.0.0.0 --port 80",
         ),
-        (["race", "--temprature", "1"], "unknown option --temprature; did you mean --temperature?"),
-        (["chat", "--no-histroy"], "unknown option --no-histroy; did you mean --no-history?"),
+        (["chat", "--no-histroy"], "No such option: --no-histroy (Possible options: --no-history); --help lists"),
     ],
 )
 def test_ambiguous_words_are_rejected_with_hint(run: Run, words: list[str], expected: str) -> None:
@@ -205,13 +175,11 @@ def test_text_file_instead_of_prompt_prints_file_option_hint(run: Run, pair: Pai
     path = tmp_path / "my prompt.txt"
     path.write_text("Once upon a time\n")
     for words in ([path], [path, "-m", pair.target], ["-n", 20, path]):
-        assert_rejected(run(*words), f"'{path}' is a text file; use -f '{path}' to read the prompt from it, or -i '{path}' if")
+        assert_rejected(run(*words), f"'{path}' names a text file; use -f '{path}' to read the prompt from it")
     assert_rejected(
         run("-m", path, "-i", "x"), f"{path} is a text file that begins with 'Once upon a time'; expected a GGUF file"
     )
-    assert_rejected(
-        run("p.txt", "-m", pair.target), "the file 'p.txt' is not found; use -f FILE to read the prompt from a file, or -i"
-    )
+    assert_rejected(run("p.txt", "-m", pair.target), "'p.txt' names a text file; use -f p.txt to read the prompt from it, or -i")
     gone = tmp_path / "model.gguf"
     gone.write_text("Entry not found")
     assert_rejected(run(gone), f"{gone} is a text file that begins with 'Entry not found'; expected a GGUF file")
@@ -226,6 +194,12 @@ def test_empty_and_very_long_words_are_prompts(ask: Run, pair: Pair) -> None:
     assert_rejected(ask("-m", pair.endless, "🙂" * 200), "counts the prompt")
 
 
+def pipe(piped: bytes, *words: object) -> "subprocess.CompletedProcess[bytes]":
+    """Run the command with these bytes as stdin."""
+    command = [*COMMAND, "-s", "5", "-j", "1", *map(str, words)]
+    return subprocess.run(command, input=piped, capture_output=True, timeout=TIMEOUT_S, check=False)
+
+
 def test_prompt_is_read_from_file_or_stdin(ask: Run, pair: Pair, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(f"{PROMPT}\n")
@@ -234,46 +208,26 @@ def test_prompt_is_read_from_file_or_stdin(ask: Run, pair: Pair, tmp_path: Path)
     path.write_bytes(b"\xff")
     assert_rejected(ask("-m", pair.target, "-f", path), path, "UTF-8")
     assert_rejected(ask("-m", pair.target, "-f", tmp_path / "no"), "No such file")
-    for more in ([], ["-i", "-"]):
-        done = subprocess.run(
-            [*COMMAND, "-m", pair.target, "-s", "5", "-n", "30", *more],
-            input=f"{PROMPT}\n".encode(), capture_output=True, timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
-        assert done.stdout.decode() == expected + "\n"
-    done = subprocess.run([*COMMAND, "-i", "-"], input=b"\xff", capture_output=True, timeout=TIMEOUT_S, check=False)
+    for words in (["-m", pair.target], ["-m", pair.target, "-"], ["-m", pair.target, "-f", "-"], [pair.target, "-i", "-"]):
+        assert pipe(f"{PROMPT}\n".encode(), *words, "-n", 30).stdout.decode() == expected + "\n"
+    done = pipe(b"\xff", "-i", "-")
     assert (done.returncode, done.stderr) == (2, b"specdec: stdin is not valid UTF-8 at byte 0; expected UTF-8 text\n")
-    done = subprocess.run([*COMMAND, "-n", "10"], input=b"", capture_output=True, timeout=TIMEOUT_S, check=False)
-    assert done.stdout.startswith(b"Once upon a time")
-
-
-def test_dash_reads_prompt_from_stdin_as_prompt_or_file(pair: Pair) -> None:
-    def text(*words: object, piped: str = PROMPT) -> str:
-        command = [*COMMAND, *map(str, words), "-s", "5", "-j", "1", "-n", "30"]
-        return subprocess.run(command, input=piped.encode(), capture_output=True, timeout=TIMEOUT_S, check=True).stdout.decode()
-
-    expected = text("-m", pair.target, "-i", PROMPT, piped="")
-    for words in (["-"], ["-f", "-"], ["-i", "-"]):
-        assert text("-m", pair.target, *words) == expected
-    assert text(pair.target, "-") == expected
+    assert pipe(b"", "-n", 10).stdout.startswith(b"Once upon a time")
 
 
 def test_prompt_file_and_pipe_are_joined(pair: Pair, tmp_path: Path) -> None:
     """They come in this order, with blank lines between them; an option's value may look like another program's option."""
     path = tmp_path / "p.txt"
     path.write_text("the file\n")
-    options = ["-m", str(pair.target), "-s", "5", "-j", "1", "--max-tokens", "1", "--json"]
-
-    def prompt(*words: str, piped: str = "") -> str:
-        done = subprocess.run(
-            [*COMMAND, *options, *words], input=piped.encode(), capture_output=True, timeout=TIMEOUT_S, check=True
-        )
-        return str(json.loads(done.stdout)["settings"]["prompt"])
-
-    assert prompt("the then", piped="some text\n") == "the then\n\nsome text"
-    assert prompt("-i", "the", "-f", str(path), piped="some text\n") == "the\n\nthe file\n\nsome text"
-    assert prompt("-i", "the", "-f", str(path)) == "the\n\nthe file"
-    assert prompt("-i", "the", "-f", "-", piped="text") == "the\n\ntext"
-    assert prompt("--", "-ngl") == "-ngl"
+    for words, piped, prompt in (
+        (["the then"], b"some text\n", "the then\n\nsome text"),
+        (["-i", "the", "-f", path], b"some text\n", "the\n\nthe file\n\nsome text"),
+        (["-i", "the", "-f", path], b"", "the\n\nthe file"),
+        (["-i", "the", "-f", "-"], b"text", "the\n\ntext"),
+        (["--", "-ngl"], b"", "-ngl"),
+    ):
+        done = pipe(piped, "-m", pair.target, "--max-tokens", 1, "--json", *words)
+        assert json.loads(done.stdout)["settings"]["prompt"] == prompt
 
 
 def test_waiting_for_stdin_prints_message(pair: Pair) -> None:
@@ -309,7 +263,7 @@ def test_max_tokens_counts_only_new_tokens(run: Run, pair: Pair) -> None:
     for command in ([], ["race"]):
         assert_rejected(run(*command, *make_arguments(pair, "-n", 7, "--max-tokens", 7)), "-n counts the prompt", "leave one")
         assert_rejected(run(*command, *make_arguments(pair, "--max-tokens", 0)), "--max-tokens")
-    assert_rejected(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "use --max-tokens N to limit an answer")
+    assert_rejected(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "use --max-tokens N per answer")
 
 
 def test_length_beyond_context_prints_note(run: Run, pair: Pair) -> None:
@@ -332,16 +286,6 @@ def test_draft_that_is_not_smaller_prints_note(run: Run, pair: Pair) -> None:
     staged = run(*make_arguments(pair, "--stage", pair.target, "-n", 20))[2]
     assert "specdec: the stage is not smaller than the draft (" in staged and message not in staged
     assert "not smaller" not in run(*make_arguments(pair, "-n", 20))[2]
-
-
-def test_prompt_is_utf8_even_in_ascii_locale(pair: Pair) -> None:
-    for words in (["-i", "é日"], ["é日"], ["-i", "é日", "--stop", "ü"]):
-        done = subprocess.run(
-            [*COMMAND, *words, "-m", pair.target, "-t", "0", "-j", "1", "--max-tokens", "2", "--json"],
-            env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["settings"]["prompt"] == "é日"
 
 
 # Names
@@ -415,10 +359,7 @@ def test_samples_use_this_seed_and_the_next_ones(run: Run, pair: Pair) -> None:
 
 
 def test_installed_models_are_listed_with_fitting_drafts(
-    run: Run,
-    pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -544,12 +485,7 @@ def test_damaged_head_is_rejected_in_one_line(run: Run, pair: Pair, tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", [["-m", "{head}"], ["-m", "{target}", "-d", "{draft}", "--stage", "{head}"]])
-def test_head_is_rejected_as_model(
-    run: Run,
-    pair: Pair,
-    tmp_path: Path,
-    words: list[str],
-) -> None:
+def test_head_is_rejected_as_model(run: Run, pair: Pair, tmp_path: Path, words: list[str]) -> None:
     head = unlikely_head(tmp_path / "head")
     line = [word.format(head=head, target=pair.target, draft=pair.draft) for word in words]
     assert_rejected(run(*line, "-z", pair.tokenizer), f"{head} is a head that drafts for a model; name it with -d\n")
@@ -570,16 +506,10 @@ def test_head_is_rejected_as_model(
         (["-m", "org/nane:Q8_0"], ["; did you mean 'org/name:Q8_0'?"]),
         (["-m", "stories6M", "-d", "slef"], ["; did you mean 'self'?"]),
         (["-m", "stories6M", "-d", "look-up"], ["; did you mean 'lookup'?"]),
-        (["-m", "stories6M", "-z", "toks.bin"], ["llama2.c's tokenizer.bin is at"]),
     ],
 )  # fmt: skip
 def test_misspelled_name_suggests_similar_ones(
-    run: Run,
-    pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    expected: list[str],
+    run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -593,35 +523,21 @@ def test_misspelled_name_suggests_similar_ones(
     assert_rejected(run(*(word.format(here=tmp_path) for word in words)), *(word.format(here=tmp_path) for word in expected))
 
 
-def test_stories_models_without_a_network_list_the_files_to_download_and_the_bundled_pair(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stories_models_without_a_network_are_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     words = "-m", "stories42M.bin", "-d", "stories15M.bin", "-i", "Once upon a time"
-    line = assert_rejected(
-        run(*words),
-        "put stories42M.bin from https://huggingface.co/karpathy/tinyllamas and tokenizer.bin from "
-        "https://raw.githubusercontent.com/karpathy/llama2.c/master/tokenizer.bin here or in models/, "
-        "or use the pair that is bundled with specdec: -m stories6M.bin -d stories650K.bin\n",
-    )
-    assert "HF_HUB_OFFLINE forbids downloads" in line
-    for name in ("stories42M.bin", "tokenizer.bin"):
-        (tmp_path / name).touch()
-    assert_rejected(run(*words), "; put stories15M.bin from https://huggingface.co/karpathy/tinyllamas here or in models/, or")
+    assert_rejected(run(*words), "no complete copy of stories42M.bin", "HF_HUB_OFFLINE forbids downloads")
+    (tmp_path / "stories42M.bin").touch()
+    assert_rejected(run(*words), "no complete copy of stories15M.bin", "HF_HUB_OFFLINE forbids downloads")
 
 
 EVIL = "a\x1b]0;title\x07\x1b[31mb\u202e\nc.bin"
 
 
 @pytest.mark.parametrize("command", [["race"], ["--plain", "--stats"]], ids=lambda words: words[0])
-def test_control_sequences_in_names_are_not_printed(
-    run: Run,
-    pair: Pair,
-    tmp_path: Path,
-    command: list[str],
-) -> None:
+def test_control_sequences_in_names_are_not_printed(run: Run, pair: Pair, tmp_path: Path, command: list[str]) -> None:
     draft = tmp_path / EVIL
     draft.write_bytes(pair.draft.read_bytes())
     code, out, err = run(*command, *make_arguments(pair, "-n", 30, "-s", 5, "-d", draft), "-g", 2)
@@ -631,12 +547,7 @@ def test_control_sequences_in_names_are_not_printed(
     assert command[0] == "--plain" or "big + ab c " in printed
 
 
-def test_names_in_errors_and_lists_are_on_one_line(
-    run: Run,
-    pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_names_in_errors_and_lists_are_on_one_line(run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert_rejected(run("-m", EVIL), "not found here, in models or in")
@@ -649,10 +560,7 @@ def test_names_in_errors_and_lists_are_on_one_line(
 
 
 def test_all_missing_packages_are_reported_before_loading(
-    run: Run,
-    pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(sys, "stdin", None)

@@ -22,7 +22,6 @@ import pytest
 from starlette.requests import Request
 
 from specdec import Sampling, SpeculativeDecoder
-from specdec.cli import serve
 from specdec.draft.draft_length import CostModel
 from specdec.engine import fair_share
 from specdec.engine import scheduler as scheduler_module
@@ -38,6 +37,7 @@ from specdec.server.body_limits import BodyBuffer, read_body
 from specdec.server.engine_thread import QueueFullError
 from specdec.server.fair_grammar_builds import BuilderBusyError, ConstraintBuilder, FairSemaphore
 from specdec.server.field_validation import APIError
+from specdec.server.model_manager import prewarm
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
 from tests.tools.engine_threads import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
@@ -321,7 +321,7 @@ def test_a_vocabulary_is_built_once_at_load_and_not_charged_to_schemas(endless: 
     assert len(vocabularies) == 1 and constraints[0].vocabulary is constraints[1].vocabulary
     assert all(timer.seconds < 0.4 for timer in timers), timers
     decoder = SpeculativeDecoder(endless.target, None, copy.copy(endless.tokenizer), n_threads=1)
-    serve.prewarm(decoder)
+    prewarm(decoder)
     assert len(vocabularies) == 2 and vocabularies[1].tokenizer is decoder.tokenizer
 
 
@@ -562,8 +562,8 @@ def test_caches_are_not_shared_across_cache_salts(endless: Any, make_engine: Cal
 def test_an_unread_log_does_not_block_the_server() -> None:
     """Its lines are dropped and counted, and the process ends normally."""
     code = (
-        "import specdec.cli.serve as serve, time, sys\n"
-        "log = serve.StderrLog()\n"
+        "import time, sys; from specdec.ui.stderr_log import StderrLog\n"
+        "log = StderrLog()\n"
         "for i in range(50_000): log.write_line('x' * 100)\n"
         "print('said', flush=True); sys.stdin.readline()\n"
         "time.sleep(0.3); log.write_line('at the end'); time.sleep(0.3)"
