@@ -34,7 +34,6 @@ from specdec.runtime.simd import (  # fmt: skip
     extract_lane,
     fma,
     load,
-    load_by_dtype,
     load_item,
     maximum,
     mul,
@@ -43,8 +42,7 @@ from specdec.runtime.simd import (  # fmt: skip
     splat,
     sqrt,
     store,
-    store_by_dtype,
-    store_item_by_dtype,
+    store_item,
     swap_pairs,
 )
 from specdec.runtime.work_stealing import get_chunk_range
@@ -390,7 +388,7 @@ def store_keys_f32(run: ForwardContext, thread: int, keys: Floats4, scales: Floa
             block, lane = divmod(run.pos + t, PANEL_ROWS)
             at = (head * keys.shape[1] + block) * head_dim * PANEL_ROWS + lane
             for k in range(max(first - row, 0), min(last - row, head_dim)):
-                store_item_by_dtype(keys, at + k * PANEL_ROWS, x[t, base + row + k])
+                store_item(keys, at + k * PANEL_ROWS, x[t, base + row + k])
 
 
 @kernel
@@ -410,10 +408,10 @@ def store_values_f32(
         for t in range(run.n_tokens):
             at = ((head * values.shape[1] + panel) * values.shape[2] + run.pos + t) * PANEL_ROWS + lane
             if n == LANES:
-                store_by_dtype(values, at, load(x, t * x.shape[1] + base + row))
+                store(values, at, load(x, t * x.shape[1] + base + row))
             else:
                 for i in range(n):
-                    store_item_by_dtype(values, at + i, x[t, base + row + i])
+                    store_item(values, at + i, x[t, base + row + i])
         row += n
 
 
@@ -541,7 +539,7 @@ def accumulate_path_values(acc, cached, scores, token, start, end, seq_len, path
         total = load(acc, at)
         for position in range(start, end):
             slot = seq_len + path[position - seq_len]
-            v = load_by_dtype(values, (panel * values.shape[1] + slot) * PANEL_ROWS + lane)
+            v = load(values, (panel * values.shape[1] + slot) * PANEL_ROWS + lane)
             weight = scores[token, position] * scales[slot] if scales.size else scores[token, position]
             total = fma(v, splat(weight), total)
         store(acc, at, total)

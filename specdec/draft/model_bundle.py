@@ -495,7 +495,7 @@ def load_bundle(
         check_draft_keyword(draft, checkpoint, quantize_options)
         is_named = draft is not None and not is_draft_keyword(draft, LOOKUP, AUTO, MTP)
         # most drafts have the architecture of their target, so their code is compiled too
-        likely = loader.list_weight_formats(checkpoint, quantize_options.target)
+        likely = [loader.choose_weight_format(checkpoint, quantize_options.target)]
         likely += [quantize_options.choose_draft_format(checkpoint)] * is_named
         compile_processes = compile_passes(checkpoint.config, checkpoint.tensors, likely, loader.kv)
         target = loader.load(checkpoint, quantize_options.target)

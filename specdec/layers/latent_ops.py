@@ -47,7 +47,6 @@ from specdec.runtime.simd import (
     round_up,
     splat,
     store,
-    store_by_dtype,
 )
 from specdec.runtime.tile_simd import (
     PointerType,
@@ -143,7 +142,7 @@ def store_latent_f32(run: ForwardContext, thread: int, p: StoreLatentArgs) -> No
         for panel in range(p.values.shape[1]):
             at = (panel * p.values.shape[2] + run.pos + t) * PANEL_ROWS
             for i in range(0, PANEL_ROWS, LANES):
-                store_by_dtype(p.values, at + i, load(p.latent, t * p.latent.shape[1] + panel * PANEL_ROWS + i))
+                store(p.values, at + i, load(p.latent, t * p.latent.shape[1] + panel * PANEL_ROWS + i))
 
 
 @partial(Kernel, values=Bytes4)

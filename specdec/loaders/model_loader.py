@@ -5,14 +5,14 @@ Drafting is elsewhere (`specdec.draft`).
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, get_args
 
 from specdec import quant
 from specdec.argument_checks import CheckpointError, CheckpointWarning, check_choice, check_int, check_path
-from specdec.layers.weights import VOCAB_MATRICES, MatrixPlan, Weights, get_tensor
+from specdec.layers.weights import Weights
 from specdec.loaders import load_checkpoint
 from specdec.loaders.checkpoint import Checkpoint
 from specdec.loaders.model_file import ADAPTER_CONFIG, MERGE_HINT
@@ -22,11 +22,12 @@ from specdec.model.model import KVFormatName, Model
 from specdec.quant import WeightFormat
 from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.runtime.parallel_region import get_available_threads
+from specdec.runtime.tile_simd import HAS_BYTE_LOOKUP
 
 if TYPE_CHECKING:
     from specdec.loaders.packed_weights import PackedWeightsCache
 
-PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: where that is faster, always, never
+PackMode = Literal["auto", "on", "none"]  # whether bf16 weights are packed into 12 bits: in large models, always, never
 ProgressCallback = Callable[[str, float], None]  # called with the name of a model and the loaded share of it, 0 to 1
 AUTO = "auto"
 MIN_KEPT_BYTES = 100_000_000  # a smaller model is packed in about 0.2 s
@@ -87,20 +88,19 @@ class Loader:
 
         Args:
             checkpoint: The model's config and tensors.
-            weight_format: Format for weights that are floats in the file; None: as `pack_mode` says, which may run a benchmark.
+            weight_format: Format for weights that are floats in the file; None: as `pack_mode` says.
 
         Raises:
             CheckpointError: The weights are damaged or do not fit into memory.
         """
-        formats = self.list_weight_formats(checkpoint, weight_format)
-        plan_weights = get_architecture(checkpoint.config).plan_weights
-        names = (plan_weights(checkpoint.config, checkpoint.tensors, each).format_names for each in formats)
-        key = checkpoint.path.resolve(), repr(checkpoint.config), *names
+        used = self.choose_weight_format(checkpoint, weight_format)
+        plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, used)
+        key = checkpoint.path.resolve(), repr(checkpoint.config), plan.format_names
         if key not in self.loaded:
-            self.loaded[key] = self._load_or_pack(checkpoint, formats)
+            self.loaded[key] = self._load_or_pack(checkpoint, used)
         return self.loaded[key]
 
-    def _load_or_pack(self, checkpoint: Checkpoint, formats: Sequence[WeightFormat | None]) -> Weights:
+    def _load_or_pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
         """Return packed weights as `pack` does, without looking for weights that are loaded already."""
         name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
         architecture = get_architecture(config)
@@ -109,57 +109,41 @@ class Loader:
             self.progress(name, share)
 
         cache: PackedWeightsCache | None = None
-        if self.packed != AUTO or architecture.plan_weights(config, tensors).estimate_bytes(formats[0]) >= MIN_KEPT_BYTES:
+        if self.packed != AUTO or architecture.plan_weights(config, tensors).estimate_bytes(weight_format) >= MIN_KEPT_BYTES:
             cache = import_module("specdec.loaders.packed_weights").open_packed_weights(self.packed)
-        if cache and (stored := cache.load(checkpoint, formats, report)):
+        if cache and (stored := cache.load(checkpoint, weight_format, report)):
             return stored
-        is_last_used = len(formats) == 1 or is_packing_faster(checkpoint, self.n_threads or get_available_threads())
-        used = formats[-1] if is_last_used else formats[0]
         try:
             if not cache:
-                return architecture.pack(config, tensors, used, report)
-            with cache.open_writer(checkpoint, formats, used) as writer:
-                return architecture.pack(config, tensors, used, report, writer.add)
+                return architecture.pack(config, tensors, weight_format, report)
+            with cache.open_writer(checkpoint, weight_format) as writer:
+                return architecture.pack(config, tensors, weight_format, report, writer.add)
         except MemoryError as error:
             problem = f"{checkpoint.path} does not fit into memory: {error or 'there is none left for its weights'}"
             raise CheckpointError(f"{problem}; use a smaller model, or a GGUF file of it with fewer bits per weight") from None
 
-    def list_weight_formats(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> list[WeightFormat | None]:
-        """List the one or two formats that `pack` chooses from for the float weights of a checkpoint; None: as in the file.
-
-        `pack` uses the last one, unless a benchmark on this machine finds it slower than the first.
+    def choose_weight_format(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> WeightFormat | None:
+        """Return the format for the float weights of a checkpoint; None: as in the file.
 
         Args:
             checkpoint: The model's config and tensors.
-            weight_format: The format that the caller wants, the only one in the list; None: `pack_mode` decides.
+            weight_format: The format that the caller wants; None: `pack_mode` decides.
         """
         if weight_format is not None or self.pack_mode == "none":
-            return [weight_format]
-        if self.pack_mode == "on":
-            return [quant.PACKED_BF16]
-        return [None, quant.PACKED_BF16] if is_packing_candidate(checkpoint) else [None]
+            return weight_format
+        if self.pack_mode == "on" or (HAS_BYTE_LOOKUP and count_packable_weights(checkpoint) >= MIN_PACKED_WEIGHTS):
+            return quant.PACKED_BF16
+        return None
 
 
-def find_packable(checkpoint: Checkpoint, without: Collection[str] = ()) -> list[MatrixPlan]:
-    """Return the distinct bf16 matrices that can be packed into 12 bits per weight, except those named in `without`."""
+def count_packable_weights(checkpoint: Checkpoint) -> int:
+    """Return the number of bf16 weights that can be packed into 12 bits."""
     config, tensors, architecture = checkpoint.config, checkpoint.tensors, get_architecture(checkpoint.config)
     if "bf16" not in architecture.plan_weights(config, tensors).format_names:
-        return []
-    packed = architecture.plan_weights(config, tensors, quant.PACKED_BF16).shards
-    found = (shard for name, shards in packed.items() if name not in without for shard in shards)
-    return [*dict.fromkeys(shard.plan for shard in found if shard.weight_format is quant.PACKED_BF16)]
-
-
-def is_packing_candidate(checkpoint: Checkpoint) -> bool:
-    """Return whether a model has enough bf16 weights for a trial of packing them into 12 bits."""
-    return sum(sum(matrix.rows) * matrix.n for matrix in find_packable(checkpoint)) >= MIN_PACKED_WEIGHTS
-
-
-def is_packing_faster(checkpoint: Checkpoint, n_threads: int) -> bool:
-    """Time the first bf16 matrices of the layers, and return whether 12 bits per weight are faster on n_threads threads."""
-    sources = (source for matrix in find_packable(checkpoint, without=VOCAB_MATRICES) for source in matrix.tensors)
-    matrices = (get_tensor(checkpoint.tensors, *source) for source in sources)
-    return bool(import_module("specdec.quant.bf16_12bit").is_packing_faster(matrices, n_threads))
+        return 0
+    shards = architecture.plan_weights(config, tensors, quant.PACKED_BF16).shards.values()
+    plans = {shard.plan for own in shards for shard in own if shard.weight_format is quant.PACKED_BF16}
+    return sum(sum(plan.rows) * plan.n for plan in plans)
 
 
 def load_model(

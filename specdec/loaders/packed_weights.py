@@ -73,7 +73,7 @@ class PackedWeightsCache:
     def load(
         self,
         checkpoint: Checkpoint,
-        formats: Sequence[WeightFormat | None],
+        weight_format: WeightFormat | None,
         progress: Callable[[float], object] = lambda share: None,
     ) -> Weights | None:
         """Map the packed weights of a checkpoint and return them, or None if the cache does not hold them or they have changed.
@@ -82,10 +82,10 @@ class PackedWeightsCache:
 
         Args:
             checkpoint: The model's config and tensors.
-            formats: The weight formats that the model may have been packed in, as in `Loader.list_weight_formats`.
+            weight_format: The format of its float weights; None: as in the file.
             progress: Callback that gets the fraction done.
         """
-        key = _make_key(checkpoint, formats)
+        key = _make_key(checkpoint, weight_format)
         info = self._read_info(key)
         if not info:
             return None
@@ -97,28 +97,25 @@ class PackedWeightsCache:
             return None
         if info["identity"] != identity:
             return None
-        plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, formats[info["choice"]])
+        plan = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, weight_format)
         weights = plan.arrange(_split(memory, info["sizes"]), info["formats"])
         _populate(memory, progress)
         with suppress(OSError):
             os.utime(self.folder / f"{key}{INFO_SUFFIX}")
         return weights
 
-    def open_writer(
-        self, checkpoint: Checkpoint, formats: Sequence[WeightFormat | None], weight_format: WeightFormat | None
-    ) -> "PackedWeightsWriter":
+    def open_writer(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> "PackedWeightsWriter":
         """Return a writer for weights that are about to be packed, after deleting old files of the cache if space is short.
 
         The writer keeps nothing if there is no room, or if a file of the model has changed in the last MIN_AGE_S seconds.
 
         Args:
             checkpoint: The model's config and tensors.
-            formats: As in `load`.
-            weight_format: The one of them in which the weights are packed.
+            weight_format: As in `load`.
         """
         architecture = get_architecture(checkpoint.config)
         n_bytes = architecture.plan_weights(checkpoint.config, checkpoint.tensors).estimate_bytes(weight_format)
-        writer = PackedWeightsWriter(self, checkpoint, formats, weight_format)
+        writer = PackedWeightsWriter(self, checkpoint, weight_format)
         newest = max(_get_identity(path.stat())[-1] for path in _list_model_files(checkpoint.path))
         if time.time_ns() - newest > MIN_AGE_S * 1e9:
             try:
@@ -179,16 +176,10 @@ class PackedWeightsWriter:
         file: The file; None if nothing is kept.
     """
 
-    def __init__(
-        self,
-        cache: PackedWeightsCache,
-        checkpoint: Checkpoint,
-        formats: Sequence[WeightFormat | None],
-        weight_format: WeightFormat | None,
-    ) -> None:
+    def __init__(self, cache: PackedWeightsCache, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> None:
         """Create a writer; see `PackedWeightsCache.open_writer` for the arguments."""
-        self._cache, self._checkpoint, self._formats, self._weight_format = cache, checkpoint, formats, weight_format
-        self.key = _make_key(checkpoint, formats)
+        self._cache, self._checkpoint, self._weight_format = cache, checkpoint, weight_format
+        self.key = _make_key(checkpoint, weight_format)
         self.file: NewFile | None = None
         self._sizes, self._array_formats = list[int](), list[str]()
 
@@ -219,7 +210,7 @@ class PackedWeightsWriter:
         if not self.file:
             return
         try:
-            if error_type is None and self.key == _make_key(self._checkpoint, self._formats):
+            if error_type is None and self.key == _make_key(self._checkpoint, self._weight_format):
                 self._publish(self.file)
         except OSError as disk_error:
             self.fail(disk_error)
@@ -232,7 +223,6 @@ class PackedWeightsWriter:
         file.publish()
         info = {
             "model": str(self._checkpoint.path.absolute()),
-            "choice": self._formats.index(self._weight_format),
             "formats": self._array_formats,
             "sizes": self._sizes,
             "identity": _get_identity(file.stat()),
@@ -272,11 +262,11 @@ def _warn(line: str) -> None:
     warnings.warn(line, CheckpointWarning, stacklevel=2)
 
 
-def _make_key(checkpoint: Checkpoint, formats: Sequence[WeightFormat | None]) -> str:
+def _make_key(checkpoint: Checkpoint, weight_format: WeightFormat | None) -> str:
     """Return the digest of everything that the packed weights of a checkpoint depend on."""
     identities = [(path.name, *_get_identity(path.stat())) for path in _list_model_files(checkpoint.path)]
     config, tensors = checkpoint.config, checkpoint.tensors
-    names = [get_architecture(config).plan_weights(config, tensors, each).format_names for each in formats]
+    names = get_architecture(config).plan_weights(config, tensors, weight_format).format_names
     key = (_hash_sources(), CPU_FEATURES, config, names, identities)
     return hashlib.sha256(repr(key).encode()).hexdigest()[:40]
 

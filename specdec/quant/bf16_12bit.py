@@ -14,15 +14,13 @@ matrix leave free at its end: slots of 128 bytes, from the end backwards.
 
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from specdec.quant.fp16_bf16 import BF16, HalfFormat, view_bits
-from specdec.quant.fp32 import panel_tile, transpose_rows, unpack_rows
+from specdec.quant.fp32 import panel_tile, transpose_rows
 from specdec.quant.matmul import (
     PREFETCH_WORDS,
     MatmulArgs,
@@ -38,12 +36,11 @@ from specdec.quant.matmul import (
     prefetch_lines,
     start_sums,
 )
-from specdec.quant.packed_matrix import ALL_PANELS, Floats, Matrix, PackingOverflowError, Tensor, pack_matrix
+from specdec.quant.packed_matrix import Floats, PackingOverflowError
+from specdec.runtime import simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
-from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import (
     Bytes2,
-    Executor,
     Floats2,
     Floats3,
     ForwardContext,
@@ -55,36 +52,7 @@ from specdec.runtime.op_program import (
     run_on_all_threads,
 )
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import (
-    FP32_STORAGE,
-    HAS_AVX512,
-    INT32_STORAGE,
-    MAX_TILE_TOKENS,
-    N_REGISTERS,
-    PANEL_ROWS,
-    Float32,
-    ceil_div,
-    fma,
-    round_up,
-)
-from specdec.runtime.tile_simd import (
-    TABLE_BYTES,
-    PointerType,
-    advance,
-    bit_and,
-    join_first_bytes,
-    join_last_bytes,
-    join_parts,
-    load_number,
-    load_vector,
-    look_up_bytes,
-    make_pointer_getter,
-    make_row_splitter,
-    shift_left,
-    shift_right,
-    store_vector,
-    view_as_float,
-)
+from specdec.runtime.simd import HAS_AVX512, MAX_TILE_TOKENS, N_REGISTERS, PANEL_ROWS, Float32, ceil_div, fma
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCK_COLUMNS = 4
@@ -101,6 +69,9 @@ MIN_UNPACK_TOKENS, CAN_UNPACK_CHUNKS = 9, not HAS_AVX512
 MAX_COUNTED_COLUMNS = 1024  # that the table is built from
 N_COUNTERS = 4  # used in turn, so that no increment waits for the one before
 UNPACK_COLUMNS = 256  # columns that are unpacked at once: their floats stay in the cache
+
+
+point_to_ints = tile_simd.make_pointer_getter(simd.INT32_STORAGE)
 
 
 @jitable
@@ -138,7 +109,7 @@ class PanelBlocks(NamedTuple):
         to_end: Bytes from the start to the end of the matrix, where the overflow pool starts.
     """
 
-    start: PointerType
+    start: tile_simd.PointerType
     n: int
     to_end: int
 
@@ -151,30 +122,21 @@ def locate_panel(w, n, panel):
 
 
 @jitable
-def bf16_to_float(upper, lower):
-    """Return the float32 of a bf16 that is given by its upper and its lower byte."""
-    return np.uint32(upper << 24 | lower << 16).view(np.float32)
-
-
-@jitable
 def get_first_slot(blocks):
     """Return the number of the overflow slot of the panel's first block that takes one."""
-    slot = 0
-    for i in range(4):
-        slot |= load_number(blocks.start, i - 4 * FIRST_SLOT_WORD) << 8 * i
-    return slot
+    return tile_simd.load_number(point_to_ints(blocks.start, -4 * FIRST_SLOT_WORD), 0) & 0xFFFFFFFF
 
 
 @jitable
 def has_slot(blocks, q):
     """Return 1 if block q takes an overflow slot, else 0, unless the header is damaged."""
-    return load_number(blocks.start, q - FLAGS_END_BYTES - blocks.n)
+    return tile_simd.load_number(blocks.start, q - FLAGS_END_BYTES - blocks.n)
 
 
 @jitable
 def locate_slot(blocks, slot):
     """Return a pointer to an overflow slot."""
-    return advance(blocks.start, blocks.to_end - min((slot + 1) * SLOT_BYTES, blocks.to_end))
+    return tile_simd.advance(blocks.start, blocks.to_end - min((slot + 1) * SLOT_BYTES, blocks.to_end))
 
 
 def make_column_reader(rows: int, look_up: CompiledFunction) -> CompiledFunction:
@@ -184,30 +146,33 @@ def make_column_reader(rows: int, look_up: CompiledFunction) -> CompiledFunction
         rows: Rows of a vector, from `row` on.
         look_up: (codes, table) -> bytes, one of `look_up_bytes` and its portable version.
     """
-    get_words, get_half = make_pointer_getter(INT32_STORAGE, rows), make_pointer_getter(INT32_STORAGE, min(rows, HALF_ROWS))
-    get_table = make_pointer_getter(INT32_STORAGE, TABLE_BYTES // 4)
+    get_words, get_half = (
+        tile_simd.make_pointer_getter(simd.INT32_STORAGE, rows),
+        tile_simd.make_pointer_getter(simd.INT32_STORAGE, min(rows, HALF_ROWS)),
+    )
+    get_table = tile_simd.make_pointer_getter(simd.INT32_STORAGE, tile_simd.TABLE_BYTES // 4)
     has_both_halves = rows > HALF_ROWS
 
     @jitable
     def get_codes(block, row):
-        codes = load_vector(get_half(block, row % HALF_ROWS * BLOCK_COLUMNS), 0)
+        codes = tile_simd.load_vector(get_half(block, row % HALF_ROWS * BLOCK_COLUMNS), 0)
         if has_both_halves:
-            return join_parts(codes, shift_right(codes, 4))
-        return shift_right(codes, row // HALF_ROWS * 4)
+            return tile_simd.join_parts(codes, tile_simd.shift_right(codes, 4))
+        return tile_simd.shift_right(codes, row // HALF_ROWS * 4)
 
     def read_columns(blocks, q, row, slot):
-        block = advance(blocks.start, q * BLOCK_BYTES)
+        block = tile_simd.advance(blocks.start, q * BLOCK_BYTES)
         if has_slot(blocks, q):
-            upper = load_vector(get_words(locate_slot(blocks, slot), row * BLOCK_COLUMNS), 0)
+            upper = tile_simd.load_vector(get_words(locate_slot(blocks, slot), row * BLOCK_COLUMNS), 0)
         else:
-            upper = look_up(get_codes(block, row), load_vector(get_table(blocks.start, -TABLE_BYTES), 0))
-        lower = load_vector(get_words(block, HALF_BLOCK_BYTES + row * BLOCK_COLUMNS), 0)
-        first, last = join_first_bytes(lower, upper), join_last_bytes(lower, upper)
+            upper = look_up(get_codes(block, row), tile_simd.load_vector(get_table(blocks.start, -tile_simd.TABLE_BYTES), 0))
+        lower = tile_simd.load_vector(get_words(block, HALF_BLOCK_BYTES + row * BLOCK_COLUMNS), 0)
+        first, last = tile_simd.join_first_bytes(lower, upper), tile_simd.join_last_bytes(lower, upper)
         return (
-            view_as_float(shift_left(first, 16)),
-            view_as_float(bit_and(first, UPPER_HALF)),
-            view_as_float(shift_left(last, 16)),
-            view_as_float(bit_and(last, UPPER_HALF)),
+            tile_simd.view_as_float(tile_simd.shift_left(first, 16)),
+            tile_simd.view_as_float(tile_simd.bit_and(first, UPPER_HALF)),
+            tile_simd.view_as_float(tile_simd.shift_left(last, 16)),
+            tile_simd.view_as_float(tile_simd.bit_and(last, UPPER_HALF)),
         )
 
     return make_dispatcher(read_columns, is_inlined=True)
@@ -217,7 +182,7 @@ def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..
     """Return the tile of a shape over weights of 12 bits; for look_up see `make_column_reader`."""
     rows, max_tokens = shape
     n_row_blocks = PANEL_ROWS // rows
-    get_out, split_tokens = make_pointer_getter(FP32_STORAGE, rows), make_row_splitter(max_tokens)
+    get_out, split_tokens = tile_simd.make_pointer_getter(simd.FP32_STORAGE, rows), tile_simd.make_row_splitter(max_tokens)
     read_columns = make_column_reader(rows, look_up)
 
     def tile(n_tokens, p):
@@ -230,7 +195,7 @@ def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..
         blocks = PanelBlocks(point_to_bytes(p.w, 0), p.n, p.stride)
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)
-            ahead = advance(p.ahead, row // rows * step * p.n)
+            ahead = tile_simd.advance(p.ahead, row // rows * step * p.n)
             sums = start_sums(outs, rows, n_tokens, p.accumulate)
             slot = get_first_slot(blocks)
             for q in range(p.n):
@@ -242,7 +207,7 @@ def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..
                 sums = fma(second, get_number(xs, k + 1), sums)
                 sums = fma(third, get_number(xs, k + 2), sums)
                 sums = fma(fourth, get_number(xs, k + 3), sums)
-            store_vector(outs, 0, sums, n_tokens)
+            tile_simd.store_vector(outs, 0, sums, n_tokens)
 
     return tile
 
@@ -253,10 +218,10 @@ def make_tile(look_up: CompiledFunction) -> Tile:
     return Tile(functools.partial(make_packed_tile, look_up), choose_shape, MAX_PACKED_TILE_TOKENS)
 
 
-packed_tile = make_tile(look_up_bytes)
+packed_tile = make_tile(tile_simd.look_up_bytes)
 PACKED_TILE_LIMITS = packed_tile.max_tokens, packed_tile.max_full_panel_tokens
-read_panel_columns = make_column_reader(PANEL_ROWS, look_up_bytes)
-point_to_panel_columns = make_pointer_getter(FP32_STORAGE, PANEL_ROWS)
+read_panel_columns = make_column_reader(PANEL_ROWS, tile_simd.look_up_bytes)
+point_to_panel_columns = tile_simd.make_pointer_getter(simd.FP32_STORAGE, PANEL_ROWS)
 
 
 @jitable
@@ -270,7 +235,7 @@ def unpack_blocks(out, blocks, first, last, slot):
     for q in range(first, last):
         to = point_to_panel_columns(out, (q - first) * BLOCK_COLUMNS * PANEL_ROWS)
         for k, column in enumerate(read_panel_columns(blocks, q, 0, slot)):
-            store_vector(to, k * PANEL_ROWS, column, 1)
+            tile_simd.store_vector(to, k * PANEL_ROWS, column, 1)
         slot += has_slot(blocks, q)
     return slot
 
@@ -308,7 +273,7 @@ def multiply_unpacked(run, thread, p):
             slot = unpack_blocks(floats, blocks, q, q_end, slot)
             for i in range(n_tiles):
                 t, end = get_chunk_range(n_tokens, i, n_tiles)
-                ahead = advance(blocks.start, q_end * BLOCK_BYTES + i * (step * BLOCK_WORDS) // n_tiles * 4)
+                ahead = tile_simd.advance(blocks.start, q_end * BLOCK_BYTES + i * (step * BLOCK_WORDS) // n_tiles * 4)
                 out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
                 columns = Rows(point_to_floats(x, t * x.shape[1] + q * BLOCK_COLUMNS), x.shape[1])
                 n_columns = (q_end - q) * BLOCK_COLUMNS
@@ -334,15 +299,16 @@ def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: In
         blocks = locate_panel(w, n // BLOCK_COLUMNS, panel)
         slot = get_first_slot(blocks)
         for q in range(ceil_div(last, BLOCK_COLUMNS)):
-            block = advance(blocks.start, q * BLOCK_BYTES)
+            block = tile_simd.advance(blocks.start, q * BLOCK_BYTES)
             for k in range(max(first - BLOCK_COLUMNS * q, 0), min(last - BLOCK_COLUMNS * q, BLOCK_COLUMNS)):
                 i = get_byte_index(row, k)
                 if has_slot(blocks, q):
-                    upper = load_number(locate_slot(blocks, slot), i)
+                    upper = tile_simd.load_number(locate_slot(blocks, slot), i)
                 else:
-                    code = load_number(block, i % HALF_BLOCK_BYTES) >> i // HALF_BLOCK_BYTES * 4 & 15
-                    upper = load_number(blocks.start, code - TABLE_BYTES)
-                out[t, BLOCK_COLUMNS * q + k] = bf16_to_float(upper, load_number(block, HALF_BLOCK_BYTES + i))
+                    code = tile_simd.load_number(block, i % HALF_BLOCK_BYTES) >> i // HALF_BLOCK_BYTES * 4 & 15
+                    upper = tile_simd.load_number(blocks.start, code - tile_simd.TABLE_BYTES)
+                lower = tile_simd.load_number(block, HALF_BLOCK_BYTES + i)
+                out[t, BLOCK_COLUMNS * q + k] = np.uint32(upper << 24 | lower << 16).view(np.float32)
             slot += has_slot(blocks, q)
 
 
@@ -360,7 +326,7 @@ def build_exponent_table(panel_bytes, at, counts, columns):
     for i in range(1, N_COUNTERS):
         for upper in range(counts.shape[1]):
             counts[0, upper] += counts[i, upper]
-    for i in range(TABLE_BYTES):
+    for i in range(tile_simd.TABLE_BYTES):
         best = 0
         for upper in range(1, counts.shape[1]):
             if counts[0, upper] > counts[0, best]:
@@ -377,9 +343,9 @@ def pack_blocks(panel_bytes, at, n, codes, columns):
 
     codes: Scratch (256,) for the code of each upper byte.
     """
-    codes[:] = TABLE_BYTES  # no code
-    for i in range(TABLE_BYTES - 1, -1, -1):
-        codes[panel_bytes[0, at - TABLE_BYTES + i]] = i
+    codes[:] = tile_simd.TABLE_BYTES  # no code
+    for i in range(tile_simd.TABLE_BYTES - 1, -1, -1):
+        codes[panel_bytes[0, at - tile_simd.TABLE_BYTES + i]] = i
     n_slots = 0
     for q in range(n):
         block = panel_bytes[0, at + q * BLOCK_BYTES : at + (q + 1) * BLOCK_BYTES]
@@ -394,7 +360,7 @@ def pack_blocks(panel_bytes, at, n, codes, columns):
                 block[i] = low_code | high_code << 4
                 block[i + HALF_BLOCK_BYTES] = low & 255
                 block[i + 2 * HALF_BLOCK_BYTES] = high & 255
-        needs_slot = int(all_codes >= TABLE_BYTES)
+        needs_slot = int(all_codes >= tile_simd.TABLE_BYTES)
         panel_bytes[0, at - FLAGS_END_BYTES - n + q] = needs_slot
         n_slots += needs_slot
     return n_slots
@@ -437,7 +403,7 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
             for r in range(rows.shape[0], PANEL_ROWS):
                 columns[k, r] = 0
         at, _ = locate_blocks(p.panels, n, p.first + p.stride * i)
-        build_exponent_table(p.panel_bytes, 4 * at - TABLE_BYTES, counts, columns)
+        build_exponent_table(p.panel_bytes, 4 * at - tile_simd.TABLE_BYTES, counts, columns)
         p.slots[i] = pack_blocks(p.panel_bytes, 4 * at, n, counts[0], columns)
 
 
@@ -458,15 +424,6 @@ def fill_overflow_pool(run: ForwardContext, thread: int, p: PackArgs) -> None:
                 for r in range(rows.shape[0]):
                     for k in range(BLOCK_COLUMNS):
                         p.panel_bytes[0, slot_byte + get_byte_index(r, k)] = rows[r, BLOCK_COLUMNS * q + k] >> 8
-
-
-@kernel
-def unpack_panels(run: ForwardContext, thread: int, out: Floats3, panels: Floats3, first: int) -> None:
-    """Unpack panels of 12-bit bf16, from panel `first` on, to floats out (P, n, R)."""
-    n = out.shape[1] // BLOCK_COLUMNS
-    begin, end = get_chunk_range(out.shape[0], run.chunk, run.n_chunks)
-    for i in range(begin, end):
-        unpack_blocks(point_to_floats(out, i * out.shape[1] * PANEL_ROWS), locate_panel(panels, n, first + i), 0, n, 0)
 
 
 def count_slots(n: int) -> int:
@@ -511,66 +468,5 @@ class PackedBF16Format(HalfFormat):
         used[0] = total
         run_on_all_threads(fill_overflow_pool(*args))
 
-    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-        """Return the rows of panels, widened to float32; see `WeightFormat.unpack`."""
-        first, last, _ = block.indices(len(panels))
-        floats = np.empty((last - first, n, PANEL_ROWS), np.float32)
-        run_on_all_threads(unpack_panels(floats, panels, first))
-        return unpack_rows(floats, n)
-
 
 PACKED_BF16 = PackedBF16Format(name="bf16 in 12 bits", matmul=matmul, embed=embed, expert_matmul=BF16.expert_matmul)
-
-
-# Benchmark on the model's own matrices: whether 12 bits are faster than 16 on this machine
-
-TRIAL_WEIGHTS, N_COPIES = 2 << 20, 8  # together 33 MB in 16 bits, more than one core's caches hold
-MIN_SPEEDUP = 1.05  # relative to bf16, for one token
-MAX_ROUNDS, MAX_TRIAL_S = 5, 0.05
-
-
-def is_packing_faster(tensors: Iterable[Tensor], n_threads: int) -> bool:
-    """Return whether a one-token pass over the first of some bf16 tensors is faster by MIN_SPEEDUP when packed in 12 bits.
-
-    Measures it on n_threads threads, with TRIAL_WEIGHTS weights.
-    """
-    packed, plain = list[Matrix](), list[Matrix]()
-    remaining = TRIAL_WEIGHTS
-    for tensor in tensors:
-        rows = tensor[: max(remaining // tensor.shape[1] // PANEL_ROWS, 1) * PANEL_ROWS]
-        try:
-            packed.append(pack_matrix([rows], PACKED_BF16))
-        except PackingOverflowError:
-            continue
-        plain.append(pack_matrix([rows], BF16))
-        remaining -= rows.size
-        if remaining < PANEL_ROWS * tensor.shape[1]:
-            break
-    return bool(packed) and _is_faster(packed, plain, n_threads)
-
-
-def _is_faster(packed: list[Matrix], plain: list[Matrix], n_threads: int) -> bool:
-    """Return whether a pass over the packed matrices is faster by MIN_SPEEDUP than one over the same matrices in bf16.
-
-    Compares the shortest times of a few alternating rounds over several copies of both.
-    """
-    out = zeros(1, max(matrix.n_rows for matrix in plain))
-    x = zeros(1, 1, max(round_up(matrix.n, PANEL_ROWS) for matrix in plain))
-    x[:] = 1.0
-    scratch = zeros(n_threads, 1, max(matrix.scratch_words for matrix in packed))
-
-    def copy_matrix(matrix: Matrix) -> Matrix:
-        panels = zeros(*matrix.panels.shape)
-        panels[:] = matrix.panels
-        return replace(matrix, panels=panels)
-
-    copies = [[copy_matrix(matrix) for _ in range(N_COPIES) for matrix in matrices] for matrices in (packed, plain)]
-    executors = [Executor([[matrix.matmul(out, x, scratch) for matrix in matrices]]) for matrices in copies]
-    times: list[list[float]] = [[], []]
-    end = time.perf_counter() + MAX_TRIAL_S
-    while len(times[0]) < 2 or (len(times[0]) < MAX_ROUNDS and time.perf_counter() < end):
-        for executor, seconds in zip(executors, times, strict=True):
-            begin = time.perf_counter()
-            executor(1, 0, 0, n_threads)
-            seconds.append(time.perf_counter() - begin)
-    return min(times[1]) > MIN_SPEEDUP * min(times[0])

@@ -5,29 +5,12 @@ instruction for it, two products are added in 16 bits first, which are then adde
 most that fit (2 * 128 * 127 = 32512), with weights below 2^bits more do.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from specdec.quant.matmul import TileShape, choose_tile_shape
+from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import CompiledFunction, jitable
 from specdec.runtime.simd import MAX_TILE_TOKENS, REGISTER_LANES
-from specdec.runtime.tile_simd import (
-    absolute_bytes,
-    add_pairs_avx2,
-    add_pairs_neon,
-    bit_xor,
-    dot4,
-    dot4_avx2,
-    dot4_neon,
-    dot4_sdot,
-    dot4_vnni,
-    make_word_adder_avx2,
-    make_word_adder_neon,
-    multiply_pairs_avx2,
-    multiply_pairs_neon,
-    widen_pairs_avx2,
-    widen_pairs_neon,
-)
 
 MINUS_128_MASK = -0x7F7F7F80  # xor with it turns four bytes w into w - 128
 # Tokens of an AVX2 tile: 8 rows for each token; up to 2 tokens take all rows of a panel, in memory order.
@@ -44,20 +27,20 @@ def keep_words(words):
 @jitable
 def subtract_128(words):
     """Return w - 128 of four bytes w per word."""
-    return bit_xor(words, MINUS_128_MASK)
+    return tile_simd.bit_xor(words, MINUS_128_MASK)
 
 
 @jitable
 def prepare_avx2(words):
     """Return w - 128 of four bytes w per word, and |w - 128|."""
     signed = subtract_128(words)
-    return signed, absolute_bytes(signed)
+    return signed, tile_simd.absolute_bytes(signed)
 
 
 @jitable
 def dot4_prepared_avx2(sums, w, x):
     """Return sums plus the products of w - 128, as `prepare_avx2` returns it, and x."""
-    return dot4_avx2(sums, w[0], w[1], x)
+    return tile_simd.dot4_avx2(sums, w[0], w[1], x)
 
 
 class Dot4(NamedTuple):
@@ -70,11 +53,7 @@ class Dot4(NamedTuple):
         dot4: (sums, weights, x) -> sums plus 4 products.
         is_signed: Whether `prepare` returns w - 128 instead of w.
         max_tokens: Maximum number of tokens of a tile.
-        multiply_pairs: (words, x) -> 16-bit sums of products, for weights of few bits that are not prepared; None: `dot4` is as
-            fast.
-        add_pairs: (16-bit sums, words, x) -> 16-bit sums.
-        widen_pairs: (sums, 16-bit sums) -> int32 sums.
-        make_word_adder: Number of words -> (sums, words, x, other words, their x, ...) -> sums, for the same weights.
+        pairs: For weights of few bits that are not prepared; None: `dot4` is as fast.
     """
 
     name: str
@@ -83,10 +62,7 @@ class Dot4(NamedTuple):
     dot4: CompiledFunction
     is_signed: bool = False
     max_tokens: int = MAX_TILE_TOKENS
-    multiply_pairs: CompiledFunction | None = None
-    add_pairs: CompiledFunction | None = None
-    widen_pairs: CompiledFunction | None = None
-    make_word_adder: Callable[[int], CompiledFunction] | None = None
+    pairs: tile_simd.PairOps | None = None
 
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
         """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""
@@ -100,34 +76,12 @@ class Dot4(NamedTuple):
 DOT4_BY_NAME = {
     dot.name: dot
     for dot in (
-        Dot4("portable", REGISTER_LANES, keep_words, dot4),
-        Dot4("avx512vnni", 16, keep_words, dot4_vnni),
-        Dot4("avxvnni", 8, keep_words, dot4_vnni),
-        Dot4("sdot", 4, subtract_128, dot4_sdot, is_signed=True),
-        Dot4(
-            "avx2",
-            8,
-            prepare_avx2,
-            dot4_prepared_avx2,
-            True,
-            AVX2_MAX_TOKENS,
-            multiply_pairs_avx2,
-            add_pairs_avx2,
-            widen_pairs_avx2,
-            make_word_adder_avx2,
-        ),
-        Dot4(
-            "neon",
-            4,
-            subtract_128,
-            dot4_neon,
-            True,
-            NEON_MAX_TOKENS,
-            multiply_pairs_neon,
-            add_pairs_neon,
-            widen_pairs_neon,
-            make_word_adder_neon,
-        ),
+        Dot4("portable", REGISTER_LANES, keep_words, tile_simd.dot4),
+        Dot4("avx512vnni", 16, keep_words, tile_simd.dot4_vnni),
+        Dot4("avxvnni", 8, keep_words, tile_simd.dot4_vnni),
+        Dot4("sdot", 4, subtract_128, tile_simd.dot4_sdot, is_signed=True),
+        Dot4("avx2", 8, prepare_avx2, dot4_prepared_avx2, True, AVX2_MAX_TOKENS, tile_simd.PAIR_OPS_AVX2),
+        Dot4("neon", 4, subtract_128, tile_simd.dot4_neon, True, NEON_MAX_TOKENS, tile_simd.PAIR_OPS_NEON),
     )
 }
 

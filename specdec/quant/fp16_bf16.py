@@ -4,11 +4,10 @@ from functools import partial
 
 import numpy as np
 
-from specdec.quant.fp32 import FP32Format, get_float_activations, make_weight_getter, pack_rows, unpack_rows
+from specdec.quant.fp32 import FP32Format, get_float_activations, make_weight_getter, pack_rows
 from specdec.quant.matmul import Tile, make_float_tile, make_kernels
-from specdec.quant.packed_matrix import ALL_PANELS, Floats, to_float32
-from specdec.runtime.code_cache import CompiledFunction
-from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, PANEL_ROWS, Float32, StorageDtype, load_bf16, load_fp16
+from specdec.quant.packed_matrix import Floats
+from specdec.runtime.simd import BF16_STORAGE, FP16_STORAGE, PANEL_ROWS, Float32, StorageDtype, make_load
 
 ROW_DTYPES = {"bf16": np.uint16, "fp16": np.float16}
 
@@ -39,14 +38,10 @@ class HalfFormat(FP32Format):
         """
         pack_rows(panels.view(np.uint16), first, stride, view_bits(self.name, rows))
 
-    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-        """Return the rows of panels, widened to float32; see `WeightFormat.unpack`."""
-        return to_float32(unpack_rows(panels[block].view(np.uint16), n).view(ROW_DTYPES[self.name]))
 
-
-def _make_weight_format(name: str, storage: StorageDtype, load_halves: CompiledFunction) -> HalfFormat:
-    tile, get_weight = Tile(partial(make_float_tile, storage)), make_weight_getter(load_halves)
+def _make_weight_format(name: str, storage: StorageDtype) -> HalfFormat:
+    tile, get_weight = Tile(partial(make_float_tile, storage)), make_weight_getter(make_load(storage))
     return HalfFormat(name=name, **make_kernels(__name__, f"{name}_", tile, get_float_activations, get_weight))
 
 
-BF16, FP16 = _make_weight_format("bf16", BF16_STORAGE, load_bf16), _make_weight_format("fp16", FP16_STORAGE, load_fp16)
+BF16, FP16 = _make_weight_format("bf16", BF16_STORAGE), _make_weight_format("fp16", FP16_STORAGE)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from specdec.quant.matmul import Tile, make_float_tile, make_kernels
-from specdec.quant.packed_matrix import ALL_PANELS, Floats, WeightFormat, to_float32
+from specdec.quant.packed_matrix import Floats, WeightFormat, to_float32
 from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.op_program import Floats2, Floats3, ForwardContext, Halves2, Halves3, kernel, run_on_all_threads
 from specdec.runtime.simd import FP32_STORAGE, LANES, PANEL_ROWS, Float32, ceil_div, extract_lane, load
@@ -53,31 +53,13 @@ def pack_panels(run: ForwardContext, thread: int, panels: Floats3, first: int, s
         transpose_rows(panels[first + stride * i], matrix[i * PANEL_ROWS : (i + 1) * PANEL_ROWS])
 
 
-@kernel
-def unpack_panels(run: ForwardContext, thread: int, matrix: Floats2, panels: Floats3) -> None:
-    """matrix[R i + r, k] = panels[i, k, r]: unpack panels (P, n, R) into rows (P R, n)."""
-    begin, end = get_chunk_range(panels.shape[0], run.chunk, run.n_chunks)
-    for i in range(begin, end):
-        transpose_rows(matrix[i * PANEL_ROWS : (i + 1) * PANEL_ROWS].T, panels[i].T)
-
-
-# The same kernels for 16-bit weights
-pack_half_panels = pack_panels.specialize("pack_half_panels", panels=Halves3, matrix=Halves2)
-unpack_half_panels = unpack_panels.specialize("unpack_half_panels", matrix=Halves2, panels=Halves3)
+pack_half_panels = pack_panels.specialize("pack_half_panels", panels=Halves3, matrix=Halves2)  # for 16-bit weights
 
 
 def pack_rows(panels: Floats, first: int, stride: int, rows: Floats) -> None:
     """Pack rows (rows, n) into every stride-th of panels (P, n, R), on all threads; rows that pad the last panel stay zero."""
     pack_kernel = pack_panels if panels.dtype == np.float32 else pack_half_panels
     run_on_all_threads(pack_kernel(panels, first, stride, np.ascontiguousarray(rows)))
-
-
-def unpack_rows(panels: Floats, n: int) -> Floats:
-    """Return all rows of panels (P, n, R) as an array (P R, n), including the rows that pad the last panel."""
-    rows = np.empty((len(panels) * PANEL_ROWS, n), panels.dtype)
-    unpack_kernel = unpack_panels if panels.dtype == np.float32 else unpack_half_panels
-    run_on_all_threads(unpack_kernel(rows, np.ascontiguousarray(panels)))
-    return rows
 
 
 class FP32Format(WeightFormat):
@@ -98,10 +80,6 @@ class FP32Format(WeightFormat):
     def pack(self, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
         """Pack rows of floats of any type; see `WeightFormat.pack`."""
         pack_rows(panels, first, stride, to_float32(rows))
-
-    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-        """Return the rows of panels; see `WeightFormat.unpack`."""
-        return unpack_rows(panels[block], n)
 
 
 panel_tile: CompiledFunction = Tile(partial(make_float_tile, FP32_STORAGE))

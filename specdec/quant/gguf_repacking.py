@@ -20,27 +20,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specdec.quant.groupwise import (
-    EACH_BYTE,
-    GroupedFormat,
-    GroupedRows,
-    GroupLayout,
-    allocate_grouped_rows,
-    make_tile,
-    make_weight_getter,
-    pack_codes,
-    pack_grouped_rows,
-    pack_row_scales,
-    split_factors,
-    ungroup,
-    unpack_codes,
-)
-from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME, get_quantized_activations
+from specdec.quant import groupwise
+from specdec.quant.groupwise import EACH_BYTE, GroupedFormat, GroupedRows, GroupLayout
+from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME
 from specdec.quant.matmul import make_kernels
 from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
 from specdec.runtime.code_cache import CompiledFunction, inlined
-from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, kernel, run_on_all_threads
-from specdec.runtime.simd import Float32
+from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, run_on_all_threads
+from specdec.runtime.simd import Float32, load_byte
 from specdec.runtime.work_stealing import get_chunk_range
 
 UInt8 = npt.NDArray[np.uint8]
@@ -54,15 +41,15 @@ TWO_BIT_MASK, NIBBLE_MASK, SIGN_MASK = 3 * EACH_BYTE, 15 * EACH_BYTE, 128 * EACH
 
 
 @inlined
-def read_word(source, half):
-    """Return the 4 bytes that start at 16-bit value `half` of source, as an integer."""
-    return np.int64(source[half]) | np.int64(source[half + 1]) << 16
+def read_half(source, at):
+    """Return the 2 bytes from byte `at` of source on, as an integer."""
+    return load_byte(source, at) | load_byte(source, at + 1) << 8
 
 
 @inlined
-def read_byte(source, at):
-    """Return byte `at` of an array of 16-bit values."""
-    return (np.int64(source[at // 2]) >> (8 * (at % 2))) & 255
+def read_word(source, at):
+    """Return the 4 bytes from byte `at` of source on, as an integer."""
+    return read_half(source, at) | read_half(source, at + 2) << 16
 
 
 @inlined
@@ -76,63 +63,37 @@ def gather_bits(bits):
 
 @inlined
 def unpack_6_bit_scales(factors, source, at):
-    """Write the 6-bit scales and minima of a K block's 8 groups to factors, from 12 bytes at 16-bit value `at` of source on."""
+    """Write the 6-bit scales and minima of a K block's 8 groups to factors, from 12 bytes of source on."""
     for g in range(4):
-        scale, minimum, both = read_byte(source, 2 * at + g), read_byte(source, 2 * at + 4 + g), read_byte(source, 2 * at + 8 + g)
+        scale, minimum, both = load_byte(source, at + g), load_byte(source, at + 4 + g), load_byte(source, at + 8 + g)
         factors[g], factors[8 + g] = scale & 63, minimum & 63
         factors[4 + g], factors[12 + g] = (both & 15) | (scale >> 6) << 4, both >> 4 | (minimum >> 6) << 4
 
 
 @inlined
-def repack_nibbles(words, at, row_words, source, half):
-    """Write the words of two groups of 32 4-bit codes, from the 32 bytes at 16-bit value `half` of source on.
+def repack_nibbles(words, at, row_words, source, source_at):
+    """Write the words of two groups of 32 4-bit codes, from 32 bytes of source on.
 
     The lower half of a byte is a code of the first group, its upper half one of the second. The first group's words start at
     words[at], the second's row_words later.
     """
     for k in range(4):
-        a, b = read_word(source, half + 2 * k), read_word(source, half + 8 + 2 * k)
+        a, b = read_word(source, source_at + 4 * k), read_word(source, source_at + 16 + 4 * k)
         words[at + k] = (a & NIBBLE_MASK) | (b & NIBBLE_MASK) << 4
         words[at + row_words + k] = (a >> 4 & NIBBLE_MASK) | (b & NIBBLE_MASK << 4)
 
 
 @inlined
-def gather_two_bits(source, half, shift):
-    """Return a word with 2 bits of each of 16 bytes at 16-bit value `half` of source, in a group's order."""
+def gather_two_bits(source, at, shift):
+    """Return a word with 2 bits of each of 16 bytes from byte `at` of source on, in a group's order."""
     word = np.int64(0)
     for k in range(4):
-        word |= (read_word(source, half + 2 * k) >> shift & TWO_BIT_MASK) << 2 * k
+        word |= (read_word(source, at + 4 * k) >> shift & TWO_BIT_MASK) << 2 * k
     return word
 
 
-def make_block_reader(name: str, block_halves: int, n_params: int, repack: CompiledFunction, scales_offset: int = 0) -> Kernel:
-    """Return the kernel `name` that reads rows of GGUF blocks into params, factors and words, the flat parts of `GroupedRows`.
-
-    Args:
-        name: Name of the kernel.
-        block_halves: 16-bit values of a block; source has the rows as (rows, 16-bit values).
-        n_params: fp16 numbers of a block.
-        repack: Function that writes the factors and words of one block from its data.
-        scales_offset: 16-bit value of a block where the fp16 numbers start.
-    """
-
-    def read(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Halves2) -> None:
-        first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
-        n_blocks = source.shape[1] // block_halves
-        block_factors, block_words = factors.shape[1] // n_blocks, words.shape[1] // n_blocks
-        for row in range(first, last):
-            for block in range(n_blocks):
-                block_source = source[row, block_halves * block :]
-                for i in range(n_params):
-                    minus = 0x8000 if i > 0 and block_factors > 0 else 0  # K types have - dmin
-                    params[row, n_params * block + i] = block_source[scales_offset + i] ^ minus
-                repack(factors[row, block_factors * block :], words[row, block_words * block :], block_source)
-
-    return Kernel(read).register(name)
-
-
 def make_codes_repacker(at: int, bits: int = 4) -> CompiledFunction:
-    """Return a repack function for blocks of 32 codes of `bits` bits from 16-bit value `at` on.
+    """Return a repack function for blocks of 32 codes of `bits` bits from byte `at` on.
 
     With 5 bits, the codes' fifth bits precede them.
     """
@@ -140,15 +101,15 @@ def make_codes_repacker(at: int, bits: int = 4) -> CompiledFunction:
     @inlined
     def repack(factors, words, source):
         for k in range(8 if bits == 8 else 4):
-            words[k] = read_word(source, at + 2 * k) ^ (SIGN_MASK if bits == 8 else 0)
+            words[k] = read_word(source, at + 4 * k) ^ (SIGN_MASK if bits == 8 else 0)
         if bits == 5:
-            words[4] = gather_bits(read_word(source, at - 2))
+            words[4] = gather_bits(read_word(source, at - 4))
 
     return repack
 
 
 def make_k_quant_repacker(at: int, row_words: int) -> CompiledFunction:
-    """Return a repack function for Q4_K and Q5_K blocks: 12 bytes of scales and minima, and codes from 16-bit value `at` on.
+    """Return a repack function for Q4_K and Q5_K blocks: 12 bytes of scales and minima, and codes from byte `at` on.
 
     Each pair of the 8 groups has 32 bytes with a code of both. Codes of 5 bits have 32 bytes in front of these, each with one
     fifth bit of every group.
@@ -156,14 +117,14 @@ def make_k_quant_repacker(at: int, row_words: int) -> CompiledFunction:
 
     @inlined
     def repack(factors, words, source):
-        unpack_6_bit_scales(factors, source, 2)
+        unpack_6_bit_scales(factors, source, 4)
         for pair in range(4):
-            repack_nibbles(words, 2 * row_words * pair, row_words, source, at + 16 * pair)
+            repack_nibbles(words, 2 * row_words * pair, row_words, source, at + 32 * pair)
         if row_words > 4:
             for g in range(8):
                 fifth = np.int64(0)
                 for k in range(8):
-                    fifth |= (read_word(source, at - 16 + 2 * k) >> g & EACH_BYTE) << k
+                    fifth |= (read_word(source, at - 32 + 4 * k) >> g & EACH_BYTE) << k
                 words[row_words * g + 4] = fifth
 
     return repack
@@ -176,17 +137,17 @@ def repack_q6_k(factors, words, source):
     For each 128 codes there are 2 x 32 bytes with the lower bits of two codes, and 32 bytes with the upper bits of four.
     """
     for g in range(16):
-        factors[g] = read_byte(source, 2 * 96 + g)
+        factors[g] = load_byte(source, 192 + g)
     for g in range(16):
         half, quarter, first_word = g // 8, g % 8 // 2, g % 2 * 4  # first_word: among the quarter's 8 words
-        lower, upper = 32 * half + 16 * (quarter % 2) + 2 * first_word, 64 + 16 * half + 2 * first_word
+        lower, upper = 64 * half + 32 * (quarter % 2) + 4 * first_word, 128 + 32 * half + 4 * first_word
         for k in range(2):
-            a = read_word(source, lower + 2 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
-            b = read_word(source, lower + 4 + 2 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
+            a = read_word(source, lower + 4 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
+            b = read_word(source, lower + 8 + 4 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
             words[3 * g + k] = a | b << 4
         two_bits = np.int64(0)
         for k in range(4):
-            two_bits |= (read_word(source, upper + 2 * k) >> 2 * quarter & TWO_BIT_MASK) << 2 * k
+            two_bits |= (read_word(source, upper + 4 * k) >> 2 * quarter & TWO_BIT_MASK) << 2 * k
         words[3 * g + 2] = two_bits
 
 
@@ -196,9 +157,9 @@ def make_two_bit_repacker(n_factors: int) -> CompiledFunction:
     @inlined
     def repack(factors, words, source):
         for i in range(n_factors):
-            factors[i] = read_byte(source, i)
+            factors[i] = load_byte(source, i)
         for i in range(16):
-            words[i] = gather_two_bits(source, n_factors // 2 + 16 * (i // 8) + 8 * (i % 2), 2 * (i % 8 // 2))
+            words[i] = gather_two_bits(source, n_factors + 32 * (i // 8) + 16 * (i % 2), 2 * (i % 8 // 2))
 
     return repack
 
@@ -207,7 +168,7 @@ def make_two_bit_repacker(n_factors: int) -> CompiledFunction:
 def repack_q1_0(factors, words, source):
     """Repack a Q1_0 block: d, and 16 bytes of eight codes, the first in the lowest bit."""
     for i in range(4):
-        words[i] = gather_bits(read_word(source, 1 + 2 * i))
+        words[i] = gather_bits(read_word(source, 2 + 4 * i))
 
 
 @inlined
@@ -216,14 +177,14 @@ def repack_q2_0(factors, words, source):
     for i in range(4):
         word = np.int64(0)
         for k in range(4):
-            byte = read_byte(source, 2 + 4 * i + k)
+            byte = load_byte(source, 2 + 4 * i + k)
             word |= ((byte | byte << 6 | byte << 12 | byte << 18) & TWO_BIT_MASK) << 2 * k
         words[i] = word
 
 
 @inlined
 def read_3_bit_codes(source, lower, shift, upper, bit):
-    """Return 4 codes as bytes: 2 bits each from `shift` on of the 4 bytes at 16-bit value `lower`, and a third bit at `upper`."""
+    """Return 4 codes as bytes: 2 bits each from `shift` on of the 4 bytes from `lower` on, and a third bit at `upper`."""
     return (read_word(source, lower) >> shift & TWO_BIT_MASK) | (read_word(source, upper) >> bit & EACH_BYTE) << 2
 
 
@@ -231,15 +192,15 @@ def read_3_bit_codes(source, lower, shift, upper, bit):
 def repack_q3_k(factors, words, source):
     """Repack a Q3_K block: 32 bytes of third bits, 64 bytes of four 2-bit codes, 12 bytes of 6-bit scales, and d."""
     for g in range(16):
-        low = read_byte(source, 2 * 48 + g % 8) >> 4 * (g // 8) & 15
-        high = read_byte(source, 2 * 52 + g % 4) >> 2 * (g // 4) & 3
+        low = load_byte(source, 96 + g % 8) >> 4 * (g // 8) & 15
+        high = load_byte(source, 104 + g % 4) >> 2 * (g // 4) & 3
         factors[g] = ((low | high << 4) - 32) & 255
-        lower, shift, upper = 16 + 16 * (g // 8) + 8 * (g % 2), 2 * (g % 8 // 2), 8 * (g % 2)
+        lower, shift, upper = 32 + 32 * (g // 8) + 16 * (g % 2), 2 * (g % 8 // 2), 16 * (g % 2)
         own = read_3_bit_codes(source, lower, shift, upper, g // 2)
-        own |= read_3_bit_codes(source, lower + 2, shift, upper + 2, g // 2) << 3
-        last = read_3_bit_codes(source, lower + 6, shift, upper + 6, g // 2)
+        own |= read_3_bit_codes(source, lower + 4, shift, upper + 4, g // 2) << 3
+        last = read_3_bit_codes(source, lower + 12, shift, upper + 12, g // 2)
         words[g // 2 * 3 + g % 2] = own | (last & TWO_BIT_MASK) << 6
-        shared = read_3_bit_codes(source, lower + 4, shift, upper + 4, g // 2) | (last & 4 * EACH_BYTE) << 1
+        shared = read_3_bit_codes(source, lower + 8, shift, upper + 8, g // 2) | (last & 4 * EACH_BYTE) << 1
         words[g // 2 * 3 + 2] = words[g // 2 * 3 + 2] | shared << 4 if g % 2 else shared
 
 
@@ -247,10 +208,10 @@ def repack_q3_k(factors, words, source):
 def repack_iq4_xs(factors, words, source):
     """Repack an IQ4_XS block: d, the upper 2 bits of 8 scales, their lower 4 bits, and for each group 16 bytes of two codes."""
     for g in range(8):
-        low = read_byte(source, 2 * 2 + g // 2) >> 4 * (g % 2) & 15
-        factors[g] = ((low | (source[1] >> 2 * g & 3) << 4) - 32) & 255
+        low = load_byte(source, 4 + g // 2) >> 4 * (g % 2) & 15
+        factors[g] = ((low | (read_half(source, 2) >> 2 * g & 3) << 4) - 32) & 255
         for k in range(4):
-            words[4 * g + k] = read_word(source, 4 + 8 * g + 2 * k)
+            words[4 * g + k] = read_word(source, 8 + 16 * g + 4 * k)
 
 
 @inlined
@@ -268,7 +229,7 @@ def repack_tq1_0(factors, words, source):
             k, step = 32 + i, 4
         if i == 12:
             k, step, n_digits = 60, 1, 4
-        even, odd = read_word(source, 2 * i) & EVEN_BYTES, read_word(source, 2 * i) >> 8 & EVEN_BYTES
+        even, odd = read_word(source, 4 * i) & EVEN_BYTES, read_word(source, 4 * i) >> 8 & EVEN_BYTES
         for _ in range(n_digits):
             even, odd = 3 * even, 3 * odd
             words[k // 4] |= (even >> 8 & EVEN_BYTES | odd & EVEN_BYTES << 8) << 2 * (k % 4)
@@ -279,10 +240,22 @@ def repack_tq1_0(factors, words, source):
 def repack_nvfp4(factors, words, source):
     """Repack an NVFP4 block: 4 scales, and for each group 8 bytes of two codes."""
     for g in range(4):
-        scale = read_byte(source, g)
+        scale = load_byte(source, g)
         factors[g] = scale + 24 if scale >= 8 else SUBNORMAL_SCALES[scale]
     for i in range(8):
-        words[i] = read_word(source, 2 + 2 * i)
+        words[i] = read_word(source, 4 + 4 * i)
+
+
+@inlined
+def repack_mxfp4(factors, words, source):
+    """Repack an MXFP4 block: a byte e for the scale 2^(e - 128), and 16 bytes of two codes.
+
+    The scale is 0 for exponents out of fp16's range, which only blocks of zeros have.
+    """
+    exponent = load_byte(source, 0)
+    factors[0] = exponent - 1 if MIN_FP16_EXPONENT <= exponent <= MAX_FP16_EXPONENT else 0
+    for i in range(4):
+        words[i] = read_word(source, 1 + 4 * i)
 
 
 class BlockType(NamedTuple):
@@ -291,7 +264,8 @@ class BlockType(NamedTuple):
     Attributes:
         n_bytes: Bytes of a block in the file.
         layout: Layout of its weights in panels.
-        read: Kernel that reads its blocks, see `make_block_reader`.
+        read: Kernel (params, factors, words, source) that reads rows of blocks, source (rows, bytes), into the flat parts of
+            `GroupedRows`.
         scale_offsets: Bytes of a block at which its fp16 scales begin.
     """
 
@@ -308,33 +282,28 @@ def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Compil
         name: Name of the type in GGUF.
         n_bytes: Bytes of a block in the file.
         layout: Layout of its weights in panels.
-        repack: See `make_block_reader`.
+        repack: Function that writes the factors and words of one block from its bytes.
         scales_offset: Byte of a block where its fp16 numbers start.
     """
-    read = make_block_reader(f"read_{name.lower()}", n_bytes // 2, layout.n_halves, repack, scales_offset // 2)
-    return BlockType(n_bytes, layout, read, tuple(scales_offset + 2 * i for i in range(layout.n_halves)))
+    n_params = layout.n_halves
+
+    def read(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Bytes2) -> None:
+        first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
+        n_blocks = source.shape[1] // n_bytes
+        block_factors, block_words = factors.shape[1] // n_blocks, words.shape[1] // n_blocks
+        for row in range(first, last):
+            for block in range(n_blocks):
+                block_source = source[row, n_bytes * block :]
+                for i in range(n_params):
+                    minus = 0x8000 if i > 0 and block_factors > 0 else 0  # K types have - dmin
+                    params[row, n_params * block + i] = read_half(block_source, scales_offset + 2 * i) ^ minus
+                repack(factors[row, block_factors * block :], words[row, block_words * block :], block_source)
+
+    scale_offsets = tuple(scales_offset + 2 * i for i in range(n_params))
+    return BlockType(n_bytes, layout, Kernel(read).register(f"read_{name.lower()}"), scale_offsets)
 
 
-@kernel
-def read_mxfp4(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Bytes2) -> None:
-    """Read rows of MXFP4 blocks, a byte e for the scale 2^(e - 128) and 32 codes, as `make_block_reader` does for other types.
-
-    The scale is 0 for exponents out of fp16's range, which only blocks of zeros have.
-    """
-    first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
-    for row in range(first, last):
-        for block in range(factors.shape[1]):
-            at = 17 * block
-            exponent = source[row, at]
-            factors[row, block] = exponent - 1 if MIN_FP16_EXPONENT <= exponent <= MAX_FP16_EXPONENT else 0
-            for i in range(4):
-                word = np.int64(0)
-                for byte in range(4):
-                    word |= np.int64(source[row, at + 1 + 4 * i + byte]) << 8 * byte
-                words[row, 4 * block + i] = word
-
-
-repack_q4_0 = make_codes_repacker(1)
+repack_q4_0 = make_codes_repacker(2)
 Q4_LAYOUT, Q4_MIN_LAYOUT = GroupLayout(4, 32, 1, False), GroupLayout(4, 32, 1, True)
 Q8_MIN_LAYOUT = GroupLayout(8, 32, 1, True)  # can hold every type except the K types
 Q6_K_MIN_LAYOUT = GroupLayout(6, 16, 16, True)  # can hold every K type
@@ -342,12 +311,12 @@ BLOCK_TYPES = {
     name: make_block_type(name, *arguments)
     for name, *arguments in (
         ("Q4_0", 18, Q4_LAYOUT, repack_q4_0),
-        ("Q4_1", 20, Q4_MIN_LAYOUT, make_codes_repacker(2)),
-        ("Q5_0", 22, GroupLayout(5, 32, 1, False), make_codes_repacker(3, 5)),
-        ("Q5_1", 24, GroupLayout(5, 32, 1, True), make_codes_repacker(4, 5)),
-        ("Q8_0", 34, GroupLayout(8, 32, 1, False), make_codes_repacker(1, 8)),
-        ("Q4_K", 144, GroupLayout(4, 32, 8, True), make_k_quant_repacker(8, 4)),
-        ("Q5_K", 176, GroupLayout(5, 32, 8, True), make_k_quant_repacker(24, 5)),
+        ("Q4_1", 20, Q4_MIN_LAYOUT, make_codes_repacker(4)),
+        ("Q5_0", 22, GroupLayout(5, 32, 1, False), make_codes_repacker(6, 5)),
+        ("Q5_1", 24, GroupLayout(5, 32, 1, True), make_codes_repacker(8, 5)),
+        ("Q8_0", 34, GroupLayout(8, 32, 1, False), make_codes_repacker(2, 8)),
+        ("Q4_K", 144, GroupLayout(4, 32, 8, True), make_k_quant_repacker(16, 4)),
+        ("Q5_K", 176, GroupLayout(5, 32, 8, True), make_k_quant_repacker(48, 5)),
         ("Q6_K", 210, GroupLayout(6, 16, 16, False), repack_q6_k, 208),
         ("Q2_K", 84, GroupLayout(2, 16, 16, True), make_two_bit_repacker(16), 80),
         ("Q3_K", 110, GroupLayout(3, 16, 16, False), repack_q3_k, 108),
@@ -358,17 +327,17 @@ BLOCK_TYPES = {
         ("TQ1_0", 54, GroupLayout(2, 256, 1, False), repack_tq1_0, 52),
         ("TQ2_0", 66, GroupLayout(2, 256, 1, False), make_two_bit_repacker(0), 64),
         (NVFP4, 36, GroupLayout(4, 16, 4, False, "e2m1"), repack_nvfp4),
+        (MXFP4, 17, GroupLayout(4, 32, 1, False, "e2m1"), repack_mxfp4),
     )
 }
-BLOCK_TYPES[MXFP4] = BlockType(17, GroupLayout(4, 32, 1, False, "e2m1"), read_mxfp4, ())
 
 
 def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
     """Return rows of GGUF blocks as `GroupedRows` in the block type's layout."""
     size, layout, read, _ = BLOCK_TYPES[blocks.type]
     source = np.ascontiguousarray(blocks.raw_bytes)
-    rows = allocate_grouped_rows(layout, len(source), source.shape[1] // size)
-    run_on_all_threads(read(*rows.flatten(), source if blocks.type == MXFP4 else source.view(np.uint16)))
+    rows = groupwise.allocate_grouped_rows(layout, len(source), source.shape[1] // size)
+    run_on_all_threads(read(*rows.flatten(), source))
     return rows
 
 
@@ -377,7 +346,7 @@ def dequantize(type_name: str, raw_bytes: UInt8, scales: Float32 | None = None) 
 
     scales: Factor of each row's scales, (rows,), in a layout that has row scales; None: 1.
     """
-    return ungroup(BLOCK_TYPES[type_name].layout, repack_blocks(GGUFBlockRows(type_name, raw_bytes)), scales)
+    return groupwise.ungroup(BLOCK_TYPES[type_name].layout, repack_blocks(GGUFBlockRows(type_name, raw_bytes)), scales)
 
 
 def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> GroupedRows:
@@ -385,8 +354,8 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
 
     The wide layout has minima, or neither layout has.
     """
-    params, code_words = rows.params, unpack_codes(layout, rows.words)
-    factors = split_factors(layout, rows.factors)
+    params, code_words = rows.params, groupwise.unpack_codes(layout, rows.words)
+    factors = groupwise.split_factors(layout, rows.factors)
     if not wide.has_minima:
         code_words = code_words + np.uint32(EACH_BYTE * (wide.zero_point - layout.zero_point))
     elif not layout.has_minima:  # d (q - zero_point) = d q + (-zero_point d)
@@ -394,7 +363,7 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
         params, factors = np.concatenate([params, minima], 2), np.concatenate([factors, factors], 2)
     factors = np.repeat(factors, layout.group_size // wide.group_size, 3)
     code_words = code_words.reshape(*code_words.shape[:2], wide.n_groups, wide.group_size // BYTES_PER_WORD)
-    return GroupedRows(params, factors.reshape(*factors.shape[:2], -1).view(np.uint8), pack_codes(wide, code_words))
+    return GroupedRows(params, factors.reshape(*factors.shape[:2], -1).view(np.uint8), groupwise.pack_codes(wide, code_words))
 
 
 class GGUFFormat(GroupedFormat):
@@ -407,14 +376,16 @@ class GGUFFormat(GroupedFormat):
         source_layout, grouped = BLOCK_TYPES[rows.type].layout, repack_blocks(rows)
         if source_layout != self.layout:
             grouped = widen_rows(grouped, source_layout, self.layout)
-        pack_grouped_rows(panels, first, stride, grouped)
+        groupwise.pack_grouped_rows(panels, first, stride, grouped)
         if source_layout.has_row_scales:
-            pack_row_scales(panels, first, stride, np.ones(len(rows.raw_bytes)) if rows.scales is None else rows.scales)
+            row_scales = np.ones(len(rows.raw_bytes)) if rows.scales is None else rows.scales
+            groupwise.pack_row_scales(panels, first, stride, row_scales)
 
 
 def _make_weight_format(name: str, layout: GroupLayout) -> GGUFFormat:
-    prefix, tile = f"{name.replace(' ', '_')}_", make_tile(layout, DOT4_NAME)
-    kernels = make_kernels(__name__, prefix, tile, get_quantized_activations, make_weight_getter(layout))
+    tile, get_activations = groupwise.make_tile(layout, DOT4_NAME)
+    get_weight = groupwise.make_weight_getter(layout)
+    kernels = make_kernels(__name__, f"{name.replace(' ', '_')}_", tile, get_activations, get_weight)
     return GGUFFormat(name=name, layout=layout, **kernels)
 
 

@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4
-from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, QuantizedFormat
+from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, QuantizedFormat, make_activation_getter
 from specdec.quant.matmul import Tile, TileShape, get_number, start_sums
-from specdec.quant.packed_matrix import ALL_PANELS
-from specdec.runtime import tile_simd
+from specdec.runtime import simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import (
     Bytes2,
@@ -41,39 +40,7 @@ from specdec.runtime.op_program import (
     kernel,
     run_on_all_threads,
 )
-from specdec.runtime.simd import (
-    FP16_STORAGE,
-    FP32_STORAGE,
-    INT8_STORAGE,
-    INT32_STORAGE,
-    LANES,
-    LINE_WORDS,
-    PANEL_ROWS,
-    UINT8_STORAGE,
-    Array,
-    Float32,
-    add,
-    ceil_div,
-    extract_lane,
-    fma,
-    load_byte,
-    load_fp16,
-    mul,
-)
-from specdec.runtime.tile_simd import (
-    advance,
-    bit_and,
-    load_vector,
-    make_lookup,
-    make_pointer_getter,
-    make_row_splitter,
-    prefetch,
-    shift_left,
-    shift_right,
-    store_vector,
-    to_float,
-    view_as_float,
-)
+from specdec.runtime.simd import LANES, LINE_WORDS, PANEL_ROWS, Array, Float32, add, ceil_div, extract_lane, fma, load_byte, mul
 from specdec.runtime.work_stealing import get_chunk_range
 
 PANEL_FP16_WORDS = PANEL_ROWS // 2  # words of one fp16 number per row
@@ -264,7 +231,6 @@ def get_code_source(fields: list[BitField]) -> str:
 
 GROUP_SUM_TEMPLATE = """
 def sum_group(words, i_group, xs, at):
-    correction = fill_vector(words, get_number(xs, at + 1))  # -128 times the sum of x
     sums = {start}
     {lines}
     return {end}
@@ -283,7 +249,12 @@ def is_token_major(layout: GroupLayout, dot: Dot4, rows: int) -> bool:
     With one register of rows for each of up to 8 tokens it does: Q3_K with AVX2 and 8 tokens takes 0.86 of the time. With more
     registers for each of few tokens, or in groups of more than 32 columns, the words would not fit.
     """
-    return dot.make_word_adder is not None and layout.code_bits < 8 and rows <= dot.lanes and layout.group_size <= 32
+    return dot.pairs is not None and layout.code_bits < 8 and rows <= dot.lanes and layout.group_size <= 32
+
+
+def get_zero_point(layout: GroupLayout, dot: Dot4) -> int:
+    """Return the code of a weight of 0 as `dot` multiplies it: signed products of 8 bits are those of code - 128."""
+    return layout.zero_point - 128 * (dot.is_signed and layout.code_bits == 8)
 
 
 def make_group_sum_source(layout: GroupLayout, dot: Dot4, rows: int) -> str:
@@ -293,14 +264,11 @@ def make_group_sum_source(layout: GroupLayout, dot: Dot4, rows: int) -> str:
     token, whose group begins at word `at`. A line adds the products of one code word: LLVM would not unroll a loop over them if a
     tile has many tokens.
     """
-    start = "bit_and(correction, 0)"
-    if layout.zero_point:
-        start = f"shift_right_signed(correction, {8 - layout.zero_point.bit_length()})"
-    if dot.is_signed and layout.code_bits == 8:  # the products are those of code - 128
-        start = f"subtract({start}, correction)"
-    end = "sums"
-    if is_token_major(layout, dot, rows):  # no register holds the correction of each token meanwhile
-        start, end = "bit_and(correction, 0)", f"add(sums, {start})"
+    start, end = "fill_vector(words, 0)", "sums"
+    if get_zero_point(layout, dot):
+        start = "fill_vector(words, get_number(xs, at + 1))"
+    if get_zero_point(layout, dot) and is_token_major(layout, dot, rows):  # no register holds each token's correction meanwhile
+        start, end = "fill_vector(words, 0)", "add(sums, advance(xs, at + 1))"
     fields, n = get_bit_fields(layout), layout.group_size // BYTES_PER_WORD
     lines = get_product_lines(layout, dot, rows, fields[:n])
     if layout.unit_groups > 1:
@@ -321,7 +289,7 @@ def get_product_lines(layout: GroupLayout, dot: Dot4, rows: int, fields: list[li
         factors.append(f"{codes}, {x}")
         if layout.code_bits == 8:
             lines.append(f"sums = dot4(sums, prepare({codes}), {x})")
-        elif not dot.multiply_pairs:
+        elif not dot.pairs:
             lines.append(f"sums = dot4(sums, {codes}, {x})")
         elif not is_token_major(layout, dot, rows):
             lines.append(f"pairs = add_pairs(pairs, {codes}, {x})" if i % n_words else f"pairs = multiply_pairs({codes}, {x})")
@@ -335,10 +303,10 @@ def get_product_lines(layout: GroupLayout, dot: Dot4, rows: int, fields: list[li
 def make_group_sum(layout: GroupLayout, dot: Dot4, rows: int) -> CompiledFunction:
     """Return the compiled function of `make_group_sum_source`."""
     names = vars(tile_simd) | dot._asdict() | {"get_number": get_number, "add": add}
-    if dot.make_word_adder:
-        names["add_words"] = dot.make_word_adder(count_words_in_16_bits(layout))
+    if dot.pairs:
+        names |= dot.pairs._asdict() | {"add_words": dot.pairs.make_word_adder(count_words_in_16_bits(layout))}
     if layout.codebook:
-        names["look_up"] = make_lookup(CODEBOOK_CODES[layout.codebook].tolist())
+        names["look_up"] = tile_simd.make_lookup(CODEBOOK_CODES[layout.codebook].tolist())
     exec(make_group_sum_source(layout, dot, rows), names)
     return make_dispatcher(names["sum_group"], is_inlined=True)
 
@@ -349,7 +317,8 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
     block points to the block's first word. Without minima, the second vector is unused.
     """
     get_halves, get_codes, get_bytes = (
-        make_pointer_getter(storage, rows, lanes) for storage in (FP16_STORAGE, INT8_STORAGE, UINT8_STORAGE)
+        tile_simd.make_pointer_getter(storage, rows, lanes)
+        for storage in (simd.FP16_STORAGE, simd.INT8_STORAGE, simd.UINT8_STORAGE)
     )
     factors_offset, to_minimum = layout.factors_offset, (layout.n_params - 1) * PANEL_FP16_WORDS
     to_minimum_factors = (layout.n_params - 1) * layout.n_groups * PANEL_BYTE_WORDS
@@ -357,27 +326,29 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
 
     @jitable
     def get_halves_of_rows(block, first_row, g):
-        scales = load_vector(get_halves(block, 0), first_row)
-        return scales, load_vector(get_halves(block, to_minimum), first_row)
+        scales = tile_simd.load_vector(get_halves(block, 0), first_row)
+        return scales, tile_simd.load_vector(get_halves(block, to_minimum), first_row)
 
     @jitable
     def get_byte_scales(block, first_row, g):
-        scale_bytes = load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
-        scales = view_as_float(shift_left(scale_bytes, scale_shift))
+        scale_bytes = tile_simd.load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
+        scales = tile_simd.view_as_float(tile_simd.shift_left(scale_bytes, scale_shift))
         return scales, scales
 
     @jitable
     def get_products(block, first_row, g):
         scales, minima = get_halves_of_rows(block, first_row, g)
         at = factors_offset + g * PANEL_BYTE_WORDS
-        minimum_factors = load_vector(get_codes(block, at + to_minimum_factors), first_row)
-        return mul(scales, load_vector(get_codes(block, at), first_row)), mul(minima, minimum_factors)
+        minimum_factors = tile_simd.load_vector(get_codes(block, at + to_minimum_factors), first_row)
+        return mul(scales, tile_simd.load_vector(get_codes(block, at), first_row)), mul(minima, minimum_factors)
 
     @jitable
     def get_nibble_products(block, first_row, g):
         scales, minima = get_halves_of_rows(block, first_row, g)
-        factors = load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
-        return mul(scales, to_float(bit_and(factors, 15))), mul(minima, to_float(shift_right(factors, 4)))
+        factors = tile_simd.load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
+        return mul(scales, tile_simd.to_float(tile_simd.bit_and(factors, 15))), mul(
+            minima, tile_simd.to_float(tile_simd.shift_right(factors, 4))
+        )
 
     if layout.has_byte_scales:
         return get_byte_scales
@@ -390,8 +361,10 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     """Return the tile of a shape over weights of a group layout, with byte products by `dot`."""
     rows, max_tokens = shape
     n_row_blocks = PANEL_ROWS // rows
-    get_words, get_out = (make_pointer_getter(storage, rows, dot.lanes) for storage in (INT32_STORAGE, FP32_STORAGE))
-    split_tokens = make_row_splitter(max_tokens)
+    get_words, get_out = (
+        tile_simd.make_pointer_getter(storage, rows, dot.lanes) for storage in (simd.INT32_STORAGE, simd.FP32_STORAGE)
+    )
+    split_tokens = tile_simd.make_row_splitter(max_tokens)
     get_params, sum_group = make_param_reader(layout, rows, dot.lanes), make_group_sum(layout, dot, rows)
     _, group_size, n_groups, has_minima, _ = layout
     n_units, unit_groups, unit_words = layout.n_units, layout.unit_groups, layout.unit_words * PANEL_ROWS
@@ -414,18 +387,18 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)
             share = line_step // n_row_blocks  # of the lines to prefetch
-            ahead = advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
+            ahead = tile_simd.advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
             totals = start_sums(outs, rows, n_tokens, p.accumulate)
-            row_scales = load_vector(get_out(p.w, row_scales_at), row)
+            row_scales = tile_simd.load_vector(get_out(p.w, row_scales_at), row)
             for block in range(p.n - n_scale_blocks):
                 at = block * block_words
-                block_start = advance(p.w, at)
+                block_start = tile_simd.advance(p.w, at)
                 for line in range(0, header_lines, n_row_blocks):
-                    prefetch(ahead, at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
+                    tile_simd.prefetch(ahead, at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
                 for unit in range(n_units):
                     unit_at = at + codes_offset + unit * unit_words
                     for line in range(0, unit_lines, n_row_blocks):
-                        prefetch(ahead, unit_at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
+                        tile_simd.prefetch(ahead, unit_at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
                     words = get_words(p.w, unit_at + row)
                     for i_group in range(unit_groups):
                         g = unit * unit_groups + i_group
@@ -434,18 +407,19 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
                         scales, minima = get_params(block_start, row, g)
                         if n_scale_blocks:
                             scales = mul(scales, row_scales)
-                        totals = fma(to_float(sums), mul(scales, get_number(x_floats, x_at)), totals)
+                        totals = fma(tile_simd.to_float(sums), mul(scales, get_number(x_floats, x_at)), totals)
                         if has_minima:
                             totals = fma(minima, get_number(x_floats, x_at + 2), totals)
-            store_vector(outs, 0, totals, n_tokens)
+            tile_simd.store_vector(outs, 0, totals, n_tokens)
 
     return tile
 
 
-def make_tile(layout: GroupLayout, instruction_set: str) -> Tile:
-    """Return the tile over weights of a group layout, for a `choose_dot4` instruction set."""
+def make_tile(layout: GroupLayout, instruction_set: str) -> tuple[Tile, CompiledFunction]:
+    """Return the tile over weights of a group layout for a `choose_dot4` instruction set, and its `make_activation_getter`."""
     dot = DOT4_BY_NAME[instruction_set]
-    return Tile(functools.partial(make_group_tile, layout, dot), dot.choose_tile_shape, dot.max_tokens)
+    tile = Tile(functools.partial(make_group_tile, layout, dot), dot.choose_tile_shape, dot.max_tokens)
+    return tile, make_activation_getter(get_zero_point(layout, dot))
 
 
 def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
@@ -456,7 +430,7 @@ def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
     bit_fields = get_bit_fields(layout)
     n_fields = max(map(len, bit_fields))
     fields = np.array([[*own, *[BitField(0, 0, 0, 0)] * (n_fields - len(own))] for own in bit_fields])
-    load_param = make_param_loader(layout)
+    get_words, get_params = tile_simd.make_pointer_getter(simd.INT32_STORAGE), make_param_reader(layout, LANES, LANES)
     has_codebook, codes = bool(codebook), CODEBOOK_CODES.get(codebook, np.zeros(1, np.int64))
     has_row_scales = layout.has_row_scales
 
@@ -474,40 +448,16 @@ def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
             code |= ((byte >> shift) & ((1 << n_bits) - 1)) << to
         if has_codebook:
             code = codes[code]
-        scale = load_param(w, block, 0, row, g)
+        scales, minima = get_params(get_words(w, block), row // LANES * LANES, g)
+        scale = extract_lane(scales, row % LANES)
         if has_row_scales:
             scale *= w[panel, w.shape[1] - 1, row]
         weight = np.float32(code - zero_point) * scale
         if has_minima:
-            weight += load_param(w, block, 1, row, g)
+            weight += extract_lane(minima, row % LANES)
         return weight
 
     return get_weight
-
-
-def make_param_loader(layout: GroupLayout) -> CompiledFunction:
-    """Return an inlined function that reads a row's scale (param 0) or minimum (param 1) of a group layout, as float32.
-
-    The group is g of the block that starts at word `block`.
-    """
-    n_groups, factors_offset = layout.n_groups, layout.factors_offset * BYTES_PER_WORD
-    has_nibble_factors, byte_scales = layout.has_nibble_factors, layout.byte_scales
-
-    @inlined
-    def load_byte_scale(w, block, param, row, g):
-        return byte_scales[load_byte(w, block * BYTES_PER_WORD + factors_offset + g * PANEL_ROWS + row)]
-
-    @inlined
-    def load_param(w, block, param, row, g):
-        at = 2 * block + param * PANEL_ROWS + row
-        number = extract_lane(load_fp16(w, at - at % LANES), at % LANES)
-        if n_groups > 1:
-            i = g if has_nibble_factors else param * n_groups + g
-            factor = load_byte(w, block * BYTES_PER_WORD + factors_offset + i * PANEL_ROWS + row)
-            number *= np.float32((factor >> 4 * param) & 15 if has_nibble_factors else (factor ^ 128) - 128)
-        return number
-
-    return load_byte_scale if layout.has_byte_scales else load_param
 
 
 class GroupedRows(NamedTuple):
@@ -668,25 +618,3 @@ class GroupedFormat(QuantizedFormat):
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the blocks and words of a panel."""
         return ceil_div(n, self.layout.block_columns) + self.layout.has_row_scales, self.layout.block_words
-
-    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-        """Return the rows of panels as float32; see `WeightFormat.unpack`."""
-        layout, row_scales = self.layout, None
-        panels = panels[block]
-        if layout.has_row_scales:
-            row_scales = panels[:, -1, :PANEL_ROWS].reshape(-1) / ROW_SCALE_FACTOR
-            panels = panels[:, :-1]
-        size, n_blocks = panels.shape[:2]
-
-        def get_part(first: int, last: int, dtype: type, *shape: int) -> Array:
-            """Return words first to last - 1 of the blocks as an array (P R, blocks, ...) of the dtype."""
-            part: Array = panels[..., first:last].view(dtype).reshape(size, n_blocks, *shape, PANEL_ROWS)
-            part = np.ascontiguousarray(part.transpose(0, -1, *range(1, part.ndim - 1)))
-            return part.reshape(size * PANEL_ROWS, n_blocks, *shape)
-
-        rows = GroupedRows(
-            get_part(0, layout.factors_offset, np.uint16, layout.n_halves),
-            get_part(layout.factors_offset, layout.codes_offset, np.uint8, layout.n_factor_bytes),
-            get_part(layout.codes_offset, layout.block_words, np.uint32, layout.n_units, layout.unit_words),
-        )
-        return np.ascontiguousarray(ungroup(layout, rows, row_scales)[:, :n])

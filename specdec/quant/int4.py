@@ -4,6 +4,8 @@ For each of a few initial scales, the codes are computed, then twice the least s
 best result counts. Scales and minima are then rounded to fp16, and the codes are chosen for those.
 """
 
+import math
+
 import numpy as np
 
 from specdec.quant.gguf_repacking import Q4_MIN_LAYOUT, WEIGHT_FORMATS
@@ -12,22 +14,7 @@ from specdec.quant.int8 import INT8
 from specdec.quant.packed_matrix import Floats, to_float32
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.op_program import Floats2, ForwardContext, kernel, run_on_all_threads
-from specdec.runtime.simd import (  # fmt: skip
-    LANES,
-    Float32,
-    add,
-    ceil_div,
-    fma,
-    load,
-    maximum,
-    minimum,
-    mul,
-    reduce_add,
-    reduce_max,
-    rint,
-    splat,
-    store_bytes,
-)
+from specdec.runtime.simd import LANES, Float32, add, fma, load, maximum, minimum, mul, reduce_add, reduce_max, rint, store_bytes
 from specdec.runtime.work_stealing import get_chunk_range
 
 LAYOUT = Q4_MIN_LAYOUT
@@ -42,7 +29,7 @@ MAX_FP16 = 65504.0
 @inlined
 def quantize_vector(weights, inverse, bias):
     """Return the codes 0 to 15 of a vector of weights: weights * inverse + bias, rounded and clipped, as integral floats."""
-    return maximum(splat(0.0), minimum(splat(MAX_CODE), rint(fma(weights, inverse, bias))))
+    return maximum(0.0, minimum(MAX_CODE, rint(fma(weights, inverse, bias))))
 
 
 @kernel
@@ -56,10 +43,10 @@ def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats
         for g in range(scales.shape[1]):
             at = row * rows.shape[1] + g * 2 * LANES
             a, b = load(rows, at), load(rows, at + LANES)
-            not_finite = reduce_add(fma(a, splat(0.0), mul(b, splat(0.0))))
-            lowest = -reduce_max(maximum(mul(a, splat(-1.0)), mul(b, splat(-1.0))))
+            not_finite = reduce_add(fma(a, 0.0, mul(b, 0.0)))
+            lowest = -reduce_max(maximum(mul(a, -1.0), mul(b, -1.0)))
             width = reduce_max(maximum(a, b)) - lowest
-            a, b = add(a, splat(-lowest)), add(b, splat(-lowest))  # keeps the sums accurate
+            a, b = add(a, -lowest), add(b, -lowest)  # keeps the sums accurate
             total = reduce_add(add(a, b))
             best_error, best_scale, best_minimum = np.float32(np.inf), np.float32(0.0), np.float32(0.0)
             for i in range(len(INITIAL_STEPS)):
@@ -67,10 +54,10 @@ def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats
                 group_minimum = np.float32(0.5) * (width - np.float32(MAX_CODE) * scale)
                 for _ in range(1 + N_FITS):
                     inverse = np.float32(1.0) / scale if scale > 0.0 else np.float32(0.0)
-                    p = quantize_vector(a, splat(inverse), splat(-group_minimum * inverse))
-                    q = quantize_vector(b, splat(inverse), splat(-group_minimum * inverse))
-                    residual_a = fma(p, splat(-scale), add(a, splat(-group_minimum)))
-                    residual_b = fma(q, splat(-scale), add(b, splat(-group_minimum)))
+                    p = quantize_vector(a, inverse, -group_minimum * inverse)
+                    q = quantize_vector(b, inverse, -group_minimum * inverse)
+                    residual_a = fma(p, -scale, add(a, -group_minimum))
+                    residual_b = fma(q, -scale, add(b, -group_minimum))
                     error = reduce_add(fma(residual_a, residual_a, mul(residual_b, residual_b)))
                     if error < best_error:
                         best_error, best_scale, best_minimum = error, scale, group_minimum
@@ -93,15 +80,15 @@ def quantize_groups(run: ForwardContext, thread: int, words: Floats2, scales: Fl
             at = row * rows.shape[1] + g * 2 * LANES
             scale = scales[row, g]
             inverse = np.float32(1.0) / scale if scale > 0.0 else np.float32(0.0)
-            minus_minimum = splat(-minima[row, g])
-            a = quantize_vector(add(load(rows, at), minus_minimum), splat(inverse), splat(0.0))
-            b = quantize_vector(add(load(rows, at + LANES), minus_minimum), splat(inverse), splat(0.0))
-            store_bytes(words, row * words.shape[1] * 4 + g * LANES, fma(b, splat(16.0), a))
+            minus_minimum = -minima[row, g]
+            a = quantize_vector(add(load(rows, at), minus_minimum), inverse, 0.0)
+            b = quantize_vector(add(load(rows, at + LANES), minus_minimum), inverse, 0.0)
+            store_bytes(words, row * words.shape[1] * 4 + g * LANES, fma(b, 16.0, a))
 
 
 def quantize(rows: Float32) -> GroupedRows:
     """Return float32 rows (rows, n) quantized to int4; copies of the last weight fill up the last group."""
-    n_groups = ceil_div(rows.shape[1], LAYOUT.group_size)
+    n_groups = math.ceil(rows.shape[1] / LAYOUT.group_size)
     if n_missing := n_groups * LAYOUT.group_size - rows.shape[1]:
         rows = np.pad(rows, ((0, 0), (0, n_missing)), "edge")
     fitted = np.empty((2, len(rows), n_groups), np.float32)

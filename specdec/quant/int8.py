@@ -3,8 +3,8 @@
 Symmetric as in llama2.c's export.py: scale = max |w| / 127 over a group of consecutive weights, w is about value * scale.
 
 A panel is (groups, words). A group of columns holds the scales of the R rows, then words, the rows innermost: a word holds a
-row's weights of 4 columns as the bytes w + 128. Activations (T, words) hold for each group its scale, the correction -128 * sum
-of codes for weights that are stored as w + 128, the sum of scale * codes, and the codes, 4 to a word.
+row's weights of 4 columns as the bytes w + 128. Activations (T, words) hold for each group its scale, the correction for the zero
+point of the weights, the sum of scale * codes, and the codes, 4 to a word.
 """
 
 import math
@@ -16,8 +16,9 @@ import numpy as np
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, choose_dot4
 from specdec.quant.matmul import Tile, TileShape, get_number, make_kernels, prefetch_lines, start_sums
-from specdec.quant.packed_matrix import ALL_PANELS, Floats, Int8Rows, WeightFormat, to_float32
-from specdec.runtime.code_cache import compiled, inlined, jitable
+from specdec.quant.packed_matrix import Floats, Int8Rows, WeightFormat, to_float32
+from specdec.runtime import tile_simd
+from specdec.runtime.code_cache import CompiledFunction, compiled, inlined, jitable
 from specdec.runtime.op_program import Codes3, Floats2, ForwardContext, Words2, Words3, Words4, kernel, run_on_all_threads
 from specdec.runtime.simd import (
     CPU_FEATURES,
@@ -45,16 +46,6 @@ from specdec.runtime.simd import (
     store_bytes,
     store_int,
 )
-from specdec.runtime.tile_simd import (
-    advance,
-    bit_and,
-    fill_vector,
-    load_vector,
-    make_pointer_getter,
-    make_row_splitter,
-    store_vector,
-    to_float,
-)
 from specdec.runtime.work_stealing import get_chunk_range
 
 BYTES_PER_WORD = 4
@@ -67,11 +58,10 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
     """Return the tile of a shape over groups of int8 weights, with byte products by `dot`."""
     rows, max_tokens = shape
     n_blocks = PANEL_ROWS // rows  # row blocks of the panel, one after another
-    get_words = make_pointer_getter(INT32_STORAGE, rows, dot.lanes)
-    get_floats = make_pointer_getter(FP32_STORAGE, rows, dot.lanes)
-    split_tokens = make_row_splitter(max_tokens)
+    get_words = tile_simd.make_pointer_getter(INT32_STORAGE, rows, dot.lanes)
+    get_floats = tile_simd.make_pointer_getter(FP32_STORAGE, rows, dot.lanes)
+    split_tokens = tile_simd.make_row_splitter(max_tokens)
     prepare, dot4 = dot.prepare, dot.dot4
-    correction_mask = 0 if dot.is_signed else -1
 
     def tile(n_tokens, p):
         """out[t, r] (+)= sum over groups g of (sum over k in g of w[r, k] * x[t, k]) * scale of w[r, g] * scale of x[t, g].
@@ -85,44 +75,43 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
         x_scales = split_tokens(get_floats(p.x.start, 0), p.x.stride)
         for block in range(n_blocks):
             outs = split_tokens(get_floats(p.out.start, block * rows), p.out.stride)
-            ahead = advance(p.ahead, block * step * p.n * (1 + n_words))
+            ahead = tile_simd.advance(p.ahead, block * step * p.n * (1 + n_words))
             totals = start_sums(outs, rows, n_tokens, p.accumulate)
             for g in range(p.n):
                 at, x_at = g * group_words + block * rows, g * x_words
-                words, scales = get_words(p.w, at), load_vector(get_floats(p.w, at), 0)
-                sums = bit_and(fill_vector(words, get_number(xs, x_at + 1)), correction_mask)
+                words, scales = get_words(p.w, at), tile_simd.load_vector(get_floats(p.w, at), 0)
+                sums = tile_simd.fill_vector(words, get_number(xs, x_at + 1))
                 for i in range(n_words):
                     prefetch_lines(ahead, (g * (1 + n_words) + 1 + i) * step, rows * BYTES_PER_WORD)
-                    weights = prepare(load_vector(words, (1 + i) * PANEL_ROWS))
+                    weights = prepare(tile_simd.load_vector(words, (1 + i) * PANEL_ROWS))
                     sums = dot4(sums, weights, get_number(xs, x_at + GROUP_HEADER_WORDS + i))
-                totals = fma(to_float(sums), mul(scales, get_number(x_scales, x_at)), totals)
-            store_vector(outs, 0, totals, n_tokens)
+                totals = fma(tile_simd.to_float(sums), mul(scales, get_number(x_scales, x_at)), totals)
+            tile_simd.store_vector(outs, 0, totals, n_tokens)
 
     return tile
 
 
-def make_tile(instruction_set: str) -> Tile:
-    """Return the tile over int8 weights for an instruction set of `choose_dot4`."""
+def make_tile(instruction_set: str) -> tuple[Tile, CompiledFunction]:
+    """Return the tile over int8 weights for an instruction set of `choose_dot4`, and its `make_activation_getter`."""
     dot = DOT4_BY_NAME[instruction_set]
-    return Tile(partial(make_int8_tile, dot), dot.choose_tile_shape, dot.max_tokens)
+    zero_point = 0 if dot.is_signed else 128
+    return Tile(partial(make_int8_tile, dot), dot.choose_tile_shape, dot.max_tokens), make_activation_getter(zero_point)
 
 
 DOT4_NAME = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else choose_dot4(CPU_FEATURES)
 
 
 @compiled
-def quantize_activations(codes, x, n, group_size, n_tokens):
+def quantize_activations(codes, x, n, group_size, n_tokens, zero_point):
     """Quantize rows x[t, :n] to int8 in codes (the rule of runq.c): code = round(x / scale), scale = max |x| / 127 of a group.
 
-    Halves round away from 0. codes (T, words) holds for each group its scale, the correction -128 * sum of codes for weights that
-    are stored as w + 128, the sum of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite
-    has a NaN scale.
+    Halves round away from 0. codes (T, words) holds for each group its scale, the correction -zero_point * sum of codes, the sum
+    of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite has a NaN scale.
     """
     group_words = ceil_div(group_size, BYTES_PER_WORD)
     lowest, limit = splat(-127.0), splat(127.0)
     for t in range(n_tokens):
         row, words = t * x.shape[1], t * codes.shape[1]
-        # All scales first: each step waits for the one before, and two loops wait less than one.
         for g in range(ceil_div(n, group_size)):
             start, end = g * group_size, min((g + 1) * group_size, n)
             whole = start + (end - start) // LANES * LANES
@@ -131,12 +120,8 @@ def quantize_activations(codes, x, n, group_size, n_tokens):
                 top = maximum(absolute(load(x, row + i)), top)
             for i in range(whole, end):
                 top = maximum(absolute(splat(x[t, i])), top)
-            codes[t, g * (GROUP_HEADER_WORDS + group_words)] = reduce_max(top) / np.float32(127.0)
-        for g in range(ceil_div(n, group_size)):
-            start, end = g * group_size, min((g + 1) * group_size, n)
-            whole = start + (end - start) // LANES * LANES
             at = g * (GROUP_HEADER_WORDS + group_words)
-            scale, first = codes[t, at], (words + at + GROUP_HEADER_WORDS) * BYTES_PER_WORD
+            scale, first = reduce_max(top) / np.float32(127.0), (words + at + GROUP_HEADER_WORDS) * BYTES_PER_WORD
             divisor = splat(scale if scale > 0.0 else np.float32(1.0))
             total = splat(0.0)
             for i in range(start, whole, LANES):
@@ -151,20 +136,25 @@ def quantize_activations(codes, x, n, group_size, n_tokens):
                 group_total += code
                 store_byte(codes, first + i - start, code)
             codes[t, at] = scale + np.float32(0.0) * group_total
-            store_int(codes, (words + at + 1) * BYTES_PER_WORD, np.float32(-128.0) * group_total)
+            store_int(codes, (words + at + 1) * BYTES_PER_WORD, np.float32(-zero_point) * group_total)
             codes[t, at + 2] = codes[t, at] * group_total
 
 
-@inlined
-def get_quantized_activations(run, thread, p, n_tokens):
-    """Return this thread's activations x quantized to int8, as a tile over groups takes them, and the weight words per group.
+def make_activation_getter(zero_point: int) -> CompiledFunction:
+    """Return the inlined function get_activations of `make_matmul` for a tile over weights with this zero point."""
 
-    Quantizes x into the thread's scratch in its first chunk of the phase.
-    """
-    codes = p.scratch[thread]
-    if run.is_first_chunk:
-        quantize_activations(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group_size, n_tokens)
-    return codes, p.w.shape[2] // PANEL_ROWS - 1
+    @inlined
+    def get_activations(run, thread, p, n_tokens):
+        """Return this thread's activations x quantized to int8, as a tile over groups takes them, and the weight words per group.
+
+        Quantizes x into the thread's scratch in its first chunk of the phase.
+        """
+        codes = p.scratch[thread]
+        if run.is_first_chunk:
+            quantize_activations(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group_size, n_tokens, zero_point)
+        return codes, p.w.shape[2] // PANEL_ROWS - 1
+
+    return get_activations
 
 
 @inlined
@@ -275,21 +265,11 @@ class Int8Format(QuantizedFormat):
         codes, scales = (np.ascontiguousarray(array).view(np.uint32) for array in (values, grouped.scales))
         run_on_all_threads(pack_words(words, first, stride, codes, scales))
 
-    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-        """Return the rows of panels, (byte - 128) * scale; see `WeightFormat.unpack`."""
-        panels = panels[block]
-        n_groups, n_words = panels.shape[1], panels.shape[2] // PANEL_ROWS - 1
-        words = panels.reshape(-1, n_groups, 1 + n_words, PANEL_ROWS)
-        code_words = np.ascontiguousarray(words[:, :, 1:].transpose(0, 3, 1, 2))
-        codes = code_words.view(np.uint8).reshape(-1, n_groups, n_words * BYTES_PER_WORD)[:, :, :group_size]
-        values = (codes.astype(np.float32) - 128) * words[:, :, 0].transpose(0, 2, 1).reshape(-1, n_groups, 1)
-        return np.ascontiguousarray(values.reshape(-1, n_groups * group_size)[:, :n])
+
+def _make_weight_format(prefix: str, instruction_set: str) -> Int8Format:
+    return Int8Format(name="int8", **make_kernels(__name__, prefix, *make_tile(instruction_set), get_weight))
 
 
-def _make_weight_format(prefix: str, tile: Tile) -> Int8Format:
-    return Int8Format(name="int8", **make_kernels(__name__, prefix, tile, get_quantized_activations, get_weight))
-
-
-NATIVE_INT8 = _make_weight_format("", make_tile(choose_dot4(CPU_FEATURES)))
-PORTABLE_INT8 = _make_weight_format("portable_", make_tile("portable"))
+NATIVE_INT8 = _make_weight_format("", choose_dot4(CPU_FEATURES))
+PORTABLE_INT8 = _make_weight_format("portable_", "portable")
 INT8 = PORTABLE_INT8 if DOT4_NAME == "portable" else NATIVE_INT8

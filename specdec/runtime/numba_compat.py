@@ -17,7 +17,7 @@ import llvmlite.binding
 import numba
 import numpy as np
 from numba import njit, types
-from numba.core import codegen
+from numba.core import codegen, untyped_passes
 from numba.core.base import BaseContext
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompilerBase, CompileResult
@@ -28,16 +28,6 @@ from numba.core.runtime import _nrt_python
 from numba.core.serialize import dumps
 from numba.core.typed_passes import IRLegalization, NativeLowering, NoPythonBackend, NopythonTypeInference, PreLowerStripPhis
 from numba.core.typing import Signature, templates
-from numba.core.untyped_passes import (
-    DeadBranchPrune,
-    FixupArgs,
-    GenericRewrites,
-    InlineInlinables,
-    IRProcessing,
-    ReconstructSSA,
-    RewriteSemanticConstants,
-    TranslateByteCode,
-)
 from numba.np.numpy_support import from_dtype, map_layout
 
 from specdec.runtime.garbage_collection import pause_garbage_collection
@@ -46,16 +36,16 @@ SERIALIZED_KIND = "specdec"  # numba's own kinds are "object" and "bitcode"
 NRT_PREFIX = "NRT_"  # of names in numba's runtime
 
 PASSES = (
-    TranslateByteCode,
-    FixupArgs,
-    IRProcessing,
-    RewriteSemanticConstants,
-    DeadBranchPrune,
-    GenericRewrites,
-    InlineInlinables,
-    DeadBranchPrune,
-    ReconstructSSA,
-    DeadBranchPrune,
+    untyped_passes.TranslateByteCode,
+    untyped_passes.FixupArgs,
+    untyped_passes.IRProcessing,
+    untyped_passes.RewriteSemanticConstants,
+    untyped_passes.DeadBranchPrune,
+    untyped_passes.GenericRewrites,
+    untyped_passes.InlineInlinables,
+    untyped_passes.DeadBranchPrune,
+    untyped_passes.ReconstructSSA,
+    untyped_passes.DeadBranchPrune,
     NopythonTypeInference,
     PreLowerStripPhis,
     IRLegalization,

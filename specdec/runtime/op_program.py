@@ -26,18 +26,11 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
+from specdec.runtime import work_stealing
 from specdec.runtime.code_cache import CompiledFunction, MachineCodeCache, compile_callback, jitable, make_dispatcher
-from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes, get_topology
+from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes
 from specdec.runtime.parallel_region import get_available_threads, pause, run_on_threads
 from specdec.runtime.simd import F32, I32, I64, Array, Float32, Int64, UInt16, atomic_store, call_address, load_word
-from specdec.runtime.work_stealing import (
-    NOT_FOUND,
-    PHASE_SHIFT,
-    choose_victim,
-    count_chunks_per_thread,
-    is_phase_done,
-    take_chunk,
-)
 
 # Annotations of kernel parameters: C-contiguous arrays with a number of dimensions. A kernel also takes int and float.
 Floats1 = Annotated[Float32, types.float32, 1]
@@ -128,7 +121,6 @@ N_CONTEXT_WORDS = ForwardContext._fields.index("chunk")  # fields that all chunk
 SEQUENCE_OPS_WORD, N_SEQUENCES_WORD, SEQUENCES_WORD, SEQUENCE_WORDS = range(N_CONTEXT_WORDS, N_CONTEXT_WORDS + 4)
 # After them, in cache lines of each thread: how many chunks of a phase it has done, and its queue of chunks
 CACHE_LINE_WORDS = 8
-N_NODES_WORD = 2 * CACHE_LINE_WORDS - 1  # before these: the number of NUMA nodes
 DONE_WORD, QUEUES_WORD, THREAD_STRIDE_WORDS = 2 * CACHE_LINE_WORDS, 3 * CACHE_LINE_WORDS, 2 * CACHE_LINE_WORDS
 CONTEXT_STRUCT = struct.Struct(f"={SEQUENCE_WORDS}q")  # numpy would take 1 us
 # Words of an op before its arguments. The first op of a phase holds the number of the phase's ops and their bytes; the last word
@@ -349,23 +341,20 @@ def run_chunk(run, ops, first, last, thread, chunk, n_chunks, is_first_chunk):
 @jitable
 def run_phase(run, ops, first, last, thread, n_threads):
     """Run a phase as one of its threads: take and run chunks until none is left, then wait until all threads' chunks are done."""
-    phase, stride, done, queues = (
-        first + 1,
-        THREAD_STRIDE_WORDS * WORD_BYTES,
-        run + DONE_WORD * WORD_BYTES,
-        run + QUEUES_WORD * WORD_BYTES,
-    )
-    n = count_chunks_per_thread(get_phase_bytes(run, ops + first * OP_WORDS * WORD_BYTES), load_word(run), n_threads)
+    phase, stride = first + 1, THREAD_STRIDE_WORDS * WORD_BYTES
+    done, queues = run + DONE_WORD * WORD_BYTES, run + QUEUES_WORD * WORD_BYTES
+    n_bytes = get_phase_bytes(run, ops + first * OP_WORDS * WORD_BYTES)
+    n = work_stealing.count_chunks_per_thread(n_bytes, load_word(run), n_threads)
     victim, n_done, n_waits = thread, 0, 0
-    while victim != NOT_FOUND:
-        chunk = take_chunk(queues + victim * stride, phase, n, victim == thread)
-        if chunk != NOT_FOUND:
+    while victim != work_stealing.NOT_FOUND:
+        chunk = work_stealing.take_chunk(queues + victim * stride, phase, n, victim == thread)
+        if chunk != work_stealing.NOT_FOUND:
             run_chunk(run, ops, first, last, thread, victim * n + chunk, n * n_threads, 1 if n_done == 0 else 0)
             n_done += 1
-            atomic_store(done + thread * stride, phase << PHASE_SHIFT | n_done)
-        if chunk == NOT_FOUND or victim != thread:
-            victim = choose_victim(queues, stride, phase, n, thread, n_threads, load_word(run + N_NODES_WORD * WORD_BYTES))
-    while not is_phase_done(done, stride, phase, n_threads, n * n_threads):
+            atomic_store(done + thread * stride, phase << work_stealing.PHASE_SHIFT | n_done)
+        if chunk == work_stealing.NOT_FOUND or victim != thread:
+            victim = work_stealing.find_busiest_thread(queues, stride, phase, n, n_threads)
+    while not work_stealing.is_phase_done(done, stride, phase, n_threads, n * n_threads):
         n_waits += 1
         pause(n_waits)
 
@@ -454,7 +443,6 @@ class Executor:
     def _prepare(self) -> None:
         """Allocate a context, and store the addresses of the context, of the ops and of the ops with sequence arrays."""
         self._context = allocate_context()
-        self._context[N_NODES_WORD] = get_topology().n_nodes
         self._addresses = self._context.ctypes.data, self._ops.ctypes.data
         self._single_sequence = self._sequence_ops.ctypes.data, 1, self._context.ctypes.data
 
@@ -517,6 +505,6 @@ class _AddressMap:
         return self._arrays[i][2] if i >= 0 and address < self._arrays[i][1] else 0
 
 
-def run_on_all_threads(op: Op, n_threads: int | None = None) -> None:
-    """Run one op by itself, without tokens, and return when it is done; each of n_threads (default: all) computes its share."""
-    Executor([[op]])(0, 0, 0, n_threads or get_available_threads())
+def run_on_all_threads(op: Op, n_threads: int | None = None, n_tokens: int = 0) -> None:
+    """Run one op by itself and return when it is done; each of n_threads (default: all) computes its share."""
+    Executor([[op]])(n_tokens, 0, 0, n_threads or get_available_threads())

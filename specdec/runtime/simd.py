@@ -335,7 +335,6 @@ div = make_vector_op(2, lambda b, x, y: b.fdiv(x, y))
 maximum = make_vector_op(2, _emit_maximum)
 minimum = make_vector_op(2, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 fma = make_vector_op(3, multiply_add)
-portable_fma = make_vector_op(3, portable_multiply_add)
 absolute = make_vector_op(1, lambda b, x: call_float_function(b, "fabs", x))
 round_half_away = make_vector_op(1, lambda b, x: call_float_function(b, "round", x))
 rint = make_vector_op(1, lambda b, x: call_float_function(b, "rint", x))
@@ -426,7 +425,7 @@ def _to_nearest_fp16(builder, v):
     return builder.bitcast(builder.fptrunc(v, ir.VectorType(ir.HalfType(), LANES)), _HALF_VECTOR)
 
 
-def _to_nearest_fp16_portable(builder, v):
+def portable_to_nearest_fp16(builder, v):
     """Emit the bits of the fp16 nearest to each float32 of a vector, ties to even, by integer arithmetic.
 
     Magnitudes must be below MIN_FP16_OVERFLOW. A carry out of the mantissa goes into the exponent. A subnormal is rounded by
@@ -444,21 +443,21 @@ def _to_nearest_fp16_portable(builder, v):
     return builder.trunc(builder.or_(rounded, sign), _HALF_VECTOR)
 
 
-def make_narrow_fp16(to_nearest: Emitter) -> Emitter:
-    """Return a function that emits the conversion of a float32 vector to fp16 bits, with NaN for numbers too large for fp16.
+# Without the instruction, LLVM would call a library function that is not available.
+HAS_FP16_CONVERSION = IS_ARM64 or "+f16c" in FEATURES
+to_nearest_fp16 = _to_nearest_fp16 if HAS_FP16_CONVERSION else portable_to_nearest_fp16
 
-    The NaN makes the overflow detectable.
+
+def narrow_fp16(builder: ir.IRBuilder, v: ir.Value, to_nearest: Emitter = to_nearest_fp16) -> ir.Value:
+    """Emit the conversion of a float32 vector to fp16 bits, with NaN for numbers too large for fp16, to detect the overflow.
 
     Args:
+        builder: The builder.
+        v: The vector.
         to_nearest: Function that emits the bits of the nearest fp16, for numbers that fit.
     """
-
-    def narrow(builder, v):
-        size = call_llvm_intrinsic(builder, "llvm.fabs.v16f32", FLOAT_VECTOR, v)
-        fits = builder.fcmp_ordered("<", size, make_constant_vector(FLOAT_VECTOR, MIN_FP16_OVERFLOW))
-        return builder.select(fits, to_nearest(builder, v), make_constant_vector(_HALF_VECTOR, 0x7E00))
-
-    return narrow
+    fits = builder.fcmp_ordered("<", call_float_function(builder, "fabs", v), make_constant_vector(v.type, MIN_FP16_OVERFLOW))
+    return builder.select(fits, to_nearest(builder, v), make_constant_vector(_HALF_VECTOR, 0x7E00))
 
 
 def _widen_codes(builder, codes):
@@ -473,11 +472,7 @@ INT32_STORAGE = StorageDtype("int32", 4, I32, lambda builder, words: words, type
 FP32_STORAGE = StorageDtype("fp32", 4, F32, lambda builder, floats: floats)
 BF16_STORAGE = StorageDtype("bf16", 2, I16, _widen_bf16)
 PORTABLE_FP16_STORAGE = StorageDtype("portable fp16", 2, I16, _widen_fp16_portable)
-# Without the instruction, LLVM would call a library function that is not available.
-HAS_FP16_CONVERSION = IS_ARM64 or "+f16c" in FEATURES
 FP16_STORAGE = StorageDtype("fp16", 2, I16, _widen_fp16) if HAS_FP16_CONVERSION else PORTABLE_FP16_STORAGE
-narrow_fp16 = make_narrow_fp16(_to_nearest_fp16 if HAS_FP16_CONVERSION else _to_nearest_fp16_portable)
-portable_narrow_fp16 = make_narrow_fp16(_to_nearest_fp16_portable)
 
 
 def get_storage_dtype(array_type: types.Type) -> StorageDtype:
@@ -498,37 +493,26 @@ def make_load(storage: StorageDtype | None) -> CompiledFunction:
     return make_intrinsic(vector, None, types.intp, emit=emit)
 
 
-load = make_load(FP32_STORAGE)
+load = make_load(None)
 load_bf16 = make_load(BF16_STORAGE)
-load_fp16 = make_load(FP16_STORAGE)
-load_by_dtype = make_load(None)
 # (array, index) -> the float of an array of float32
 load_item = make_intrinsic(types.float32, None, types.intp, emit=lambda b, _, get_pointer: b.load(get_pointer(F32, F32)))
-# (array, index, value): write LANES floats to an array of float32
-store = make_intrinsic(
-    types.void,
-    None,
-    types.intp,
-    vector,
-    emit=lambda b, _, get_pointer, value: b.store(value, get_pointer(F32, FLOAT_VECTOR), align=4),
-)
 
 
-def _make_store_by_dtype(narrow: Emitter) -> CompiledFunction:
+def make_store(to_nearest: Emitter) -> CompiledFunction:
     """Return an intrinsic (array, index, value) that stores a float32 vector from a flat index on, as the array's dtype.
 
-    narrow: Function that emits the conversion to fp16 bits, for uint16 arrays: see `get_storage_dtype`.
+    to_nearest: As in `narrow_fp16`, for uint16 arrays: see `get_storage_dtype`.
     """
 
     def emit(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
-        value = value if storage is FP32_STORAGE else narrow(builder, value)
+        value = value if storage is FP32_STORAGE else narrow_fp16(builder, value, to_nearest)
         builder.store(value, get_pointer(storage.item, storage.full_vector), align=storage.item_bytes)
 
     return make_intrinsic(types.void, None, types.intp, vector, emit=emit)
 
 
-store_by_dtype = _make_store_by_dtype(narrow_fp16)
-portable_store_by_dtype = _make_store_by_dtype(portable_narrow_fp16)
+store = make_store(to_nearest_fp16)
 
 
 def _emit_store_item(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
@@ -538,10 +522,10 @@ def _emit_store_item(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: 
     builder.store(value, get_pointer(storage.item, storage.item))
 
 
-store_item_by_dtype = make_intrinsic(types.void, None, types.intp, types.float32, emit=_emit_store_item)
+store_item = make_intrinsic(types.void, None, types.intp, types.float32, emit=_emit_store_item)
 
 
-def _make_store(value, convert):
+def _make_byte_store(value, convert):
     """Return an intrinsic (array, index, value) that converts a value and stores it at an index counted in bytes.
 
     Args:
@@ -557,9 +541,9 @@ def _make_store(value, convert):
 
 
 _BYTE_VECTOR = ir.VectorType(I8, LANES)
-store_bytes = _make_store(vector, lambda b, v: b.trunc(b.fptosi(v, INT_VECTOR), _BYTE_VECTOR))  # a vector of integral floats
-store_byte = _make_store(types.float32, lambda b, v: b.fptosi(v, I8))  # an integral float32
-store_int = _make_store(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
+store_bytes = _make_byte_store(vector, lambda b, v: b.trunc(b.fptosi(v, INT_VECTOR), _BYTE_VECTOR))  # a vector of integral floats
+store_byte = _make_byte_store(types.float32, lambda b, v: b.fptosi(v, I8))  # an integral float32
+store_int = _make_byte_store(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
 # (array, index) -> the unsigned byte at an index in bytes
 load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_pointer: b.zext(b.load(get_pointer(I8, I8)), I64))
 
@@ -577,7 +561,7 @@ def call_address(typingctx, function, args):
     return types.void(types.int64, args), codegen
 
 
-def _emit_at_address(emit):
+def emit_at_address(emit):
     """Return a version of `emit` that takes an int64 address in the place of a pointer to an int64."""
     return lambda builder, address, *values: emit(builder, builder.inttoptr(address, I64.as_pointer()), *values)
 
@@ -587,16 +571,12 @@ def _emit_compare_exchange(builder, word, expected, value):
 
 
 # address -> the int64 there
-load_word = make_intrinsic(types.int64, types.int64, emit=_emit_at_address(lambda b, word: b.load(word)))
-# (address, n): add to the int64, in one order for all threads, and return the previous value
-atomic_add = make_intrinsic(
-    types.int64, *[types.int64] * 2, emit=_emit_at_address(lambda b, word, n: b.atomic_rmw("add", word, n, "seq_cst"))
-)
+load_word = make_intrinsic(types.int64, types.int64, emit=emit_at_address(lambda b, word: b.load(word)))
 # (address, expected, value): replace the int64 if it equals expected, and return the previous value
-atomic_compare_exchange = make_intrinsic(types.int64, *[types.int64] * 3, emit=_emit_at_address(_emit_compare_exchange))
+atomic_compare_exchange = make_intrinsic(types.int64, *[types.int64] * 3, emit=emit_at_address(_emit_compare_exchange))
 # (address, value): store after all earlier writes (release)
 atomic_store = make_intrinsic(
-    types.void, *[types.int64] * 2, emit=_emit_at_address(lambda b, word, n: b.store_atomic(n, word, "release", 8))
+    types.void, *[types.int64] * 2, emit=emit_at_address(lambda b, word, n: b.store_atomic(n, word, "release", 8))
 )
 # address -> the int64, with all writes before its store (acquire)
-atomic_load = make_intrinsic(types.int64, types.int64, emit=_emit_at_address(lambda b, word: b.load_atomic(word, "acquire", 8)))
+atomic_load = make_intrinsic(types.int64, types.int64, emit=emit_at_address(lambda b, word: b.load_atomic(word, "acquire", 8)))

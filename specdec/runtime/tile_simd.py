@@ -4,8 +4,10 @@ The values of all tokens of a tile are a tuple; see `simd.make_token_intrinsic`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -23,6 +25,7 @@ from specdec.runtime.simd import (
     LANES,
     PANEL_ROWS,
     REGISTER_LANES,
+    Emitter,
     StorageDtype,
     VectorType,
     call_llvm_intrinsic,
@@ -59,11 +62,6 @@ class _PointerModel(models.PrimitiveModel):
 # Integers, for the codes of weights
 
 
-def _get_int16_type(words: VectorType) -> VectorType:
-    """Return the type of the 16-bit numbers, two in the place of each 32-bit word."""
-    return VectorType(types.int16, 2 * words.lanes, words.n_parts)
-
-
 def _cast_to_bytes(builder, words):
     return builder.bitcast(words, ir.VectorType(I8, 4 * words.type.count))
 
@@ -73,8 +71,6 @@ bit_or = make_vector_op(2, lambda b, x, y: b.or_(x, y))
 bit_xor = make_vector_op(2, lambda b, x, y: b.xor(x, y))
 shift_left = make_vector_op(2, lambda b, x, y: b.shl(x, y))
 shift_right = make_vector_op(2, lambda b, x, y: b.lshr(x, y))
-shift_right_signed = make_vector_op(2, lambda b, x, y: b.ashr(x, y))
-subtract = make_vector_op(2, lambda b, x, y: b.sub(x, y))
 # a vector of int32 -> float32 with the same bits
 view_as_float = make_vector_op(
     1, lambda b, x: b.bitcast(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
@@ -166,40 +162,44 @@ dot4_avx2 = make_vector_op(4, _emit_dot4_avx2)
 dot4_neon = make_vector_op(3, lambda b, acc, w, x: _emit_add_products_neon(b, acc, _emit_byte_products_neon(b, w, x)))
 # four bytes per word -> their absolute values
 absolute_bytes = make_vector_op(1, _emit_absolute_bytes)
-# The parts of these. (w, x) -> 16-bit sums of two byte products (AVX2, unsigned w) or 16-bit products (NEON);
-# (shorts, w, x) -> those, added to 16-bit sums; (sums, shorts) -> int32 sums plus the 16-bit sums of each word
-multiply_pairs_avx2 = make_vector_op(2, _emit_byte_pairs_avx2, _get_int16_type)
-multiply_pairs_neon = make_vector_op(
-    2, _emit_byte_products_neon, lambda words: VectorType(types.int16, 4 * words.lanes, words.n_parts)
-)
-add_pairs_avx2 = make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, _emit_byte_pairs_avx2(b, w, x)))
-add_pairs_neon = make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, _emit_byte_products_neon(b, w, x)))
-widen_pairs_avx2 = make_vector_op(2, _emit_add_pairs_avx2)
-widen_pairs_neon = make_vector_op(2, _emit_add_products_neon)
 
 
-def _make_word_adder(n_words, multiply, widen):
-    """Return an intrinsic (sums, w, x, other w, other x, ...) -> int32 sums plus products that are added in 16 bits first.
+class PairOps(NamedTuple):
+    """The parts of `dot4_avx2` and `dot4_neon`, to add several products in 16 bits before they become int32, as intrinsics.
 
-    It adds all words of a token before those of the next: 16-bit sums of all tokens would need more registers than there are.
+    Attributes:
+        multiply_pairs: (w, x) -> 16-bit products, or sums of two; w is unsigned with AVX2.
+        add_pairs: (16-bit sums, w, x) -> 16-bit sums.
+        widen_pairs: (sums, 16-bit sums) -> int32 sums plus the 16-bit sums of each word.
+        make_word_adder: Number of words -> (sums, w, x, other w, other x, ...) -> int32 sums. It adds all words of a token before
+            those of the next: 16-bit sums of all tokens would need more registers than there are.
     """
 
-    def emit(builder, acc, *factors):
-        products = [multiply(builder, w, x) for w, x in zip(factors[::2], factors[1::2], strict=True)]
-        return widen(builder, acc, functools.reduce(builder.add, products))
-
-    return make_vector_op(1 + 2 * n_words, emit)
-
-
-def make_word_adder_avx2(n_words: int) -> CompiledFunction:
-    """Return the intrinsic of `_make_word_adder` for AVX2, which takes unsigned w."""
-    return _make_word_adder(n_words, _emit_byte_pairs_avx2, _emit_add_pairs_avx2)
+    multiply_pairs: CompiledFunction
+    add_pairs: CompiledFunction
+    widen_pairs: CompiledFunction
+    make_word_adder: Callable[[int], CompiledFunction]
 
 
-def make_word_adder_neon(n_words: int) -> CompiledFunction:
-    """Return the intrinsic of `_make_word_adder` for NEON."""
-    return _make_word_adder(n_words, _emit_byte_products_neon, _emit_add_products_neon)
+def make_pair_ops(multiply: Emitter, widen: Emitter, shorts_per_word: int) -> PairOps:
+    """Return the `PairOps` of functions that emit the products of a vector, with this many numbers per word, and their sums."""
 
+    def get_result(words: VectorType) -> VectorType:
+        return VectorType(types.int16, shorts_per_word * words.lanes, words.n_parts)
+
+    def make_word_adder(n_words: int) -> CompiledFunction:
+        def emit(builder, acc, *factors):
+            products = [multiply(builder, w, x) for w, x in zip(factors[::2], factors[1::2], strict=True)]
+            return widen(builder, acc, functools.reduce(builder.add, products))
+
+        return make_vector_op(1 + 2 * n_words, emit)
+
+    add = make_vector_op(3, lambda b, shorts, w, x: b.add(shorts, multiply(b, w, x)))
+    return PairOps(make_vector_op(2, multiply, get_result), add, make_vector_op(2, widen), make_word_adder)
+
+
+PAIR_OPS_AVX2 = make_pair_ops(_emit_byte_pairs_avx2, _emit_add_pairs_avx2, 2)
+PAIR_OPS_NEON = make_pair_ops(_emit_byte_products_neon, _emit_add_products_neon, 4)
 
 # 16-byte tables
 
@@ -209,8 +209,6 @@ Lookup = tuple[str, int]  # an LLVM intrinsic, "" for none, and the number of by
 
 def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
     """Return the `Lookup` for a table of 16 bytes on a CPU with the given LLVM features, of at most max_bytes at a time."""
-    if "+avx512vbmi" in features and max_bytes >= 64:
-        return "llvm.x86.avx512.permvar.qi.512", 64
     if "+avx512bw" in features and max_bytes >= 64:
         return "llvm.x86.avx512.pshuf.b.512", 64
     if "+avx2" in features and max_bytes >= 32:
@@ -218,6 +216,9 @@ def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
     if "+ssse3" in features or "+avx" in features:
         return "llvm.x86.ssse3.pshuf.b.128", 16
     return ("llvm.aarch64.neon.tbl1.v16i8" if IS_ARM64 else "", 64)
+
+
+HAS_BYTE_LOOKUP = bool(choose_lookup(FEATURES)[0])
 
 
 def interleave(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
@@ -232,8 +233,7 @@ def emit_lookup(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value, lookup:
         halves = [*range(n // 2)], [*range(n // 2, n)]
         first, last = (emit_lookup(builder, table, shuffle(builder, codes, lanes), lookup) for lanes in halves)
         return interleave(builder, first, last, range(n))
-    if size < 64 or "permvar" not in name:
-        codes = builder.and_(codes, make_constant_vector(codes.type, TABLE_BYTES - 1))
+    codes = builder.and_(codes, make_constant_vector(codes.type, TABLE_BYTES - 1))
     if name:
         return call_llvm_intrinsic(builder, name, codes.type, shuffle(builder, table, [i % TABLE_BYTES for i in range(n)]), codes)
     found = shuffle(builder, table, [0] * n)
@@ -243,9 +243,10 @@ def emit_lookup(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value, lookup:
     return found
 
 
-def _emit_table_lookup(builder, words, table, max_bytes):
+def emit_word_lookup(builder: ir.IRBuilder, words: ir.Value, table: ir.Value, lookup: Lookup | None = None) -> ir.Value:
+    """Emit `emit_lookup` of the bytes of words in a table of 4 words; lookup: None chooses the one of this CPU."""
     codes = _cast_to_bytes(builder, words)
-    lookup = choose_lookup(FEATURES, min(codes.type.count, max_bytes)) if max_bytes else ("", codes.type.count)
+    lookup = lookup or choose_lookup(FEATURES, codes.type.count)
     return builder.bitcast(emit_lookup(builder, _cast_to_bytes(builder, table), codes, lookup), words.type)
 
 
@@ -259,19 +260,12 @@ def _emit_joined_bytes(builder, low, high, first):
 
 def make_lookup(numbers: Sequence[int]) -> CompiledFunction:
     """Return an intrinsic that replaces each byte of a vector of words, which is below 16, by a number of a table."""
-    table = ir.Constant(ir.VectorType(I8, TABLE_BYTES), [*numbers])
-
-    def emit(builder, words):
-        codes = _cast_to_bytes(builder, words)
-        found = emit_lookup(builder, table, codes, choose_lookup(FEATURES, codes.type.count))
-        return builder.bitcast(found, words.type)
-
-    return make_vector_op(1, emit)
+    table = ir.Constant(ir.VectorType(I32, TABLE_BYTES // 4), np.array(numbers, np.uint8).view(np.uint32).tolist())
+    return make_vector_op(1, lambda builder, words: emit_word_lookup(builder, words, table))
 
 
 # (codes, table) -> words whose bytes are those of a table (4 words), selected by the lower 4 bits of each byte of the codes
-look_up_bytes = make_vector_op(2, functools.partial(_emit_table_lookup, max_bytes=64))
-portable_look_up_bytes = make_vector_op(2, functools.partial(_emit_table_lookup, max_bytes=0))
+look_up_bytes = make_vector_op(2, emit_word_lookup)
 # (low, high) of words -> words of two numbers of 16 bits, whose lower bytes are from `low` and whose upper bytes are from `high`.
 # They take the first 8 or the last 8 bytes of each 16.
 join_first_bytes = make_vector_op(2, functools.partial(_emit_joined_bytes, first=0))

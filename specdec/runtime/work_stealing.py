@@ -68,30 +68,18 @@ def take_chunk(queue, phase, n, is_own):
 
 
 @jitable
-def find_busiest_thread(queues, stride, phase, n, first, last):
-    """Return the thread, from first to last (exclusive), with the most chunks left in its queue, or NOT_FOUND if none is left.
+def find_busiest_thread(queues, stride, phase, n, n_threads):
+    """Return the thread with the most chunks left in its queue, or NOT_FOUND if none is left.
 
     The queues start at the address `queues`, `stride` bytes apart.
     """
     busiest, most = NOT_FOUND, 0
-    for thread in range(first, last):
+    for thread in range(n_threads):
         word = load_queue(queues + thread * stride, phase, n)
         left = (word & INDEX_MASK) - (word >> FIRST_SHIFT & INDEX_MASK)
         if left > most and word >> PHASE_SHIFT == phase:
             busiest, most = thread, left
     return busiest
-
-
-@jitable
-def choose_victim(queues, stride, phase, n, thread, n_threads, n_nodes):
-    """Return the thread to steal a chunk from, or NOT_FOUND if no chunk is left in any queue.
-
-    A thread of the same NUMA node is chosen as long as one has chunks left.
-    """
-    node = thread * n_nodes // n_threads
-    first, last = -(-node * n_threads // n_nodes), -(-(node + 1) * n_threads // n_nodes)
-    victim = find_busiest_thread(queues, stride, phase, n, first, last)
-    return victim if victim != NOT_FOUND or n_nodes == 1 else find_busiest_thread(queues, stride, phase, n, 0, n_threads)
 
 
 @jitable

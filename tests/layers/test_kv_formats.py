@@ -13,7 +13,7 @@ from specdec.model import get_architecture
 from specdec.model.model import Model, count_kv_bytes_per_token
 from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
-from specdec.runtime.simd import LANES, load, load_by_dtype, portable_store_by_dtype, store, store_by_dtype, store_item_by_dtype
+from specdec.runtime.simd import LANES, load, make_store, portable_to_nearest_fp16, store, store_item
 from specdec.sampling import Sampling
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
@@ -22,15 +22,17 @@ from tests.tools.family_models import FAMILIES, LATENT
 from tests.tools.family_models import random_tensors as family_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
+portable_store = make_store(portable_to_nearest_fp16)
+
 
 @numba.njit
 def convert_to_f16(native, portable, single, widened, x):
     for at in range(0, x.size, LANES):
-        store_by_dtype(native, at, load(x, at))
-        portable_store_by_dtype(portable, at, load(x, at))
-        store(widened, at, load_by_dtype(native, at))
+        store(native, at, load(x, at))
+        portable_store(portable, at, load(x, at))
+        store(widened, at, load(native, at))
         for i in range(LANES):
-            store_item_by_dtype(single, at + i, x[at + i])
+            store_item(single, at + i, x[at + i])
 
 
 def make_edge_cases():

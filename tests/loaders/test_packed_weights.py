@@ -107,18 +107,6 @@ def test_formats_that_pack_a_model_alike_share_a_file(cache: PackedWeightsCache)
     assert len(cache.list_models()) == 1
 
 
-@pytest.mark.parametrize("is_faster", [False, True])
-def test_the_result_of_the_trial_of_formats_is_kept(
-    is_faster: bool, cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials = list[int]()
-    monkeypatch.setattr(model_loader, "is_packing_candidate", lambda checkpoint: True)
-    monkeypatch.setattr(model_loader, "is_packing_faster", lambda *args: trials.append(1) or is_faster)
-    wanted = load(model, cache, pack="auto")
-    assert_equal(load(model, cache, pack="auto"), wanted)
-    assert len(trials) == 1
-
-
 def test_a_second_start_reads_no_weights(cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, checkpoint = load(model, cache), load_checkpoint(model)
 
@@ -247,7 +235,7 @@ def test_an_interrupted_load_leaves_nothing(cache: PackedWeightsCache, model: Pa
 
 
 def test_a_model_that_changes_while_it_is_packed_is_not_kept(cache: PackedWeightsCache, model: Path) -> None:
-    with cache.open_writer(load_checkpoint(model), [None], None) as writer:
+    with cache.open_writer(load_checkpoint(model), None) as writer:
         writer.add(np.zeros(16, np.float32))
         os.utime(model / "model.safetensors")
     assert not [*cache.folder.iterdir()]
@@ -302,7 +290,7 @@ from specdec.loaders import load_checkpoint, packed_weights
 from specdec.loaders.packed_weights import PackedWeightsCache
 packed_weights.MIN_AGE_S = -1.0
 checkpoint = load_checkpoint(Path(sys.argv[1]))
-with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, [None], None) as writer:
+with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, None) as writer:
     assert writer.file
     print("writing", flush=True)
     time.sleep(600)
@@ -342,8 +330,8 @@ def test_two_writers_make_one_file(cache: PackedWeightsCache, model: Path) -> No
     architecture = packed_weights.get_architecture(checkpoint.config)
     with (
         ignore_warnings(),
-        cache.open_writer(checkpoint, [None], None) as one,
-        cache.open_writer(checkpoint, [None], None) as other,
+        cache.open_writer(checkpoint, None) as one,
+        cache.open_writer(checkpoint, None) as other,
     ):
         for writer in (one, other):
             architecture.pack(checkpoint.config, checkpoint.tensors, None, keep=writer.add)

@@ -1,6 +1,7 @@
 """bf16 packed in 12 bits: weights round-trip, products and models equal bf16's, and nothing outside a matrix is read."""
 
 import ctypes
+import functools
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from specdec.loaders import model_loader
 from specdec.loaders.checkpoint import Checkpoint
+from specdec.loaders.model_loader import Loader
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.quant import BF16, FP16, FP32, INT8, PACKED_BF16, WeightFormat, bf16_12bit, choose_weight_format
@@ -18,13 +20,13 @@ from specdec.quant.matmul import MatmulArgs
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, pack_matrix
 from specdec.runtime.memory import Arena, zeros
 from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
-from specdec.runtime.simd import PANEL_ROWS, ceil_div, round_up
-from specdec.runtime.tile_simd import portable_look_up_bytes
+from specdec.runtime.simd import PANEL_ROWS, ceil_div, make_vector_op, round_up
+from specdec.runtime.tile_simd import emit_word_lookup
 from specdec.runtime.work_stealing import get_chunk_range
 from tests.tools.half_precision import assert_same_bits, half_tensors, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
-portable_tile = bf16_12bit.make_tile(portable_look_up_bytes)
+portable_tile = bf16_12bit.make_tile(make_vector_op(2, functools.partial(emit_word_lookup, lookup=("", 64))))
 
 
 def portable_matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
@@ -233,16 +235,15 @@ def test_damaged_matrix_reads_nothing_outside_itself(seed: int) -> None:
     assert np.isfinite(PACKED_BF16.unpack(damaged, n, 0)).all()
 
 
-def test_packing_is_timed_only_for_large_bf16_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_chosen_for_large_bf16_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = half_tensors(CONFIG, "bf16")
     model, wide = (Checkpoint(Path("model"), CONFIG, each) for each in (tensors, widen_tensors(tensors)))
-    assert not model_loader.is_packing_candidate(model)
-    monkeypatch.setattr(model_loader, "MIN_PACKED_WEIGHTS", 1)
-    assert model_loader.is_packing_candidate(model) and not model_loader.is_packing_candidate(wide)
-    for min_speedup in (0.0, 1e9):
-        monkeypatch.setattr(bf16_12bit, "MIN_SPEEDUP", min_speedup)
-        assert model_loader.is_packing_faster(model, 1) is (min_speedup == 0.0)
-    incompressible = {
-        name: np.random.default_rng(0).integers(0, 1 << 14, t.shape).astype(np.uint16) for name, t in tensors.items()
-    }
-    assert not model_loader.is_packing_faster(replace(model, tensors=incompressible), 1)
+    monkeypatch.setattr(model_loader, "HAS_BYTE_LOOKUP", True)
+    assert Loader().choose_weight_format(model, None) is None
+    monkeypatch.setattr(model_loader, "MIN_PACKED_WEIGHTS", model_loader.count_packable_weights(model))
+    assert Loader().choose_weight_format(model, None) is PACKED_BF16
+    assert Loader().choose_weight_format(wide, None) is None
+    assert Loader(pack_mode="none").choose_weight_format(model, None) is None
+    monkeypatch.setattr(model_loader, "HAS_BYTE_LOOKUP", False)
+    assert Loader().choose_weight_format(model, None) is None
+    assert Loader(pack_mode="on").choose_weight_format(model, None) is PACKED_BF16

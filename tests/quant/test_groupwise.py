@@ -18,7 +18,7 @@ from specdec.quant import FP32, INT4, INT8, choose_weight_format
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.groupwise import get_bit_fields, make_tile, pack_codes, unpack_codes
 from specdec.quant.int4 import quantize
-from specdec.quant.int8 import DOT4_NAME, get_quantized_activations
+from specdec.quant.int8 import DOT4_NAME
 from specdec.quant.matmul import make_matmul
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import zeros
@@ -162,7 +162,7 @@ def split_into_groups(name, tensor):
 def make_format(name, instruction_set):
     return replace(
         WEIGHT_FORMATS[name],
-        matmul=Kernel(make_matmul(make_tile(BLOCK_TYPES[name].layout, instruction_set), get_quantized_activations), cache=False),
+        matmul=Kernel(make_matmul(*make_tile(BLOCK_TYPES[name].layout, instruction_set)), cache=False),
     )
 
 

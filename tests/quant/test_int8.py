@@ -26,7 +26,6 @@ from specdec.quant.int8 import (
     NATIVE_INT8,
     PORTABLE_INT8,
     choose_dot4,
-    get_quantized_activations,
     make_tile,
     quantize_activations,
     quantize_rows,
@@ -75,7 +74,7 @@ def quantized_rows(x: np.ndarray, n: int, group_size: int) -> np.ndarray:
     n_groups, group_words = -(-n // group_size), -(-group_size // BYTES_PER_WORD)
     codes = zeros(len(x), n_groups * (GROUP_HEADER_WORDS + group_words))
     codes[:] = np.nan
-    quantize_activations(codes, x, n, group_size, len(x))
+    quantize_activations(codes, x, n, group_size, len(x), 128)
     return codes.reshape(len(x), n_groups, -1)
 
 
@@ -98,7 +97,7 @@ def test_activations_are_quantized_like_runq(n, group_size):
 @functools.cache
 def make_format(instruction_set: str) -> WeightFormat:
     """Return int8 with the matmul of that instruction set, even if the CPU would choose another."""
-    return replace(INT8, matmul=Kernel(make_matmul(make_tile(instruction_set), get_quantized_activations), cache=False))
+    return replace(INT8, matmul=Kernel(make_matmul(*make_tile(instruction_set)), cache=False))
 
 
 @pytest.mark.campaign
@@ -424,7 +423,7 @@ def test_nonfinite_activations_have_a_nonfinite_scale(bad):
     x[:] = 1.0
     x[1, 40] = bad
     codes = zeros(3, 3 * (GROUP_HEADER_WORDS + 8))
-    quantize_activations(codes, x, 96, 32, 3)
+    quantize_activations(codes, x, 96, 32, 3, 128)
     scales = codes.reshape(3, 3, -1)[:, :, 0]
     assert np.isnan(scales[1, 1])
     assert np.isfinite(np.delete(scales.reshape(-1), 4)).all()

@@ -10,11 +10,13 @@ import pytest
 
 from specdec.layers.rope import compute_positions_per_radian
 from specdec.runtime.elementary import exp, expm1, log, sincos, softplus_scalar
-from specdec.runtime.simd import LANES, Float32, fma, load, portable_fma, store
+from specdec.runtime.simd import LANES, Float32, fma, load, make_vector_op, portable_multiply_add, store
 from tests.tools.configs import make_config
 from tests.tools.random_models import round_to_float32
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651")
+
+portable_fma = make_vector_op(3, portable_multiply_add)
 
 
 @numba.njit

@@ -7,6 +7,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from numba import types
 
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import load_model
@@ -15,14 +16,18 @@ from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.runtime import op_program as programs
 from specdec.runtime.op_program import CACHE_LINE_WORDS, Executor, ForwardContext, Ints1, Kernel
-from specdec.runtime.simd import atomic_add, atomic_load
-from specdec.runtime.work_stealing import NOT_FOUND, choose_victim, find_busiest_thread, get_chunk_range, take_chunk
+from specdec.runtime.simd import atomic_load, emit_at_address, make_intrinsic
+from specdec.runtime.work_stealing import NOT_FOUND, find_busiest_thread, get_chunk_range, take_chunk
 from tests.tools import hf_folders
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.hf_folders import FIXTURES, load_expected
 from tests.tools.phases import MAX_WORK, split_phases
 from tests.tools.random_models import fake_three_threads, run_sequentially, scatter_phases
 
+# (address, n): add to the int64, in one order for all threads
+atomic_add = make_intrinsic(
+    types.int64, *[types.int64] * 2, emit=emit_at_address(lambda b, word, n: b.atomic_rmw("add", word, n, "seq_cst"))
+)
 MAX_SPINS = 1 << 31  # a few seconds, after which a waiting thread gives up
 UNITS = 500
 
@@ -55,28 +60,13 @@ def take_chunks(run: ForwardContext, thread: int, taken: Ints1, words: Ints1) ->
     for i in range(7):
         taken[i] = take_chunk(queues, 7, 5, i in (0, 2, 5))
     taken[7] = take_chunk(queues + stride, 7, 3, True)
-    taken[8] = find_busiest_thread(queues, stride, 7, 3, 0, 2)
-    taken[9] = find_busiest_thread(queues, stride, 8, 3, 0, 2)
+    taken[8] = find_busiest_thread(queues, stride, 7, 3, 2)
+    taken[9] = find_busiest_thread(queues, stride, 8, 3, 2)
     taken[10] = take_chunk(queues + stride, 9, 1, False)
     taken[11] = take_chunk(queues + stride, 9, 1, True)
 
 
-def steal(run: ForwardContext, thread: int, victims: Ints1, words: Ints1) -> None:
-    """Record the victims of threads among five on two nodes, with chunks left in their own node and without."""
-    queues, stride = words.ctypes.data, CACHE_LINE_WORDS * 8
-    for phase in range(1, 4):
-        for i in range(min(phase, 3)):  # the first three threads are on the first node
-            take_chunk(queues + i * stride, phase, 1, True)
-        victims[phase - 1] = choose_victim(queues, stride, phase, 1, 0, 5, 2)
-    for i in range(3, 5):
-        take_chunk(queues + i * stride, 6, 1, True)
-    victims[3] = choose_victim(queues, stride, 6, 1, 4, 5, 2)
-    for i in range(3):
-        take_chunk(queues + i * stride, 6, 1, True)
-    victims[4] = choose_victim(queues, stride, 6, 1, 4, 5, 2)
-
-
-START, COUNT, TAKE_CHUNKS, STEAL = (Kernel(function, cache=False) for function in (start, count, take_chunks, steal))
+START, COUNT, TAKE_CHUNKS = (Kernel(function, cache=False) for function in (start, count, take_chunks))
 
 
 @pytest.mark.parametrize(("work", "waits"), [(0, 0), (1 << 20, 0), (MAX_WORK, 0), (MAX_WORK, 1), (MAX_WORK, 2)])
@@ -100,12 +90,6 @@ def test_own_chunks_are_taken_from_the_front_and_stolen_from_the_back() -> None:
     assert taken[7:9].tolist() == [0, 1]
     assert taken[9] == 0, "a phase that no thread has started"
     assert taken[10:].tolist() == [0, NOT_FOUND]
-
-
-def test_chunks_are_stolen_within_a_numa_node_first() -> None:
-    victims, words = np.zeros(5, np.int64), np.zeros(5 * CACHE_LINE_WORDS, np.int64)
-    Executor([[STEAL(victims, words)]])(1, 0, 0, 1)
-    assert victims.tolist() == [1, 2, 3, 0, NOT_FOUND]
 
 
 NAMES = [

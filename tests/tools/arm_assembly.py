@@ -23,9 +23,9 @@ def get_tile(name: str) -> Any:
     from specdec.quant import bf16_12bit, fp32, gguf_repacking, groupwise, int8
 
     if name in gguf_repacking.BLOCK_TYPES:
-        return groupwise.make_tile(gguf_repacking.BLOCK_TYPES[name].layout, int8.DOT4_NAME)
+        return groupwise.make_tile(gguf_repacking.BLOCK_TYPES[name].layout, int8.DOT4_NAME)[0]
     tiles = {"fp32": fp32.panel_tile, "12-bit": bf16_12bit.packed_tile, "latent attention": latent_ops.dot_tile}
-    return tiles[name] if name in tiles else int8.make_tile(int8.DOT4_NAME)
+    return tiles[name] if name in tiles else int8.make_tile(int8.DOT4_NAME)[0]
 
 
 def make_args_type(name: str) -> Any:
