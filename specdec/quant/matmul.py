@@ -7,7 +7,7 @@ bits do not depend on the number of tokens that share the tile.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba import types
 from numba.extending import typeof_impl
@@ -238,9 +238,10 @@ class Tile:
 def _make_switch(tiles: list[CompiledFunction]) -> Callable[..., None]:
     """Return a function that calls one of several tiles, that of n_tokens tokens, with a constant number of tokens."""
     cases = (f"    if n_tokens == {t}:\n        tile_{t}({t}, args)\n" for t in range(1, len(tiles) + 1))
-    names = {f"tile_{t}": tile for t, tile in enumerate(tiles, 1)}
+    names: dict[str, Any] = {f"tile_{t}": tile for t, tile in enumerate(tiles, 1)}
     exec("def call_tile(n_tokens, args):\n" + "".join(cases), names)
-    return names["call_tile"]
+    call_tile: Callable[..., None] = names["call_tile"]
+    return call_tile
 
 
 @typeof_impl.register(Tile)
