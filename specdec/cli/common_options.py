@@ -98,7 +98,7 @@ class ModelRequest(Request):
         "draft", "--quantize WHAT", "Models", "Quantize draft (int8 or int4), target (int8), both or none; or say draft=int4."
     )
     kv: str = KV
-    pack: str = option(AUTO, "--pack auto|on|none", "Models", "Store bf16 weights in 12 bits, without loss. auto: in large models.")
+    pack: str = option(AUTO, "--pack auto|on|none", "Models", "Store bf16 weights in 12 bits, without loss. auto: if large.")
     weight_cache: str = option(
         AUTO, "--weight-cache auto|on|off|DIR", "Models", "Keep packed weights on disk (in DIR). auto: of models from 100 MB on."
     )
