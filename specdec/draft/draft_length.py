@@ -158,7 +158,8 @@ class CostModel:
             n_generated: Tokens that the pass added to the sequences.
             seconds: Time of the pass.
         """
-        is_drafted, cost = n_tokens > self.n_sequences, self.curve.pass_seconds[n_tokens]
+        is_drafted = n_tokens > self.n_sequences
+        cost = self.curve.pass_seconds[n_tokens]
         if is_drafted or not self.correction.is_next_plain:
             correction = self.correction
             corrected = cost * correction.pass_factor + self._draft_cost * correction.draft_factor if is_drafted else cost

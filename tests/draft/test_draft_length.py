@@ -152,6 +152,18 @@ def test_each_confidence_has_a_bucket(confidence):
     assert MAX_GAMMA + 1 == MAX_BATCH_TOKENS
 
 
+def test_acceptance_moves_from_the_prior_to_what_is_observed() -> None:
+    acceptance = Acceptance([0.5] * N_BUCKETS, 0.8)
+    acceptance.update([3], 1)
+    assert acceptance.rates[3] == pytest.approx(2 / 3) and acceptance.mean == pytest.approx(2.6 / 3)
+    for _ in range(300):
+        acceptance.update([3, 4], 1)
+    assert acceptance.rates[3] > 0.98 and acceptance.rates[4] < 0.01 and acceptance.rates[5] == 0.5
+    for _ in range(60):
+        acceptance.update([4], 1)
+    assert acceptance.rates[4] > 0.6
+
+
 # Errors of a machine: factors of the measured costs (a pass over one token, over more tokens, a draft token), factors of the real
 # costs of target and draft from the middle of the sequence on, and the probability and length, in tokens, of a stall per token.
 RIGHT, STEADY, CALM = (1.0, 1.0, 1.0), (1.0, 1.0), (0.0, 0.0)
