@@ -156,7 +156,7 @@ def test_other_machines_need_a_key_or_the_no_key_option(host: str, is_local: boo
     if is_local:
         assert request.resolve().api_keys == []
     else:
-        with pytest.raises(ValueError, match="set their API keys with --api-key-file FILE, or use --no-key"):
+        with pytest.raises(ValueError, match="use --api-key-file FILE for their keys, or --no-key"):
             request.resolve()
     keys = tmp_path / "keys"
     keys.write_text("first\n\n second \n")
