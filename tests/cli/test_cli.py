@@ -23,7 +23,8 @@ from specdec.cli.generate import TextRequest
 from specdec.draft.draft_length import CostCurve, CostModel
 from specdec.loaders import load_checkpoint, model_paths
 from specdec.model_config import ModelConfig
-from specdec.runtime.cpu_topology import get_thread_choices
+from specdec.runtime.cpu_topology import get_thread_choices, get_topology
+from specdec.runtime.parallel_region import get_available_threads
 from specdec.tokenizer import Tokenizer
 from tests.conftest import Pair
 from tests.fakes.terminal import (
@@ -131,53 +132,34 @@ def test_missing_files_are_named_with_the_way_to_get_them(run: Run, pair: Pair, 
 # Invalid options
 
 
+CORES = get_topology().description
+INVALID_OPTIONS = [
+    (["-g", "0"], "--gamma is '0'; expected auto or 1 to 63"), (["-g", "-1"], "--gamma"), (["-g", "64"], "--gamma"),
+    (["-g", "99999999999999999999"], "--gamma"), (["-g", "four"], "--gamma is 'four'"),
+    (["-t", "-0.1"], "--temperature is -0.1"), (["-t", "nan"], "--temperature is 'nan'"),
+    (["-t", "inf"], "--temperature is inf"), (["-t", "-inf"], "--temperature is -inf"),
+    (["-t", "hot"], "--temperature is 'hot'"), (["-p", "-0.1"], "--top-p is -0.1"), (["-p", "1.01"], "--top-p is 1.01"),
+    (["-p", "nan"], "--top-p is 'nan'"), (["-k", "-1"], "--top-k is -1"), (["-k", "1.5"], "--top-k is '1.5'"),
+    (["-n", "-1"], "--steps is '-1'"), (["-n", "many"], "--steps is 'many'"), (["-s", "-1"], "--seed is -1"),
+    (["-s", str(2**63)], "--seed is"), (["-s", "\udcff"], "--seed"), (["-j", "-1"], "--threads is '-1'"),
+    (["-j", "100000"], f"--threads is 100000; expected at most {get_available_threads()} (this machine has {CORES})"),
+    (["--verify", "never"], "--verify is 'never'; expected one of coupled, rejection, block"),
+    (["--verify", "\udcff"], "--verify"), (["--tree", "never"], "--tree is 'never'"),
+    (["--tree", "on", "--verify", "block"], "--tree is 'on', and --verify is 'block', which supports only chains"),
+    (["-i", "a\udcffb"], "--prompt holds"), (["-z", "\udcff"], "\\udcff"), (["-d", "\udcff"], "\\udcff"),
+    (["-m", "\udcff"], "\\udcff"), (["--\udcff"], "\\udcff"), (["--quantize", "int4"], "--quantize is 'int4'"),
+    (["--pack", "some"], "--pack is 'some'; expected one of"),
+    (["--kv", "fp16"], "--kv is 'fp16'; expected one of auto, f32, f16"),
+    (["-d", "self", "--quantize", "both=int8"], "int8 already"), (["-Q"], "-Q"), (["--nonsense"], "--nonsense"),
+    (["--temperatur", "1"], "--temperature"), (["--gama", "1"], "--gamma"), (["--top_p", "1"], "--top-p"),
+    (["--promt", "x"], "--prompt"), (["-g"], "-g"), (["--prompt"], "--prompt"),
+    (["extra", "words"], "got 2 words: 'extra words'; name a draft with -d, and put quotes"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [
-        (["-g", "0"], "--gamma"),
-        (["-g", "-1"], "--gamma"),
-        (["-g", "64"], "--gamma"),
-        (["-g", "99999999999999999999"], "--gamma"),
-        (["-g", "four"], "--gamma"),
-        (["-t", "-0.1"], "--temperature"),
-        (["-t", "nan"], "temperature"),
-        (["-t", "inf"], "temperature"),
-        (["-t", "-inf"], "temperature"),
-        (["-t", "hot"], "--temperature"),
-        (["-p", "-0.1"], "--top-p"),
-        (["-p", "1.01"], "--top-p"),
-        (["-p", "nan"], "--top-p"),
-        (["-k", "-1"], "--top-k"),
-        (["-k", "1.5"], "--top-k"),
-        (["-n", "-1"], "--steps"),
-        (["-n", "many"], "--steps"),
-        (["-s", "-1"], "--seed"),
-        (["-s", str(2**63)], "--seed"),
-        (["-j", "-1"], "--threads"),
-        (["-j", "100000"], "--threads"),
-        (["--verify", "never"], "--verify"),
-        (["--verify", "\udcff"], "--verify"),
-        (["--tree", "never"], "--tree"),
-        (["--tree", "on", "--verify", "block"], "--verify is 'block', which supports only chains"),
-        (["-i", "a\udcffb"], "--prompt"),
-        (["-z", "\udcff"], "\\udcff"),
-        (["-d", "\udcff"], "\\udcff"),
-        (["-m", "\udcff"], "\\udcff"),
-        (["-s", "\udcff"], "--seed"),
-        (["--\udcff"], "\\udcff"),
-        (["--quantize", "int4"], "draft"),
-        (["--kv", "fp16"], "--kv is 'fp16'; expected one of auto, f32, f16"),
-        (["-d", "self", "--quantize", "both=int8"], "int8 already"),
-        (["-Q"], "-Q"),
-        (["--nonsense"], "--nonsense"),
-        (["--temperatur", "1"], "--temperature"),
-        (["--gama", "1"], "--gamma"),
-        (["--top_p", "1"], "--top-p"),
-        (["--promt", "x"], "--prompt"),
-        (["-g"], "-g"),
-        (["--prompt"], "--prompt"),
-        (["extra", "words"], "got 2 words: 'extra words'; name a draft with -d, and put quotes"),
-    ],
+    INVALID_OPTIONS,
     ids=lambda value: " ".join(value).encode("ascii", "backslashreplace").decode() if isinstance(value, list) else None,
 )
 def test_invalid_option_is_rejected_by_name(run: Run, pair: Pair, arguments: list[str], word: str) -> None:
