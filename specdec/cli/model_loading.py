@@ -18,7 +18,7 @@ from specdec.draft.settings import AUTO
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
 from specdec.loaders.model_loader import PackMode
-from specdec.loaders.model_paths import find_local, find_required_packages, resolve_path
+from specdec.loaders.model_paths import find_required_packages, resolve_path
 from specdec.model.model import KVFormatName
 from specdec.protocols import Constraint
 from specdec.speculative_decoder import SpeculativeDecoder
@@ -154,8 +154,6 @@ def find_model(name: str, candidates: Sequence[str] = ()) -> Path:
     Raises:
         CheckpointError: The model is neither installed nor downloadable.
     """
-    if not name or find_local(name):
-        return resolve_path(name, candidates=candidates)
     with show_status(f"looking for {name}", STATUS_DELAY_S):
         return resolve_path(name, candidates=candidates)
 
