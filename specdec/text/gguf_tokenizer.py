@@ -1,17 +1,16 @@
 """Build the tokenizer that the metadata keys of a GGUF file describe. Independent of models.
 
 The meaning of the keys and their defaults are llama.cpp's (src/llama-vocab.cpp). The model `llama` is SentencePiece's BPE, done
-by `Tokenizer`. For other BPE models a tokenizer.json with the split named by the key `pre` is made and loaded by `HFTokenizer`.
+by `Tokenizer`. Other BPE models are those of the package tokenizers, with the split named by the key `pre`.
 """
 
 import functools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from specdec.argument_checks import JSONDict, JSONObject, shorten
+from specdec.argument_checks import JSONObject, shorten
 from specdec.families.pre_tokenizers import (
     BYTE_BPE,
     DEFAULT_PRE_TOKENIZER,
@@ -20,8 +19,8 @@ from specdec.families.pre_tokenizers import (
     SENTENCEPIECE,
     TOKENIZER_MODELS,
 )
-from specdec.text.hf_encoder import BPETables
-from specdec.text.hf_tokenizer import HFTokenizer
+from specdec.text.hf_encoder import Encoder
+from specdec.text.hf_tokenizer import HFTokenizer, check_library, wrap_library_errors
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, AnyTokenizer, SentencePieceVocab, Tokenizer, TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
@@ -63,13 +62,16 @@ def load_gguf_tokenizer(path: Path, keys: JSONObject, eos_tokens: Mapping[int, s
         raise values.make_unsupported_error("model", TOKENIZER_MODELS)
     if kind == SENTENCEPIECE:
         return Tokenizer(path, _make_sentencepiece_vocab(values))
-    tables = BPETables(values.get_vocab(), values.get_merges())
-    data = json.dumps((_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values)).encode()
+    check_library(path)
+    vocab = values.get_vocab()
     try:
-        return HFTokenizer(path, values.get_token_id("bos_token_id"), values.eos_tokens, data, tables, values.duplicates)
+        with wrap_library_errors(f"the package tokenizers cannot read the vocabulary of {path}"):
+            library = (_make_byte_level_bpe if kind == BYTE_BPE else _make_character_bpe)(values, vocab)
+            encoder = Encoder(library, vocab)
     except TokenizerError:
-        values.check_merges(tables)
+        values.check_merges(vocab)
         raise
+    return HFTokenizer(path, values.get_token_id("bos_token_id"), values.eos_tokens, encoder, values.duplicates)
 
 
 def read_gguf_bos_and_eos(path: Path, keys: JSONObject, n_rows: int) -> tuple[int | None, dict[int, str]]:
@@ -166,10 +168,10 @@ class _TokenizerKeys:
         """Return the BPE merges, each a pair of tokens, which may be unknown (see `check_merges`)."""
         return [tuple(merge.split(" ", 1)) for merge in self._get_utf8_strings("merges")]
 
-    def check_merges(self, tables: BPETables) -> None:
+    def check_merges(self, vocab: Collection[str]) -> None:
         """Raise TokenizerError for a merge with an unknown token; the library, which checks the same, does not say which."""
-        for pair in tables.merges:
-            if len(pair) != 2 or not {*pair, "".join(pair)} <= tables.vocab.keys():
+        for pair in self.get_merges():
+            if len(pair) != 2 or not all(name in vocab for name in (*pair, "".join(pair))):
                 name = shorten(" ".join(pair), repr)
                 raise TokenizerError(f"{self._path}: the merge {name} does not join two tokens into a third")
 
@@ -237,82 +239,60 @@ def _make_sentencepiece_vocab(keys: _TokenizerKeys) -> SentencePieceVocab:
     )
 
 
-def _make_character_bpe(keys: _TokenizerKeys) -> JSONDict:
-    """Return the contents of a tokenizer.json for BPE over characters with byte fallback, in which spaces are letters.
+def _make_character_bpe(keys: _TokenizerKeys, vocab: dict[str, int]) -> Any:
+    """Return the library's tokenizer for BPE over characters with byte fallback, in which spaces are letters.
 
     The text is split only at the ends of lines.
     """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     unknown = keys.get_token_id("unknown_token_id")
-    decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    return _make_tokenizer_json(
-        keys, add_bos=True, unk_token=None if unknown is None else keys.tokens[unknown], is_byte_level=False, ignore_merges=False,
-        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE}, pre_tokenizer=_make_split(r"[^\n]+|\n+"),
-        decoder={"type": "Sequence", "decoders": decoders},
-    )  # fmt: skip
+    unk_token = None if unknown is None else keys.tokens[unknown]
+    library = Tokenizer(models.BPE(vocab, keys.get_merges(), unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    library.normalizer = normalizers.Replace(" ", SPACE)
+    library.pre_tokenizer = _make_split(r"[^\n]+|\n+")
+    library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    _add_special_tokens(library, keys, add_bos=True)
+    return library
 
 
-def _make_byte_level_bpe(keys: _TokenizerKeys) -> JSONDict:
-    """Return the contents of a tokenizer.json for BPE over bytes, with the pre-tokenizer that the key `pre` names.
+def _make_byte_level_bpe(keys: _TokenizerKeys, vocab: dict[str, int]) -> Any:
+    """Return the library's tokenizer for BPE over bytes, with the pre-tokenizer that the key `pre` names.
 
     Raises:
         TokenizerError: The pre-tokenizer is not supported.
     """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     split = PRE_TOKENIZERS.get(keys.get_value("pre", str, DEFAULT_PRE_TOKENIZER))
     if split is None:
         raise keys.make_unsupported_error("pre", sorted(PRE_TOKENIZERS))
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split.has_gpt2_regex}
-    digits = [{"type": "Digits", "individual_digits": True}] if split.has_single_digits else []
-    return _make_tokenizer_json(
-        keys, add_bos=keys.get_value("add_bos_token", bool, split.has_bos), unk_token=None, is_byte_level=True,
-        ignore_merges=split.ignore_merges, normalizer={"type": "NFC"} if split.has_nfc else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [*digits, *map(_make_split, split.regexes), byte_level]},
-        decoder=byte_level,
-    )  # fmt: skip
+    library = Tokenizer(models.BPE(vocab, keys.get_merges(), ignore_merges=split.ignore_merges))
+    if split.has_nfc:
+        library.normalizer = normalizers.NFC()
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if split.has_single_digits else []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.has_gpt2_regex)
+    library.pre_tokenizer = pre_tokenizers.Sequence([*digits, *map(_make_split, split.regexes), byte_level])
+    library.decoder = decoders.ByteLevel()
+    _add_special_tokens(library, keys, add_bos=keys.get_value("add_bos_token", bool, split.has_bos))
+    return library
 
 
-def _make_split(regex: str) -> JSONDict:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+def _make_split(regex: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Split(Regex(regex), behavior="isolated")
 
 
-def _make_tokenizer_json(
-    keys: _TokenizerKeys, add_bos: bool, unk_token: str | None, is_byte_level: bool, ignore_merges: bool, **parts: Any
-) -> JSONDict:
-    """Return the contents of a BPE tokenizer.json with the special tokens of a GGUF file, but without vocabulary and merges.
+def _add_special_tokens(library: Any, keys: _TokenizerKeys, add_bos: bool) -> None:
+    """Add the special tokens of a GGUF file to the library's tokenizer; with `add_bos`, texts begin with its BOS, if any."""
+    from tokenizers import AddedToken, processors
 
-    Args:
-        keys: The tokenizer keys of the GGUF file.
-        add_bos: Whether BOS is put in front of a text, if there is one.
-        unk_token: The name of the token for unknown characters, or None.
-        is_byte_level: Whether BPE works on bytes, so that byte fallback is not needed.
-        ignore_merges: Whether a word that is a token becomes that token, whatever the merges are.
-        parts: Other top-level fields, such as normalizer, pre_tokenizer and decoder.
-    """
-    eos_tokens, rstrip_ids = keys.eos_tokens, keys.get_rstrip_ids()
-    bos = keys.get_token_id("bos_token_id")
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {
-                "id": token, "content": keys.tokens[token], "special": keys.types[token] == CONTROL or token in eos_tokens,
-                "single_word": False, "lstrip": False, "rstrip": token in rstrip_ids, "normalized": False,
-            }
-            for token in sorted({*keys.find_tokens_of_type(CONTROL, USER_DEFINED), *eos_tokens} - keys.duplicates.keys())
-        ],
-        "model": {
-            "type": "BPE", "unk_token": unk_token, "fuse_unk": not is_byte_level, "byte_fallback": not is_byte_level,
-            "ignore_merges": ignore_merges,
-        },
-        "post_processor": _make_bos_template(keys.tokens[bos], bos) if add_bos and bos is not None else None,
-        **parts,
-    }  # fmt: skip
-
-
-def _make_bos_template(name: str, token: int) -> JSONDict:
-    """Return the tokenizer.json post-processor that puts the token with this name and id in front of a text."""
-    single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
-    }
+    eos_tokens, rstrip_ids, bos = keys.eos_tokens, keys.get_rstrip_ids(), keys.get_token_id("bos_token_id")
+    for token in sorted({*keys.find_tokens_of_type(CONTROL, USER_DEFINED), *eos_tokens} - keys.duplicates.keys()):
+        is_special = keys.types[token] == CONTROL or token in eos_tokens
+        added = AddedToken(keys.tokens[token], rstrip=token in rstrip_ids, normalized=False, special=is_special)
+        library.add_tokens([added])
+    if add_bos and bos is not None:
+        bos_token = {"id": "bos", "ids": [bos], "tokens": [keys.tokens[bos]]}
+        library.post_processor = processors.TemplateProcessing(single="bos $A", special_tokens=[bos_token])

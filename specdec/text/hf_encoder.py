@@ -24,41 +24,26 @@ MAX_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2, "BertN
 SpecialTokenSpan = tuple[int, int, int]  # id of a special token; start and end of its name in a text
 
 
-class BPETables(NamedTuple):
-    """The vocabulary and the merges of a BPE model, apart from its tokenizer.json, since parsing them takes half a second.
-
-    Attributes:
-        vocab: Token ids by name.
-        merges: Pairs of names, in the order of their ranks.
-    """
-
-    vocab: dict[str, int]
-    merges: list[Any]
-
-
 class Encoder:
-    """An encoder from text to token ids for a tokenizer.json, without truncation or padding. Threads may share it.
+    """An encoder from text to token ids by a tokenizer of the tokenizers package. Threads may share it.
 
-    The constructor raises the errors of the tokenizers package for contents that the package cannot read.
+    Args:
+        library: The package's tokenizer, whose truncation and padding are turned off.
+        vocab: Its token ids by name, if they are known; listing them takes a while.
 
     Attributes:
         names: The names of all tokens by id.
         specials: The names of the special tokens by id.
-        decoder: The decoder as written in the file, parsed from JSON.
+        decoder: The decoder as written in a tokenizer.json, parsed from JSON.
     """
 
-    def __init__(self, data: bytes, tables: BPETables | None = None) -> None:
-        """Load the tokenizer from the bytes of a tokenizer.json, and from the tables of its BPE model if they are not in it."""
-        import tokenizers
-
-        _check_added_tokens(data)
-        self._package = tokenizers
-        self._hf_tokenizer = library = _load_with_tables(data, tables) if tables else tokenizers.Tokenizer.from_buffer(data)
+    def __init__(self, library: Any, vocab: Mapping[str, int] | None = None) -> None:
+        """Collect the names of the tokens; raise the package's errors if it cannot encode any text."""
+        self._hf_tokenizer = library
         library.no_truncation()
         library.no_padding()
         self._added = library.get_added_tokens_decoder()
-        vocab = tables.vocab if tables else library.get_vocab()
-        self.names: dict[int, str] = {token: name for name, token in vocab.items()}
+        self.names: dict[int, str] = {token: name for name, token in (vocab or library.get_vocab()).items()}
         self.names |= {token: added.content for token, added in self._added.items()}
         self.specials = {token: added.content for token, added in self._added.items() if added.special}
         self.decoder = _to_json(library.decoder)
@@ -72,7 +57,7 @@ class Encoder:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the encoder from its JSON."""
-        return Encoder, (self._hf_tokenizer.to_str().encode(),)
+        return load_encoder, (self._hf_tokenizer.to_str().encode(),)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, after the ids that the file's post-processor puts in front; special names stay text.
@@ -152,8 +137,10 @@ class Encoder:
 
     def _make_placeholder_tokenizer(self, text: str) -> "_PlaceholderTokenizer":
         """Return a tokenizer in which special tokens are placeholders, single characters that this text does not contain."""
+        import tokenizers
+
         library: Any = self._hf_tokenizer
-        tokenizer: Any = self._package.Tokenizer(library.model)
+        tokenizer: Any = tokenizers.Tokenizer(library.model)
         if library.normalizer is not None:
             tokenizer.normalizer = library.normalizer
         if library.pre_tokenizer is not None:
@@ -169,24 +156,17 @@ class Encoder:
         plain_ids = {added.content: token for token, added in self._added.items() if not added.special}
         tokenizer.add_tokens([added for added in self._added.values() if not added.special])
         for (left, right), placeholder in placeholders.items():
-            tokenizer.add_tokens([self._package.AddedToken(placeholder, lstrip=left, rstrip=right, normalized=False)])
+            tokenizer.add_tokens([tokenizers.AddedToken(placeholder, lstrip=left, rstrip=right, normalized=False)])
         ids = {name: plain_ids.get(name) for name in (*plain_ids, *placeholders.values())}
         return _PlaceholderTokenizer(tokenizer, placeholders, {tokenizer.token_to_id(name): token for name, token in ids.items()})
 
 
-def _load_with_tables(data: bytes, tables: BPETables) -> Any:
-    """Return the library's tokenizer for a tokenizer.json whose BPE model has no tables, and for these tables."""
+def load_encoder(data: bytes) -> Encoder:
+    """Return the encoder for the contents of a tokenizer.json; raise an error of the package for contents that it cannot read."""
     import tokenizers
 
-    content = json.loads(data)
-    options = {name: value for name, value in content["model"].items() if name != "type"}
-    empty_model = content["model"] | {"vocab": {}, "merges": [], "unk_token": None}
-    library = tokenizers.Tokenizer.from_str(json.dumps(content | {"model": empty_model, "added_tokens": []}))
-    library.model = tokenizers.models.BPE(tables.vocab, tables.merges, **options)
-    for added in content["added_tokens"]:
-        fields = {name: value for name, value in added.items() if name != "id"}  # the vocabulary has the id
-        library.add_tokens([tokenizers.AddedToken(**fields)])
-    return library
+    _check_added_tokens(data)
+    return Encoder(tokenizers.Tokenizer.from_buffer(data))
 
 
 def _get_strip_flags(added: Any) -> tuple[bool, bool]:

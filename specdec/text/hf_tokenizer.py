@@ -20,7 +20,7 @@ from specdec import argument_checks
 from specdec.argument_checks import JSONDict
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE
-from specdec.text.hf_encoder import BPETables, Encoder
+from specdec.text.hf_encoder import Encoder, load_encoder
 from specdec.tokenizer import TEXT_NOT_STARTED, RenderedSegment, TokenizerError, decode_tokens, read_file_bytes
 
 SUPPORTED_DECODERS = "ByteLevel, Metaspace or SentencePiece's (Replace, ByteFallback, Fuse, Strip of one space in front)"
@@ -37,8 +37,7 @@ class HFTokenizer:
         path: The file or folder.
         bos: The token of an empty text if the file's template adds none; by default one of `eos_tokens`.
         eos_tokens: The end-of-sequence tokens with names; by default the eos_token in neighbouring files.
-        data: The contents of a tokenizer.json, if `path` is another kind of file.
-        tables: The tables of its BPE model, if they are not in `data`.
+        encoder: The encoder, if `path` is another kind of file.
         duplicates: Names by id of further tokens, which are decoded like the first token of that name.
 
     Raises:
@@ -50,14 +49,15 @@ class HFTokenizer:
         path: str | os.PathLike[str],
         bos: int | None = None,
         eos_tokens: Mapping[int, str] | None = None,
-        data: bytes | None = None,
-        tables: BPETables | None = None,
+        encoder: Encoder | None = None,
         duplicates: Mapping[int, str] = NO_DUPLICATES,
     ) -> None:
         """Load the tokenizer.json, and find its special and its end-of-sequence tokens."""
-        self.path = _find_tokenizer_file(Path(path))
-        data = read_file_bytes(self.path, "a tokenizer.json") if data is None else data
-        self._encoder = _load_encoder(self.path, data, tables)
+        self.path, self._digest = _find_tokenizer_file(Path(path)), b""
+        if encoder is None:
+            data = read_file_bytes(self.path, "a tokenizer.json")
+            self._digest, encoder = hashlib.sha256(data).digest(), _load_encoder(self.path, data)
+        self._encoder = encoder
         self._names = {**self._encoder.names, **duplicates}
         self._decoder = _parse_decoder(self.path, self._encoder.decoder)
         self.specials = {name: token for token, name in self._encoder.specials.items()}
@@ -67,7 +67,6 @@ class HFTokenizer:
         self._special_ids = {*self.specials.values(), *self.eos_tokens}
         self._special_ids |= {token for token, name in duplicates.items() if name in self.specials}
         self._bytes_cache: dict[int, bytes | None] = {}
-        self._digest = hashlib.sha256(data).digest()
 
     @functools.cached_property
     def max_token_length(self) -> int:
@@ -92,7 +91,7 @@ class HFTokenizer:
             TokenizerError: The library cannot encode the text.
         """
         text = argument_checks.check_string("the text", text)
-        with _wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
+        with wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
             ids = self._encoder.encode(text)
         return ids or [self._bos if self._bos is not None else min(self.eos_tokens, default=0)]
 
@@ -102,7 +101,7 @@ class HFTokenizer:
         Raises:
             TokenizerError: The library cannot encode the text.
         """
-        with _wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
+        with wrap_library_errors(f"the tokenizer {self.path} cannot encode the text"):
             return self._encoder.encode_segments(segments)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -236,27 +235,32 @@ def _parse_decoder(path: Path, decoder: Any) -> _Decoder:
     return _Decoder(False, tuple(replacements), has_bytes, strip.encode(), strip_all)
 
 
-def _load_encoder(path: Path, data: bytes, tables: BPETables | None) -> Encoder:
-    """Return the encoder for the contents of a tokenizer.json, and the tables of its BPE model if they are not in it.
+def check_library(path: Path) -> None:
+    """Raise TokenizerError if the tokenizers package, which a file needs, is not installed."""
+    if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):
+        install = optional_dependencies.format_install_command([optional_dependencies.TOKENIZERS])
+        raise TokenizerError(f"{path} needs the package tokenizers, which is not installed; {install}")
+
+
+def _load_encoder(path: Path, data: bytes) -> Encoder:
+    """Return the encoder for the contents of a tokenizer.json.
 
     Raises:
         TokenizerError: The tokenizers package is not installed or cannot read the contents.
     """
-    if not optional_dependencies.is_installed(optional_dependencies.TOKENIZERS):
-        install = optional_dependencies.format_install_command([optional_dependencies.TOKENIZERS])
-        raise TokenizerError(f"{path} needs the package tokenizers, which is not installed; {install}")
+    check_library(path)
     if data.startswith(LFS_POINTER):
         raise TokenizerError(f"{path} {IS_LFS_POINTER}")
-    with _wrap_library_errors(f"{path} is not a tokenizer.json, or the package tokenizers cannot read it"):
-        return Encoder(data, tables)
+    with wrap_library_errors(f"{path} is not a tokenizer.json, or the package tokenizers cannot read it"):
+        return load_encoder(data)
 
 
 @contextmanager
-def _wrap_library_errors(message: str) -> Iterator[None]:
+def wrap_library_errors(message: str) -> Iterator[None]:
     """Return a context that raises TokenizerError, with this message in front, for any error of the tokenizers package."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, TokenizerError):
         raise
     except BaseException as error:  # a panic of the library is not an Exception
         raise TokenizerError(f"{message}: {argument_checks.shorten(str(error) or type(error).__name__)}") from None
