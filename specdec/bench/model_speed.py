@@ -111,11 +111,8 @@ def run(name: str, model: Model, cases: Sequence[BenchCase], on_progress: OnProg
         rates = [case.tokens / each for each in seconds]
         timed.append(BenchResult(case.threads, case.name, statistics.median(rates), min(rates), max(rates)))
     weights, cpu = model.weights, read_cpu_name() or platform.processor() or platform.machine()
-    instructions = choose_dot4(CPU_FEATURES)
-    cores, system = get_topology().description, platform.platform()
-    return BenchReport(
-        name, weights.format_names, weights.n_bytes / 2**30, model.kv, cpu, cores, instructions, system, timed
-    )  # fmt: skip
+    machine = cpu, get_topology().description, choose_dot4(CPU_FEATURES), platform.platform()
+    return BenchReport(name, weights.format_names, weights.n_bytes / 2**30, model.kv, *machine, timed)
 
 
 def read_cpu_name() -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -89,13 +90,9 @@ def parse_shape(text: str) -> ModelConfig:
     """
     if text.upper() in MODEL_SHAPES:
         return ModelConfig(*MODEL_SHAPES[text.upper()])
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 7:
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9}){6}", text, re.ASCII):
         raise ValueError(f"shape is {text!r}; expected {', '.join(MODEL_SHAPES)} or dim,hidden,layers,heads,kv,vocab,seq")
-    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = numbers
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len = map(int, text.split(","))
     config = ModelConfig(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len)
     if error := config.find_error():
         raise ValueError(f"shape is {text!r}: {error}")

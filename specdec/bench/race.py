@@ -45,29 +45,22 @@ class Race:
         return f"{same}; {self.speedup:.{1 if self.speedup >= 1 else 2}f} times as fast" if self.speedup else same
 
     def format_lines(self, alone: str, pair: str, width: int | None = None) -> list[str]:
-        """Return one line of statistics for each run; if they exceed `width`, they are wrapped below the names.
+        """Return one line of statistics for each run; if they exceed `width`, they are wrapped.
 
         Args:
             alone: Name of the target alone.
             pair: Name of the pair.
             width: Columns of the terminal, None for any.
         """
-        rows = [
-            (name, f"{s.n_generated:,}", f"{s.target_passes:,}", format_seconds(s.decode_seconds), f"{s.tokens_per_second:,.0f}")
-            for name, s in ((alone, self.alone.statistics), (pair, self.pair.statistics))
-        ]
-        longest = max(len(alone), len(pair))
-        lines = [
-            f"{name:{longest}}  {n:>5} tokens in {passes:>5} passes  {seconds:>8}  {rate:>7} tok/s"
-            for name, n, passes, seconds, rate in rows
-        ]
+        lines = list[str]()
+        for name, s in ((alone, self.alone.statistics), (pair, self.pair.statistics)):
+            counts = f"{s.n_generated:>5,} tokens in {s.target_passes:>5,} passes"
+            speed = f"{format_seconds(s.decode_seconds):>8}  {s.tokens_per_second:>7,.0f} tok/s"
+            lines.append(f"{name:{max(len(alone), len(pair))}}  {counts}  {speed}")
         if width is None or max(map(len, lines)) <= width:
             return lines
-        wrapped = list[str]()
-        for name, *values in rows:
-            line = "{} tokens, {} passes, {}, {} tok/s".format(*values)
-            wrapped += [name, *textwrap.wrap(line, max(width, 1), initial_indent="  ", subsequent_indent="  ")]
-        return wrapped
+        short = (" ".join(line.split()) for line in lines)
+        return [part for line in short for part in textwrap.wrap(line, max(width, 1), subsequent_indent="  ")]
 
 
 def format_seconds(seconds: float) -> str:

@@ -117,7 +117,7 @@ class CommandGroup(CommandParameters, TyperGroup):
             return list(super().parse_args(ctx, args))
         first = words[0]
         is_prompt = ctx.resilient_parsing or " " in first or is_model_name(first)
-        similar = [*difflib.get_close_matches(first.lower(), self.commands, 1, MIN_COMMAND_SIMILARITY), ""][0]
+        similar = next(iter(difflib.get_close_matches(first.lower(), self.commands, 1, MIN_COMMAND_SIMILARITY)), "")
         command = FOREIGN_COMMANDS.get(first, similar)
         if command and not is_prompt:
             prompt = shlex.quote(" ".join(words))

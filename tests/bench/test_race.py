@@ -130,8 +130,7 @@ def test_race_statistics_fit_narrow_terminal(tokenizer: Tokenizer, width: int) -
     wide, narrow = race.format_lines(*names), race.format_lines(*names, width)
     assert len(wide) == 2 and min(map(len, wide)) > 60
     assert max(map(len, narrow)) <= width
-    words = " ".join(narrow).replace(" in ", " ").replace(",", "").split()
-    assert words == [word for line in wide for word in line.replace(" in ", " ").replace(",", "").split()]
+    assert " ".join(narrow).split() == " ".join(wide).split()
     assert race.format_lines(*names, 200) == wide
 
 

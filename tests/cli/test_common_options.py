@@ -9,24 +9,13 @@ from typer.main import get_command
 from typer.models import ParameterInfo
 
 from specdec.cli import app
-from specdec.cli.batch import BatchJobRequest
-from specdec.cli.bench import BenchRequest
-from specdec.cli.chat import ChatRequest
 from specdec.cli.common_options import Request
-from specdec.cli.compile import CompileRequest
 from specdec.cli.generate import TextRequest
-from specdec.cli.models import ModelsRequest
 from specdec.cli.option_fields import PARAMETER_OPTIONS, translate_parameters
-from specdec.cli.race import RaceRequest
-from specdec.cli.serve import ServeRequest
-from specdec.cli.sweep import SweepRequest
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.ui.plain_views import ModelLabels
 
-KINDS: dict[str, type[Request]] = {
-    "": TextRequest, "race": RaceRequest, "chat": ChatRequest, "sweep": SweepRequest, "models": ModelsRequest,
-    "bench": BenchRequest, "serve": ServeRequest, "batch": BatchJobRequest, "compile": CompileRequest,
-}  # fmt: skip
+KINDS: dict[str, type[Request]] = {"": TextRequest, **{name: request_class for name, (request_class, _) in app.COMMANDS.items()}}
 
 
 def make_request(*words: object) -> Any:
@@ -42,13 +31,8 @@ def test_request_has_values_of_command_line() -> None:
     request = make_request(
         "a", "-m", "b.bin", "-d", "c.bin", "-n", 9, "-t", 0.5, "-s", 7, "-g", 3, "--stop", "x", "--stop", "y", "--json"
     )
-    assert (request.context.args, request.model, request.draft, request.steps, [*request.stop]) == (
-        ["a"],
-        "b.bin",
-        "c.bin",
-        9,
-        ["x", "y"],
-    )
+    values = request.context.args, request.model, request.draft, request.steps, [*request.stop]
+    assert values == (["a"], "b.bin", "c.bin", 9, ["x", "y"])
     assert (request.sampling.temperature, request.sampling.seed, request.draft_settings.gamma) == (0.5, 7, 3)
     assert (request.as_json, request.plain, request.verify, request.given["gamma"]) == (True, False, "coupled", "--gamma")
     assert set(request.given) == {"model", "draft", "steps", "temperature", "seed", "gamma", "stop", "as_json"}

@@ -11,7 +11,6 @@ import pytest
 import typer
 
 from specdec.cli import serve
-from specdec.cli.app import app
 from specdec.cli.serve import CatalogModelSource, ServeRequest
 from specdec.draft import installed_models
 from specdec.draft.installed_models import find_neighbour_draft
@@ -182,12 +181,6 @@ def test_models_that_can_chat_come_first_for_the_server(pair: Pair, tmp_path: Pa
     shutil.copytree(FIXTURES / "llama", folder / "b")
     (folder / "b" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert [*installed_models.get_model_sizes(folder)] == ["b", "a.bin"]
-
-
-def test_download_command_suggests_pull() -> None:
-    for words in (["pull", "org/name"], ["rm", "org/name"]):
-        with pytest.raises(ValueError, match="did you mean 'specdec models "):
-            app(words, standalone_mode=False)
 
 
 def test_server_rereads_header_only_after_file_change(

@@ -100,6 +100,7 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
     [
         (["swep"], "did you mean 'specdec sweep'?"),
         (["list"], "did you mean 'specdec models list'?"),
+        (["rm", "org/name"], "did you mean 'specdec models rm'?"),
         (["chta", "hi"], "did you mean 'specdec chat'?"),
         (["Bensh"], "did you mean 'specdec bench'?"),
         (["Once", "upon", "a", "time"], "quotes"),
